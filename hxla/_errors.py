@@ -1,0 +1,48 @@
+"""The exception tree.
+
+HxlaError
+├── ConfigError       a configuration key or value, or an argument of hxla.train
+├── MeshError         a mesh file, a cluster, or the devices that are here
+├── DataError         the user's data
+├── LossError         what the user's loss returned
+├── PlanError         no feasible plan
+├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
+├── CheckpointError   a checkpoint folder, or a checkpoint of another model
+└── LaunchError       starting, joining or throttling processes
+"""
+
+
+class HxlaError(Exception):
+    """Base of every error that hxla raises on purpose."""
+
+
+class ConfigError(HxlaError):
+    """A configuration key or value, or an argument of `hxla.train`, is wrong."""
+
+
+class MeshError(HxlaError):
+    """A mesh file, a cluster, or the devices that are here cannot be used."""
+
+
+class DataError(HxlaError):
+    """The user's data cannot be used as asked."""
+
+
+class LossError(HxlaError):
+    """The user's loss returned something that has no mean over the global batch."""
+
+
+class PlanError(HxlaError):
+    """No plan fits the devices."""
+
+
+class NonFiniteError(HxlaError):
+    """A gradient was not finite and the user asked to stop."""
+
+
+class CheckpointError(HxlaError):
+    """A checkpoint folder cannot be used, or holds another model."""
+
+
+class LaunchError(HxlaError):
+    """Processes could not be started, joined or throttled."""

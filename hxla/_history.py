@@ -1,0 +1,89 @@
+"""What happened in a run, as values: the training loop writes them, reports read them."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step, the same on every process.
+
+    Attributes:
+        step: Number of the step, from 0.
+        loss: Mean loss of the global batch, before the step's update.
+        metrics: The user's own metrics, means over the global batch.
+        seconds: Wall time of the step.
+        num_examples: Examples in the global batch.
+        num_tokens: Tokens in the global batch (0 if the batch holds no integer sequences).
+        counts: Microbatches that each device ran.
+        busy_seconds: Seconds that each device computed in this step (microbatches and update).
+        redone: How often the step was redone after an overflow of the fixed-point range.
+        skipped: Whether the update was skipped because a gradient was not finite.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    seconds: float
+    num_examples: int
+    num_tokens: int
+    counts: tuple[int, ...]
+    busy_seconds: tuple[float, ...]
+    redone: int = 0
+    skipped: bool = False
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Seconds of the step in which each device waited for the others."""
+        return tuple(max(0.0, self.seconds - busy) for busy in self.busy_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation: `step` is the number of updates the evaluated parameters have had."""
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    num_examples: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rebalance:
+    """One change of the microbatch counts.
+
+    Attributes:
+        step: First step that ran with the new counts.
+        before: Counts before.
+        after: Counts after.
+        reason: Why, in words.
+        expected_gain: Predicted step time before over after, minus one (0.25: a quarter faster).
+        achieved_gain: The same ratio as measured, None until enough steps have run.
+    """
+
+    step: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reason: str
+    expected_gain: float
+    achieved_gain: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """All records of one run, in order.
+
+    Attributes:
+        device_names: One name per device, in the order of `counts`.
+        steps: One record per training step of this run (not of the run it resumed).
+        evaluations: One record per evaluation.
+        rebalances: One record per change of counts.
+        num_compilations: XLA compilations after the first completed step.
+    """
+
+    device_names: tuple[str, ...]
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[EvalRecord, ...] = ()
+    rebalances: tuple[Rebalance, ...] = ()
+    num_compilations: int = 0

@@ -1,0 +1,1 @@
+"""One process per accelerator: start, join, throttle, end."""

@@ -1,0 +1,1 @@
+"""From measured devices to a plan."""

@@ -1,0 +1,1 @@
+"""State, step, loop, data, checkpoints, watchdog, reports."""
