@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step, the same on every process.
+    """One training step.
 
     Attributes:
         step: Number of the step, from 0.
         loss: Mean loss of the global batch, before the step's update.
         metrics: The user's own metrics, means over the global batch.
-        seconds: Wall time of the step.
+        seconds: Wall time of the step, as this process saw it.
         num_examples: Examples in the global batch.
         num_tokens: Tokens in the global batch (0 if the batch holds no integer sequences).
         counts: Microbatches that each device ran.

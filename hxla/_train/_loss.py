@@ -47,12 +47,14 @@ def _describe(out: Any) -> str:
     return type(out).__name__
 
 
-def as_sums(out: Any, num_examples: int) -> Sums:
+def as_sums(out: Any, num_examples: int, *, mean_weight: float = 1) -> Sums:
     """Read what the user's loss returned.
 
     Args:
         out: See the message of the error.
         num_examples: Examples in the microbatch.
+        mean_weight: Weight of a microbatch whose loss is a mean already: 1 where all have the same
+            size, else its number of examples.
 
     Returns:
         Sums over the microbatch.
@@ -78,8 +80,8 @@ def as_sums(out: Any, num_examples: int) -> Sums:
     if values.ndim == 0:
         if len(parts) == 2:
             raise wrong("a scalar loss is a mean already and takes no weights")
-        weights = jnp.float32(1)
-        loss = values.astype(jnp.float32)
+        weights = jnp.float32(mean_weight)
+        loss = values.astype(jnp.float32) * weights
     else:
         if values.shape[0] != num_examples:
             raise wrong(

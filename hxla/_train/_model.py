@@ -81,7 +81,7 @@ def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
         Params are all `nnx.Param` variables; aux is every other variable except random streams
         and `nnx.Intermediate`.
     """
-    filters = (nnx.Param, nnx.RngState, nnx.Intermediate, ...)
+    filters: Any = (nnx.Param, nnx.RngState, nnx.Intermediate, ...)
 
     def in_mode(mode: str) -> Any:
         clone = nnx.clone(model)
@@ -96,7 +96,8 @@ def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
             module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
             out = loss(module, batch)
-            return out, nnx.split(module, *filters)[4]
+            parts: Any = nnx.split(module, *filters)
+            return out, parts[4]
 
         return run
 
@@ -206,9 +207,7 @@ def functional(
         ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
     """
     if isinstance(model, nn.Module):
-        return from_linen(
-            model, loss, eval_loss, variables=variables, seed=seed, example=example
-        )
+        return from_linen(model, loss, eval_loss, variables=variables, seed=seed, example=example)
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise ConfigError("variables is for Linen modules: an NNX model holds its own")

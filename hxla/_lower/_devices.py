@@ -1,0 +1,123 @@
+"""The devices of a run, in the order of `counts`."""
+
+import collections
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from .._cluster import Cluster
+from .._errors import MeshError
+from .._types import DATA_AXIS
+
+
+def resolve(mesh: Mesh | None, cluster: Cluster | None) -> tuple[jax.Device, ...]:
+    """All devices of a run, those of other processes included, process by process.
+
+    Args:
+        mesh: The user's own mesh with the one axis `data`, or None for every device.
+        cluster: The described cluster that the job was started on, or None.
+
+    Raises:
+        MeshError: If there is no device, the mesh has another axis, one process holds unlike
+            accelerators, or the cluster describes another number of devices.
+    """
+    if mesh is not None:
+        if mesh.axis_names != (DATA_AXIS,):
+            raise MeshError(
+                f"the mesh has axes {mesh.axis_names}: replicated training takes one axis, "
+                f"{DATA_AXIS!r}; jax.make_mesh(({mesh.size},), ({DATA_AXIS!r},))"
+            )
+        devices: list[Any] = list(mesh.devices.flat)
+    else:
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise MeshError(
+                f"JAX found no devices: {error}\ninstall jax[cuda13] for NVIDIA GPUs, or set "
+                "JAX_PLATFORMS=cpu to train on the processor"
+            ) from error
+    if not devices:
+        raise MeshError("the mesh has no devices: pass mesh=None to use every device there is")
+    devices.sort(key=lambda d: (d.process_index, d.id))
+    missing = set(range(jax.process_count())) - {d.process_index for d in devices}
+    if missing:
+        raise MeshError(
+            f"processes {sorted(missing)} have no device in the mesh: every process of the job "
+            "needs one"
+        )
+    check_one_kind_per_process(
+        [(d.process_index, d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
+    )
+    if cluster is not None and len(cluster.devices) != len(devices):
+        raise MeshError(
+            f"mesh file {cluster.name!r} describes {len(cluster.devices)} devices, the job has "
+            f"{len(devices)}: start it with hxla run --mesh, one process per described device"
+        )
+    return tuple(devices)
+
+
+def check_one_kind_per_process(kinds: list[tuple[int, int, str]]) -> None:
+    """Refuse unlike accelerators in one process: XLA compiles for the first one only.
+
+    Args:
+        kinds: Process, device id and model name of each accelerator.
+
+    Raises:
+        MeshError: Naming the process, the cards and the way out.
+    """
+    by_process = collections.defaultdict(list)
+    for process, device, kind in kinds:
+        by_process[process].append((device, kind))
+    for process, cards in by_process.items():
+        if len({kind for _, kind in cards}) > 1:
+            names = ", ".join(f"device {device}: {kind}" for device, kind in cards)
+            raise MeshError(
+                f"process {process} holds unlike accelerators ({names}): JAX compiles a program "
+                "for one kind only. Start one process per accelerator: hxla run script.py"
+            )
+
+
+def device_kind(device: jax.Device) -> str:
+    """The model name of a device; NVML's where there is one, for jax may repeat the first's."""
+    if device.platform not in ("gpu", "cuda"):
+        return device.device_kind
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return device.device_kind  # ROCm, or no driver library beside the CUDA runtime
+    try:
+        index = _nvml_index(device.local_hardware_id)
+        if index is None:
+            return device.device_kind
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))
+        return name.decode() if isinstance(name, bytes) else str(name)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_index(hardware_id: int | None) -> int | None:
+    """NVML counts all cards, CUDA only the visible ones."""
+    import os
+
+    if hardware_id is None:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return hardware_id
+    entries = visible.split(",")
+    if hardware_id >= len(entries) or not entries[hardware_id].strip().isdigit():
+        return None  # given by UUID
+    return int(entries[hardware_id])
+
+
+def device_names(devices: tuple[jax.Device, ...], cluster: Cluster | None) -> tuple[str, ...]:
+    """Short unique names: the kind and the position, with the described share of a core."""
+    names = []
+    for i, device in enumerate(devices):
+        share = cluster.devices[i].core_share if cluster else None
+        suffix = f"@{share:g}" if share is not None else ""
+        names.append(f"{device.platform}{i}{suffix}")
+    return tuple(names)

@@ -1,0 +1,20 @@
+"""Counts XLA compilations through jax's own monitoring events."""
+
+import jax.monitoring
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+_seconds: list[float] = []
+
+
+def _listen(event: str, duration: float, **_: object) -> None:
+    if event == _EVENT:
+        _seconds.append(duration)
+
+
+# jax offers no public way to take a listener back, so there is one for the life of the process.
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def num_compilations() -> int:
+    """Compilations of this process since hxla was imported."""
+    return len(_seconds)

@@ -1,0 +1,705 @@
+"""`hxla.train`."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from .._cluster import Cluster, load_cluster
+from .._config import Config, as_config
+from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
+from .._history import EvalRecord, History, Rebalance, StepRecord
+from .._launch import _coordination
+from .._launch.join import uninitialised_cluster
+from .._lower import _devices
+from .._lower._replicate import Reduction
+from .._lower._reduce import Reducer
+from .._plan import Plan
+from .._types import EXIT_PREEMPTED, PyTree
+from . import _setup
+from ._balance import Balancer
+from ._checkpoint import Checkpoints
+from ._compilations import num_compilations
+from ._data import Loader, as_source, eval_batches, num_steps
+from ._metrics import MetricsWriter
+from ._model import Functional, Loss, functional
+from ._progress import Progress
+from ._report import terminal_report, write_report
+from ._step import Engine
+from ._watchdog import Watchdog
+
+_FORMAT = 1  # of the checkpoint's own fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a callback sees after a step.
+
+    The arrays live on the device and are overwritten by the next step: copy what you keep.
+
+    Attributes:
+        step: Updates done.
+        params: Parameters in the user's own tree.
+        aux: Other variables (BatchNorm statistics) in the user's own tree.
+        opt_state: State of the optimizer.
+    """
+
+    step: int
+    params: PyTree
+    aux: PyTree
+    opt_state: PyTree
+
+
+Callback = Callable[[StepRecord, TrainState], bool | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `hxla.train` returns.
+
+    Attributes:
+        model: The NNX model that was passed, updated in place; or the Linen module.
+        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables).
+        opt_state: State of the optimizer.
+        step: Updates done in all, those before a resume included.
+        history: What happened in this call.
+        plan: The plan of the last step.
+        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
+            to the last bit.
+    """
+
+    model: Any
+    state: PyTree
+    opt_state: PyTree
+    step: int
+    history: History
+    plan: Plan
+    sha256: str
+
+
+def train(
+    model: Any,
+    data: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    batch_size: int,
+    microbatch_size: int | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    split: Literal["measured", "even"] | Sequence[int] = "measured",
+    reduction: Reduction = "exact",
+    nonfinite: Literal["stop", "skip"] = "stop",
+    shuffle: bool = True,
+    num_examples: int | None = None,
+    variables: PyTree | None = None,
+    eval_data: Any = None,
+    eval_loss: Loss | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    tensorboard: bool = False,
+    callbacks: Sequence[Callback] = (),
+    config: Config | Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a Flax model on every device of the job; the same bits however the work is spread.
+
+    The global batch is cut into microbatches of one shape. Each device runs as many as its
+    measured speed is worth, and the gradients are summed exactly, so the trained parameters depend
+    on the arguments below and on nothing else: not on the number of devices, their speeds, or how
+    often work moved between them.
+
+    Args:
+        model: An `nnx.Module` instance (updated in place) or an unbound `flax.linen.Module`.
+        data: A pytree of arrays, a sequence, a Grain dataset, a callable from index to example, or
+            an iterable of global batches.
+        loss: `loss(model, batch)`, returning a scalar (the mean over its microbatch), per-example
+            losses, or `(losses, weights)`; optionally followed by a dictionary of metrics. The
+            gradient is that of the global batch's mean. Linen modules come bound.
+        optimizer: Any optax transformation; it sees the model's own parameter tree.
+        batch_size: Examples of a global batch; never changes with the hardware.
+        microbatch_size: Examples of a microbatch; measured and chosen if None.
+        steps: Updates in all. Give either this or `epochs`.
+        epochs: Passes over the data.
+        seed: Root of sample order, dropout and Linen initialisation.
+        mesh: A mesh with the one axis `data`; default: every device of the job.
+        split: `measured` (counts follow the devices), `even`, or one count per device.
+        reduction: `exact`, or `float` for ordinary float32 sums whose bits depend on the spread.
+        nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
+        shuffle: Whether random-access data is shuffled anew each epoch.
+        num_examples: Of a callable that is to have epochs.
+        variables: Initial variables of a Linen module; initialised from `seed` if None.
+        eval_data: Data to evaluate on; any kind that `data` takes but an unbounded one.
+        eval_loss: Loss for evaluation; default `loss`. NNX models are in evaluation mode.
+        eval_every: Steps between evaluations; default: only after the last step.
+        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
+        checkpoint_every: Steps between checkpoints; default: only at the end and on SIGTERM.
+        run_dir: Folder for `metrics.jsonl` and `report.html`; nothing is written if None.
+        tensorboard: Also write TensorBoard events to `run_dir`.
+        callbacks: Called on every process as `callback(record, state)` after each step; True from
+            any process ends training after the next step.
+        config: Further settings, see `hxla.Config`.
+
+    Returns:
+        The trained model and state, the history and the plan.
+
+    Raises:
+        ConfigError: Arguments that contradict each other or cannot be met.
+        DataError: Data that is malformed or shorter than asked.
+        LossError: A loss of another form.
+        MeshError: Devices that cannot be used.
+        PlanError: No split fits the devices.
+        NonFiniteError: A gradient was not finite and `nonfinite="stop"`.
+        CheckpointError: A folder that cannot be written, or a checkpoint of another run.
+        SystemExit: With code 75 after SIGTERM, once a checkpoint is written.
+
+    Example:
+        >>> import jax, numpy as np, optax, hxla
+        >>> from flax import nnx
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8.0, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> result = hxla.train(model, data, loss, optax.sgd(0.1), batch_size=8,
+        ...                     microbatch_size=1, steps=3)
+        >>> result.step
+        3
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022 (load balance over unlike devices).
+        Li et al., "EasyScale", SC 2023 (logical workers with an identity of their own).
+    """
+    settings = as_config(config)
+    _check_arguments(steps, epochs, eval_every, checkpoint_every, checkpoint_dir, eval_data)
+    _check_choices(
+        reduction=reduction, nonfinite=nonfinite, tensorboard=tensorboard, run_dir=run_dir
+    )
+    alone = uninitialised_cluster()
+    if alone:
+        raise LaunchError(
+            f"this is one of several processes ({alone}) but they have not joined: each would "
+            "train a model of its own. Start the script with hxla run, or call hxla.init() before "
+            "anything else uses JAX"
+        )
+    cluster = load_cluster(os.environ["HXLA_MESH"]) if os.environ.get("HXLA_MESH") else None
+    devices = _devices.resolve(mesh, cluster)
+    _setup.check_batch(batch_size, microbatch_size, len(devices))
+    source = as_source(
+        data, batch_size=batch_size, seed=seed, shuffle=shuffle, num_examples=num_examples
+    )
+    last_step = (
+        steps if steps is not None else num_steps(source, batch_size=batch_size, epochs=epochs or 0)
+    )
+    run = _Run(
+        model=model,
+        source=source,
+        loss=loss,
+        eval_loss=eval_loss or loss,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        last_step=last_step,
+        seed=seed,
+        devices=devices,
+        cluster=cluster,
+        split=split,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        variables=variables,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        run_dir=pathlib.Path(run_dir) if run_dir is not None else None,
+        tensorboard=tensorboard,
+        callbacks=tuple(callbacks),
+        settings=settings,
+    )
+    with contextlib.ExitStack() as stack:
+        return run.run(stack)
+
+
+def _check_arguments(
+    steps: int | None,
+    epochs: int | None,
+    eval_every: int | None,
+    checkpoint_every: int | None,
+    checkpoint_dir: Any,
+    eval_data: Any,
+) -> None:
+    if (steps is None) == (epochs is None):
+        raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
+    numbers = {
+        "steps": steps,
+        "epochs": epochs,
+        "eval_every": eval_every,
+        "checkpoint_every": checkpoint_every,
+    }
+    low = [f"{k}={v}" for k, v in numbers.items() if v is not None and v < 1]
+    if low:
+        raise ConfigError(f"{', '.join(low)} must be at least 1")
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
+    if eval_every is not None and eval_data is None:
+        raise ConfigError(f"eval_every={eval_every} needs eval_data")
+
+
+def _check_choices(*, reduction: str, nonfinite: str, tensorboard: bool, run_dir: Any) -> None:
+    if reduction not in ("exact", "float"):
+        raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
+    if nonfinite not in ("stop", "skip"):
+        raise ConfigError(f"nonfinite={nonfinite!r}: use 'stop' or 'skip'")
+    if tensorboard and run_dir is None:
+        raise ConfigError("tensorboard=True needs a run_dir to write to")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    """One call of `train`."""
+
+    model: Any
+    source: Any
+    loss: Loss
+    eval_loss: Loss
+    optimizer: optax.GradientTransformation
+    batch_size: int
+    microbatch_size: int | None
+    last_step: int
+    seed: int
+    devices: tuple[jax.Device, ...]
+    cluster: Cluster | None
+    split: Any
+    reduction: Reduction
+    nonfinite: str
+    variables: PyTree | None
+    eval_data: Any
+    eval_every: int | None
+    checkpoint_dir: Any
+    checkpoint_every: int | None
+    run_dir: pathlib.Path | None
+    tensorboard: bool
+    callbacks: tuple[Callback, ...]
+    settings: Config
+
+    def run(self, stack: contextlib.ExitStack) -> Result:
+        """Set up, train, tidy up."""
+        self.main = jax.process_index() == 0
+        self.stopping = False
+        self.sigterm = False
+        self.names = _devices.device_names(self.devices, self.cluster)
+        self.history: dict[str, list[Any]] = {"steps": [], "evaluations": [], "rebalances": []}
+        self.reducer = Reducer(self.devices)
+        self.checkpoints: Checkpoints | None = None
+        if self.checkpoint_dir is not None:
+            self.checkpoints = stack.enter_context(
+                Checkpoints(
+                    self.checkpoint_dir, keep=self.settings.checkpoint.keep, writer=self.main
+                )
+            )
+        self.metrics: MetricsWriter | None = None
+        if self.run_dir is not None and self.main:
+            self.metrics = MetricsWriter(self.run_dir, tensorboard=self.tensorboard)
+            stack.callback(self.metrics.close)
+        self.watchdog: Watchdog | None = None
+        if jax.process_count() > 1:
+            self.watchdog = stack.enter_context(
+                Watchdog(
+                    rank=jax.process_index(),
+                    num_processes=jax.process_count(),
+                    heartbeat_timeout_seconds=self.settings.watchdog.heartbeat_timeout_seconds,
+                    progress_timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
+                )
+            )
+        self._beat(-1, "compiling and measuring")
+        start = self._restore_meta()
+        with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
+            self._build(start, stack)
+            self.progress = Progress(
+                self.last_step,
+                self.names,
+                start_step=start,
+                stream=None if self.main else open(os.devnull, "w"),  # noqa: SIM115
+            )
+            stack.enter_context(self.progress)
+            if start:
+                self.progress.log(f"resumed from step {start} in {self.checkpoint_dir}")
+            self.progress.log(self.plan.explain())
+            done = self._steps(start, stack)
+            self._beat(done, "finishing")
+            result = self._finish(done)
+        if self.sigterm_agreed and done < self.last_step:
+            raise SystemExit(EXIT_PREEMPTED)
+        return result
+
+    # -- before the first step -------------------------------------------------------------------
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "batch_size": self.batch_size,
+            "microbatch_size": self.microbatch_size,
+            "seed": self.seed,
+            "reduction": self.reduction,
+        }
+
+    def _restore_meta(self) -> int:
+        """Take the microbatch size of the checkpoint to resume from; returns its step."""
+        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        self._agree("checkpoint to resume from", str(latest))
+        if latest is None or self.checkpoints is None:
+            return 0
+        meta = self.checkpoints.meta(latest)
+        asked = self._meta()
+        if self.microbatch_size is None:
+            asked["microbatch_size"] = meta.get("microbatch_size")
+        wrong = [
+            f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
+            for key, value in asked.items()
+            if meta.get(key) != value
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.checkpoint_dir} holds step {latest} of another run:\n"
+                + "\n".join(wrong)
+                + "\nresume with the checkpoint's values or use another checkpoint_dir"
+            )
+        self.microbatch_size = asked["microbatch_size"]
+        if latest > self.last_step:
+            raise CheckpointError(
+                f"{self.checkpoint_dir} holds step {latest}, beyond the {self.last_step} asked: "
+                "raise steps or use another checkpoint_dir"
+            )
+        return int(latest)
+
+    def _first_batch(self, start: int, size: int) -> PyTree:
+        return self.source.fetch(start, np.arange(size))
+
+    def _build(self, start: int, stack: contextlib.ExitStack) -> None:
+        first = functools.partial(self._first_batch, start)
+
+        @functools.cache
+        def functional_model() -> Functional:
+            return functional(
+                self.model,
+                self.loss,
+                self.eval_loss,
+                variables=self.variables,
+                seed=self.seed,
+                example=first(self.microbatch_size or 1),
+            )
+
+        def make(size: int) -> Engine:
+            engine = Engine(
+                functional_model(),
+                self.optimizer,
+                self.reducer,
+                batch=first(size),
+                num_microbatches=self.batch_size // size,
+                microbatch_size=size,
+                seed=self.seed,
+                reduction=self.reduction,
+            )
+            engine.broadcast()
+            return engine
+
+        chosen = _setup.choose(
+            make,
+            first,
+            self.reducer,
+            batch_size=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            measure=self.split == "measured",
+        )
+        self.engine, self.microbatch_size = chosen.engine, chosen.microbatch_size
+        stack.callback(self.engine.close)
+        self._agree("lowered program", self.engine.fingerprint(first(chosen.microbatch_size)))
+        if start:
+            self._restore(start)
+        limits = _setup.count_limits(
+            self.engine, first(chosen.microbatch_size), self.reducer, self.cluster
+        )
+        counts = _setup.starting_counts(
+            self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
+        )
+        self.reasons = chosen.reasons
+        self.balancer = Balancer(self.settings.balance, counts, limits, chosen.seconds)
+        self._set_plan()
+
+    def _set_plan(self) -> None:
+        assert self.microbatch_size is not None
+        self.plan = _setup.make_plan(
+            names=self.names,
+            batch_size=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            counts=self.balancer.counts,
+            reduction=self.reduction,
+            seconds=self.balancer.seconds,
+            fixed=self.balancer.fixed,
+            reasons=self.reasons,
+        )
+
+    def _agree(self, what: str, text: str) -> None:
+        if jax.process_count() > 1:
+            _coordination.same_everywhere(
+                what, text, self.settings.watchdog.progress_timeout_seconds
+            )
+
+    def _tree(self) -> dict[str, PyTree]:
+        return {
+            "params": self.engine.params,
+            "aux": self.engine.aux,
+            "opt_state": self.engine.opt_state,
+            "exponents": self.engine.exponents,
+        }
+
+    def _restore(self, step: int) -> None:
+        assert self.checkpoints is not None
+        tree = self.checkpoints.restore(self._tree(), step).tree
+        self.engine.load(tree["params"], tree["opt_state"], tree["aux"], tree["exponents"])
+        self.engine.broadcast()
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _beat(self, step: int, phase: str) -> None:
+        if self.watchdog is not None:
+            self.watchdog.beat(step, phase)
+
+    def _steps(self, start: int, stack: contextlib.ExitStack) -> int:
+        assert self.microbatch_size is not None
+        self.sigterm_agreed = False
+        self.recompilations = 0
+        loader = stack.enter_context(
+            Loader(
+                self.source,
+                batch_size=self.batch_size,
+                microbatch_size=self.microbatch_size,
+                num_steps=self.last_step,
+                depth=self.settings.data.prefetch_steps,
+            )
+        )
+        if start < self.last_step:
+            loader.start(start, _span(_setup.own_ids(self.balancer.counts, self.reducer)))
+        began = time.perf_counter()
+        for step in range(start, self.last_step):
+            counts = self.balancer.counts
+            ids = _setup.own_ids(counts, self.reducer)
+            self._beat(step, "data")
+            loaded = iter(loader.get(step, _span(ids)))
+            batches = [[next(loaded) for _ in own] for own in ids]
+            self._beat(step, "microbatches")
+            compiled = num_compilations()
+            outcome = self.engine.accumulate(
+                step,
+                ids,
+                batches,
+                stop=self.stopping or self.sigterm,
+                on_reduce=functools.partial(self._beat, step, "reduce"),
+            )
+            self._beat(step, "update")
+            if outcome.nonfinite:
+                self._nonfinite(step, outcome.nonfinite)
+            else:
+                self.engine.update(outcome)
+            if step > start:
+                self.recompilations += num_compilations() - compiled
+            change = None
+            if self.split == "measured":
+                change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
+            now = time.perf_counter()
+            record = StepRecord(
+                step=step,
+                loss=outcome.loss,
+                metrics=outcome.metrics,
+                seconds=now - began,
+                num_examples=self.batch_size,
+                num_tokens=self._num_tokens(batches),
+                counts=counts,
+                busy_seconds=tuple(
+                    b + u for b, u in zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
+                ),
+                redone=outcome.redone,
+                skipped=bool(outcome.nonfinite),
+            )
+            began = now
+            self._record(record, change)
+            done = step + 1
+            for callback in self.callbacks:
+                state = TrainState(
+                    step=done,
+                    params=self.engine.params,
+                    aux=self.engine.aux,
+                    opt_state=self.engine.opt_state,
+                )
+                self.stopping |= bool(callback(record, state))
+            if self.eval_every and done % self.eval_every == 0 and done < self.last_step:
+                self._evaluate(done)
+                began = time.perf_counter()
+            if (
+                self.checkpoints is not None
+                and self.checkpoint_every
+                and done % self.checkpoint_every == 0
+            ):
+                self._beat(done, "checkpoint")
+                self.checkpoints.save(done, self._tree(), self._meta())
+            if outcome.stop:
+                self.sigterm_agreed = True
+                return done
+        return self.last_step
+
+    def _num_tokens(self, batches: list[list[PyTree]]) -> int:
+        """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
+        some = next((b for own in batches for b in own), None)
+        leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
+        sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
+        return max(sizes, default=0) * self.plan.num_microbatches
+
+    def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        message = f"step {step}: not finite in the gradient of {shown}"
+        if self.nonfinite == "stop":
+            raise NonFiniteError(
+                f"{message}; the parameters are those of step {step}. Lower the learning rate, "
+                "clip, or pass nonfinite='skip' to leave such updates out"
+            )
+        self.progress.log(f"{message}; update skipped")
+
+    def _record(self, record: StepRecord, change: Rebalance | None) -> None:
+        self.history["steps"].append(record)
+        self.progress.update(record)
+        if self.metrics is not None:
+            self.metrics.step(record)
+        if change is not None:
+            self.history["rebalances"].append(change)
+            self._set_plan()
+            self.progress.log(
+                f"step {change.step}: counts {_counts(change.before)} -> {_counts(change.after)}, "
+                f"{change.reason}; expected gain {change.expected_gain:.0%}"
+            )
+            if self.metrics is not None:
+                self.metrics.rebalance(change)
+        settled = self.balancer.stepped(record.seconds)
+        if settled is not None:
+            for i, earlier in enumerate(self.history["rebalances"]):
+                if earlier.step == settled.step:
+                    self.history["rebalances"][i] = settled
+            self.progress.log(
+                f"step {record.step}: counts {_counts(settled.after)} gained "
+                f"{settled.achieved_gain:.0%} (expected {settled.expected_gain:.0%})"
+            )
+            if self.metrics is not None:
+                self.metrics.rebalance(settled)
+
+    # -- evaluation and the end ------------------------------------------------------------------
+
+    def _evaluate(self, done: int) -> None:
+        self._beat(done, "evaluation")
+        assert self.microbatch_size is not None
+        began = time.perf_counter()
+        size, fetch = eval_batches(self.eval_data, self.microbatch_size)
+        num = math.ceil(size / self.microbatch_size)
+        share = _setup.share_of(num, self.balancer.counts)
+        loss, metrics, _ = self.engine.evaluate(num, _setup.own_ids(share, self.reducer), fetch)
+        record = EvalRecord(
+            step=done,
+            loss=loss,
+            metrics=metrics,
+            num_examples=size,
+            seconds=time.perf_counter() - began,
+        )
+        self.history["evaluations"].append(record)
+        numbers = "  ".join(f"{k} {v:.4f}" for k, v in {"loss": loss, **metrics}.items())
+        self.progress.log(f"step {done}: evaluation  {numbers}")
+        if self.metrics is not None:
+            self.metrics.evaluation(record)
+
+    def _finish(self, done: int) -> Result:
+        if self.eval_data is not None and done == self.last_step:
+            self._evaluate(done)
+        if self.checkpoints is not None:
+            if self.checkpoints.latest() != done:
+                self.checkpoints.save(done, self._tree(), self._meta())
+            self._beat(done, "checkpoint")
+            self.checkpoints.wait()
+        self._set_plan()
+        model, state = self.engine.finish()
+        history = History(
+            device_names=self.names,
+            num_compilations=self.recompilations,
+            **{k: tuple(v) for k, v in self.history.items()},
+        )
+        self.progress.close()
+        if self.main and history.steps:
+            print(terminal_report(history, title="hxla"))
+        if self.main and self.run_dir is not None and history.steps:
+            path = self.run_dir / "report.html"
+            write_report(
+                path, history, title=self.run_dir.name, notes={"Plan": self.plan.explain()}
+            )
+            print(f"report: {path}")
+        return Result(
+            model=model,
+            state=state,
+            opt_state=self.engine.opt_state,
+            step=done,
+            history=history,
+            plan=self.plan,
+            sha256=fingerprint((state, self.engine.opt_state)),
+        )
+
+
+def fingerprint(tree: PyTree) -> str:
+    """SHA-256 of the shapes, dtypes and bytes of all leaves in order.
+
+    Args:
+        tree: Any pytree of arrays.
+
+    Returns:
+        64 hexadecimal digits: two trees agree in them only if they agree to the last bit.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _span(ids: list[range]) -> range:
+    """Local devices take consecutive runs, so together they are one."""
+    return range(ids[0].start, ids[-1].stop)
+
+
+def _counts(counts: tuple[int, ...]) -> str:
+    return "/".join(map(str, counts))
+
+
+@contextlib.contextmanager
+def _sigterm(run: _Run) -> Iterator[None]:
+    """SIGTERM asks for a checkpoint at the next step's end, on all processes at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals; the caller keeps its own handling
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        run.sigterm = True
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
