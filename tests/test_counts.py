@@ -17,9 +17,7 @@ def compositions(total, parts):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), num=st.integers(1, 12), devices=st.integers(1, 4))
 def test_counts_are_the_optimum_of_exhaustive_search(data, num, devices):
-    times = st.lists(
-        st.floats(0.01, 10, allow_nan=False), min_size=devices, max_size=devices
-    )
+    times = st.lists(st.floats(0.01, 10, allow_nan=False), min_size=devices, max_size=devices)
     seconds, fixed = data.draw(times), data.draw(times)
     limits = data.draw(
         st.lists(st.one_of(st.none(), st.integers(0, 8)), min_size=devices, max_size=devices)

@@ -40,11 +40,11 @@ class Balancer:
         window = config.window_steps
         self._seconds = [collections.deque([s] if s else [], window) for s in seconds or counts]
         if not seconds:
-            self._seconds = [collections.deque([], window) for _ in counts]
-        self._fixed = [collections.deque([], window) for _ in counts]
+            self._seconds = [collections.deque(maxlen=window) for _ in counts]
+        self._fixed = [collections.deque(maxlen=window) for _ in counts]
         self._agreeing = 0
         self._parked = [0] * len(counts)
-        self._recent: collections.deque[float] = collections.deque([], config.patience_steps)
+        self._recent: collections.deque[float] = collections.deque(maxlen=config.patience_steps)
         self._open: tuple[Rebalance, float, list[float]] | None = None
         self._after_trial: tuple[int, ...] | None = None
 

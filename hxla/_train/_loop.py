@@ -24,8 +24,8 @@ from .._history import EvalRecord, History, Rebalance, StepRecord
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
 from .._lower import _devices
-from .._lower._replicate import Reduction
 from .._lower._reduce import Reducer
+from .._lower._replicate import Reduction
 from .._plan import Plan
 from .._types import EXIT_PREEMPTED, PyTree
 from . import _setup
@@ -456,7 +456,11 @@ class _Run:
     def _agree(self, what: str, text: str) -> None:
         if jax.process_count() > 1:
             _coordination.same_everywhere(
-                what, text, self.settings.watchdog.progress_timeout_seconds
+                what,
+                text,
+                rank=jax.process_index(),
+                num_processes=jax.process_count(),
+                timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
             )
 
     def _tree(self) -> dict[str, PyTree]:

@@ -1,0 +1,42 @@
+"""The command line."""
+
+import argparse
+import sys
+
+from ._errors import HxlaError
+from ._launch import _run
+from ._launch.join import cluster_in_sight
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line and run it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="hxla", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="start a script on every accelerator")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
+    where.add_argument("-n", type=int, help="number of processes")
+    run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
+    run.add_argument("script", help="Python script, followed by its own arguments")
+    run.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args(arguments)
+    command = [args.script, *args.arguments]
+    try:
+        if cluster_in_sight() and args.mesh is None and args.n is None:
+            return _in_place(command)  # one task per accelerator is running already
+        return _run.run(command, mesh=args.mesh, number=args.n, grace_seconds=args.grace)
+    except HxlaError as error:
+        print(f"hxla: {error}", file=sys.stderr)
+        return 2
+
+
+def _in_place(command: list[str]) -> int:
+    from ._launch import join
+
+    sys.argv = ["hxla", *command]
+    join.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Find mesh files and rule sets: built in, or the user's own."""
+
+import difflib
+import pathlib
+from importlib.resources import files
+from typing import Literal
+
+from ._errors import ConfigError, MeshError
+
+Kind = Literal["meshes", "rules"]
+
+
+def _folder(kind: Kind) -> pathlib.Path:
+    # A wheel carries the folder inside the package; an editable install or a checkout has it beside.
+    package = pathlib.Path(str(files("hxla")))
+    inside = package / kind
+    return inside if inside.is_dir() else package.parent / kind
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """Names of the built-in files of one kind, sorted."""
+    return tuple(sorted(path.stem for path in _folder(kind).glob("*.toml")))
+
+
+def find(kind: Kind, name_or_path: str) -> pathlib.Path:
+    """Path of a built-in name, or of the user's own file.
+
+    Args:
+        kind: `meshes` or `rules`.
+        name_or_path: A name from `names(kind)`, or a path to a TOML file.
+
+    Raises:
+        MeshError: If there is neither (ConfigError for rules), with the nearest known name.
+    """
+    path = pathlib.Path(name_or_path).expanduser()
+    if path.is_file():
+        return path.resolve()
+    built_in = _folder(kind) / f"{name_or_path}.toml"
+    if built_in.is_file():
+        return built_in
+    known = names(kind)
+    near = difflib.get_close_matches(name_or_path, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    error = MeshError if kind == "meshes" else ConfigError
+    raise error(
+        f"{name_or_path!r} is neither a file nor a built-in name of {kind}{hint}\n"
+        f"built in: {', '.join(known) or 'none'}"
+    )

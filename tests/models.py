@@ -1,0 +1,72 @@
+"""Small models and data that several tests train."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+VOCABULARY, WIDTH, LENGTH = 32, 16, 12
+
+
+class NnxNet(nnx.Module):
+    """Attention, dropout and BatchNorm: what makes bits depend on the spread elsewhere."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.dropout(self.attention(self.norm(x)))
+        return self.out(x)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, train=True):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        y = nn.BatchNorm(use_running_average=not train)(x)
+        y = nn.SelfAttention(2)(y)
+        x = x + nn.Dropout(0.1, deterministic=not train)(y)
+        return nn.Dense(VOCABULARY)(x)
+
+
+def token_loss(model, batch):
+    tokens = batch["tokens"]
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+def tokens(num=256):
+    """Sequences with structure to learn: each token follows from the one before, with noise."""
+    rng = np.random.default_rng(0)
+    out = np.zeros((num, LENGTH + 1), np.int32)
+    out[:, 0] = rng.integers(0, VOCABULARY, num)
+    for t in range(LENGTH):
+        noise = rng.random(num) < 0.1
+        step = (out[:, t] * 5 + 3) % VOCABULARY
+        out[:, t + 1] = np.where(noise, rng.integers(0, VOCABULARY, num), step)
+    return {"tokens": out}
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, inputs=6, outputs=3):
+        self.layer = nnx.Linear(inputs, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def regression(num=96, inputs=6, outputs=3):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(num, inputs)).astype(np.float32)
+    w = rng.normal(size=(inputs, outputs)).astype(np.float32)
+    return {"x": x, "y": np.asarray(jnp.tanh(x @ w)), "mask": rng.random(num) < 0.6}
+
+
+def squared_error(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
