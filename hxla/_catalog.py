@@ -11,7 +11,7 @@ Kind = Literal["meshes", "rules"]
 
 
 def _folder(kind: Kind) -> pathlib.Path:
-    # A wheel carries the folder inside the package; an editable install or a checkout has it beside.
+    # A wheel carries the folder inside the package; a checkout has it beside the package.
     package = pathlib.Path(str(files("hxla")))
     inside = package / kind
     return inside if inside.is_dir() else package.parent / kind

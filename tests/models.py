@@ -30,7 +30,7 @@ class LinenNet(nn.Module):
     def __call__(self, tokens, train=True):
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
         y = nn.BatchNorm(use_running_average=not train)(x)
-        y = nn.SelfAttention(2)(y)
+        y = nn.MultiHeadDotProductAttention(2)(y)
         x = x + nn.Dropout(0.1, deterministic=not train)(y)
         return nn.Dense(VOCABULARY)(x)
 

@@ -32,7 +32,7 @@ def resolve(mesh: Mesh | None, cluster: Cluster | None) -> tuple[jax.Device, ...
     else:
         try:
             devices = jax.devices()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
             raise MeshError(
                 f"JAX found no devices: {error}\ninstall jax[cuda13] for NVIDIA GPUs, or set "
                 "JAX_PLATFORMS=cpu to train on the processor"

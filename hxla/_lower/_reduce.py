@@ -9,11 +9,35 @@ change.
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._types import DATA_AXIS
+
+_BUCKET_ELEMENTS = 1 << 26  # bounds the copy that a bucket makes
+
+
+def _sum(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Sum over devices in buckets: many small buffers cost a round trip each."""
+    buckets: list[list[int]] = []
+    room = 0
+    for i, x in sorted(enumerate(arrays), key=lambda pair: str(pair[1].dtype)):
+        same = bool(buckets) and arrays[buckets[-1][-1]].dtype == x.dtype
+        if not same or x.size > room:
+            buckets.append([])
+            room = _BUCKET_ELEMENTS
+        buckets[-1].append(i)
+        room -= x.size
+    flat = [jnp.concatenate([arrays[i].reshape(-1) for i in bucket]) for bucket in buckets]
+    out: dict[int, jax.Array] = {}
+    for bucket, total in zip(buckets, jax.lax.psum(flat, DATA_AXIS), strict=True):
+        start = 0
+        for i in bucket:
+            out[i] = total[start : start + arrays[i].size].reshape(arrays[i].shape)
+            start += arrays[i].size
+    return [out[i] for i in range(len(arrays))]
 
 
 class Reducer:
@@ -30,7 +54,7 @@ class Reducer:
         self._sharding = NamedSharding(mesh, P(DATA_AXIS))
         self.program = jax.jit(
             jax.shard_map(
-                lambda arrays: jax.lax.psum(arrays, DATA_AXIS),
+                _sum,
                 mesh=mesh,
                 in_specs=P(DATA_AXIS),
                 out_specs=P(),
@@ -46,6 +70,8 @@ class Reducer:
             per_device: For each local device a list of arrays of equal shapes, at least 1-D.
         """
         num = len(self.devices)
+        if num == 1:  # a mesh of one would mark its arrays as sharded: another compiled form
+            return list(per_device[0])
         return [
             jax.make_array_from_single_device_arrays(
                 (num * shards[0].shape[0], *shards[0].shape[1:]), self._sharding, list(shards)
@@ -62,6 +88,8 @@ class Reducer:
         Returns:
             For each local device the list of sums, each of one shard's shape.
         """
+        if len(self.devices) == 1:
+            return [stacked]
         totals = self.program(stacked)
         shards = [{s.device: s.data for s in total.addressable_shards} for total in totals]
         return [[shard[device] for shard in shards] for device in self.local]

@@ -36,9 +36,9 @@ class Programs:
         float_aux: For each aux leaf, whether it is averaged (else microbatch 0's value is taken).
     """
 
-    micro: Callable[..., Any]
-    clear: Callable[..., Any]
-    update: Callable[..., Any]
+    micro: Any  # jax.jit's type has no public name
+    clear: Any
+    update: Any
     zeros: Callable[[], list[jax.Array]]
     num_tensors: int
     tensor_names: tuple[str, ...]

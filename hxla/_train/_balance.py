@@ -41,7 +41,9 @@ class Balancer:
         self._seconds = [collections.deque([s] if s else [], window) for s in seconds or counts]
         if not seconds:
             self._seconds = [collections.deque(maxlen=window) for _ in counts]
-        self._fixed = [collections.deque(maxlen=window) for _ in counts]
+        self._fixed: list[collections.deque[float]] = [
+            collections.deque(maxlen=window) for _ in counts
+        ]
         self._agreeing = 0
         self._parked = [0] * len(counts)
         self._recent: collections.deque[float] = collections.deque(maxlen=config.patience_steps)

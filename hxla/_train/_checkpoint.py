@@ -144,12 +144,13 @@ class Checkpoints:
         return dict(restored["meta"])
 
     def restore(self, like: PyTree, step: int) -> Saved:
-        """Read a checkpoint into the structure of `like`.
+        """Read a checkpoint into the structure of `like`, once all saves are done.
 
         Raises:
             CheckpointError: If it is of another model: every leaf that is missing, unexpected or
                 of another shape or dtype, by its path.
         """
+        self.wait()
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(

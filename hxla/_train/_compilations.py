@@ -6,9 +6,9 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _seconds: list[float] = []
 
 
-def _listen(event: str, duration: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _EVENT:
-        _seconds.append(duration)
+        _seconds.append(duration_secs)
 
 
 # jax offers no public way to take a listener back, so there is one for the life of the process.

@@ -41,6 +41,8 @@ def _name(path: Any) -> str:
 
 
 def _is_arrays(data: Any) -> bool:
+    if hasattr(data, "__iter__") and not (hasattr(data, "shape") or isinstance(data, dict | tuple)):
+        return False  # a list holds examples; a generator or a dataset is no pytree
     leaves = jax.tree.leaves(data)
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
@@ -89,7 +91,7 @@ class _Examples:
         first = examples[0]
         _check_dtypes(first, f"example {int(indices[0])}")
         for i, example in zip(indices, examples, strict=True):
-            if jax.tree.structure(example) != jax.tree.structure(first):
+            if str(jax.tree.structure(example)) != str(jax.tree.structure(first)):
                 raise DataError(
                     f"example {int(i)} has another structure than example {int(indices[0])}: "
                     f"{jax.tree.structure(example)} and {jax.tree.structure(first)}"
@@ -122,7 +124,7 @@ class _Random:
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         stream = step * self._batch_size + np.asarray(positions, np.int64)
-        size = self.num_examples
+        size = self._reader.num_examples
         if size is None or not self._shuffle:
             return self._reader.take(stream if size is None else stream % size)
         epochs, within = np.divmod(stream, size)
@@ -213,10 +215,9 @@ def as_source(
             raise DataError(
                 f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
             )
+        # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
         source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False)
         source.num_examples = len(data)
-        # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        source._shuffle, source.fetch = False, _unbounded(source)  # type: ignore[method-assign]
         return source
     reader = _reader(data, num_examples)
     if reader is not None:
@@ -224,13 +225,6 @@ def as_source(
     if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         return _Batches(data, batch_size)
     raise DataError(f"data is {type(data).__name__}; {_KINDS}")
-
-
-def _unbounded(source: _Random) -> Callable[[int, np.ndarray], PyTree]:
-    def fetch(step: int, positions: np.ndarray) -> PyTree:
-        return source._reader.take(step * source._batch_size + np.asarray(positions, np.int64))
-
-    return fetch
 
 
 def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:

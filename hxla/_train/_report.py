@@ -1,200 +1,55 @@
-"""The report of a run: terminal text, and one self-contained HTML page."""
+"""What a run tells at its end: a few lines for the terminal, a page and a picture for later."""
 
-import base64
-import html
-import io
 import os
 import pathlib
-import statistics
+import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from .._errors import ConfigError
-from .._history import History, StepRecord
+from .._history import History
+from ._format import clock, gain, number, percent, plural, shares, si, span
+from ._html import html_report
+from ._pictures import save_pictures
+from ._summary import Summary, names_of, summarise
 
-_BUSY, _IDLE, _LINE = "#2f6f9f", "#d9a441", "#7a4f9c"
-_END_STEPS = 10  # steps at either end that stand for "before" and "after"
+__all__ = ["html_report", "save_pictures", "terminal_report", "write_report"]
 
-
-def rate(steps: tuple[StepRecord, ...]) -> tuple[float, str]:
-    """Median amount per second of some steps, and its unit."""
-    seconds = statistics.median(s.seconds for s in steps)
-    amount, unit = steps[-1].num_examples, "examples/s"
-    if steps[-1].num_tokens:
-        amount, unit = steps[-1].num_tokens, "tokens/s"
-    return (amount / seconds if seconds else 0.0), unit
-
-
-def _settled(history: History) -> tuple[StepRecord, ...]:
-    """Steps without the first, which waits for compilation of the update."""
-    return history.steps[1:] or history.steps
-
-
-def _ends(history: History) -> tuple[tuple[StepRecord, ...], tuple[StepRecord, ...]]:
-    steps = _settled(history)
-    first = tuple(s for s in steps if s.counts == steps[0].counts)[:_END_STEPS]
-    last = tuple(s for s in steps if s.counts == steps[-1].counts)[-_END_STEPS:]
-    return first, last
-
-
-def _shares(steps: tuple[StepRecord, ...]) -> tuple[list[float], list[float]]:
-    devices = range(len(steps[0].counts))
-    busy = [statistics.median(s.busy_seconds[d] for s in steps) for d in devices]
-    idle = [statistics.median(s.idle_seconds[d] for s in steps) for d in devices]
-    return busy, idle
-
-
-def _rows(history: History) -> list[tuple[str, str]]:
-    first, last = _ends(history)
-    speed, unit = rate(last)
-    rows = [
-        ("steps", f"{len(history.steps)}"),
-        ("final loss", f"{history.steps[-1].loss:.4f}"),
-        ("speed", f"{speed:,.0f} {unit}"),
-        ("counts", "/".join(map(str, last[-1].counts))),
-    ]
-    if first[0].counts != last[-1].counts:
-        before, _ = rate(first)
-        counts = "/".join(map(str, first[0].counts))
-        rows.append(("before balancing", f"{before:,.0f} {unit} with {counts}"))
-    _, idle = _shares(last)
-    seconds = statistics.median(s.seconds for s in last)
-    shares = (f"{n} {i / seconds:.0%}" for n, i in zip(history.device_names, idle, strict=True))
-    rows.append(("idle", ", ".join(shares)))
-    for change in history.rebalances:
-        gain = "" if change.achieved_gain is None else f", achieved {change.achieved_gain:.0%}"
-        rows.append(
-            (
-                f"re-balance at step {change.step}",
-                f"{'/'.join(map(str, change.before))} to {'/'.join(map(str, change.after))}: "
-                f"{change.reason}; expected gain {change.expected_gain:.0%}{gain}",
-            )
-        )
-    for record in history.evaluations[-1:]:
-        rows.append((f"evaluation at step {record.step}", f"loss {record.loss:.4f}"))
-    if any(s.redone for s in history.steps):
-        rows.append(("steps redone", f"{sum(s.redone for s in history.steps)}"))
-    if any(s.skipped for s in history.steps):
-        rows.append(("steps skipped", f"{sum(s.skipped for s in history.steps)}"))
-    rows.append(("recompilations", f"{history.num_compilations}"))
-    return rows
+_MAX_DEVICES = 8
+_MAX_REBALANCES = 5
 
 
 def terminal_report(history: History, *, title: str) -> str:
-    """A short report as plain text."""
-    rows = _rows(history)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _data_uri(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def draw_busy(axes: Any, groups: Mapping[str, tuple[StepRecord, ...]], names: Any) -> None:
-    """Bars of busy and idle seconds per step, a group of devices for each entry of `groups`."""
-    labels, position = [], 0.0
-    ticks = []
-    for group, steps in groups.items():
-        busy, idle = _shares(steps)
-        for d, (b, i) in enumerate(zip(busy, idle, strict=True)):
-            first = not ticks
-            axes.barh(position, b, color=_BUSY, label="busy" if first else None)
-            axes.barh(position, i, left=b, color=_IDLE, label="idle" if first else None)
-            ticks.append(position)
-            labels.append(f"{group}\n{names[d]}  {steps[-1].counts[d]} microbatches")
-            position += 1
-        position += 0.6
-    axes.set_yticks(ticks, labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds per step (median)")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=2)
-
-
-def _pictures(history: History) -> dict[str, str]:
-    steps = history.steps
-    numbers = [s.step for s in steps]
-    pictures = {}
-    figure, axes = _figure(7, 3)
-    axes.plot(numbers, [s.loss for s in steps], color=_LINE, label="training")
-    if history.evaluations:
-        points = [(e.step, e.loss) for e in history.evaluations]
-        axes.plot(*zip(*points, strict=True), "o", color=_IDLE, label="evaluation")
-        axes.legend(frameon=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    pictures["Loss"] = _data_uri(figure)
-
-    first, last = _ends(history)
-    groups = {"first steps": first, "last steps": last}
-    if first[0].counts == last[-1].counts:
-        groups = {"all steps": _settled(history)}
-    bars = sum(len(s[0].counts) for s in groups.values())
-    figure, axes = _figure(7, 1.4 + 0.45 * bars)
-    draw_busy(axes, groups, history.device_names)
-    pictures["Busy and idle time of each device"] = _data_uri(figure)
-
-    figure, axes = _figure(7, 3)
-    series = list(zip(*(s.counts for s in steps), strict=True))
-    axes.stackplot(numbers, *series, labels=history.device_names, step="post", alpha=0.85)
-    for change in history.rebalances:
-        axes.axvline(change.step, color="black", linestyle=":")
-    axes.set_xlabel("step")
-    axes.set_ylabel("microbatches")
-    if len(series) <= 8:
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=4)
-    pictures["Counts over time"] = _data_uri(figure)
-
-    figure, axes = _figure(7, 3)
-    axes.plot(numbers[1:], [s.seconds for s in steps[1:]], color=_BUSY)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("seconds")
-    pictures["Step time"] = _data_uri(figure)
-    return pictures
-
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; } td, th { padding: .2rem 1rem .2rem 0; text-align: left;
-vertical-align: top; } img { max-width: 100%; border-radius: 6px; } pre { overflow-x: auto; }
-"""
-
-
-def html_report(history: History, *, title: str, notes: Mapping[str, str] | None = None) -> str:
-    """One HTML page with everything in it: no network, no script.
+    """The report as a few lines of plain text.
 
     Args:
-        history: Of the run, with at least one step.
-        title: Heading.
-        notes: Further sections of plain text.
+        history: The run.
+        title: What the first line begins with.
+
+    Returns:
+        Lines without a newline at the end, in ASCII but for the caller's own words.
     """
-    rows = "".join(
-        f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in _rows(history)
-    )
-    body = [f"<h1>{html.escape(title)}</h1><table>{rows}</table>"]
-    for name, uri in _pictures(history).items():
-        body.append(f'<h2>{name}</h2><img alt="{name}" src="{uri}">')
-    for name, text in (notes or {}).items():
-        body.append(f"<h2>{html.escape(name)}</h2><pre>{html.escape(text)}</pre>")
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>"
-    )
+    summary = summarise(history)
+    if summary is None:
+        return f"{title}: no step was done"
+    lines = [
+        f"{title}: {plural(len(history.steps), 'step')}, {si(summary.num_units)} {summary.unit} "
+        f"in {clock(summary.seconds)}"
+    ]
+    rows = [("loss", _loss(history, summary)), ("speed", _speed(summary))]
+    if summary.moved:
+        rows.append(("balancing", _balancing(summary)))
+    rows += [("idle", text) for text in _idle(history, summary)]
+    rows += [("rebalance", text) for text in _rebalances(history)]
+    rows.append(("events", _events(history, summary)))
+    previous = ""
+    for label, text in rows:
+        # A label stands before the first of its lines only.
+        indent = f"  {label if label != previous else '':<11}"
+        lines += textwrap.wrap(
+            text, width=100, initial_indent=indent, subsequent_indent=" " * len(indent)
+        )
+        previous = label
+    return "\n".join(lines)
 
 
 def write_report(
@@ -203,13 +58,97 @@ def write_report(
     *,
     title: str,
     notes: Mapping[str, str] | None = None,
+    comparison: Mapping[str, History] | None = None,
 ) -> None:
-    """Write the HTML page.
+    """Write the HTML report to a file; a reader never sees half of it.
+
+    Args:
+        path: The file; its folder is made if it is not there.
+        history: The run.
+        title: Heading of the page.
+        notes: Further sections of plain text, by heading.
+        comparison: Runs to lay side by side, by name.
 
     Raises:
-        ConfigError: If the file cannot be written.
+        ConfigError: The path cannot be written.
     """
+    text = html_report(history, title=title, notes=notes, comparison=comparison)
+    path = pathlib.Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        pathlib.Path(path).write_text(html_report(history, title=title, notes=notes))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"report {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"the report cannot be written to {path}: {error.strerror or error}. "
+            "Give a path that this user may write to"
+        ) from error
+
+
+def _loss(history: History, summary: Summary) -> str:
+    text = f"{number(history.steps[0].loss)} -> {number(summary.final_loss)}"
+    if history.evaluations:
+        last = history.evaluations[-1]
+        text += f", evaluation {number(last.loss)} after {plural(last.step, 'update')}"
+    return text
+
+
+def _speed(summary: Summary) -> str:
+    phase = summary.whole
+    return (
+        f"{si(phase.rate)} {summary.unit}/s, {span(phase.step_seconds)} per step "
+        f"(mean of {plural(phase.num_steps, 'step')})"
+    )
+
+
+def _balancing(summary: Summary) -> str:
+    before, after = summary.before, summary.after
+    return (
+        f"{shares(before.counts)}: {si(before.rate)} {summary.unit}/s, "
+        f"{span(before.step_seconds)} per step -> {shares(after.counts)}: {si(after.rate)} "
+        f"{summary.unit}/s, {span(after.step_seconds)} per step ({gain(summary.balancing_gain)})"
+    )
+
+
+def _idle(history: History, summary: Summary) -> list[str]:
+    after = summary.after
+    names = names_of(history, after.counts)
+    idle = after.idle_fractions
+    order = list(range(len(names)))
+    rest = ""
+    if len(names) > _MAX_DEVICES:
+        order = sorted(order, key=lambda d: -idle[d])[:_MAX_DEVICES]
+        rest = f"none of the other {len(names) - _MAX_DEVICES} devices idles more"
+    width = max(len(names[d]) for d in order)
+    lines = []
+    for d in order:
+        was = f" (was {percent(summary.before.idle_fractions[d])})" if summary.moved else ""
+        lines.append(
+            f"{names[d]:<{width}} {after.counts[d]}/{sum(after.counts)} microbatches, "
+            f"busy {span(after.busy_seconds[d])}, idle {percent(idle[d])}{was}"
+        )
+    return [*lines, rest] if rest else lines
+
+
+def _rebalances(history: History) -> list[str]:
+    changes = history.rebalances
+    lines = [
+        f"step {change.step}: {shares(change.before)} -> {shares(change.after)}, expected "
+        f"{gain(change.expected_gain)}, achieved {gain(change.achieved_gain)}: {change.reason}"
+        for change in changes[:_MAX_REBALANCES]
+    ]
+    if len(changes) > _MAX_REBALANCES:
+        lines.append(f"and {len(changes) - _MAX_REBALANCES} more")
+    return lines or ["none: the counts never moved"]
+
+
+def _events(history: History, summary: Summary) -> str:
+    return (
+        f"{plural(len(summary.redone_steps), 'step')} redone, "
+        f"{plural(len(summary.skipped_steps), 'update')} skipped, "
+        f"{plural(history.num_compilations, 'compilation')} after the first step"
+    )

@@ -157,6 +157,7 @@ class Engine:
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(reducer.local)))
         self._update_ticks: list[jax.Array] | None = None
         self._update_start = 0.0
+        self._num_updates = 0
         self._update_seconds = [0.0] * len(reducer.local)
 
     # -- state ---------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Engine:
             return
         tree = (self.params, self.opt_state, self.aux, self.exponents)
         leaves, treedef = jax.tree.flatten(tree)
-        hosts = [np.ascontiguousarray(np.asarray(x)) for x in leaves]
+        hosts = [np.asarray(x, order="C") for x in leaves]
         data = b"".join(x.tobytes() for x in hosts)
         data += b"\0" * (-len(data) % 4)
         flat = np.frombuffer(data, np.int32)
@@ -219,6 +220,8 @@ class Engine:
             Seconds of a microbatch per local device, the median.
         """
         seconds: list[list[float]] = [[] for _ in self._states]
+        for state in self._states:  # compiled now, for a device that gets no microbatches later
+            state.sums = self._programs.clear(state.sums)
         for _ in range(2 if self._exact else 1):  # again with scales that fit
             for i in range(len(self._states)):
                 self._run_micro(i, 0, 0, 0, batch, keep=0)
@@ -362,7 +365,8 @@ class Engine:
         if self._update_ticks is not None:
             jax.block_until_ready(self._update_ticks[i])
             done = time.perf_counter()
-            self._update_seconds[i] = done - self._update_start
+            if self._num_updates > 1:  # the first one was compiled
+                self._update_seconds[i] = done - self._update_start
             start = max(start, done)
         if tick is None:
             return 0.0
@@ -383,6 +387,7 @@ class Engine:
             )
             ticks.append(tick)
         self._update_ticks = ticks
+        self._num_updates += 1
         if self._exact and (self._next_exponents != self.exponents).any():
             self._set_exponents(self._next_exponents)
 
@@ -471,7 +476,7 @@ def _copies(tree: PyTree, device: jax.Device) -> PyTree:
 
 
 def _check_aux(before: PyTree, after: PyTree) -> None:
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    if str(jax.tree.structure(before)) != str(jax.tree.structure(after)):
         raise ConfigError(
             "the loss changed the structure of the model's variables: before\n"
             f"  {sorted(leaf_names(before))}\nafter\n  {sorted(leaf_names(after))}\n"

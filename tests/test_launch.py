@@ -1,0 +1,180 @@
+"""`hxla run` with real processes."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from hxla import LaunchError, MeshError, load_cluster
+from hxla._catalog import names
+from hxla._launch import _throttle
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def start(tmp_path, code, *options, env=None, module=("-m", "hxla", "run")):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, *module, *options, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        cwd=tmp_path,
+    )
+
+
+def test_two_processes_join_and_their_lines_are_prefixed(tmp_path):
+    code = (
+        "import jax\n"
+        "from jax.experimental import multihost_utils as m\n"
+        "import numpy as np\n"
+        "print(jax.process_index(), m.process_allgather(np.int32(jax.process_index() + 5)))\n"
+        "raise SystemExit(0)"
+    )
+    out, err = start(tmp_path, code, "-n", "2").communicate(timeout=120)
+    assert "[0] 0 [5 6]" in out, err
+    assert "[1] 1 [5 6]" in out
+
+
+def test_a_failing_rank_ends_the_others_and_gives_the_exit_code(tmp_path):
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['HXLA_PROCESS_ID'] == '1':\n"
+        "    print('last words', end='')\n    sys.exit(7)\n"
+        "time.sleep(100)"
+    )
+    begun = time.monotonic()
+    job = start(tmp_path, code, "-n", "2")
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 7
+    assert "rank 1 exited with code 7" in err
+    assert "[1] last words" in out
+    assert time.monotonic() - begun < 60
+
+
+def test_a_killed_launcher_leaves_no_orphan_and_no_cgroup(tmp_path):
+    code = "import time\nprint('up', flush=True)\ntime.sleep(100)"
+    job = start(tmp_path, code, "--mesh", "cpu-1.0-0.5")
+    ups = 0
+    while ups < 2:
+        ups += "up" in job.stdout.readline()
+    children = [p for p in psutil.Process(job.pid).children() if "script.py" in str(p.cmdline())]
+    assert len(children) == 2
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    place = _throttle.cgroup_parent()
+    if place is not None:
+        for _ in range(100):
+            left = list(place[1].glob(f"hxla-{job.pid}-*"))
+            if not left:
+                break
+            time.sleep(0.1)
+        assert not left
+
+
+def test_sigterm_is_passed_on(tmp_path):
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))\n"
+        "print('up', flush=True)\ntime.sleep(100)"
+    )
+    job = start(tmp_path, code, "-n", "2")
+    ups = 0
+    while ups < 2:
+        ups += "up" in job.stdout.readline()
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == 75
+
+
+def test_slurm_tasks_join_in_place(tmp_path):
+    code = "import jax\nprint('processes', jax.process_count(), jax.process_index())"
+    with_slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "JAX_PLATFORMS": "cpu",
+    }
+    jobs = [
+        start(tmp_path, code, env=with_slurm | {"SLURM_PROCID": str(rank)}) for rank in range(2)
+    ]
+    outputs = [job.communicate(timeout=120) for job in jobs]
+    for rank, (out, err) in enumerate(outputs):
+        assert f"processes 2 {rank}" in out, err
+
+
+def test_a_task_that_has_not_joined_is_refused(tmp_path):
+    code = (
+        "import hxla\n"
+        "try:\n    hxla.train(None, None, None, None, batch_size=1, steps=1)\n"
+        "except hxla.LaunchError as e:\n    print(e)"
+    )
+    env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "JAX_PLATFORMS": "cpu"}
+    out, _ = start(tmp_path, code, env=env, module=()).communicate(timeout=60)
+    assert "Slurm with 4 tasks" in out
+
+
+def busy_child():
+    return subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+
+
+def cpu_share(pid, seconds=2.0):
+    process = psutil.Process(pid)
+    before, begun = sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(seconds)
+    return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun)
+
+
+@pytest.mark.parametrize("kind", ["cgroup", "cycle"])
+def test_a_throttled_process_gets_its_share(kind):
+    child = busy_child()
+    try:
+        if kind == "cycle":
+            throttle = _throttle.DutyCycle(child.pid)
+            throttle.set_share(0.3)
+        else:
+            if _throttle.cgroup_parent() is None:
+                pytest.skip("no cgroup may be written here")
+            throttle, _ = _throttle.make_throttle(child.pid, 0, 0.3)
+        assert cpu_share(child.pid) < 0.45  # others may take it lower, never higher
+    finally:
+        child.kill()
+        child.wait()
+        throttle.close()
+
+
+def test_shares_are_packed_on_cores_or_refused():
+    assert _throttle.pack([0.3, 0.9, 0.5, 0.2], [4, 7]) == [7, 4, 7, 7]
+    with pytest.raises(LaunchError, match=r"sum to 2\.1 and do not fit on 2 cores"):
+        _throttle.pack([0.7, 0.7, 0.7], [0, 1])
+
+
+@pytest.mark.parametrize("name", names("meshes"))
+def test_shipped_meshes_are_valid(name):
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.devices
+
+
+def test_a_bad_mesh_file_names_every_fault(tmp_path):
+    path = tmp_path / "mesh.toml"
+    path.write_text('name = "x"\n[[device]]\nkind = "cpu"\ncore_shar = 1\ncount = 0\n')
+    with pytest.raises(MeshError, match=r"(?s)count.*found 0.*did you mean 'core_share'"):
+        load_cluster(str(path))
+    path.write_text("name = ")
+    with pytest.raises(MeshError, match="is not TOML"):
+        load_cluster(str(path))
+    with pytest.raises(MeshError, match=r"did you mean 'cpu-1\.0-0\.33'"):
+        load_cluster("cpu-1.0-0.3")
