@@ -1,0 +1,128 @@
+"""PyTorch DDP (Gloo, CPU) with its even split, on the model, throttles and batch of mixed_speed.py.
+
+    python benchmarks/torch_ddp.py --torch PYTHON [--mesh cpu-1.0-0.33]
+
+PYTHON is an interpreter that has torch; hxla does not depend on it. DDP and hxla run one after the
+other, in one go, on the same mesh. Writes benchmarks/results/torch_ddp.json.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+WORKER = r"""
+import os, sys, time, pathlib, sysconfig
+import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.set_num_threads(1)
+rank, size, batch, micro, steps = map(int, sys.argv[1:6])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
+dist.init_process_group("gloo", rank=rank, world_size=size)
+V, T, D, H, L = 256, 128, 256, 4, 4
+class Block(nn.Module):
+    def __init__(s):
+        super().__init__()
+        s.n1, s.n2 = nn.LayerNorm(D, bias=False), nn.LayerNorm(D, bias=False)
+        s.qkv, s.out = nn.Linear(D, 3*D, bias=False), nn.Linear(D, D, bias=False)
+        s.up, s.down = nn.Linear(D, 4*D, bias=False), nn.Linear(4*D, D, bias=False)
+    def forward(s, x):
+        B, T, _ = x.shape
+        q, k, v = s.qkv(s.n1(x)).reshape(B, T, 3*H, D//H).transpose(1, 2).chunk(3, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + s.out(y.transpose(1, 2).reshape(B, T, D))
+        return x + s.down(F.gelu(s.up(s.n2(x)), approximate="tanh"))
+class GPT(nn.Module):
+    def __init__(s):
+        super().__init__()
+        s.tok, s.pos = nn.Embedding(V, D), nn.Embedding(T, D)
+        s.blocks, s.norm = nn.Sequential(*[Block() for _ in range(L)]), nn.LayerNorm(D, bias=False)
+    def forward(s, t):
+        x = s.tok(t) + s.pos(torch.arange(t.shape[1]))
+        return s.norm(s.blocks(x)) @ s.tok.weight.T
+folder = pathlib.Path(sysconfig.get_path("stdlib"))
+text = b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))
+text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+torch.manual_seed(0)
+model = DDP(GPT())
+optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+own = batch // size
+for step in range(steps):
+    begun = time.perf_counter()
+    rows = [(step * batch + rank * own + i) * T for i in range(own)]
+    for i in range(0, own, micro):
+        t = torch.stack([text[r:r + T + 1] for r in rows[i:i + micro]]).long()
+        def backward():
+            out = model(t[:, :-1]).reshape(-1, V)
+            (F.cross_entropy(out, t[:, 1:].reshape(-1)) * micro / own).backward()
+        if i + micro < own:
+            with model.no_sync():
+                backward()
+        else:
+            backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(); optimizer.zero_grad()
+    if rank == 0:
+        print(time.perf_counter() - begun, flush=True)
+"""
+
+if __name__ == "__main__":
+    from hxla import load_cluster
+    from hxla._launch._run import _free_port
+    from hxla._launch._throttle import make_throttle, pack
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch", required=True)
+    parser.add_argument("--mesh", default="cpu-1.0-0.33")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    shares = [d.core_share for d in load_cluster(args.mesh).devices]
+    cores = pack(shares, sorted(os.sched_getaffinity(0)))
+    tokens = args.batch_size * 128
+    rows = {"mesh": args.mesh, "batch_size": args.batch_size, "ddp_tokens_per_second": {}}
+    for micro in (2, 8, args.batch_size // len(shares)):
+        port = str(_free_port())
+        workers, throttles = [], []
+        for rank, share in enumerate(shares):
+            numbers = map(str, (rank, len(shares), args.batch_size, micro, args.steps))
+            worker = subprocess.Popen(
+                [args.torch, "-c", WORKER, *numbers, port],
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            os.sched_setaffinity(worker.pid, {cores[rank]})
+            throttles.append(make_throttle(worker.pid, rank, share)[0])
+            workers.append(worker)
+        out, _ = workers[0].communicate()
+        for worker, throttle in zip(workers, throttles, strict=True):
+            worker.wait()
+            throttle.close()
+        seconds = statistics.median(map(float, out.split()[1:]))
+        rows["ddp_tokens_per_second"][f"microbatch {micro}"] = round(tokens / seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        summary = pathlib.Path(folder, "summary.json")
+        command = [sys.executable, "-m", "hxla", "run", "--mesh", args.mesh]
+        command += [
+            str(ROOT / "examples/train_gpt.py"),
+            "--summary",
+            str(summary),
+            "--dropout",
+            "0",
+        ]
+        command += ["--batch-size", str(args.batch_size), "--steps", "10"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = json.loads(summary.read_text())
+    rows["hxla_tokens_per_second"] = round(tokens / statistics.median(run["seconds"][-6:]))
+    best = max(rows["ddp_tokens_per_second"].values())
+    rows["hxla over the best ddp"] = round(rows["hxla_tokens_per_second"] / best, 2)
+    print(json.dumps(rows, indent=2))
+    out = ROOT / "benchmarks" / "results" / "torch_ddp.json"
+    out.write_text(json.dumps(rows, indent=2) + "\n")
