@@ -14,6 +14,7 @@ from .._config import Balance
 from .._history import Rebalance
 from .._planner._counts import best_counts, finish_seconds
 
+_NEW_SPEED = 1.2  # ratio beyond which two samples in a row are no noise
 _SETTLE_STEPS = 5  # steps after a move whose median is the achieved step time
 
 
@@ -75,7 +76,7 @@ class Balancer:
         """
         for d, count in enumerate(self.counts):
             if count:
-                self._seconds[d].append(busy[d] / count)
+                self._learn(d, busy[d] / count)
             if update[d]:
                 self._fixed[d].append(update[d])
         if self._after_trial is not None:
@@ -104,6 +105,18 @@ class Balancer:
         before = statistics.median(self._recent) if self._recent else 0.0
         self._open = (change, before, [])
         return change
+
+    def _learn(self, device: int, seconds: float) -> None:
+        """Add a sample; two alike that are far from the median mean a new speed, not noise."""
+        samples = self._seconds[device]
+        if len(samples) >= 2:
+            usual = statistics.median(list(samples)[:-1])
+            newest = (samples[-1], seconds)
+            if min(newest) > _NEW_SPEED * usual or max(newest) * _NEW_SPEED < usual:
+                last = samples[-1]
+                samples.clear()
+                samples.append(last)
+        samples.append(seconds)
 
     def _try_parked(self) -> None:
         """Give a device without microbatches one for a single step, to learn its speed anew."""
