@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-STEPS, SWAP = 40, 14
+STEPS, SWAP = 28, 10
 
 
 def mesh(path, shares):
@@ -44,11 +44,11 @@ with tempfile.TemporaryDirectory() as folder:
     run = json.loads(summary.read_text())
 
 seconds = run["seconds"]
-before = statistics.median(seconds[5:SWAP])
+before = statistics.median(seconds[3:SWAP])
 back = next(i for i in range(swapped, STEPS) if max(seconds[i : i + 3]) <= before / 0.95)
 rows = {
     "settled_seconds_before": round(before, 3),
-    "settled_seconds_after": round(statistics.median(seconds[-10:]), 3),
+    "settled_seconds_after": round(statistics.median(seconds[-8:]), 3),
     "swapped_after_step": swapped,
     "steps_until_back_at_0.95": back - swapped,
     "counts": [run["counts"][SWAP - 1], run["counts"][-1]],
