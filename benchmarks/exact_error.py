@@ -30,7 +30,7 @@ grads = [
 ]
 bits = _exact.num_bits(M)
 encode = jax.jit(_exact.encode, static_argnums=2)
-decode = jax.jit(_exact.decode, static_argnums=3)
+combine = jax.jit(_exact.combine, static_argnums=2)
 errors = {"two limbs": [], "one limb": [], "float32": []}
 for terms in zip(*grads, strict=True):
     reference = np.sum([t.astype(np.float64) for t in terms], axis=0)
@@ -45,7 +45,7 @@ for terms in zip(*grads, strict=True):
     for t in terms[1:]:
         total = total + t
     sums = {
-        "two limbs": np.asarray(decode(hi, lo, exponent, bits)),
+        "two limbs": np.asarray(_exact.rescale(combine(hi, lo, bits), exponent)),
         "one limb": (one * 2.0 ** -float(one_exponent)).astype(np.float32),
         "float32": total,
     }

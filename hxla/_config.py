@@ -16,11 +16,11 @@ class _Section(pydantic.BaseModel):
 class Balance(_Section):
     """When counts move."""
 
-    min_gain: float = pydantic.Field(0.03, ge=0)
-    """Predicted gain in step time below which counts stay (0.03: three per cent)."""
+    min_gain: float = pydantic.Field(0.015, ge=0)
+    """Predicted gain in step time below which counts stay (0.015: 1.5 per cent)."""
     patience_steps: int = pydantic.Field(2, ge=1)
     """Steps in a row that must agree before counts move."""
-    window_steps: int = pydantic.Field(5, ge=1)
+    window_steps: int = pydantic.Field(9, ge=1)
     """Steps whose median is a device's speed."""
     retry_steps: int = pydantic.Field(50, ge=1)
     """Steps after which a device without microbatches is tried again."""

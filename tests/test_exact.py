@@ -20,7 +20,8 @@ def exact_sum(terms: np.ndarray, order: np.ndarray) -> np.ndarray:
     limbs = [encode(jnp.asarray(terms[i]), exponent[0], bits) for i in order]
     hi = sum(np.asarray(limb[0]) for limb in limbs)
     lo = sum(np.asarray(limb[1]) for limb in limbs)
-    return np.asarray(jax.jit(_exact.decode, static_argnums=3)(hi, lo, exponent[0], bits))
+    total = jax.jit(_exact.combine, static_argnums=2)(hi, lo, bits)
+    return np.asarray(_exact.rescale(total, exponent[0]))
 
 
 def float_sum(terms: np.ndarray) -> np.ndarray:

@@ -79,17 +79,19 @@ def encode(x: jax.Array, exponent: jax.Array, bits: int) -> tuple[jax.Array, jax
     return whole.astype(jnp.int32), jnp.round(rest).astype(jnp.int32)
 
 
-def decode(hi: jax.Array, lo: jax.Array, exponent: jax.Array, bits: int) -> jax.Array:
-    """The float32 value of summed limbs, correctly rounded but for a few parts in 2**24 of an ulp.
+def combine(hi: jax.Array, lo: jax.Array, bits: int) -> jax.Array:
+    """Summed limbs as float32, correctly rounded but for a few parts in 2**24 of an ulp.
+
+    Every product is by a power of two and every other rounding is meant, so a compiler that fuses
+    multiplications and additions does not change a bit.
 
     Args:
         hi: int32 sums of the upper limbs.
         lo: int32 sums of the lower limbs.
-        exponent: int32 scalar that `encode` was given.
         bits: The same as in `encode`.
 
     Returns:
-        float32 of the same shape.
+        float32 of the same shape, in units of the upper limb: `rescale` gives the value.
     """
     unit = np.float32(2.0 ** -(bits + 1))
 
@@ -103,7 +105,11 @@ def decode(hi: jax.Array, lo: jax.Array, exponent: jax.Array, bits: int) -> jax.
     total = head + tail
     back = total - head  # Knuth's TwoSum: hi and lo may cancel
     lost = (head - (total - back)) + (tail - back)
-    total = total + (lost + (head_rest + tail_rest))
+    return total + (lost + (head_rest + tail_rest))
+
+
+def rescale(total: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Undo the scale that `encode` was given."""
     return _times_power_of_two(total, -exponent)
 
 

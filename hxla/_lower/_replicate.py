@@ -1,12 +1,12 @@
 """Programs of replicated training: one microbatch, one update, both for a single device.
 
-Legend of shape suffixes: M microbatches of a step, D devices, T float tensors (parameters, then
-auxiliary state), S sums per microbatch (loss, weight, metrics).
+Legend of shape suffixes: M microbatches of a step, T float tensors (parameters, then auxiliary
+state), S sums per microbatch (loss, weight, metrics).
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,26 @@ import optax
 
 from .._types import PyTree
 from . import _exact
+from ._reduce import Combine, buckets
 
 Reduction = Literal["exact", "float"]
+
+
+class Sums(NamedTuple):
+    """What one device adds up over its microbatches.
+
+    Attributes:
+        small_MS: Bit patterns of each microbatch's loss, weight and metrics; zero where another
+            device ran it.
+        peaks_T: Bit patterns of the largest magnitude of each tensor.
+        values: For each float tensor its parts: two int32 limbs, or one float32.
+        ints: The integer leaves of aux, as microbatch 0 left them; zero on other devices.
+    """
+
+    small_MS: jax.Array
+    peaks_T: jax.Array
+    values: list[tuple[jax.Array, ...]]
+    ints: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +43,13 @@ class Programs:
 
     Attributes:
         micro: `(params, aux, sums, exponents, where, batch) -> (sums, tick)`; donates `sums`.
-            `where` is int32[4]: step, microbatch, device, and 0 to start the sums anew or 1 to
-            add to them. `tick` is a small array to wait on.
+            `where` is int32[3]: step, microbatch, and 0 to start the sums anew or 1 to add to
+            them. `tick` is a small array to wait on.
         clear: `sums -> zeros`; donates.
-        update: `(params, opt_state, aux, totals, exponents, weight) ->
-            (params, opt_state, aux, tick)`; donates the first three.
+        update: `(params, opt_state, aux, totals, ints, exponents, weight) ->
+            (params, opt_state, aux, tick)`; donates the first three. `totals` are those of
+            `Reducer.sums`, `ints` the summed integer leaves of aux.
+        combine: What `Reducer.sums` needs to know of one device's sums.
         zeros: Makes the sums of one device, on the default device.
         num_tensors: T.
         tensor_names: T names.
@@ -39,7 +59,8 @@ class Programs:
     micro: Any  # jax.jit's type has no public name
     clear: Any
     update: Any
-    zeros: Callable[[], list[jax.Array]]
+    combine: Combine
+    zeros: Callable[[], "Sums"]
     num_tensors: int
     tensor_names: tuple[str, ...]
     float_aux: tuple[bool, ...]
@@ -72,7 +93,6 @@ def build(
     num_sums: int,
     optimizer: optax.GradientTransformation,
     num_microbatches: int,
-    num_devices: int,
     seed: int,
     reduction: Reduction,
     platform: str,
@@ -88,7 +108,6 @@ def build(
         num_sums: S.
         optimizer: The user's own.
         num_microbatches: M.
-        num_devices: D.
         seed: Root of all random keys.
         reduction: `exact` (two int32 limbs per element) or `float` (float32).
         platform: Backend for which `compiler_options` are chosen.
@@ -106,24 +125,24 @@ def build(
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape or (1,)  # at least 1-D, so that shards can be stacked
 
-    def zeros() -> list[jax.Array]:
+    def zeros() -> Sums:
         dtype = jnp.int32 if exact else jnp.float32
-        small = [
+        return Sums(
             jnp.zeros((num_microbatches, num_sums), jnp.int32),
-            jnp.zeros((num_devices, num_tensors), jnp.int32),
-        ]
-        limbs = [jnp.zeros(shape(x), dtype) for x in floats for _ in range(1 + exact)]
-        return small + limbs + [jnp.zeros(shape(x), jnp.int32) for x in others]
+            jnp.zeros(num_tensors, jnp.int32),
+            [tuple(jnp.zeros(shape(x), dtype) for _ in range(1 + exact)) for x in floats],
+            [jnp.zeros(shape(x), jnp.int32) for x in others],
+        )
 
     def micro(
         params: Sequence[jax.Array],
         aux: Sequence[jax.Array],
-        sums: Sequence[jax.Array],
+        sums: Sums,
         exponents_T: jax.Array,
         where: jax.Array,
         batch: PyTree,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        step, index, device, keep = where[0], where[1], where[2], where[3]
+    ) -> tuple[Sums, jax.Array]:
+        step, index, keep = where[0], where[1], where[2]
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
 
         def loss(leaves: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
@@ -143,23 +162,25 @@ def build(
         # Bit patterns of non-negative floats sort as the floats do, NaN above all.
         peaks_T = jax.lax.bitcast_convert_type(maxima_T, jnp.int32)
 
-        it = iter(sums)
-        small_MS = next(it) * keep
-        small_MS = small_MS.at[index].set(jax.lax.bitcast_convert_type(sums_S, jnp.int32))
-        maxima_DT = next(it) * keep
-        maxima_DT = maxima_DT.at[device].max(peaks_T)
-        out = [small_MS, maxima_DT]
-        for i, value in enumerate(values):
-            x = value.reshape(shape(value))
-            if exact:
-                hi, lo = _exact.encode(x, exponents_T[i], bits)
-                out += [next(it) * keep + hi, next(it) * keep + lo]
-            else:
-                out.append(jnp.where(keep, next(it), 0) + x)
-        for new, is_float in zip(new_leaves, float_aux, strict=True):
-            if not is_float:
-                first = jnp.where(index == 0, new.astype(jnp.int32), 0)
-                out.append(next(it) * keep + first.reshape(shape(first)))
+        def add(i: int, value: jax.Array) -> tuple[jax.Array, ...]:
+            x, before = value.reshape(shape(value)), sums.values[i]
+            if not exact:
+                return (jnp.where(keep, before[0], 0) + x,)
+            limbs = _exact.encode(x, exponents_T[i], bits)
+            return tuple(old * keep + new for old, new in zip(before, limbs, strict=True))
+
+        def first(old: jax.Array, new: jax.Array) -> jax.Array:
+            mine = jnp.where(index == 0, new.astype(jnp.int32), 0)
+            return old * keep + mine.reshape(old.shape)
+
+        small_MS = sums.small_MS * keep
+        new_ints = [x for x, f in zip(new_leaves, float_aux, strict=True) if not f]
+        out = Sums(
+            small_MS.at[index].set(jax.lax.bitcast_convert_type(sums_S, jnp.int32)),
+            jnp.maximum(sums.peaks_T * keep, peaks_T),
+            [add(i, value) for i, value in enumerate(values)],
+            [first(old, new) for old, new in zip(sums.ints, new_ints, strict=True)],
+        )
         return out, sums_S[1]
 
     def update(
@@ -167,35 +188,38 @@ def build(
         opt_state: PyTree,
         aux: Sequence[jax.Array],
         totals: Sequence[jax.Array],
+        ints: Sequence[jax.Array],
         exponents_T: jax.Array,
         weight: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        it = iter(totals)
-
-        def total(i: int, like: jax.Array) -> jax.Array:
-            if exact:
-                return _exact.decode(next(it), next(it), exponents_T[i], bits).reshape(like.shape)
-            return next(it).reshape(like.shape)
-
-        grads = [(total(i, p) / weight).astype(p.dtype) for i, p in enumerate(params)]
+        sums: dict[int, jax.Array] = {}
+        for flat, bucket in zip(totals, buckets([x.size for x in floats]), strict=True):
+            ends = np.cumsum([floats[i].size for i in bucket])
+            for i, part in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
+                value = _exact.rescale(part, exponents_T[i]) if exact else part
+                sums[i] = value.reshape(floats[i].shape)
+        grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         tree = jax.tree.unflatten(param_def, params)
         updates, opt_state = optimizer.update(jax.tree.unflatten(param_def, grads), opt_state, tree)
         new_params = jax.tree.leaves(optax.apply_updates(tree, updates))
-        new_aux: list[Any] = list(aux)
-        means = iter(range(len(params), num_tensors))
-        for j, is_float in enumerate(float_aux):
-            if is_float:
-                mean = total(next(means), aux[j]) / num_microbatches
-                new_aux[j] = (aux[j].astype(jnp.float32) + mean).astype(aux[j].dtype)
-        for j, is_float in enumerate(float_aux):
-            if not is_float:
-                new_aux[j] = next(it).reshape(aux[j].shape).astype(aux[j].dtype)
+        means = (sums[i] / num_microbatches for i in range(len(params), num_tensors))
+        firsts = iter(ints)
+        new_aux = [
+            (x.astype(jnp.float32) + next(means)).astype(x.dtype)
+            if is_float
+            else next(firsts).reshape(x.shape).astype(x.dtype)
+            for x, is_float in zip(aux, float_aux, strict=True)
+        ]
         return new_params, opt_state, new_aux, weight + 0
+
+    def combine(*parts: jax.Array) -> jax.Array:
+        return _exact.combine(parts[0], parts[1], bits) if exact else parts[0]
 
     return Programs(
         micro=jax.jit(micro, donate_argnums=2, compiler_options=options),
-        clear=jax.jit(lambda sums: [x * 0 for x in sums], donate_argnums=0),
+        clear=jax.jit(lambda sums: jax.tree.map(lambda x: x * 0, sums), donate_argnums=0),
         update=jax.jit(update, donate_argnums=(0, 1, 2), compiler_options=options),
+        combine=combine,
         zeros=zeros,
         num_tensors=num_tensors,
         tensor_names=tuple(names[: len(param_leaves)])
@@ -205,5 +229,5 @@ def build(
 
 
 def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:
-    """float32[T] maxima over devices from the bit patterns that `micro` recorded."""
+    """float32[T] maxima over devices (leading dimension) from the patterns `micro` recorded."""
     return np.ascontiguousarray(peaks_DT.max(axis=0)).view(np.float32)

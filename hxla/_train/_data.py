@@ -295,7 +295,7 @@ class Loader:
         self._num_steps, self._depth = num_steps, depth
         # One thread keeps the order of steps, which iterables need.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "hxla-loader")
-        self._pending: dict[tuple[int, int], concurrent.futures.Future[PyTree]] = {}
+        self._pending: dict[tuple[int, int], concurrent.futures.Future[dict[int, PyTree]]] = {}
 
     def __enter__(self) -> "Loader":
         return self
@@ -303,16 +303,23 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _load(self, step: int, index: int) -> PyTree:
-        positions = np.arange(index * self._size, (index + 1) * self._size)
-        return self._source.fetch(step, positions)
+    def _load(self, step: int, ids: list[int]) -> dict[int, PyTree]:
+        """Several microbatches in one read: a call of the source costs more than an example."""
+        positions = [np.arange(i * self._size, (i + 1) * self._size) for i in ids]
+        leaves, treedef = jax.tree.flatten(self._source.fetch(step, np.concatenate(positions)))
+        parts = [np.split(leaf, len(ids)) for leaf in leaves]
+        return {
+            index: jax.tree.unflatten(treedef, own)
+            for index, own in zip(ids, zip(*parts, strict=True), strict=True)
+        }
 
     def start(self, step: int, ids: range) -> None:
         """Begin to load a step's microbatches and those of the steps after it."""
         for ahead in range(step, min(step + self._depth, self._num_steps)):
-            for index in ids:
-                if (ahead, index) not in self._pending:
-                    self._pending[ahead, index] = self._pool.submit(self._load, ahead, index)
+            missing = [index for index in ids if (ahead, index) not in self._pending]
+            if missing:
+                loading = self._pool.submit(self._load, ahead, missing)
+                self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
 
     def get(self, step: int, ids: range) -> list[PyTree]:
         """Microbatches of a step, in the order of ids; those of later steps go on loading.
@@ -321,9 +328,9 @@ class Loader:
             DataError: And whatever else the user's data raises.
         """
         self.start(step, ids)
-        batches = [self._pending[step, index].result() for index in ids]
+        batches = [self._pending[step, index].result()[index] for index in ids]
         wanted = set(ids)
         for key in [k for k in self._pending if k[0] <= step or k[1] not in wanted]:
-            self._pending.pop(key).cancel()
+            del self._pending[key]
         self.start(step + 1, ids)
         return batches

@@ -44,6 +44,14 @@ def span(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def num_bytes(value: float) -> str:
+    """A size in binary units: 536 B, 1.2 KiB, 7.5 GiB."""
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= factor:
+            return f"{value / factor:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
 def percent(fraction: float) -> str:
     """A fraction as whole per cents: 7 %."""
     return f"{fraction * 100:.0f} %" if math.isfinite(fraction) else "? %"

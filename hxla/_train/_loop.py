@@ -427,7 +427,7 @@ class _Run:
         )
         self.engine, self.microbatch_size = chosen.engine, chosen.microbatch_size
         stack.callback(self.engine.close)
-        self._agree("lowered program", self.engine.fingerprint(first(chosen.microbatch_size)))
+        self._agree("lowered program", self.engine.fingerprint())
         if start:
             self._restore(start)
         limits = _setup.count_limits(

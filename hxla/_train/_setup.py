@@ -14,6 +14,7 @@ from .._plan import Plan
 from .._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
 from .._planner._microbatch import best_size, candidate_sizes
 from .._types import PyTree
+from ._format import num_bytes
 from ._step import Engine
 
 Split = str | Sequence[int]
@@ -148,7 +149,7 @@ def count_limits(
     )
     if not any(known):
         return (None,) * len(known)
-    fixed = engine.memory_bytes(batch)
+    fixed = engine.memory_bytes()
     each = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     limits: list[int | None] = []
     for d, mebibytes in enumerate(known):
@@ -158,8 +159,8 @@ def count_limits(
         free = int(mebibytes * 2**20) - fixed
         if free < each:
             raise PlanError(
-                f"device {d} has {mebibytes:.0f} MiB, a microbatch needs "
-                f"{(fixed + each) / 2**20:.0f} MiB: {(each - free) / 2**20:.0f} MiB are missing; "
+                f"device {d} has {num_bytes(fixed + free)}, a microbatch needs "
+                f"{num_bytes(fixed + each)}: {num_bytes(each - free)} are missing; "
                 "use a smaller microbatch_size or leave the device out"
             )
         limits.append(free // each)

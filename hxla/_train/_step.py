@@ -21,6 +21,7 @@ from ._loss import as_sums
 from ._model import Functional, leaf_names, to_host
 
 _MAX_REDOS = 3
+_NUM_SHARED = 3  # numbers of each device that travel with the sum: busy, update, stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,11 @@ class _DeviceState:
     params: list[jax.Array]
     opt_state: PyTree
     aux: list[jax.Array]
-    sums: list[jax.Array]
+    sums: _replicate.Sums
+    totals: tuple[list[jax.Array], list[jax.Array]] = ([], [])
     exponents: jax.Array | None = None
+    micro: Any = None  # compiled ahead by `calibrate`, as is `update`
+    update: Any = None
 
 
 class Engine:
@@ -137,11 +141,11 @@ class Engine:
             num_sums=2 + len(self._train_metrics),
             optimizer=optimizer,
             num_microbatches=num_microbatches,
-            num_devices=len(reducer.devices),
             seed=seed,
             reduction=reduction,
             platform=platform,
         )
+        self._sums = reducer.sums(self._programs.combine)
         self.exponents = np.zeros(self._programs.num_tensors, np.int32)
         opt_state = jax.jit(optimizer.init, compiler_options=options)(model.params)
         self._states = [
@@ -149,15 +153,16 @@ class Engine:
                 params=_copies(jax.tree.leaves(model.params), device),
                 opt_state=_copies(opt_state, device),
                 aux=_copies(jax.tree.leaves(model.aux), device),
-                sums=[jax.device_put(np.zeros(x.shape, x.dtype), device) for x in shapes],
+                sums=jax.tree.map(
+                    lambda x, d=device: jax.device_put(np.zeros(x.shape, x.dtype), d), shapes
+                ),
             )
             for shapes in [jax.eval_shape(self._programs.zeros)]
             for device in reducer.local
         ]
-        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(reducer.local)))
-        self._update_ticks: list[jax.Array] | None = None
-        self._update_start = 0.0
-        self._num_updates = 0
+        # Watched from threads: the main one goes on handing out microbatches meanwhile.
+        self._pool = concurrent.futures.ThreadPoolExecutor(2 * len(reducer.local))
+        self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
         self._update_seconds = [0.0] * len(reducer.local)
 
     # -- state ---------------------------------------------------------------------------------
@@ -210,48 +215,93 @@ class Engine:
     # -- steps ---------------------------------------------------------------------------------
 
     def calibrate(self, batch: PyTree, *, repeats: int) -> list[float]:
-        """Time one microbatch on each local device and take the scales of its gradient.
+        """Compile all programs, time a microbatch on each local device, take its scales.
 
         Args:
             batch: Microbatch 0 of step 0, the same on every process.
-            repeats: Timed runs after the first, which compiles.
+            repeats: Timed runs after the first.
 
         Returns:
             Seconds of a microbatch per local device, the median.
         """
         seconds: list[list[float]] = [[] for _ in self._states]
-        for state in self._states:  # compiled now, for a device that gets no microbatches later
+        for state in self._states:
             state.sums = self._programs.clear(state.sums)
+        self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds))
+        self._compile(batch)
         for _ in range(2 if self._exact else 1):  # again with scales that fit
             for i in range(len(self._states)):
-                self._run_micro(i, 0, 0, 0, batch, keep=0)
+                self._run_micro(i, 0, 0, batch, keep=0)
             self._adopt_scales()
         for _ in range(repeats):
             for i, times in enumerate(seconds):
                 start = time.perf_counter()
-                jax.block_until_ready(self._run_micro(i, 0, 0, 0, batch, keep=0))
+                jax.block_until_ready(self._run_micro(i, 0, 0, batch, keep=0))
                 times.append(time.perf_counter() - start)
         return [float(np.median(t)) if t else 0.0 for t in seconds]
+
+    def _compile(self, batch: PyTree) -> None:
+        """Compile ahead what the devices run, so that no step waits for a compiler."""
+        lowered = []
+        where, weight = np.zeros(3, np.int32), np.float32(1)
+        for state, device in zip(self._states, self._reducer.local, strict=True):
+            exponents, first = jax.device_put((self.exponents, batch), device)
+            micro = self._programs.micro.lower(
+                state.params, state.aux, state.sums, exponents, where, first
+            )
+            update = self._programs.update.lower(
+                state.params, state.opt_state, state.aux, *state.totals, exponents, weight
+            )
+            lowered += [micro, update]
+        self._micro_text = lowered[0].as_text()
+        compiled = list(self._pool.map(lambda program: program.compile(), lowered))
+        for state, micro, update in zip(self._states, compiled[::2], compiled[1::2], strict=True):
+            state.micro, state.update = micro, update
+
+    def _sum_over_devices(
+        self, rows: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sum what the devices accumulated; the totals stay on the devices.
+
+        Args:
+            rows: float32[3] of each local device.
+
+        Returns:
+            The rows of all devices, float32[D, 3]; every microbatch's sums, float32[M, S]; the
+            largest magnitude of each tensor, float32[T].
+        """
+        arguments = [
+            (
+                [jax.device_put(row.view(np.int32), device), s.sums.peaks_T],
+                [s.sums.small_MS, *s.sums.ints],
+                s.sums.values,
+            )
+            for row, device, s in zip(rows, self._reducer.local, self._states, strict=True)
+        ]
+        results = self._reducer.run(self._sums, arguments)
+        for state, (_, ints, totals) in zip(self._states, results, strict=True):
+            state.totals = totals, ints[1:]
+        (rows_D3, peaks_DT), (small_MS, *_), _ = results[0]
+        maxima_T = _replicate.peaks_to_maxima(np.asarray(peaks_DT))
+        return np.asarray(rows_D3).view(np.float32), np.asarray(small_MS).view(np.float32), maxima_T
 
     def _adopt_scales(self) -> None:
         if not self._exact:
             return
-        peaks = np.stack([np.asarray(s.sums[1]).max(axis=0) for s in self._states])
-        all_peaks = np.zeros((jax.process_count(), peaks.shape[1]), np.int32)
-        all_peaks[jax.process_index()] = peaks.max(axis=0)
+        peaks_T = np.max([np.asarray(s.sums.peaks_T) for s in self._states], axis=0)
+        all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
+        all_peaks[jax.process_index()] = peaks_T
         maxima = _replicate.peaks_to_maxima(self._reducer.exchange(all_peaks))
         finite = np.where(np.isfinite(maxima), maxima, 0)
         self._set_exponents(_exact.next_exponents(self.exponents, finite, self._bits))
 
-    def _run_micro(
-        self, i: int, device: int, step: int, index: int, batch: PyTree, *, keep: int
-    ) -> jax.Array:
+    def _run_micro(self, i: int, step: int, index: int, batch: PyTree, *, keep: int) -> jax.Array:
         state = self._states[i]
         if state.exponents is None:
             state.exponents = jax.device_put(self.exponents, self._reducer.local[i])
-        where = np.array([step, index, device, keep], np.int32)
+        where = np.array([step, index, keep], np.int32)
         batch = jax.device_put(batch, self._reducer.local[i])
-        state.sums, tick = self._programs.micro(
+        state.sums, tick = state.micro(
             state.params, state.aux, state.sums, state.exponents, where, batch
         )
         return tick
@@ -296,44 +346,23 @@ class Engine:
         redone: int,
         on_reduce: Callable[[], None],
     ) -> tuple[Outcome, np.ndarray]:
-        local, devices = self._reducer.local, self._reducer.devices
         start = time.perf_counter()
         ticks: list[jax.Array | None] = []
         for i, state in enumerate(self._states):
             tick = None
-            position = devices.index(local[i])
             for n, (index, batch) in enumerate(zip(ids[i], batches[i], strict=True)):
-                tick = self._run_micro(i, position, step, index, batch, keep=int(n > 0))
+                tick = self._run_micro(i, step, index, batch, keep=int(n > 0))
             if tick is None:
                 state.sums = self._programs.clear(state.sums)
             ticks.append(tick)
-        waits = (
-            [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
-            if len(local) > 1
-            else []
-        )
-        busy = [w.result() for w in waits] or [self._watch(0, ticks[0], start)]
-        self._update_ticks = None
-
-        rows = []
-        for i, device in enumerate(local):
-            row = np.zeros((len(devices), 3), np.float32)
-            row[devices.index(device)] = busy[i], self._update_seconds[i], float(stop)
-            rows.append(jax.device_put(row.view(np.int32), device))
-        stacked = self._reducer.stack(
-            [[r, *s.sums] for r, s in zip(rows, self._states, strict=True)]
-        )
-        for state in self._states:
-            state.sums = []
+        watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
+        busy = [watch.result() for watch in watches]
+        rows = [
+            np.array([busy[i], self._update_seconds[i], float(stop)], np.float32)
+            for i in range(len(self._states))
+        ]
         on_reduce()
-        totals = self._reducer.sum(stacked)
-        del stacked
-        for state, total in zip(self._states, totals, strict=True):
-            state.sums = total[1:]
-        shared, small, peaks = (np.asarray(x) for x in totals[0][:3])
-        shared_DR = shared.view(np.float32)
-        small_MS = small.view(np.float32)
-        maxima = _replicate.peaks_to_maxima(peaks)
+        rows_D3, small_MS, maxima = self._sum_over_devices(rows)
         sums = [
             math.fsum(column) if np.isfinite(column).all() else math.nan for column in small_MS.T
         ]
@@ -352,9 +381,9 @@ class Engine:
             loss=means[0],
             weight=weight,
             metrics=dict(zip(self._train_metrics, means[1:], strict=True)),
-            busy_seconds=tuple(map(float, shared_DR[:, 0])),
-            update_seconds=tuple(map(float, shared_DR[:, 1])),
-            stop=bool(shared_DR[:, 2].any()),
+            busy_seconds=tuple(map(float, rows_D3[:, 0])),
+            update_seconds=tuple(map(float, rows_D3[:, 1])),
+            stop=bool(rows_D3[:, 2].any()),
             nonfinite=nonfinite,
             redone=redone,
         )
@@ -362,11 +391,9 @@ class Engine:
 
     def _watch(self, i: int, tick: jax.Array | None, start: float) -> float:
         """Wait for a device; returns the seconds it spent on its microbatches."""
-        if self._update_ticks is not None:
-            jax.block_until_ready(self._update_ticks[i])
-            done = time.perf_counter()
-            if self._num_updates > 1:  # the first one was compiled
-                self._update_seconds[i] = done - self._update_start
+        if self._updates:
+            begun, done = self._updates[i].result()
+            self._update_seconds[i] = done - begun
             start = max(start, done)
         if tick is None:
             return 0.0
@@ -377,17 +404,22 @@ class Engine:
         """Apply the sums of the last `accumulate`; returns before the devices are done."""
         ticks = []
         weight = np.float32(outcome.weight)
-        self._update_start = time.perf_counter()
+        begun = time.perf_counter()
         for i, state in enumerate(self._states):
             exponents = state.exponents
             if exponents is None:
                 exponents = jax.device_put(self.exponents, self._reducer.local[i])
-            state.params, state.opt_state, state.aux, tick = self._programs.update(
-                state.params, state.opt_state, state.aux, state.sums[2:], exponents, weight
+            state.params, state.opt_state, state.aux, tick = state.update(
+                state.params, state.opt_state, state.aux, *state.totals, exponents, weight
             )
+            state.totals = [], []
             ticks.append(tick)
-        self._update_ticks = ticks
-        self._num_updates += 1
+
+        def wait(tick: jax.Array) -> tuple[float, float]:
+            jax.block_until_ready(tick)
+            return begun, time.perf_counter()
+
+        self._updates = [self._pool.submit(wait, tick) for tick in ticks]
         if self._exact and (self._next_exponents != self.exponents).any():
             self._set_exponents(self._next_exponents)
 
@@ -432,35 +464,21 @@ class Engine:
         params, aux = to_host((self.params, self.aux))
         return self._model.finish(*jax.tree.map(jax.numpy.asarray, (params, aux)))
 
-    def _micro_arguments(self, batch: PyTree) -> tuple[Any, ...]:
-        state = self._states[0]
-        where = np.zeros(4, np.int32)
-        return state.params, state.aux, state.sums, self.exponents, where, batch
-
-    def fingerprint(self, batch: PyTree) -> str:
+    def fingerprint(self) -> str:
         """Text of the lowered microbatch program, for comparison between processes."""
-        text = self._programs.micro.lower(*self._micro_arguments(batch)).as_text()
+        text = self._micro_text
         digest = hashlib.sha256(text.encode()).hexdigest()
         # The text of a large model is megabytes: its operations in order are enough to read.
         operations = re.findall(r"= \"?(stablehlo\.\w+|call \S+)", text)
         return "\n".join([digest, *operations])
 
-    def memory_bytes(self, batch: PyTree) -> int:
+    def memory_bytes(self) -> int:
         """Bytes that one device needs for its state and the larger of both programs."""
         state = self._states[0]
         held = jax.tree.leaves((state.params, state.opt_state, state.aux, state.sums))
-        micro = self._programs.micro.lower(*self._micro_arguments(batch)).compile()
-        update = self._programs.update.lower(
-            state.params,
-            state.opt_state,
-            state.aux,
-            state.sums[2:],
-            self.exponents,
-            np.float32(1),
-        ).compile()
         extra = [
             stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            for stats in (micro.memory_analysis(), update.memory_analysis())
+            for stats in (state.micro.memory_analysis(), state.update.memory_analysis())
             if stats is not None
         ]
         return sum(x.nbytes for x in held) + max(extra, default=0)
