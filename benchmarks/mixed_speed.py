@@ -5,7 +5,8 @@
 For each mesh and round: every device alone (same model, same global batch), then all together with
 planned and with even counts, all in one go on the same machine. `fraction` is the joint speed over
 the sum of the speeds alone, the median over rounds; a shared machine changes its speed from minute
-to minute, so figures are only compared within a round. Writes benchmarks/results/mixed_speed.json.
+to minute, so figures are only compared within a round. Writes its meshes' rows of
+benchmarks/results/mixed_speed.json.
 """
 
 import argparse
@@ -26,7 +27,7 @@ DEFAULT = ["cpu-1.0-0.33", "cpu-1.0-0.5", "cpu-1.0-1.0", "cpu-4-unequal"]
 parser = argparse.ArgumentParser()
 parser.add_argument("--meshes", nargs="+", default=DEFAULT)
 parser.add_argument("--rounds", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=256)
+parser.add_argument("--batch-size", type=int, default=128)
 args = parser.parse_args()
 
 
@@ -62,19 +63,20 @@ def one_round(folder, mesh, shares):
     }
 
 
-results = []
+setting = {"jax": jax.__version__, "python": platform.python_version()}
+results = {}
 with tempfile.TemporaryDirectory() as folder:
     for mesh in args.meshes:
         shares = [d.core_share for d in load_cluster(mesh).devices]
-        row = {"mesh": mesh, "rounds": []}
+        row = {"mesh": mesh, "batch_size": args.batch_size, **setting, "rounds": []}
         for _ in range(args.rounds):
             row["rounds"].append(one_round(folder, mesh, shares))
             print(json.dumps(row["rounds"][-1]), flush=True)
         for key in ("fraction_planned", "fraction_even", "speed_up"):
             row[key] = statistics.median(r[key] for r in row["rounds"])
         print(json.dumps({k: v for k, v in row.items() if k != "rounds"}), flush=True)
-        results.append(row)
+        results[mesh] = row
 
-setting = {"jax": jax.__version__, "python": platform.python_version(), "arguments": vars(args)}
 out = ROOT / "benchmarks" / "results" / "mixed_speed.json"
-out.write_text(json.dumps({"setting": setting, "results": results}, indent=2) + "\n")
+measured = {row["mesh"]: row for row in json.loads(out.read_text())} if out.exists() else {}
+out.write_text(json.dumps([*(measured | results).values()], indent=2) + "\n")

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT, library, loss  # noqa: E402
 
 from hxla._lower._reduce import Reducer  # noqa: E402
+from hxla._model import functional  # noqa: E402
 from hxla._train import _setup  # noqa: E402
-from hxla._train._model import functional  # noqa: E402
 from hxla._train._step import Engine  # noqa: E402
 
 BATCH, MICRO, ROUNDS = 64, 2, 8

@@ -73,7 +73,7 @@ for step in range(steps):
 
 if __name__ == "__main__":
     from hxla import load_cluster
-    from hxla._launch._run import _free_port
+    from hxla._launch._run import _KEEP_MEMORY, _free_port
     from hxla._launch._throttle import make_throttle, pack
 
     parser = argparse.ArgumentParser()
@@ -96,7 +96,7 @@ if __name__ == "__main__":
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1"},
             )
             os.sched_setaffinity(worker.pid, {cores[rank]})
             throttles.append(make_throttle(worker.pid, rank, share)[0])
