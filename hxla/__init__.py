@@ -1,9 +1,14 @@
 """Train a Flax model on whatever accelerators you have, bit for bit the same."""
 
+from ._annotate import Strategy as Strategy
+from ._annotate import replicate as replicate
+from ._annotate import set_default_strategy as set_default_strategy
+from ._annotate import split as split
 from ._cluster import Cluster as Cluster
 from ._cluster import Device as Device
 from ._cluster import load_cluster as load_cluster
 from ._config import Config as Config
+from ._errors import AnnotationError as AnnotationError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
@@ -13,12 +18,22 @@ from ._errors import LossError as LossError
 from ._errors import MeshError as MeshError
 from ._errors import NonFiniteError as NonFiniteError
 from ._errors import PlanError as PlanError
+from ._graph import Graph as Graph
+from ._graph import TaskGraph as TaskGraph
 from ._history import EvalRecord as EvalRecord
 from ._history import History as History
 from ._history import Rebalance as Rebalance
 from ._history import StepRecord as StepRecord
 from ._launch.join import init as init
+from ._loss import Merged as Merged
+from ._loss import merge as merge
+from ._partition import Partition as Partition
+from ._partition import partition as partition
 from ._plan import Plan as Plan
+from ._rules import Rule as Rule
+from ._rules import RuleSet as RuleSet
+from ._rules import load_rules as load_rules
+from ._trace import trace as trace
 from ._train._loop import Result as Result
 from ._train._loop import TrainState as TrainState
 from ._train._loop import fingerprint as fingerprint

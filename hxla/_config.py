@@ -1,12 +1,22 @@
 """Typed settings that most runs never touch."""
 
 import difflib
+import json
+import os
+import pathlib
+import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
 from ._errors import ConfigError
+
+#: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
+INTERNAL_VARIABLES = frozenset(
+    f"HXLA_{name}"
+    for name in ("MESH", "COORDINATOR", "LAUNCHER_PID", "LIVE", "NUM_PROCESSES", "PROCESS_ID")
+)
 
 
 class _Section(pydantic.BaseModel):
@@ -49,38 +59,128 @@ class Data(_Section):
     """Steps whose microbatches are loaded ahead."""
 
 
+class Cluster(_Section):
+    """How TaskGraphs take devices (Whale's and EPL's cluster section)."""
+
+    share_devices: bool = False
+    """TaskGraphs with device counts use the same devices instead of one set each."""
+    prefer_intra_node: bool = True
+    """Keep the devices of a replica on one node where the nodes' sizes allow it."""
+
+
+class Pipeline(_Section):
+    """How a global batch is cut (Whale's and EPL's pipeline section)."""
+
+    num_micro_batch: int | None = pydantic.Field(None, ge=1)
+    """Microbatches of a global batch, another way to say `microbatch_size`."""
+
+
+class Communication(_Section):
+    """How gradients are brought together (EPL's communication section)."""
+
+    gradient: Literal["mean", "sum"] = "mean"
+    """Gradient of the global batch's mean loss, or of its sum."""
+
+
 class Config(_Section):
     """All settings of `hxla.train` that are not its arguments."""
 
+    cluster: Cluster = Cluster()
+    pipeline: Pipeline = Pipeline()
+    communication: Communication = Communication()
     balance: Balance = Balance()
     watchdog: Watchdog = Watchdog()
     checkpoint: Checkpoint = Checkpoint()
     data: Data = Data()
 
 
-def as_config(config: Config | Mapping[str, Any] | None) -> Config:
-    """A `Config` from one, from nested dictionaries, or from nothing.
+def as_config(
+    config: "Config | Mapping[str, Any] | str | os.PathLike[str] | None",
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """A `Config` from one, from nested dictionaries, from a file, or from nothing.
+
+    Args:
+        config: A `Config` is taken as it is. Dictionaries, and a path to a `.json` or `.toml`
+            file, are laid over what the environment says.
+        environ: Variables such as `HXLA_CLUSTER_SHARE_DEVICES=true`; None: those of the process.
 
     Raises:
         ConfigError: Unknown keys (with the nearest known one) and wrong values, all at once.
     """
-    if config is None:
-        return Config()
     if isinstance(config, Config):
         return config
+    table: dict[str, dict[str, Any]] = {}
+    sources: dict[tuple[str, str], str] = {}
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith("HXLA_") and name not in INTERNAL_VARIABLES:
+            section, key = _key_of_variable(name)
+            table.setdefault(section, {})[key] = _typed(value)
+            sources[section, key] = name
+    given = _read(config) if isinstance(config, str | os.PathLike) else dict(config or {})
+    for section, values in given.items():
+        if isinstance(values, _Section):
+            values = values.model_dump(exclude_unset=True)
+        if isinstance(values, Mapping):
+            table[section] = {**table.get(section, {}), **values}
+            for key in values:
+                sources.pop((section, key), None)
+        else:
+            table[section] = values
     try:
-        return Config.model_validate(config)
+        return Config.model_validate(table)
     except pydantic.ValidationError as error:
         lines = []
         for failure in error.errors():
             path = ".".join(map(str, failure["loc"]))
+            source = sources.get(failure["loc"][:2])  # type: ignore[call-overload]
+            where = f" (from {source})" if source else ""
             if failure["type"] == "extra_forbidden":
                 known = _keys_beside(failure["loc"])
                 near = difflib.get_close_matches(str(failure["loc"][-1]), known, n=1, cutoff=0)
                 lines.append(f"  {path}: unknown key, did you mean {near[0]!r}?")
             else:
-                lines.append(f"  {path}: {failure['msg']}, not {failure['input']!r}")
+                lines.append(f"  {path}{where}: {failure['msg']}, not {failure['input']!r}")
         raise ConfigError("config has errors:\n" + "\n".join(lines)) from None
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    file = pathlib.Path(path)
+    try:
+        text = file.read_text()
+        table = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"config file {file} is no valid {file.suffix[1:]}: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"config file {file} holds no table of sections")
+    return table
+
+
+def _key_of_variable(name: str) -> tuple[str, str]:
+    """`HXLA_PIPELINE_NUM_MICRO_BATCH` is `pipeline.num_micro_batch`."""
+    known = {
+        f"HXLA_{section}_{key}".upper(): (section, key)
+        for section, field in Config.model_fields.items()
+        for key in _fields(field.annotation)
+    }
+    if name not in known:
+        near = difflib.get_close_matches(name, [*known, *INTERNAL_VARIABLES], n=1, cutoff=0)
+        raise ConfigError(f"environment variable {name}: unknown, did you mean {near[0]}?")
+    return known[name]
+
+
+def _fields(section: Any) -> list[str]:
+    return list(section.model_fields)
+
+
+def _typed(text: str) -> Any:
+    """Numbers, booleans and null as JSON has them; anything else is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _keys_beside(path: tuple[int | str, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
 HxlaError
 ├── ConfigError       a configuration key or value, or an argument of hxla.train
+├── AnnotationError   replicate, split, or a sharding rule
 ├── MeshError         a mesh file, a cluster, or the devices that are here
 ├── DataError         the user's data
 ├── LossError         what the user's loss returned
@@ -18,6 +19,10 @@ class HxlaError(Exception):
 
 class ConfigError(HxlaError):
     """A configuration key or value, or an argument of `hxla.train`, is wrong."""
+
+
+class AnnotationError(HxlaError):
+    """A use of `replicate` or `split`, or a sharding rule, cannot be carried out."""
 
 
 class MeshError(HxlaError):

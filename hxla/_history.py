@@ -2,6 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TypeAlias
+
+Metric: TypeAlias = float | tuple[float, ...]
+
+
+def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Those metrics that are one number: what curves and tables can show."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, tuple)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -11,7 +19,8 @@ class StepRecord:
     Attributes:
         step: Number of the step, from 0.
         loss: Mean loss of the global batch, before the step's update.
-        metrics: The user's own metrics, means over the global batch.
+        metrics: The user's own metrics, merged over the global batch as `hxla.merge` says; a
+            concatenation is a tuple with one number for each example.
         seconds: Wall time of the step, as this process saw it.
         num_examples: Examples in the global batch.
         num_tokens: Tokens in the global batch (0 if the batch holds no integer sequences).
@@ -23,7 +32,7 @@ class StepRecord:
 
     step: int
     loss: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Metric]
     seconds: float
     num_examples: int
     num_tokens: int
@@ -44,7 +53,7 @@ class EvalRecord:
 
     step: int
     loss: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Metric]
     num_examples: int
     seconds: float
 

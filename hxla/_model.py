@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from .._errors import ConfigError
-from .._types import PyTree
+from ._errors import ConfigError
+from ._types import PyTree
 
 Loss = Callable[[Any, Any], Any]
 
@@ -28,6 +29,7 @@ class Functional:
     Attributes:
         params: Trainable arrays in the user's own tree; the optimizer sees exactly this.
         aux: Other arrays that the loss may change, in the user's own tree.
+        logical: For each parameter the logical names of its dimensions in Flax's metadata.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
         evaluate: The same with the model in evaluation mode.
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
@@ -35,6 +37,7 @@ class Functional:
 
     params: PyTree
     aux: PyTree
+    logical: tuple[tuple[str | None, ...] | None, ...]
     train: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     evaluate: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
@@ -51,6 +54,13 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
         )
         for path, _ in paths
     )
+
+
+def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:
+    """Names of each parameter's dimensions; None where the model gives none."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return tuple(tuple(s) if s is not None and any(s) else None for s in leaves)
 
 
 def _check_params(params: PyTree) -> None:
@@ -108,6 +118,7 @@ def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
     return Functional(
         params=params,
         aux=aux,
+        logical=_logical(nnx.get_partition_spec(params)),
         train=call(graphdef_train, loss),
         evaluate=call(graphdef_eval, eval_loss),
         finish=finish,
@@ -178,6 +189,7 @@ def from_linen(
     return Functional(
         params=params,
         aux=variables,
+        logical=_logical(nn.get_partition_spec(params)),
         train=call(loss),
         evaluate=call(eval_loss),
         finish=lambda params, aux: (module, {"params": params, **aux}),

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from hxla._lower._reduce import Reducer
-from hxla._train._model import functional
+from hxla._model import functional
 from hxla._train._step import Engine
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"

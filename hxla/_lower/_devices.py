@@ -8,26 +8,21 @@ from jax.sharding import Mesh
 
 from .._cluster import Cluster
 from .._errors import MeshError
-from .._types import DATA_AXIS
+from ._replica import Replica
 
 
 def resolve(mesh: Mesh | None, cluster: Cluster | None) -> tuple[jax.Device, ...]:
     """All devices of a run, those of other processes included, process by process.
 
     Args:
-        mesh: The user's own mesh with the one axis `data`, or None for every device.
+        mesh: The user's own mesh, or None for every device.
         cluster: The described cluster that the job was started on, or None.
 
     Raises:
-        MeshError: If there is no device, the mesh has another axis, one process holds unlike
-            accelerators, or the cluster describes another number of devices.
+        MeshError: If there is no device, one process holds unlike accelerators, or the cluster
+            describes another number of devices.
     """
     if mesh is not None:
-        if mesh.axis_names != (DATA_AXIS,):
-            raise MeshError(
-                f"the mesh has axes {mesh.axis_names}: replicated training takes one axis, "
-                f"{DATA_AXIS!r}; jax.make_mesh(({mesh.size},), ({DATA_AXIS!r},))"
-            )
         devices: list[Any] = list(mesh.devices.flat)
     else:
         try:
@@ -113,11 +108,15 @@ def _nvml_index(hardware_id: int | None) -> int | None:
     return int(entries[hardware_id])
 
 
-def device_names(devices: tuple[jax.Device, ...], cluster: Cluster | None) -> tuple[str, ...]:
+def replica_names(replicas: tuple[Replica, ...], cluster: Cluster | None) -> tuple[str, ...]:
     """Short unique names: the kind and the position, with the described share of a core."""
     names = []
-    for i, device in enumerate(devices):
-        share = cluster.devices[i].core_share if cluster else None
+    first = 0
+    for replica in replicas:
+        device, last = replica.devices[0], first + len(replica.devices) - 1
+        share = cluster.devices[first].core_share if cluster else None
         suffix = f"@{share:g}" if share is not None else ""
-        names.append(f"{device.platform}{i}{suffix}")
+        numbers = f"{first}" if first == last else f"{first}-{last}"
+        names.append(f"{device.platform}{numbers}{suffix}")
+        first = last + 1
     return tuple(names)

@@ -1,7 +1,7 @@
-"""The one program with collectives: sums over all devices.
+"""The one program with collectives between replicas: sums over all of them.
 
-Everything else a step runs is compiled for a single device, so a microbatch's arithmetic cannot
-depend on how many devices there are. Here integers are added, which no compiler pass, collective
+Everything else a step runs is compiled for a single replica, so a microbatch's arithmetic cannot
+depend on how many there are. Here integers are added, which no compiler pass, collective
 algorithm or device order can change; each device then turns its share of the sums into floats,
 element by element, and the shares are gathered. Sending floats back makes an exact all-reduce 1.5
 times the bytes of a float one, not twice.
@@ -11,6 +11,7 @@ References:
     JPDC 2009, section 3 (reduce-scatter and all-gather on a ring).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._types import DATA_AXIS, PyTree
+from .._types import DATA_AXIS
+from ._replica import Replica
 
 _BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
 
@@ -66,50 +68,72 @@ def _reduce_scatter(x_DC: jax.Array, ring: bool) -> jax.Array:
     return total_C
 
 
-class Reducer:
-    """Sums over all devices of a mesh.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summation:
+    """A compiled sum and how its arguments lie on the inner axes of a replica.
 
-    Legend of shape suffixes: D devices, C elements of a chunk.
-
-    Args:
-        devices: All devices, those of other processes included, in the order of `counts`.
+    Attributes:
+        program: The function.
+        argument_specs: PartitionSpec of each leaf of the arguments.
+        result_specs: PartitionSpec of each leaf of the results.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]):
-        self.devices = tuple(devices)
-        self.local = tuple(d for d in devices if d.process_index == jax.process_index())
-        self._mesh = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
-        self._sharding = NamedSharding(self._mesh, P(DATA_AXIS))
-        self._exchange = self.program(lambda x: jax.lax.psum(x, DATA_AXIS))
+    program: Any
+    argument_specs: tuple[P, ...]
+    result_specs: tuple[P, ...]
 
-    def program(self, function: Callable[..., Any]) -> Any:
-        """Compile a function of one device's arrays that may use collectives over `data`.
 
-        Its outputs must be equal on all devices. With one device the mesh is left out: it would
-        mark the outputs as sharded, and what uses them would be compiled in another form.
-        """
-        if len(self.devices) == 1:
-            return jax.jit(function)
-        mapped = jax.shard_map(
-            function, mesh=self._mesh, in_specs=P(DATA_AXIS), out_specs=P(), check_vma=False
+class Reducer:
+    """Sums over all replicas of a run.
+
+    Legend of shape suffixes: D replicas, C elements of a chunk.
+
+    Args:
+        replicas: All of them, those of other processes included, in the order of `counts`.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]):
+        self.replicas = tuple(replicas)
+        self.local = tuple(r for r in replicas if r.is_local)
+        self.devices = tuple(d for r in replicas for d in r.devices)
+        self._inner = replicas[0].axes
+        shape = (len(replicas), *(size for _, size in self._inner))
+        names = (DATA_AXIS, *(name for name, _ in self._inner))
+        self._mesh = Mesh(
+            np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
         )
-        return jax.jit(mapped)
+        self._flat = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+        self._exchange = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.psum(x, DATA_AXIS),
+                mesh=self._flat,
+                in_specs=P(DATA_AXIS),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )
 
-    def sums(self, combine: Combine) -> Any:
+    def sums(
+        self, combine: Combine, num_own: int, num_ints: int, specs: Sequence[P], num_parts: int
+    ) -> Summation:
         """The program `(own, ints, values) -> (own, ints, totals)`, for `run`.
 
         Args:
             combine: Element-wise function of the summed parts of a tensor to float32; must not
                 round differently when it is fused with other operations.
+            num_own: Small integer arrays that are gathered, each to one with a leading D.
+            num_ints: Small integer arrays that are summed.
+            specs: How each tensor lies on the inner axes of a replica.
+            num_parts: Arrays of a tensor's shape that `combine` takes.
 
         Returns:
-            A compiled function of three lists: small integer arrays that are gathered, each to
-            one with a leading dimension D; small integer arrays that are summed; and tuples of
-            parts, all of one tensor's shape. `totals` are float32 vectors, one for each of
-            `buckets`, which hold the combined sums of their tensors one after another.
+            A function of three lists: `own`, `ints`, and for each tensor a tuple of its parts. The
+            third result holds combined sums: with one device per replica a float32 vector for each
+            of `buckets`, its tensors one after another; otherwise each tensor in its own shape.
         """
-        num = len(self.devices)
+        num = len(self.replicas)
         ring = self.devices[0].platform == "cpu"
+        flat = not self._inner
 
         def all_reduce(parts: list[jax.Array]) -> jax.Array:
             size = parts[0].size
@@ -120,55 +144,95 @@ class Reducer:
             total = combine(*(_reduce_scatter(x_DC, ring) for x_DC in padded))
             return jax.lax.all_gather(total, DATA_AXIS, tiled=True)[:size]
 
-        def flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:
-            out = collective(_concatenate(arrays))
-            ends = np.cumsum([x.size for x in arrays])
-            parts = jnp.split(out, ends[:-1], axis=-1)
-            return [
-                part.reshape(out.shape[:-1] + x.shape)
-                for part, x in zip(parts, arrays, strict=True)
-            ]
-
         def run(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
             else:
-                gathered = flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
-                summed = flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
+                gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
+                summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
+            groups = buckets([parts[0].size for parts in values])
             totals = [
                 all_reduce([_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)])
-                for b in buckets([parts[0].size for parts in values])
+                for b in groups
             ]
-            return gathered, summed, totals
+            if flat:
+                return gathered, summed, totals
+            shapes = [[values[i][0] for i in b] for b in groups]
+            return (
+                gathered,
+                summed,
+                [x for t, like in zip(totals, shapes, strict=True) for x in _cut(t, like)],
+            )
 
-        return self.program(run)
+        whole = [P()] * (num_own + num_ints)
+        num_totals = len(specs)
+        if flat:
+            num_totals = 0  # as many as there are buckets, all whole
+        arguments = (*whole, *(s for s in specs for _ in range(num_parts)))
+        results = (*whole, *specs[:num_totals])
+        # One device, no mesh: it would mark the outputs as sharded, and what uses them would be
+        # compiled in another form.
+        if flat and num == 1:
+            return Summation(program=jax.jit(run), argument_specs=arguments, result_specs=results)
+        trees: Any = (
+            whole[:num_own],
+            whole[num_own:],
+            [tuple([s] * num_parts) for s in specs],
+        )
+        mapped = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            in_specs=jax.tree.map(_stacked, trees, is_leaf=lambda x: isinstance(x, P)),
+            out_specs=(P(), P(), P() if flat else list(specs)),
+            check_vma=False,
+        )
+        return Summation(program=jax.jit(mapped), argument_specs=arguments, result_specs=results)
 
-    def run(self, program: Any, per_device: Sequence[PyTree]) -> list[PyTree]:
-        """Call a program of this reducer; waits for nothing.
+    def run(self, summation: Summation, per_replica: Sequence[Any]) -> list[Any]:
+        """Call what `sums` made; waits for nothing.
 
         Args:
-            program: From `program` or `sums`.
-            per_device: For each local device its arguments (a tuple), arrays at least 1-D.
+            summation: From `sums`.
+            per_replica: For each local replica its arguments (a tuple), arrays at least 1-D.
 
         Returns:
-            The output on each local device.
+            The results on each local replica.
         """
-        num = len(self.devices)
-        if num == 1:
-            return [program(*per_device[0])]
-        stacked = jax.tree.map(
-            lambda *shards: jax.make_array_from_single_device_arrays(
-                (num * shards[0].shape[0], *shards[0].shape[1:]), self._sharding, list(shards)
-            ),
-            *per_device,
+        num = len(self.replicas)
+        if num == 1 and not self._inner:
+            return [summation.program(*per_replica[0])]
+        flat = [jax.tree.flatten(arguments) for arguments in per_replica]
+        stacked = [
+            self._stack(spec, [leaves[i] for leaves, _ in flat])
+            for i, spec in enumerate(summation.argument_specs)
+        ]
+        results = summation.program(*flat[0][1].unflatten(stacked))
+        leaves, treedef = jax.tree.flatten(results)
+        specs = [*summation.result_specs, *[P()] * (len(leaves) - len(summation.result_specs))]
+        pieces = [self._unstack(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        return [treedef.unflatten([p[i] for p in pieces]) for i in range(len(self.local))]
+
+    def _stack(self, spec: P, arrays: Sequence[jax.Array]) -> jax.Array:
+        """The arrays of all replicas one after another, without moving anything."""
+        shards = [s.data for x in arrays for s in x.addressable_shards]
+        shape = arrays[0].shape
+        return jax.make_array_from_single_device_arrays(
+            (len(self.replicas) * shape[0], *shape[1:]),
+            NamedSharding(self._mesh, _stacked(spec)),
+            shards,
         )
-        leaves, treedef = jax.tree.flatten(program(*stacked))
-        shards = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
+
+    def _unstack(self, leaf: jax.Array, spec: P) -> list[jax.Array]:
+        shards = {s.device: s.data for s in leaf.addressable_shards}
+        if not self._inner:
+            return [shards[r.devices[0]] for r in self.local]
         return [
-            jax.tree.unflatten(treedef, [shard[device] for shard in shards])
-            for device in self.local
+            jax.make_array_from_single_device_arrays(
+                leaf.shape, r.sharding(spec), [shards[d] for d in r.devices if d in shards]
+            )
+            for r in self.local
         ]
 
     def exchange(self, rows: np.ndarray) -> np.ndarray:
@@ -183,7 +247,28 @@ class Reducer:
         if len(self.devices) == 1:
             return rows
         bits = np.ascontiguousarray(rows).view(np.int32).reshape(-1)
-        first = (jax.device_put(bits, self.local[0]),)
-        rest = [(jax.device_put(np.zeros_like(bits), d),) for d in self.local[1:]]
-        total = self.run(self._exchange, [first, *rest])[0]
+        here = [d for d in self.devices if d.process_index == jax.process_index()]
+        shards = [jax.device_put(np.zeros_like(bits) if i else bits, d) for i, d in enumerate(here)]
+        stacked = jax.make_array_from_single_device_arrays(
+            (len(self.devices) * bits.size,), NamedSharding(self._flat, P(DATA_AXIS)), shards
+        )
+        total = self._exchange(stacked).addressable_shards[0].data
         return np.asarray(total).view(rows.dtype).reshape(rows.shape)
+
+
+def _stacked(spec: P) -> P:
+    """The spec of the arrays of all replicas, one after another in the first dimension."""
+    first = spec[0] if len(spec) else None
+    inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    return P((DATA_AXIS, *inner), *spec[1:])
+
+
+def _flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:
+    """One collective over small arrays, as if it were one for each."""
+    return _cut(collective(_concatenate(arrays)), arrays)
+
+
+def _cut(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    ends = np.cumsum([x.size for x in like])
+    parts = jnp.split(flat, ends[:-1], axis=-1)
+    return [p.reshape(flat.shape[:-1] + x.shape) for p, x in zip(parts, like, strict=True)]

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .._types import PyTree
 from . import _exact
@@ -38,6 +40,33 @@ class Sums(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the leaves lie on the mesh of a replica of several devices.
+
+    Attributes:
+        mesh: Of the replica.
+        params: PartitionSpec of each parameter.
+        aux: Of each other variable.
+        opt_state: Of each leaf of the optimizer's state.
+    """
+
+    mesh: Mesh
+    params: tuple[P, ...]
+    aux: tuple[P, ...]
+    opt_state: tuple[P, ...]
+
+    def place(self, x: jax.Array, spec: P) -> jax.Array:
+        """Constrain an array of a traced program."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def shardings(self, specs: Any) -> Any:
+        """A tree of specs as `jax.jit` takes them."""
+        return jax.tree.map(
+            lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
     """Compiled on first use, once per device.
 
@@ -51,6 +80,8 @@ class Programs:
             `Reducer.sums`, `ints` the summed integer leaves of aux.
         combine: What `Reducer.sums` needs to know of one device's sums.
         zeros: Makes the sums of one device, on the default device.
+        specs: How each float tensor lies on the replica's mesh.
+        num_parts: Arrays in which each is summed.
         num_tensors: T.
         tensor_names: T names.
         float_aux: For each aux leaf, whether it is averaged (else microbatch 0's value is taken).
@@ -61,6 +92,8 @@ class Programs:
     update: Any
     combine: Combine
     zeros: Callable[[], "Sums"]
+    specs: tuple[P, ...]
+    num_parts: int
     num_tensors: int
     tensor_names: tuple[str, ...]
     float_aux: tuple[bool, ...]
@@ -96,6 +129,7 @@ def build(
     seed: int,
     reduction: Reduction,
     platform: str,
+    layout: Layout | None = None,
 ) -> Programs:
     """Lower a model's loss to the programs of a training step.
 
@@ -111,6 +145,7 @@ def build(
         seed: Root of all random keys.
         reduction: `exact` (two int32 limbs per element) or `float` (float32).
         platform: Backend for which `compiler_options` are chosen.
+        layout: Of a replica of several devices; None for a single one.
     """
     param_leaves, param_def = jax.tree.flatten(params)
     aux_leaves, aux_def = jax.tree.flatten(aux)
@@ -121,6 +156,11 @@ def build(
     exact = reduction == "exact"
     bits = _exact.num_bits(num_microbatches) if exact else 0
     options = compiler_options(platform, reduction)
+
+    specs = [P()] * num_tensors
+    if layout is not None:
+        chosen = [s for s, f in zip(layout.aux, float_aux, strict=True) if f]
+        specs = [*layout.params, *chosen]
 
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape or (1,)  # at least 1-D, so that shards can be stacked
@@ -133,6 +173,22 @@ def build(
             [tuple(jnp.zeros(shape(x), dtype) for _ in range(1 + exact)) for x in floats],
             [jnp.zeros(shape(x), jnp.int32) for x in others],
         )
+
+    def local_largest(values: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.abs(jnp.max(jnp.abs(x), initial=0.0)) for x in values])
+
+    def largest(values: list[jax.Array]) -> jax.Array:
+        if layout is None:
+            return local_largest(values)
+        axes = layout.mesh.axis_names
+
+        def run(values: list[jax.Array]) -> jax.Array:  # one collective for all tensors
+            return jax.lax.pmax(local_largest(values), axes)
+
+        mapped = jax.shard_map(
+            run, mesh=layout.mesh, in_specs=(specs,), out_specs=P(), check_vma=False
+        )
+        return mapped(values)
 
     def micro(
         params: Sequence[jax.Array],
@@ -158,7 +214,9 @@ def build(
             if is_float
         ]
         values = [x.astype(jnp.float32) for x in grads] + deltas
-        maxima_T = jnp.stack([jnp.abs(jnp.max(jnp.abs(x), initial=0.0)) for x in values])
+        if layout is not None:
+            values = [layout.place(x, s) for x, s in zip(values, specs, strict=True)]
+        maxima_T = largest(values)
         # Bit patterns of non-negative floats sort as the floats do, NaN above all.
         peaks_T = jax.lax.bitcast_convert_type(maxima_T, jnp.int32)
 
@@ -192,12 +250,16 @@ def build(
         exponents_T: jax.Array,
         weight: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        sums: dict[int, jax.Array] = {}
-        for flat, bucket in zip(totals, buckets([x.size for x in floats]), strict=True):
-            ends = np.cumsum([floats[i].size for i in bucket])
-            for i, part in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
-                value = _exact.rescale(part, exponents_T[i]) if exact else part
-                sums[i] = value.reshape(floats[i].shape)
+        parts = list(totals)
+        if layout is None:
+            parts = []
+            for flat, bucket in zip(totals, buckets([x.size for x in floats]), strict=True):
+                ends = np.cumsum([floats[i].size for i in bucket])
+                parts += jnp.split(flat, ends[:-1])
+        sums = [
+            (_exact.rescale(part, exponents_T[i]) if exact else part).reshape(floats[i].shape)
+            for i, part in enumerate(parts)
+        ]
         grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         tree = jax.tree.unflatten(param_def, params)
         updates, opt_state = optimizer.update(jax.tree.unflatten(param_def, grads), opt_state, tree)
@@ -215,10 +277,29 @@ def build(
     def combine(*parts: jax.Array) -> jax.Array:
         return _exact.combine(parts[0], parts[1], bits) if exact else parts[0]
 
+    of_micro: Any = None
+    of_update: Any = None
+    if layout is not None:
+        opt_def = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+        of_sums = Sums(P(), P(), [(s,) * (1 + exact) for s in specs], [P()] * len(others))
+        of_micro = layout.shardings((of_sums, P()))
+        opt_specs = opt_def.unflatten(layout.opt_state)
+        of_update = layout.shardings((list(layout.params), opt_specs, list(layout.aux), P()))
     return Programs(
-        micro=jax.jit(micro, donate_argnums=2, compiler_options=options),
-        clear=jax.jit(lambda sums: jax.tree.map(lambda x: x * 0, sums), donate_argnums=0),
-        update=jax.jit(update, donate_argnums=(0, 1, 2), compiler_options=options),
+        micro=jax.jit(micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro),
+        clear=jax.jit(
+            lambda sums: jax.tree.map(lambda x: x * 0, sums),
+            donate_argnums=0,
+            out_shardings=of_micro and of_micro[0],
+        ),
+        update=jax.jit(
+            update,
+            donate_argnums=(0, 1, 2),
+            compiler_options=options,
+            out_shardings=of_update,
+        ),
+        specs=tuple(specs),
+        num_parts=1 + exact,
         combine=combine,
         zeros=zeros,
         num_tensors=num_tensors,

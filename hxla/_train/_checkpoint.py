@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from .._errors import CheckpointError
+from .._model import to_host
 from .._types import PyTree
-from ._model import to_host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

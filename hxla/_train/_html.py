@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from .._history import History
+from .._history import History, scalars
 from ._format import clock, gain, number, percent, plural, shares, si, span
 from ._pictures import (
     Picture,
@@ -188,12 +188,12 @@ def _evaluations(history: History) -> str:
     if not history.evaluations:
         return ""
     shown = history.evaluations[-_MAX_EVALUATIONS:]
-    keys = sorted({key for e in shown for key in e.metrics})
+    keys = sorted({key for e in shown for key in scalars(e.metrics)})
     rows = [
         [
             str(e.step),
             number(e.loss),
-            *(number(e.metrics[key]) if key in e.metrics else "" for key in keys),
+            *(number(scalars(e.metrics)[key]) if key in e.metrics else "" for key in keys),
             f"{e.num_examples}",
             span(e.seconds),
         ]

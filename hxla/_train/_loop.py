@@ -20,24 +20,27 @@ import optax
 from .._cluster import Cluster, load_cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
-from .._history import EvalRecord, History, Rebalance, StepRecord
+from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
 from .._lower._replicate import Reduction
+from .._model import Functional, Loss, functional
 from .._plan import Plan
+from .._rules import RuleSet, load_rules
+from .._trace import trace_functional
 from .._types import EXIT_PREEMPTED, PyTree
-from . import _setup
+from . import _setup, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
 from ._data import Loader, as_source, eval_batches, num_steps
 from ._metrics import MetricsWriter
-from ._model import Functional, Loss, functional
 from ._progress import Progress
 from ._report import terminal_report, write_report
 from ._step import Engine
+from ._strategy import Strategy
 from ._watchdog import Watchdog
 
 _FORMAT = 1  # of the checkpoint's own fields
@@ -101,6 +104,7 @@ def train(
     epochs: int | None = None,
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
+    rules: str | RuleSet | None = None,
     split: Literal["measured", "even"] | Sequence[int] = "measured",
     reduction: Reduction = "exact",
     nonfinite: Literal["stop", "skip"] = "stop",
@@ -198,7 +202,10 @@ def train(
         )
     cluster = load_cluster(os.environ["HXLA_MESH"]) if os.environ.get("HXLA_MESH") else None
     devices = _devices.resolve(mesh, cluster)
-    _setup.check_batch(batch_size, microbatch_size, len(devices))
+    num_cuts = settings.pipeline.num_micro_batch
+    if num_cuts is not None:
+        microbatch_size = _setup.size_of_microbatches(batch_size, num_cuts, microbatch_size)
+    _setup.check_batch(batch_size, microbatch_size, 1)
     source = as_source(
         data, batch_size=batch_size, seed=seed, shuffle=shuffle, num_examples=num_examples
     )
@@ -216,6 +223,8 @@ def train(
         last_step=last_step,
         seed=seed,
         devices=devices,
+        mesh=mesh,
+        rules=load_rules(rules) if isinstance(rules, str) else rules,
         cluster=cluster,
         split=split,
         reduction=reduction,
@@ -282,6 +291,8 @@ class _Run:
     last_step: int
     seed: int
     devices: tuple[jax.Device, ...]
+    mesh: jax.sharding.Mesh | None
+    rules: RuleSet | None
     cluster: Cluster | None
     split: Any
     reduction: Reduction
@@ -301,9 +312,7 @@ class _Run:
         self.main = jax.process_index() == 0
         self.stopping = False
         self.sigterm = False
-        self.names = _devices.device_names(self.devices, self.cluster)
         self.history: dict[str, list[Any]] = {"steps": [], "evaluations": [], "rebalances": []}
-        self.reducer = Reducer(self.devices)
         self.checkpoints: Checkpoints | None = None
         if self.checkpoint_dir is not None:
             self.checkpoints = stack.enter_context(
@@ -327,6 +336,12 @@ class _Run:
             )
         self._beat(-1, "compiling and measuring")
         start = self._restore_meta()
+        self._functional = self._read_model(start)
+        self.strategy = self._choose_strategy(start)
+        replicas = self.strategy.replicas
+        _setup.check_batch(self.batch_size, self.microbatch_size, len(replicas))
+        self.reducer = Reducer(replicas)
+        self.names = _devices.replica_names(replicas, self.cluster)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)
             self.progress = Progress(
@@ -389,23 +404,41 @@ class _Run:
     def _first_batch(self, start: int, size: int) -> PyTree:
         return self.source.fetch(start, np.arange(size))
 
+    def _read_model(self, start: int) -> Functional:
+        return functional(
+            self.model,
+            self.loss,
+            self.eval_loss,
+            variables=self.variables,
+            seed=self.seed,
+            example=self._first_batch(start, self.microbatch_size or 1),
+        )
+
+    def _choose_strategy(self, start: int) -> Strategy:
+        """Trace the loss once to see what its annotations ask for."""
+        size = self.microbatch_size or max(1, self.batch_size // len(self.devices))
+        graph = trace_functional(self._functional, self._first_batch(start, size))
+        if self.mesh is not None:
+            return _strategy.from_mesh(graph, self.mesh, self.rules)
+        if self.rules is not None:
+            raise ConfigError(
+                f"rules {self.rules.name!r} need a mesh whose axes they name, such as "
+                f"mesh=jax.make_mesh(({len(self.devices)}, 1), ('data', 'tensor'))"
+            )
+        cluster = self.settings.cluster
+        return _strategy.from_annotations(
+            graph,
+            self.devices,
+            share=cluster.share_devices,
+            prefer_intra_node=cluster.prefer_intra_node,
+        )
+
     def _build(self, start: int, stack: contextlib.ExitStack) -> None:
         first = functools.partial(self._first_batch, start)
 
-        @functools.cache
-        def functional_model() -> Functional:
-            return functional(
-                self.model,
-                self.loss,
-                self.eval_loss,
-                variables=self.variables,
-                seed=self.seed,
-                example=first(self.microbatch_size or 1),
-            )
-
         def make(size: int) -> Engine:
             engine = Engine(
-                functional_model(),
+                self._functional,
                 self.optimizer,
                 self.reducer,
                 batch=first(size),
@@ -413,6 +446,8 @@ class _Run:
                 microbatch_size=size,
                 seed=self.seed,
                 reduction=self.reduction,
+                shard=self.strategy.shard,
+                gradient=self.settings.communication.gradient,
             )
             engine.broadcast()
             return engine
@@ -436,7 +471,7 @@ class _Run:
         counts = _setup.starting_counts(
             self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
         )
-        self.reasons = chosen.reasons
+        self.reasons = (*self.strategy.reasons, *chosen.engine.reasons, *chosen.reasons)
         self.balancer = Balancer(self.settings.balance, counts, limits, chosen.seconds)
         self._set_plan()
 
@@ -626,7 +661,7 @@ class _Run:
             seconds=time.perf_counter() - began,
         )
         self.history["evaluations"].append(record)
-        numbers = "  ".join(f"{k} {v:.4f}" for k, v in {"loss": loss, **metrics}.items())
+        numbers = "  ".join(f"{k} {v:.4f}" for k, v in {"loss": loss, **scalars(metrics)}.items())
         self.progress.log(f"step {done}: evaluation  {numbers}")
         if self.metrics is not None:
             self.metrics.evaluation(record)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from .._errors import ConfigError
-from .._history import EvalRecord, History, Rebalance, StepRecord
+from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 
 FILE_NAME = "metrics.jsonl"
 
@@ -98,7 +98,7 @@ class MetricsWriter:
         """
         self._line({"kind": "eval", **dataclasses.asdict(record)})
         if self._events is not None:
-            metrics = {f"eval/{key}": value for key, value in record.metrics.items()}
+            metrics = {f"eval/{key}": value for key, value in scalars(record.metrics).items()}
             self._scalars(record.step, {"eval/loss": record.loss, **metrics})
 
     def rebalance(self, record: Rebalance) -> None:
@@ -272,7 +272,7 @@ def _event_writer() -> Callable[[str], Any]:
 
 def _step_scalars(record: StepRecord) -> dict[str, float]:
     scalars = {"train/loss": record.loss, "speed/step_seconds": record.seconds}
-    scalars |= {f"train/{key}": value for key, value in record.metrics.items()}
+    scalars |= {f"train/{key}": value for key, value in scalars(record.metrics).items()}
     if record.seconds:
         scalars["speed/examples_per_second"] = record.num_examples / record.seconds
         if record.num_tokens:

@@ -49,21 +49,41 @@ def check_batch(batch_size: int, microbatch_size: int | None, num_devices: int) 
         )
 
 
+def size_of_microbatches(batch_size: int, num: int, microbatch_size: int | None) -> int:
+    """The microbatch size that `pipeline.num_micro_batch` means.
+
+    Raises:
+        ConfigError: If the batch does not divide, or `microbatch_size` says something else.
+    """
+    if batch_size % num:
+        raise ConfigError(
+            f"batch_size={batch_size} is not divisible into pipeline.num_micro_batch={num} "
+            "microbatches: use a divisor"
+        )
+    if microbatch_size is not None and microbatch_size != batch_size // num:
+        raise ConfigError(
+            f"microbatch_size={microbatch_size} and pipeline.num_micro_batch={num} disagree: "
+            f"{batch_size} examples in {num} microbatches are {batch_size // num} each; give one"
+        )
+    return batch_size // num
+
+
 def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
     """Microbatch ids of each local device: devices take consecutive runs in their order."""
     starts = np.concatenate([[0], np.cumsum(counts)])
     ids = []
-    for device in reducer.local:
-        d = reducer.devices.index(device)
+    for replica in reducer.local:
+        d = replica.index
         ids.append(range(int(starts[d]), int(starts[d + 1])))
     return ids
 
 
 def shared_seconds(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...]:
     """Every device's seconds, known to every process."""
-    row = np.zeros(len(reducer.devices), np.float32)
-    for device, seconds in zip(reducer.local, local, strict=True):
-        row[reducer.devices.index(device)] = seconds
+    row = np.zeros(len(reducer.replicas), np.float32)
+    for replica, seconds in zip(reducer.local, local, strict=True):
+        if replica.is_led_here:
+            row[replica.index] = seconds
     return tuple(float(s) for s in reducer.exchange(row))
 
 
@@ -103,7 +123,7 @@ def choose(
         return Chosen(engine=engine, microbatch_size=microbatch_size, seconds=seconds, reasons=())
     measured: dict[int, tuple[float, ...]] = {}
     best: Chosen | None = None
-    for size in candidate_sizes(batch_size, len(reducer.devices)):
+    for size in candidate_sizes(batch_size, len(reducer.replicas)):
         engine = make(size)
         measured[size] = shared_seconds(reducer, engine.calibrate(first_batch(size), repeats=3))
         winner, steps = best_size(batch_size, measured)
@@ -137,16 +157,19 @@ def count_limits(
         PlanError: If a device cannot hold a single microbatch, with the missing bytes.
     """
     capacities: list[int | None] = []
-    for d, device in enumerate(reducer.devices):
-        described = cluster.devices[d].memory_bytes if cluster else None
-        if described is None and device in reducer.local:
-            stats = device.memory_stats() or {}
-            described = stats.get("bytes_limit")
-        capacities.append(described)
+    numbers = {device: d for d, device in enumerate(reducer.devices)}
+    for replica in reducer.replicas:
+        smallest = None
+        for device in replica.devices:
+            described = cluster.devices[numbers[device]].memory_bytes if cluster else None
+            if described is None and device.process_index == jax.process_index():
+                stats = device.memory_stats() or {}
+                described = stats.get("bytes_limit")
+            if described is not None:
+                smallest = min(described, smallest or described)
+        capacities.append(smallest)
     # Other processes' cards answer only there: gigabytes as float32 are exact enough to limit.
-    known = shared_seconds(
-        reducer, [(capacities[reducer.devices.index(d)] or 0) / 2**20 for d in reducer.local]
-    )
+    known = shared_seconds(reducer, [(capacities[r.index] or 0) / 2**20 for r in reducer.local])
     if not any(known):
         return (None,) * len(known)
     fixed = engine.memory_bytes()

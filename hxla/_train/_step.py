@@ -6,19 +6,25 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from .._errors import ConfigError
+from .._history import Metric
+from .._loss import Part, as_sums, merge_parts
 from .._lower import _exact, _replicate
 from .._lower._reduce import Reducer
+from .._lower._replica import Replica
+from .._lower._shard import Sharded
+from .._model import Functional, leaf_names, to_host
 from .._types import PyTree
-from ._loss import as_sums
-from ._model import Functional, leaf_names, to_host
+
+Shard = Callable[[Callable[..., Any], PyTree, PyTree, PyTree, Any], Sharded]
 
 _MAX_REDOS = 3
 _NUM_SHARED = 3  # numbers of each device that travel with the sum: busy, update, stop
@@ -31,7 +37,7 @@ class Outcome:
     Attributes:
         loss: Mean over the global batch.
         weight: Sum of the weights of the global batch.
-        metrics: Means over the global batch.
+        metrics: The user's own, merged as asked.
         busy_seconds: Time each device spent on its microbatches.
         update_seconds: Time each device spent on its previous update.
         stop: Whether any process asked to stop after this step.
@@ -41,7 +47,7 @@ class Outcome:
 
     loss: float
     weight: float
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     busy_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
     stop: bool
@@ -50,11 +56,12 @@ class Outcome:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _DeviceState:
-    params: list[jax.Array]
-    opt_state: PyTree
-    aux: list[jax.Array]
+class _ReplicaState:
+    programs: _replicate.Programs
     sums: _replicate.Sums
+    params: list[jax.Array] = dataclasses.field(default_factory=list)
+    opt_state: PyTree = None
+    aux: list[jax.Array] = dataclasses.field(default_factory=list)
     totals: tuple[list[jax.Array], list[jax.Array]] = ([], [])
     exponents: jax.Array | None = None
     micro: Any = None  # compiled ahead by `calibrate`, as is `update`
@@ -73,6 +80,8 @@ class Engine:
         microbatch_size: Examples in a microbatch.
         seed: Root of all random keys.
         reduction: `exact` or `float`.
+        shard: Plans the axes inside a replica, where there are any.
+        gradient: Whether the update sees the gradient of the batch's mean loss or of its sum.
 
     Raises:
         LossError: If the loss returns something else than documented.
@@ -89,39 +98,49 @@ class Engine:
         microbatch_size: int,
         seed: int,
         reduction: _replicate.Reduction,
+        shard: Shard | None = None,
+        gradient: Literal["mean", "sum"] = "mean",
     ):
         self._reducer = reducer
+        self._mean = gradient == "mean"
         self._num_microbatches = num_microbatches
         self._exact = reduction == "exact"
         self._bits = _exact.num_bits(num_microbatches) if self._exact else 0
         self._model = model
-        platform = reducer.local[0].platform
+        platform = reducer.devices[0].platform
 
         def sums_of(call: Any, *, whole: bool) -> Any:
             def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
                 out, new_aux = call(params, aux, key, batch)
                 num_examples = jax.tree.leaves(batch)[0].shape[0]
-                sums = as_sums(out, num_examples, mean_weight=1 if whole else num_examples)
-                parts = [sums.loss, sums.weight, *sums.metrics.values()]
+                sums = as_sums(
+                    out,
+                    num_examples,
+                    mean_weight=1 if whole else num_examples,
+                    num_columns=microbatch_size,
+                )
+                first = jax.numpy.stack([sums.loss, sums.weight])
+                columns = [part.columns for part in sums.metrics.values()]
                 _check_aux(aux, new_aux)
-                return sums.loss, jax.numpy.stack(parts), new_aux
+                return sums.loss, jax.numpy.concatenate([first, *columns]), new_aux
 
             return run
 
-        def names_of(call: Any) -> tuple[str, ...]:
-            names: list[str] = []
+        def metrics_of(call: Any) -> dict[str, Part]:
+            found: dict[str, Part] = {}
 
             def run(params: PyTree, aux: PyTree, batch: PyTree) -> Any:
                 out, _ = call(params, aux, jax.random.key(0), batch)
-                names.extend(as_sums(out, microbatch_size).metrics)
+                num_examples = jax.tree.leaves(batch)[0].shape[0]
+                found.update(as_sums(out, num_examples, num_columns=microbatch_size).metrics)
 
             jax.eval_shape(run, model.params, model.aux, batch)
-            return tuple(names)
+            return found
 
-        self._train_metrics = names_of(model.train)
+        self._train_metrics = metrics_of(model.train)
         self._train_sums = sums_of(model.train, whole=True)
-        self._eval_metrics: tuple[str, ...] | None = None
-        self._eval_names = lambda: names_of(model.evaluate)
+        self._eval_metrics: dict[str, Part] | None = None
+        self._read_eval_metrics = lambda: metrics_of(model.evaluate)
         eval_sums = sums_of(model.evaluate, whole=False)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
@@ -133,33 +152,60 @@ class Engine:
             return eval_sums(tree, jax.tree.unflatten(self._aux_def, aux), key, batch)[1]
 
         self._evaluate = jax.jit(evaluate, compiler_options=options)
-        self._programs = _replicate.build(
-            sums_of=self._train_sums,
-            params=model.params,
-            aux=model.aux,
-            names=leaf_names(model.params) + leaf_names(model.aux),
-            num_sums=2 + len(self._train_metrics),
-            optimizer=optimizer,
-            num_microbatches=num_microbatches,
-            seed=seed,
-            reduction=reduction,
-            platform=platform,
-        )
-        self._sums = reducer.sums(self._programs.combine)
-        self.exponents = np.zeros(self._programs.num_tensors, np.int32)
         opt_state = jax.jit(optimizer.init, compiler_options=options)(model.params)
-        self._states = [
-            _DeviceState(
-                params=_copies(jax.tree.leaves(model.params), device),
-                opt_state=_copies(opt_state, device),
-                aux=_copies(jax.tree.leaves(model.aux), device),
-                sums=jax.tree.map(
-                    lambda x, d=device: jax.device_put(np.zeros(x.shape, x.dtype), d), shapes
+        self._sharded: Sharded | None = None
+        self.reasons: tuple[str, ...] = ()
+        self._batch_specs: list[P] | None = None
+        self._specs: _Specs | None = None
+        if reducer.replicas[0].axes:
+            assert shard is not None
+            self._sharded = shard(self._train_sums, model.params, model.aux, batch, model.logical)
+            self.reasons = self._sharded.explain()
+            self._batch_specs = self._sharded.batch_specs()
+            self._specs = _Specs(
+                params=self._sharded.param_specs(),
+                opt_state=_opt_state_specs(
+                    optimizer, opt_state, model.params, self._sharded.param_specs()
+                ),
+                aux=self._sharded.aux_specs(),
+            )
+        self._all_programs = [
+            _replicate.build(
+                sums_of=self._sums_on(replica),
+                params=model.params,
+                aux=model.aux,
+                names=leaf_names(model.params) + leaf_names(model.aux),
+                num_sums=_num_sums(self._train_metrics),
+                optimizer=optimizer,
+                num_microbatches=num_microbatches,
+                seed=seed,
+                reduction=reduction,
+                platform=platform,
+                layout=self._specs and self._specs.layout(replica),
+            )
+            for replica in (reducer.local if self._specs else reducer.local[:1])
+        ]
+        programs = self._all_programs[0]
+        self._sums = reducer.sums(
+            programs.combine,
+            num_own=2,
+            num_ints=1 + programs.float_aux.count(False),
+            specs=programs.specs,
+            num_parts=programs.num_parts,
+        )
+        self.exponents = np.zeros(programs.num_tensors, np.int32)
+        shapes = jax.eval_shape(programs.zeros)
+        sums_specs = _sums_specs(shapes, programs) if self._specs else None
+        self._states = []
+        for i, replica in enumerate(reducer.local):
+            state = _ReplicaState(
+                programs=self._all_programs[i if self._specs else 0],
+                sums=replica.put_tree(
+                    jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), sums_specs
                 ),
             )
-            for shapes in [jax.eval_shape(self._programs.zeros)]
-            for device in reducer.local
-        ]
+            self._states.append(state)
+        self._put(model.params, opt_state, model.aux)
         # Watched from threads: the main one goes on handing out microbatches meanwhile.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * len(reducer.local))
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
@@ -169,26 +215,39 @@ class Engine:
 
     @property
     def params(self) -> PyTree:
-        """Parameters in the user's own tree, on the first local device."""
-        return jax.tree.unflatten(self._param_def, self._states[0].params)
+        """Parameters in the user's own tree, on the first local replica."""
+        return jax.tree.unflatten(self._param_def, self._whole(self._states[0].params))
 
     @property
     def aux(self) -> PyTree:
-        """Auxiliary state in the user's own tree, on the first local device."""
-        return jax.tree.unflatten(self._aux_def, self._states[0].aux)
+        """Auxiliary state in the user's own tree, on the first local replica."""
+        return jax.tree.unflatten(self._aux_def, self._whole(self._states[0].aux))
 
     @property
     def opt_state(self) -> PyTree:
-        """State of the optimizer, on the first local device."""
-        return self._states[0].opt_state
+        """State of the optimizer, on the first local replica."""
+        return self._whole(self._states[0].opt_state)
+
+    def _whole(self, tree: PyTree) -> PyTree:
+        return self._reducer.local[0].whole(tree)
 
     def load(self, params: PyTree, opt_state: PyTree, aux: PyTree, exponents: np.ndarray) -> None:
         """Take over a state, as a checkpoint or another process holds it."""
-        for state, device in zip(self._states, self._reducer.local, strict=True):
-            state.params = _copies(jax.tree.leaves(params), device)
-            state.opt_state = _copies(opt_state, device)
-            state.aux = _copies(jax.tree.leaves(aux), device)
+        self._put(params, opt_state, aux)
         self._set_exponents(np.asarray(exponents, np.int32))
+
+    def _put(self, params: PyTree, opt_state: PyTree, aux: PyTree) -> None:
+        specs = self._specs or _Specs(params=None, opt_state=None, aux=None)
+        for state, replica in zip(self._states, self._reducer.local, strict=True):
+            state.params = _copies(jax.tree.leaves(params), replica, specs.params)
+            state.opt_state = _copies(opt_state, replica, specs.opt_state)
+            state.aux = _copies(jax.tree.leaves(aux), replica, specs.aux)
+
+    def _sums_on(self, replica: Replica) -> Any:
+        if self._sharded is None:
+            return self._train_sums
+        tree = jax.tree.structure((0, 0, self._model.aux))
+        return self._sharded.function(replica.mesh, tree)
 
     def broadcast(self) -> None:
         """Every device takes the state of the first device of process 0, bit for bit."""
@@ -226,7 +285,7 @@ class Engine:
         """
         seconds: list[list[float]] = [[] for _ in self._states]
         for state in self._states:
-            state.sums = self._programs.clear(state.sums)
+            state.sums = state.programs.clear(state.sums)
         self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds))
         self._compile(batch)
         for _ in range(2 if self._exact else 1):  # again with scales that fit
@@ -244,12 +303,13 @@ class Engine:
         """Compile ahead what the devices run, so that no step waits for a compiler."""
         lowered = []
         where, weight = np.zeros(3, np.int32), np.float32(1)
-        for state, device in zip(self._states, self._reducer.local, strict=True):
-            exponents, first = jax.device_put((self.exponents, batch), device)
-            micro = self._programs.micro.lower(
+        for state, replica in zip(self._states, self._reducer.local, strict=True):
+            exponents = replica.put(self.exponents)
+            first = replica.put_tree(batch, self._batch_specs)
+            micro = state.programs.micro.lower(
                 state.params, state.aux, state.sums, exponents, where, first
             )
-            update = self._programs.update.lower(
+            update = state.programs.update.lower(
                 state.params, state.opt_state, state.aux, *state.totals, exponents, weight
             )
             lowered += [micro, update]
@@ -272,11 +332,11 @@ class Engine:
         """
         arguments = [
             (
-                [jax.device_put(row.view(np.int32), device), s.sums.peaks_T],
+                [replica.put(row.view(np.int32)), s.sums.peaks_T],
                 [s.sums.small_MS, *s.sums.ints],
                 s.sums.values,
             )
-            for row, device, s in zip(rows, self._reducer.local, self._states, strict=True)
+            for row, replica, s in zip(rows, self._reducer.local, self._states, strict=True)
         ]
         results = self._reducer.run(self._sums, arguments)
         for state, (_, ints, totals) in zip(self._states, results, strict=True):
@@ -298,9 +358,9 @@ class Engine:
     def _run_micro(self, i: int, step: int, index: int, batch: PyTree, *, keep: int) -> jax.Array:
         state = self._states[i]
         if state.exponents is None:
-            state.exponents = jax.device_put(self.exponents, self._reducer.local[i])
+            state.exponents = self._reducer.local[i].put(self.exponents)
         where = np.array([step, index, keep], np.int32)
-        batch = jax.device_put(batch, self._reducer.local[i])
+        batch = self._reducer.local[i].put_tree(batch, self._batch_specs)
         state.sums, tick = state.micro(
             state.params, state.aux, state.sums, state.exponents, where, batch
         )
@@ -353,7 +413,7 @@ class Engine:
             for n, (index, batch) in enumerate(zip(ids[i], batches[i], strict=True)):
                 tick = self._run_micro(i, step, index, batch, keep=int(n > 0))
             if tick is None:
-                state.sums = self._programs.clear(state.sums)
+                state.sums = state.programs.clear(state.sums)
             ticks.append(tick)
         watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
         busy = [watch.result() for watch in watches]
@@ -363,24 +423,20 @@ class Engine:
         ]
         on_reduce()
         rows_D3, small_MS, maxima = self._sum_over_devices(rows)
-        sums = [
-            math.fsum(column) if np.isfinite(column).all() else math.nan for column in small_MS.T
-        ]
-        weight = sums[1]
-        means = [s / weight if weight else math.nan for s in [sums[0], *sums[2:]]]
+        loss, weight, metrics = _means(small_MS, self._train_metrics, ids[0])
         nonfinite = tuple(
             name
-            for name, peak in zip(self._programs.tensor_names, maxima, strict=True)
+            for name, peak in zip(self._all_programs[0].tensor_names, maxima, strict=True)
             if not np.isfinite(peak)
         )
         if not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
-        elif not math.isfinite(means[0]):
+        elif not math.isfinite(loss):
             nonfinite = nonfinite or ("the loss",)
         outcome = Outcome(
-            loss=means[0],
+            loss=loss,
             weight=weight,
-            metrics=dict(zip(self._train_metrics, means[1:], strict=True)),
+            metrics=metrics,
             busy_seconds=tuple(map(float, rows_D3[:, 0])),
             update_seconds=tuple(map(float, rows_D3[:, 1])),
             stop=bool(rows_D3[:, 2].any()),
@@ -403,12 +459,12 @@ class Engine:
     def update(self, outcome: Outcome) -> None:
         """Apply the sums of the last `accumulate`; returns before the devices are done."""
         ticks = []
-        weight = np.float32(outcome.weight)
+        weight = np.float32(outcome.weight if self._mean else 1)
         begun = time.perf_counter()
         for i, state in enumerate(self._states):
             exponents = state.exponents
             if exponents is None:
-                exponents = jax.device_put(self.exponents, self._reducer.local[i])
+                exponents = self._reducer.local[i].put(self.exponents)
             state.params, state.opt_state, state.aux, tick = state.update(
                 state.params, state.opt_state, state.aux, *state.totals, exponents, weight
             )
@@ -427,7 +483,7 @@ class Engine:
 
     def evaluate(
         self, num_microbatches: int, ids: Sequence[range], fetch: Any
-    ) -> tuple[float, dict[str, float], float]:
+    ) -> tuple[float, dict[str, Metric], float]:
         """Mean loss and metrics over an evaluation set.
 
         Args:
@@ -439,23 +495,23 @@ class Engine:
             Loss, metrics, sum of weights. The same on every process and for every spread.
         """
         if self._eval_metrics is None:
-            self._eval_metrics = self._eval_names()
-        rows = np.zeros((num_microbatches, 2 + len(self._eval_metrics)), np.float32)
+            self._eval_metrics = self._read_eval_metrics()
+        rows = np.zeros((num_microbatches, _num_sums(self._eval_metrics)), np.float32)
         results = []
         for i, state in enumerate(self._states):
             for index in ids[i]:
-                batch = jax.device_put(fetch(index), self._reducer.local[i])
+                batch = self._reducer.local[i].put_tree(fetch(index))
                 size = jax.tree.leaves(batch)[0].shape[0]
                 sums = self._evaluate(state.params, state.aux, np.int32(index), batch)
-                results.append((index, size, sums))
+                if self._reducer.local[i].is_led_here:
+                    results.append((index, size, sums))
         for index, _, sums in results:
             rows[index] = np.asarray(sums)
         rows = self._reducer.exchange(rows)
-        sums = [math.fsum(column) for column in rows.T]
-        if not sums[1]:
+        loss, weight, metrics = _means(rows, self._eval_metrics, ids[0])
+        if not weight:
             raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
-        means = [s / sums[1] for s in [sums[0], *sums[2:]]]
-        return means[0], dict(zip(self._eval_metrics, means[1:], strict=True)), sums[1]
+        return loss, metrics, weight
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -481,16 +537,83 @@ class Engine:
             for stats in (state.micro.memory_analysis(), state.update.memory_analysis())
             if stats is not None
         ]
-        return sum(x.nbytes for x in held) + max(extra, default=0)
+        own = [x.addressable_shards[0].data.nbytes for x in held]
+        return sum(own) + max(extra, default=0)
 
     def close(self) -> None:
         """End the threads that wait for devices."""
         self._pool.shutdown()
 
 
-def _copies(tree: PyTree, device: jax.Device) -> PyTree:
+def _num_sums(metrics: Mapping[str, Part]) -> int:
+    return 2 + sum(part.width for part in metrics.values())
+
+
+def _means(
+    rows_MS: np.ndarray, metrics: Mapping[str, Part], own: Sequence[int]
+) -> tuple[float, float, dict[str, Metric]]:
+    """Loss, weight and metrics of a batch from those of its microbatches, added in order."""
+    losses_M, weights_M = rows_MS[:, 0], rows_MS[:, 1]
+    weight = math.fsum(weights_M) if np.isfinite(weights_M).all() else math.nan
+    loss = math.fsum(losses_M) if np.isfinite(losses_M).all() else math.nan
+    merged: dict[str, Metric] = {}
+    start = 2
+    for name, part in metrics.items():
+        columns = rows_MS[:, start : start + part.width]
+        merged[name] = merge_parts(part, columns, weights_M, own)
+        start += part.width
+    return loss / weight if weight else math.nan, weight, merged
+
+
+def _copies(tree: PyTree, replica: Replica, specs: list[P] | None) -> PyTree:
     # A true copy: the engine donates its buffers, and the user's arrays must stay alive.
-    return jax.tree.map(lambda x: jax.device_put(np.array(x, copy=True), device), tree)
+    return replica.put_tree(jax.tree.map(lambda x: np.array(x, copy=True), tree), specs)
+
+
+def _sums_specs(shapes: _replicate.Sums, programs: _replicate.Programs) -> list[P]:
+    each = [s for s in programs.specs for _ in range(programs.num_parts)]
+    return [P(), P(), *each, *[P()] * len(shapes.ints)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Specs:
+    params: list[P] | None
+    opt_state: list[P] | None
+    aux: list[P] | None
+
+    def layout(self, replica: Replica) -> _replicate.Layout:
+        return _replicate.Layout(
+            mesh=replica.mesh,
+            params=tuple(self.params or ()),
+            aux=tuple(self.aux or ()),
+            opt_state=tuple(self.opt_state or ()),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Like:
+    """A parameter's shape and spec, as one leaf of a tree."""
+
+    shape: tuple[int, ...]
+    spec: P
+
+
+def _opt_state_specs(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, specs: list[P]
+) -> list[P]:
+    """Leaves of the optimizer's state lie as the parameter of their shape that they belong to."""
+    leaves, treedef = jax.tree.flatten(params)
+    like = treedef.unflatten(
+        [_Like(tuple(x.shape), spec) for x, spec in zip(leaves, specs, strict=True)]
+    )
+
+    def of_leaf(x: Any, like: _Like) -> _Like:
+        return like if tuple(x.shape) == like.shape else _Like((), P())
+
+    found = optax.tree_utils.tree_map_params(
+        optimizer, of_leaf, opt_state, like, transform_non_params=lambda _: _Like((), P())
+    )
+    return [x.spec for x in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, _Like))]
 
 
 def _check_aux(before: PyTree, after: PyTree) -> None:

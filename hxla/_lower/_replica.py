@@ -1,0 +1,79 @@
+"""A replica: the devices that hold one copy of the model and run its microbatches."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from .._types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """One copy of the model: a single device, or several that a `split` cuts it over.
+
+    Attributes:
+        index: Its place in `counts`.
+        devices: In the order of `axes`, the last one running fastest.
+        axes: Names and sizes of the mesh axes inside it; none for a single device.
+    """
+
+    index: int
+    devices: tuple[jax.Device, ...]
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.devices) == math.prod(size for _, size in self.axes)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """Its own mesh; empty axes for a single device."""
+        names = tuple(name for name, _ in self.axes)
+        shape = tuple(size for _, size in self.axes)
+        devices = np.array(self.devices).reshape(shape)
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has a device of it."""
+        return any(d.process_index == jax.process_index() for d in self.devices)
+
+    @property
+    def is_led_here(self) -> bool:
+        """Whether this process has its first device, and so speaks for it."""
+        return self.devices[0].process_index == jax.process_index()
+
+    def sharding(self, spec: P) -> Sharding:
+        """Of an array with this spec over `axes`."""
+        if not self.axes:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, spec)
+
+    def put(self, x: Any, spec: P | None = None) -> jax.Array:
+        """A host array on this replica, whole on every device if no spec says otherwise."""
+        if not self.axes:
+            return jax.device_put(x, self.devices[0])
+        sharding = NamedSharding(self.mesh, spec or P())
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def put_tree(self, tree: PyTree, specs: list[P] | None = None) -> PyTree:
+        """`put` for every leaf; `specs` in the order of the leaves."""
+        if not self.axes:
+            return jax.device_put(tree, self.devices[0])
+        leaves, treedef = jax.tree.flatten(tree)
+        each = specs or [P()] * len(leaves)
+        return treedef.unflatten([self.put(x, s) for x, s in zip(leaves, each, strict=True)])
+
+    def whole(self, tree: PyTree) -> PyTree:
+        """All arrays of a tree on this replica, gathered so that every process can read them."""
+        if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+            return tree
+        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))(tree)

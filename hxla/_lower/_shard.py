@@ -1,0 +1,273 @@
+"""A traced loss run again with its arrays where a plan wants them.
+
+The program's equations are those that jax traced; between them stand sharding constraints, which
+XLA's SPMD partitioner turns into the collectives that the plan counted: the bridges between
+TaskGraphs, and those inside a split.
+
+References:
+    Whale, USENIX ATC 2022, section 3.2.3 (bridges).
+    Xu et al., "GSPMD", 2021.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._factors import UNITS
+from .._graph import Graph, Input, Op, leaves, stand_ins
+from .._jaxpr import checkpoint_like, run_equation
+from .._planner._assign import Assignment
+from .._types import PyTree
+
+Env = dict[int, Any]
+
+
+def spec(rank: int, states: Mapping[str, int | None]) -> P:
+    """The PartitionSpec of an array.
+
+    Args:
+        rank: Number of dimensions.
+        states: Mesh axis to the dimension it cuts, or None.
+    """
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for axis, dim in states.items():
+        if dim is not None:
+            dims[dim].append(axis)
+    parts = [None if not names else names[0] if len(names) == 1 else tuple(names) for names in dims]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bridge:
+    """An array that crosses from one TaskGraph to another.
+
+    Attributes:
+        axis: Mesh axis.
+        source: Index of the TaskGraph that makes it.
+        target: Index of the one that reads it.
+        array: `float32[8,128]`.
+        made: Dimension that the maker leaves cut, or None.
+        wanted: Dimension that the reader wants cut, or None.
+    """
+
+    axis: str
+    source: int
+    target: int
+    array: str
+    made: int | None
+    wanted: int | None
+
+    @property
+    def kind(self) -> str:
+        """`fused` (nothing moves), `gather`, `partition` or `exchange`."""
+        if self.made == self.wanted:
+            return "fused"
+        if self.made is None:
+            return "partition"
+        return "gather" if self.wanted is None else "exchange"
+
+    def __str__(self) -> str:
+        return (
+            f"bridge {self.source} -> {self.target} over {self.axis}: {self.kind} {self.array}, "
+            f"dimension {self.made} to {self.wanted}"
+        )
+
+
+class Sharded:
+    """A graph with what each mesh axis cuts.
+
+    Args:
+        graph: Of the loss.
+        axes: Mesh axis to its assignment.
+    """
+
+    def __init__(self, graph: Graph, axes: Mapping[str, Assignment]):
+        self.graph = graph
+        self.axes = dict(axes)
+
+    def spec_of(self, value: int) -> P:
+        """How a value lies on the mesh."""
+        rank = len(self.graph.values[value].shape)
+        return spec(rank, {name: axis.made.get(value) for name, axis in self.axes.items()})
+
+    def param_specs(self) -> list[P]:
+        """PartitionSpec of every parameter, in the order of the leaves."""
+        return [self.spec_of(v) for v in self.graph.param_values]
+
+    def aux_specs(self) -> list[P]:
+        """PartitionSpec of every other variable, in the order of the leaves."""
+        return [self.spec_of(v) for v in self.graph.aux_values]
+
+    def batch_specs(self) -> list[P]:
+        """PartitionSpec of every array of a microbatch, in the order of the leaves."""
+        return [self.spec_of(v) for v in self.graph.batch_values]
+
+    def bridges(self) -> tuple[Bridge, ...]:
+        """What crosses from one TaskGraph to another, that which moves nothing included."""
+        values = self.graph.values
+        maker = {v: op for op in leaves(self.graph.ops) for v in op.outputs}
+        same = stand_ins(self.graph.ops)
+
+        def made_by(v: int) -> Op | None:
+            while v not in maker and v in same:
+                v = same[v]
+            return maker.get(v)
+
+        found: dict[tuple[str, int, int, int | None], Bridge] = {}
+        for op in leaves(self.graph.ops):
+            for k, v in enumerate(op.inputs):
+                source = made_by(v) if isinstance(v, int) else None
+                if source is None or source.task == op.task or not values[v].shape:
+                    continue
+                for name, axis in self.axes.items():
+                    wanted = axis.wanted[op.outputs[0]][k] if op.outputs else None
+                    made = axis.made.get(v)
+                    if (made is None and wanted is None) or values[v].param is not None:
+                        continue
+                    found[name, v, op.task, wanted] = Bridge(
+                        axis=name,
+                        source=source.task,
+                        target=op.task,
+                        array=f"{values[v].dtype}[{','.join(map(str, values[v].shape))}]",
+                        made=made,
+                        wanted=wanted,
+                    )
+        return tuple(found.values())
+
+    def explain(self) -> tuple[str, ...]:
+        """Which parameters are cut and which bridges there are, in words."""
+        lines = []
+        for name, s in zip(self.graph.param_names, self.param_specs(), strict=True):
+            if any(s):
+                lines.append(f"parameter {name}: {s}")
+        return (*lines, *map(str, self.bridges()))
+
+    def function(self, mesh: Mesh, result_tree: Any) -> Callable[..., Any]:
+        """`run(params, aux, key, batch)` as it was traced, on a mesh with these axes.
+
+        Args:
+            mesh: Its axes are automatic.
+            result_tree: Tree structure of what `run` returned.
+        """
+        return _Runner(self, mesh, result_tree)
+
+
+class _Runner:
+    def __init__(self, sharded: Sharded, mesh: Mesh, result_tree: Any):
+        self._sharded = sharded
+        self._graph = sharded.graph
+        self._mesh = mesh
+        self._result_tree = result_tree
+
+    def __call__(self, params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+        graph = self._graph
+        env: Env = dict(graph.consts)
+        for numbers, tree in (
+            (graph.param_values, params),
+            (graph.aux_values, aux),
+            ((graph.key_value,), key),
+            (graph.batch_values, batch),
+        ):
+            env.update(zip(numbers, jax.tree.leaves(tree), strict=True))
+        self._run(graph.ops, env, "")
+        results = [_read(env, v) for v in graph.result_values]
+        return jax.tree.unflatten(self._result_tree, results)
+
+    def _place(self, x: Any, states: Mapping[str, int | None]) -> Any:
+        if jnp.ndim(x) == 0 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        sharding = NamedSharding(self._mesh, spec(x.ndim, states))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def _operands(self, op: Op, env: Env) -> list[Any]:
+        operands = []
+        axes = self._sharded.axes
+        for k, v in enumerate(op.inputs):
+            x = _read(env, v)
+            if isinstance(v, int) and op.outputs:
+                made = {name: a.made.get(v) for name, a in axes.items()}
+                wanted = {
+                    name: a.wanted[op.outputs[0]][k] if op.outputs[0] in a.wanted else made[name]
+                    for name, a in axes.items()
+                }
+                if made != wanted:
+                    x = self._place(x, wanted)
+            operands.append(x)
+        return operands
+
+    def _run(self, ops: Sequence[Op], env: Env, prefix: str) -> None:
+        for op in ops:
+            operands = self._operands(op, env)
+            # The equation brings its own names; those of an inlined jit around it are missing.
+            stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
+            stack = stack.strip("/")
+            with jax.named_scope(stack) if stack else contextlib.nullcontext():
+                results = self._evaluate(op, operands, env)
+                if self._is_bound(op):
+                    axes = self._sharded.axes
+                    results = [
+                        self._place(x, {name: a.made.get(v) for name, a in axes.items()})
+                        for x, v in zip(results, op.outputs, strict=True)
+                    ]
+            env.update(zip(op.outputs, results, strict=True))
+
+    def _is_bound(self, op: Op) -> bool:
+        """Whether the results are placed by us: elsewhere XLA's propagation does as we would."""
+        if op.body or not op.outputs:
+            return False
+        return op.name in UNITS or any(
+            axis.factors.get(op.outputs[0]) in ("row", "vocabulary")
+            for axis in self._sharded.axes.values()
+        )
+
+    def _evaluate(self, op: Op, operands: list[Any], env: Env) -> list[Any]:
+        if not op.body or op.kind == "custom":
+            return run_equation(op.eqn, operands)
+
+        def body(*inputs: Any) -> list[Any]:
+            inside: Env = dict(op.body_consts)
+            inside.update(zip(op.body_inputs, inputs, strict=True))
+            self._run(op.body, inside, op.stack)
+            return [_read(inside, v) for v in op.body_outputs]
+
+        if op.kind == "remat":
+            return checkpoint_like(op.eqn, body)(*operands)
+        params = op.eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts = operands[:num_consts]
+        carry = operands[num_consts : num_consts + num_carry]
+
+        carried = op.body_inputs[num_consts : num_consts + num_carry]
+
+        def placed(carry: Any) -> list[Any]:
+            axes = self._sharded.axes
+            return [
+                self._place(x, {name: a.made.get(v) for name, a in axes.items()})
+                for x, v in zip(carry, carried, strict=True)
+            ]
+
+        def step(carry: Any, xs: Any) -> Any:
+            out = body(*consts, *placed(carry), *xs)
+            return placed(out[:num_carry]), out[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            placed(carry),
+            operands[num_consts + num_carry :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+
+def _read(env: Env, v: Input) -> Any:
+    return env[v] if isinstance(v, int) else v.val

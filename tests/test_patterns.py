@@ -1,0 +1,133 @@
+"""The choice of sharding patterns equals exhaustive enumeration."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hxla._factors import PATTERNS, Factor, fits, reshape_groups
+from hxla._planner._assign import assign
+from hxla._planner._sharding import Edge, Node, Problem, cost, solve
+from hxla._trace import trace_sums
+
+
+def random_problem(rng):
+    """A few nodes with random states and costs, each reading some of those before it."""
+    n = int(rng.choice([2, 4, 8]))
+    nodes, edges = [], []
+    for i in range(int(rng.integers(3, 8))):
+        sources = [int(s) for s in rng.permutation(i)[: rng.integers(0, 3)]]
+        choices = []
+        for _ in range(int(rng.integers(1, 4))):
+            reads = tuple(_state(rng) for _ in sources)
+            choices.append((reads, (_state(rng),), float(rng.integers(0, 50))))
+        nodes.append(Node(choices=tuple(choices)))
+        for k, source in enumerate(sources):
+            edges.append(
+                Edge(
+                    source=source,
+                    result=0,
+                    target=i,
+                    operand=k,
+                    num_bytes=float(rng.integers(1, 100)),
+                    differentiable=bool(rng.integers(2)),
+                    free=bool(rng.random() < 0.1),
+                )
+            )
+    return Problem(num_devices=n, nodes=tuple(nodes), edges=tuple(edges))
+
+
+def _state(rng):
+    return [None, 0, 1][int(rng.integers(3))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_choice_is_that_of_exhaustive_enumeration(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    ranges = [range(len(node.choices)) for node in problem.nodes]
+    best = min(cost(problem, c) for c in itertools.product(*ranges))
+    assert cost(problem, solve(problem)) == pytest.approx(best)
+
+
+def assigned(run, params, x, n=4):
+    def sums(params, aux, key, batch):
+        value = run(params, batch)
+        return value, jnp.stack([value, value]), aux
+
+    graph = trace_sums(sums, params, {}, x)
+    return graph, assign(graph, ["split"] * len(graph.task_graphs), n)
+
+
+def test_a_pair_of_dense_layers_is_cut_by_columns_then_rows():
+    shapes = {
+        "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+    def run(params, x):
+        return (jax.nn.gelu(x @ params["up"]) @ params["down"]).sum()
+
+    graph, choice = assigned(run, shapes, x)
+    cut = {n: choice.made[v] for n, v in zip(graph.param_names, graph.param_values, strict=True)}
+    assert cut == {"up": 1, "down": 0}
+
+
+def test_every_factor_leaves_the_result_unchanged():
+    """Cutting by hand along each factor and joining the parts gives the whole result."""
+    rng = np.random.default_rng(0)
+
+    def check(function, *arrays):
+        (eqn,) = jax.make_jaxpr(function)(*arrays).eqns
+        whole = np.asarray(function(*arrays))
+        shapes, outs = [a.shape for a in arrays], [whole.shape]
+        found = PATTERNS.factors(eqn.primitive.name, shapes, outs, eqn.params)
+        tried = 0
+        for f in found:
+            if not fits(f, shapes, outs, 2):
+                continue
+            parts = []
+            for half in (0, 1):
+                cut = [
+                    a if d is None else np.split(a, 2, axis=d)[half]
+                    for a, d in zip(arrays, f.operands, strict=True)
+                ]
+                parts.append(np.asarray(function(*cut)))
+            if f.partial:
+                joined = parts[0] + parts[1]
+                if eqn.primitive.name == "reduce_max":
+                    joined = np.maximum(*parts)
+            else:
+                joined = np.concatenate(parts, axis=f.results[0])
+            np.testing.assert_allclose(joined, whole, rtol=1e-5, atol=1e-6, err_msg=str(f))
+            tried += 1
+        assert tried, eqn
+
+    x, y = rng.normal(size=(4, 6, 8)), rng.normal(size=(4, 8, 2))
+    check(lambda a, b: jax.lax.batch_matmul(a, b), x, y)
+    check(lambda a: jax.lax.transpose(a, (2, 0, 1)), x)
+    check(lambda a: jnp.max(a, axis=1), x)
+    check(lambda a: jax.lax.reduce_sum(a, (0, 2)), x)
+    check(jnp.sin, x)
+    check(lambda a: jax.lax.cumsum(a, axis=1), x)
+    check(lambda a: jax.lax.sort(a, dimension=2), x)
+    image, kernel = rng.normal(size=(4, 8, 8, 6)), rng.normal(size=(3, 3, 6, 4))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    check(
+        lambda a, b: jax.lax.conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=numbers),
+        image,
+        kernel,
+    )
+
+
+def test_reshape_groups_line_up_products():
+    assert reshape_groups((6, 4), (2, 3, 4)) == [([0], [0, 1]), ([1], [2])]
+    assert reshape_groups((2, 12), (8, 3)) == [([0, 1], [0, 1])]
+
+
+def test_a_users_pattern_takes_the_place_of_the_built_in_one():
+    mine = PATTERNS.with_pattern("sin", lambda ins, outs, params: [Factor("mine", (0,), (0,))])
+    assert [f.name for f in mine.factors("sin", [(2, 2)], [(2, 2)], {})] == ["mine"]
+    assert [f.name for f in PATTERNS.factors("sin", [(2, 2)], [(2, 2)], {})] == ["d0", "d1"]
