@@ -27,7 +27,7 @@ from gpt import GPT, library, loss  # noqa: E402
 
 from hxla._lower._reduce import Reducer  # noqa: E402
 from hxla._model import functional  # noqa: E402
-from hxla._train import _setup  # noqa: E402
+from hxla._train import _setup, _strategy  # noqa: E402
 from hxla._train._step import Engine  # noqa: E402
 
 BATCH, MICRO, ROUNDS = 64, 2, 8
@@ -73,7 +73,7 @@ def plain(scan):
 def ours(reduction):
     first = {"text": text[:MICRO]}
     model = functional(GPT(nnx.Rngs(0)), loss, loss, variables=None, seed=0, example=first)
-    reducer = Reducer(jax.devices())
+    reducer = Reducer(_strategy.replicated(jax.devices()).replicas)
     engine = Engine(
         model,
         optimizer,

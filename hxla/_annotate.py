@@ -131,11 +131,12 @@ class Strategy:
         # alone, and Python looks __call__ up on the class.
         cls = type(module)
         call = self._wrap(_call_of(cls, self))
-        namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if isinstance(module, nn.Module):
             namespace["__annotations__"] = {}
         # Flax wraps what a class body defines, so the call is set after the class is made.
-        subclass = type(cls)(cls.__name__, (cls,), namespace)
+        metaclass: Any = type(cls)
+        subclass = metaclass(cls.__name__, (cls,), namespace)
         _set_call(subclass, call)
         object.__setattr__(module, "__class__", subclass)
 

@@ -111,7 +111,7 @@ def as_config(
     if isinstance(config, Config):
         return config
     table: dict[str, dict[str, Any]] = {}
-    sources: dict[tuple[str, str], str] = {}
+    sources: dict[tuple[str, ...], str] = {}
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith("HXLA_") and name not in INTERNAL_VARIABLES:
             section, key = _key_of_variable(name)
@@ -133,7 +133,7 @@ def as_config(
         lines = []
         for failure in error.errors():
             path = ".".join(map(str, failure["loc"]))
-            source = sources.get(failure["loc"][:2])  # type: ignore[call-overload]
+            source = sources.get(tuple(map(str, failure["loc"][:2])))
             where = f" (from {source})" if source else ""
             if failure["type"] == "extra_forbidden":
                 known = _keys_beside(failure["loc"])

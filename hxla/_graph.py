@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._annotate import Kind
@@ -42,7 +43,7 @@ class Value:
 
 
 def _itemsize(dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 8
     return np.dtype(dtype).itemsize
 

@@ -213,7 +213,7 @@ def as_sums(
             every = weights if value.ndim else weight
             columns = jnp.sum(jnp.where(every != 0, value, 0) * every)[None]
         else:
-            reduce = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[merged.how]
+            reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[merged.how]
             columns = reduce(value)[None]
         return Part(how=merged.how, over=merged.over, columns=columns)
 

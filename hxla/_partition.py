@@ -166,9 +166,9 @@ def roles_of_mesh(graph: Graph, names: Sequence[str], *, by_rules: bool) -> Role
     roles: dict[str, tuple[Role, ...]] = {}
     for name in names:
         if name in _BATCH_AXES:
-            roles[name] = ("replicate",) * len(kinds)
+            roles[name] = tuple("replicate" for _ in kinds)
         elif by_rules:
-            roles[name] = ("rules",) * len(kinds)
+            roles[name] = tuple("rules" for _ in kinds)
         elif "split" in kinds:
             roles[name] = tuple(kinds)
         else:

@@ -13,6 +13,7 @@ from flax import nnx
 from hxla._lower._reduce import Reducer
 from hxla._model import functional
 from hxla._train._step import Engine
+from hxla._train._strategy import replicated
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -41,7 +42,7 @@ def programs(case, devices, reduction="exact"):
     engine = Engine(
         functional(model, loss, loss, variables=None, seed=0, example=batch),
         optax.adam(1e-3),
-        Reducer(devices),
+        Reducer(replicated(devices).replicas),
         batch=batch,
         num_microbatches=8,
         microbatch_size=2,

@@ -208,11 +208,11 @@ class Reducer:
             self._stack(spec, [leaves[i] for leaves, _ in flat])
             for i, spec in enumerate(summation.argument_specs)
         ]
-        results = summation.program(*flat[0][1].unflatten(stacked))
+        results = summation.program(*jax.tree.unflatten(flat[0][1], stacked))
         leaves, treedef = jax.tree.flatten(results)
         specs = [*summation.result_specs, *[P()] * (len(leaves) - len(summation.result_specs))]
         pieces = [self._unstack(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        return [treedef.unflatten([p[i] for p in pieces]) for i in range(len(self.local))]
+        return [jax.tree.unflatten(treedef, [p[i] for p in pieces]) for i in range(len(self.local))]
 
     def _stack(self, spec: P, arrays: Sequence[jax.Array]) -> jax.Array:
         """The arrays of all replicas one after another, without moving anything."""

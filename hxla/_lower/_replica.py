@@ -70,7 +70,8 @@ class Replica:
             return jax.device_put(tree, self.devices[0])
         leaves, treedef = jax.tree.flatten(tree)
         each = specs or [P()] * len(leaves)
-        return treedef.unflatten([self.put(x, s) for x, s in zip(leaves, each, strict=True)])
+        placed = [self.put(x, s) for x, s in zip(leaves, each, strict=True)]
+        return jax.tree.unflatten(treedef, placed)
 
     def whole(self, tree: PyTree) -> PyTree:
         """All arrays of a tree on this replica, gathered so that every process can read them."""

@@ -281,9 +281,11 @@ def build(
     of_update: Any = None
     if layout is not None:
         opt_def = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-        of_sums = Sums(P(), P(), [(s,) * (1 + exact) for s in specs], [P()] * len(others))
+        each: Any = [(s,) * (1 + exact) for s in specs]
+        whole: Any = P()
+        of_sums = Sums(whole, whole, each, [whole] * len(others))
         of_micro = layout.shardings((of_sums, P()))
-        opt_specs = opt_def.unflatten(layout.opt_state)
+        opt_specs = jax.tree.unflatten(opt_def, layout.opt_state)
         of_update = layout.shardings((list(layout.params), opt_specs, list(layout.aux), P()))
     return Programs(
         micro=jax.jit(micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro),

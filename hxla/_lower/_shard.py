@@ -182,7 +182,7 @@ class _Runner:
         return jax.tree.unflatten(self._result_tree, results)
 
     def _place(self, x: Any, states: Mapping[str, int | None]) -> Any:
-        if jnp.ndim(x) == 0 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         sharding = NamedSharding(self._mesh, spec(x.ndim, states))
         return jax.lax.with_sharding_constraint(x, sharding)

@@ -264,7 +264,8 @@ class _Builder:
         )
         fitting = [f for f in factors if fits(f, in_shapes, out_shapes, n)]
         allowed = self._allowed(op, factors, fitting, out_shapes)
-        choices, names = [], []
+        choices: list[Any] = []
+        names: list[str | None] = []
         for f in allowed:
             if f is None:
                 whole = (None,) * len(op.inputs), (None,) * len(op.outputs)

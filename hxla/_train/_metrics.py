@@ -271,13 +271,13 @@ def _event_writer() -> Callable[[str], Any]:
 
 
 def _step_scalars(record: StepRecord) -> dict[str, float]:
-    scalars = {"train/loss": record.loss, "speed/step_seconds": record.seconds}
-    scalars |= {f"train/{key}": value for key, value in scalars(record.metrics).items()}
+    out = {"train/loss": record.loss, "speed/step_seconds": record.seconds}
+    out |= {f"train/{key}": value for key, value in scalars(record.metrics).items()}
     if record.seconds:
-        scalars["speed/examples_per_second"] = record.num_examples / record.seconds
+        out["speed/examples_per_second"] = record.num_examples / record.seconds
         if record.num_tokens:
-            scalars["speed/tokens_per_second"] = record.num_tokens / record.seconds
+            out["speed/tokens_per_second"] = record.num_tokens / record.seconds
     for d, (count, idle) in enumerate(zip(record.counts, record.idle_seconds, strict=True)):
-        scalars[f"microbatches/device{d}"] = count
-        scalars[f"idle_seconds/device{d}"] = idle
-    return scalars
+        out[f"microbatches/device{d}"] = count
+        out[f"idle_seconds/device{d}"] = idle
+    return out

@@ -181,7 +181,7 @@ class Engine:
                 seed=seed,
                 reduction=reduction,
                 platform=platform,
-                layout=self._specs and self._specs.layout(replica),
+                layout=self._specs.layout(replica) if self._specs else None,
             )
             for replica in (reducer.local if self._specs else reducer.local[:1])
         ]
@@ -603,8 +603,8 @@ def _opt_state_specs(
 ) -> list[P]:
     """Leaves of the optimizer's state lie as the parameter of their shape that they belong to."""
     leaves, treedef = jax.tree.flatten(params)
-    like = treedef.unflatten(
-        [_Like(tuple(x.shape), spec) for x, spec in zip(leaves, specs, strict=True)]
+    like = jax.tree.unflatten(
+        treedef, [_Like(tuple(x.shape), spec) for x, spec in zip(leaves, specs, strict=True)]
     )
 
     def of_leaf(x: Any, like: _Like) -> _Like:
