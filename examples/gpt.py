@@ -18,40 +18,52 @@ LENGTH, WIDTH, HEADS, LAYERS, BYTES = 128, 256, 4, 4, 256  # 3.2 million paramet
 class Block(nnx.Module):
     """Pre-norm attention and MLP; B batch, T positions, N heads, H head width, D model width."""
 
-    def __init__(self, rngs: nnx.Rngs, dropout: float):
+    def __init__(self, rngs: nnx.Rngs, dropout: float, width: int, heads: int):
         dense = lambda i, o: nnx.Linear(i, o, use_bias=False, rngs=rngs)  # noqa: E731
-        self.norm1 = nnx.LayerNorm(WIDTH, use_bias=False, rngs=rngs)
-        self.qkv, self.out = dense(WIDTH, 3 * WIDTH), dense(WIDTH, WIDTH)
-        self.norm2 = nnx.LayerNorm(WIDTH, use_bias=False, rngs=rngs)
-        self.up, self.down = dense(WIDTH, 4 * WIDTH), dense(4 * WIDTH, WIDTH)
+        self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.attn = nnx.Dict(qkv=dense(width, 3 * width), out=dense(width, width))
+        self.norm2 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.up, self.down = dense(width, 4 * width), dense(4 * width, width)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.heads = heads
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        heads = self.qkv(self.norm1(x_BTD)).reshape(B, T, 3, HEADS, D // HEADS)
-        q_BNTH, k_BNTH, v_BNTH = heads.transpose(2, 0, 3, 1, 4)
-        scores_BNTT = q_BNTH @ k_BNTH.swapaxes(2, 3) * (D // HEADS) ** -0.5
+        N, H = self.heads, D // self.heads
+        qkv_BTN3H = self.attn["qkv"](self.norm1(x_BTD)).reshape(B, T, N, 3, H)
+        q_BNTH, k_BNTH, v_BNTH = qkv_BTN3H.transpose(3, 0, 2, 1, 4)
+        scores_BNTT = q_BNTH @ k_BNTH.swapaxes(2, 3) * H**-0.5
         mask_TT = jnp.tril(jnp.ones((T, T), bool))
         weights_BNTT = jax.nn.softmax(jnp.where(mask_TT, scores_BNTT, -1e9))
         mixed_BTD = (weights_BNTT @ v_BNTH).transpose(0, 2, 1, 3).reshape(B, T, D)
-        x_BTD = x_BTD + self.dropout(self.out(mixed_BTD))
+        x_BTD = x_BTD + self.dropout(self.attn["out"](mixed_BTD))
         return x_BTD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_BTD)))))
 
 
 class GPT(nnx.Module):
     """Bytes in, logits over the next byte out; the embedding is tied."""
 
-    def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0):
-        self.bytes = nnx.Embed(BYTES, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs, dropout) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, use_bias=False, rngs=rngs)
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        dropout: float = 0.0,
+        *,
+        vocabulary: int = BYTES,
+        length: int = LENGTH,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        layers: int = LAYERS,
+    ):
+        self.tok = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.pos = nnx.Embed(length, width, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, dropout, width, heads) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
 
     def __call__(self, text_BT: jax.Array) -> jax.Array:
-        x_BTD = self.bytes(text_BT) + self.positions(jnp.arange(text_BT.shape[1]))
+        x_BTD = self.tok(text_BT) + self.pos(jnp.arange(text_BT.shape[1]))
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        return self.bytes.attend(self.norm(x_BTD))
+        return self.tok.attend(self.norm(x_BTD))
 
 
 def loss(model: GPT, batch: dict) -> jax.Array:

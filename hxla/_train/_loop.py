@@ -339,6 +339,14 @@ class _Run:
         self._functional = self._read_model(start)
         self.strategy = self._choose_strategy(start)
         replicas = self.strategy.replicas
+        if self.split == "measured" and _strategy.share_cores(replicas):
+            # Their programs run one after another: a time would say where in the queue, not how
+            # fast.
+            self.split = "even"
+            reason = "even counts: the replicas share the cores of one process"
+            self.strategy = dataclasses.replace(
+                self.strategy, reasons=(*self.strategy.reasons, reason)
+            )
         _setup.check_batch(self.batch_size, self.microbatch_size, len(replicas))
         self.reducer = Reducer(replicas)
         self.names = _devices.replica_names(replicas, self.cluster)

@@ -115,6 +115,12 @@ def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
     return Strategy(replicas=replicas, axes=axes, roles=roles, rules=rules)
 
 
+def share_cores(replicas: Sequence[Replica]) -> bool:
+    """Whether several replicas of several CPU devices each live in one process."""
+    local = [r for r in replicas if r.is_local and r.axes]
+    return len(local) > 1 and local[0].devices[0].platform == "cpu"
+
+
 def _nodes(devices: Sequence[jax.Device]) -> list[int]:
     """Consecutive devices of one process share a node at least."""
     if jax.process_count() == 1 or all(d.platform == "cpu" for d in devices):

@@ -1,0 +1,201 @@
+"""Rules for data x tensor parallelism beside the same model sharded by hand in plain JAX.
+
+    python benchmarks/hand_sharded.py
+
+Eight fake devices on this machine's cores: only the ratio means anything. The plain step is one
+`jax.jit` over the same mesh, with Megatron's PartitionSpecs written out and constraints on the
+activations between heads and MLP. The runs take turns, step by step. Also the time that tracing and
+choosing patterns adds to compilation. Writes benchmarks/results/hand_sharded.json.
+"""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import json
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import hxla
+from hxla._lower._reduce import Reducer
+from hxla._model import functional, leaf_names
+from hxla._trace import trace_functional
+from hxla._train import _setup, _strategy
+from hxla._train._step import Engine
+
+ROOT = pathlib.Path(__file__).parent.parent
+DATA, TENSOR, BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 4, 32, 128, 256, 8, 4, 512
+ROUNDS = 8
+mesh = jax.make_mesh((DATA, TENSOR), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def constrain(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec))) if by_hand else x
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        dense = lambda i, o: nnx.Linear(i, o, use_bias=False, rngs=rngs)  # noqa: E731
+        self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.query, self.key, self.value = (dense(WIDTH, WIDTH) for _ in range(3))
+        self.attention = nnx.Dict(out=dense(WIDTH, WIDTH))
+        self.up, self.down = dense(WIDTH, 4 * WIDTH), dense(4 * WIDTH, WIDTH)
+
+    def __call__(self, x):
+        B, T, _ = x.shape
+        y = self.norm1(x)
+        q, k, v = (
+            constrain(f(y).reshape(B, T, HEADS, -1), "data", None, "tensor")
+            for f in (self.query, self.key, self.value)
+        )
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) * (WIDTH // HEADS) ** -0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e9))
+        mixed = jnp.einsum("bhts,bshd->bthd", weights, v).reshape(B, T, WIDTH)
+        x = x + constrain(self.attention["out"](mixed), "data")
+        hidden = constrain(jax.nn.gelu(self.up(self.norm2(x))), "data", None, "tensor")
+        return x + constrain(self.down(hidden), "data")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.tok = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model, batch):
+    logits = model(batch["tokens"][:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+
+def batch_of(step):
+    rng = np.random.default_rng(step)
+    return {"tokens": rng.integers(0, VOCABULARY, (BATCH, LENGTH + 1)).astype(np.int32)}
+
+
+optimizer = optax.adamw(1e-3)
+
+
+def plain():
+    """By hand: the specs that the rule set `decoder` gives, written out."""
+    graphdef, params = nnx.split(Net(nnx.Rngs(0)))
+    column, row = ("query", "key", "value", "up", "head"), ("out", "down", "tok")
+
+    def spec(name):
+        parts = name.split("/")
+        if any(n in column for n in parts):
+            return P(None, "tensor")
+        return P("tensor") if any(n in row for n in parts) else P()
+
+    named = jax.tree.unflatten(
+        jax.tree.structure(params), [NamedSharding(mesh, spec(n)) for n in leaf_names(params)]
+    )
+    params = jax.device_put(params, named)
+    state = optimizer.init(params)
+
+    def step(params, state, tokens):
+        def value(p):
+            return loss(nnx.merge(graphdef, p), {"tokens": tokens})
+
+        value, grads = jax.value_and_grad(value)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    run = jax.jit(step, donate_argnums=(0, 1), out_shardings=(named, None, None))
+    held = [params, state]
+
+    def once(n):
+        tokens = jax.device_put(batch_of(n)["tokens"], NamedSharding(mesh, P("data")))
+        *held[:], value = run(*held, tokens)
+        jax.block_until_ready(held)
+        return float(value)
+
+    return once
+
+
+def ours(reduction, times):
+    size = BATCH // DATA
+    first = {"tokens": batch_of(0)["tokens"][:size]}
+    model = functional(Net(nnx.Rngs(0)), loss, loss, variables=None, seed=0, example=first)
+    begun = time.perf_counter()
+    strategy = _strategy.from_mesh(trace_functional(model, first), mesh, hxla.load_rules("decoder"))
+    times["tracing and planning"] = time.perf_counter() - begun
+
+    def shard(*arguments):
+        begun = time.perf_counter()
+        sharded = strategy.shard(*arguments)
+        times["tracing and planning"] += time.perf_counter() - begun
+        return sharded
+
+    reducer = Reducer(strategy.replicas)
+    begun = time.perf_counter()
+    engine = Engine(
+        model,
+        optimizer,
+        reducer,
+        batch=first,
+        num_microbatches=DATA,
+        microbatch_size=size,
+        seed=0,
+        reduction=reduction,
+        shard=shard,
+    )
+    engine.calibrate(first, repeats=0)
+    times["all of it, compilation included"] = time.perf_counter() - begun
+    ids = _setup.own_ids((1,) * DATA, reducer)
+
+    def once(n):
+        tokens = batch_of(n)["tokens"]
+        batches = [[{"tokens": tokens[i * size : (i + 1) * size]} for i in own] for own in ids]
+        outcome = engine.accumulate(n, ids, batches)
+        engine.update(outcome)
+        jax.block_until_ready(jax.tree.leaves(engine.params))
+        return outcome.loss
+
+    return once
+
+
+by_hand = False
+exact_times, float_times = {}, {}
+runs = {"hxla exact": ours("exact", exact_times), "hxla float": ours("float", float_times)}
+runs["by hand"] = plain()
+by_hand = True  # the others are traced already
+seconds = {name: [] for name in runs}
+losses = {name: [] for name in runs}
+for n in range(ROUNDS + 1):
+    for name, once in runs.items():
+        begun = time.perf_counter()
+        losses[name].append(once(n))
+        seconds[name].append(time.perf_counter() - begun)
+median = {name: round(statistics.median(s[1:]), 4) for name, s in seconds.items()}
+planning = exact_times["tracing and planning"]
+compiling = exact_times["all of it, compilation included"] - planning
+rows = {
+    "mesh": {"data": DATA, "tensor": TENSOR},
+    "seconds_per_step": median,
+    "last_losses": {name: round(values[-1], 4) for name, values in losses.items()},
+    "hxla exact over by hand": round(median["by hand"] / median["hxla exact"], 3),
+    "hxla float over by hand": round(median["by hand"] / median["hxla float"], 3),
+    "tracing_and_planning_seconds": round(planning, 3),
+    "compilation_seconds": round(compiling, 3),
+    "tracing and planning over compilation": round(planning / compiling, 4),
+}
+print(json.dumps(rows, indent=2))
+out = ROOT / "benchmarks" / "results" / "hand_sharded.json"
+out.write_text(json.dumps(rows, indent=2) + "\n")
