@@ -49,3 +49,4 @@ batch = {
 }
 graph = hxla.trace(model, loss, batch)
 print(graph, hxla.partition(graph, 8), sep="\n\n")
+graph.draw("runs/split_classifier.png")

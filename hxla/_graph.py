@@ -5,6 +5,7 @@ inside an operation, so that the program can be run again as it was.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -212,6 +213,16 @@ class Graph:
     def __str__(self) -> str:
         return table(self)
 
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of the TaskGraphs: their work, their bytes, what flows between them.
+
+        Args:
+            path: A `.png`, `.svg` or `.pdf` file; its folder is made.
+        """
+        from ._graph_picture import draw
+
+        draw(self, path)
+
 
 def table(graph: Graph) -> str:
     """The TaskGraphs as a table of text, one line each."""
@@ -223,9 +234,9 @@ def table(graph: Graph) -> str:
             str(t.num_equations),
             str(len(t.params)),
             str(len(t.shared_params)),
-            _short(t.param_bytes),
-            _short(t.flops),
-            _short(t.activation_bytes),
+            short(t.param_bytes),
+            short(t.flops),
+            short(t.activation_bytes),
         )
         for t in graph.task_graphs
     ]
@@ -238,7 +249,8 @@ def table(graph: Graph) -> str:
     return "\n".join(line(r) for r in (head, *rows))
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number with its thousands as a letter: 24.1M."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.3g}{letter}"

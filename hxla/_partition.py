@@ -6,6 +6,7 @@ References:
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
@@ -101,7 +102,7 @@ def partition(
         inner = tuple((n, size) for n, size in axes.items() if n != DATA_AXIS)
         num_replicas = axes.get(DATA_AXIS, 1)
         rule_set = load_rules(rules) if isinstance(rules, str) else rules
-        roles = roles_of_mesh(graph, [n for n, _ in inner], by_rules=rule_set is not None)
+        roles = roles_of_mesh(graph, inner, by_rules=rule_set is not None)
         if rule_set is not None:
             resolved = rule_set.resolve(
                 graph.param_names, graph.param_shapes, dict(inner), logical=graph.param_logical
@@ -156,15 +157,24 @@ def axes_of_annotations(
     return virtual, axes, roles
 
 
-def roles_of_mesh(graph: Graph, names: Sequence[str], *, by_rules: bool) -> Roles:
+def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
     """What each inner axis of a user's own mesh does for each TaskGraph.
 
     Raises:
-        PlanError: If nothing says what an axis is for.
+        PlanError: If nothing says what an axis is for, or an annotation says otherwise.
     """
     kinds = [t.strategy for t in graph.task_graphs]
+    size = math.prod(n for name, n in axes if name not in _BATCH_AXES)
+    for task in graph.task_graphs:
+        asked = task.device_count
+        if task.strategy == "split" and not by_rules and asked not in (None, size):
+            raise PlanError(
+                f"hxla.{task.label} at {task.source} asks for {asked} devices, the mesh splits "
+                f"over {size} ({' x '.join(f'{name}={n}' for name, n in axes)}): use "
+                "hxla.split() without a count, or a mesh that agrees"
+            )
     roles: dict[str, tuple[Role, ...]] = {}
-    for name in names:
+    for name, _ in axes:
         if name in _BATCH_AXES:
             roles[name] = tuple("replicate" for _ in kinds)
         elif by_rules:

@@ -170,9 +170,14 @@ HOSTILE = {
         r"stages of a pipeline.*share_devices",
     ),
     "shared counts that do not divide one another": (
-        lambda: fit(two_stages(S(2), S(3)), mesh=data_mesh(6)),
+        lambda: fit(
+            two_stages(S(2), S(3)),
+            mesh=data_mesh(6),
+            config={"cluster": {"share_devices": True}},
+            microbatch_size=4,
+        ),
         hxla.PlanError,
-        r"",
+        r"splits over 2 and 3 devices.*divide one another",
     ),
     "a split of an odd dimension": (
         lambda: fit(odd_split),
@@ -193,6 +198,11 @@ HOSTILE = {
         lambda: fit(lambda net, x: net.b(net.a(x)), mesh=mesh(data=2, tensor=2)),
         hxla.PlanError,
         r"axis 'tensor'.*rules=",
+    ),
+    "a mesh that splits over another number": (
+        lambda: fit(two_stages(R(), S(4)), mesh=mesh(data=2, tensor=2)),
+        hxla.PlanError,
+        r"hxla.split\(4\) at .*asks for 4 devices.*tensor=2",
     ),
     "rules without a mesh": (
         lambda: fit(lambda net, x: net.b(net.a(x)), rules="decoder"),

@@ -30,7 +30,7 @@ from .._model import Functional, Loss, functional
 from .._plan import Plan
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
-from .._types import EXIT_PREEMPTED, PyTree
+from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
 from . import _setup, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
@@ -426,7 +426,7 @@ class _Run:
         """Trace the loss once to see what its annotations ask for."""
         size = self.microbatch_size or max(1, self.batch_size // len(self.devices))
         graph = trace_functional(self._functional, self._first_batch(start, size))
-        if self.mesh is not None:
+        if self.mesh is not None and set(self.mesh.axis_names) != {DATA_AXIS}:
             return _strategy.from_mesh(graph, self.mesh, self.rules)
         if self.rules is not None:
             raise ConfigError(

@@ -94,15 +94,13 @@ def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
 
     Args:
         graph: Of the loss.
-        mesh: The user's.
+        mesh: The user's, with an axis besides `data`.
         rules: Decide which parameters the inner axes cut; None: the annotations do.
 
     Raises:
         PlanError: If nothing says what the inner axes are for.
     """
     names = [n for n in mesh.axis_names if n != DATA_AXIS]
-    if not names:
-        return replicated(list(mesh.devices.flat))
     order = [mesh.axis_names.index(n) for n in names]
     grid = mesh.devices
     if DATA_AXIS in mesh.axis_names:
@@ -110,7 +108,7 @@ def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
     else:
         grid = grid.transpose(order)[None]
     axes = tuple((str(n), int(mesh.shape[n])) for n in names)
-    roles = roles_of_mesh(graph, [n for n, _ in axes], by_rules=rules is not None)
+    roles = roles_of_mesh(graph, axes, by_rules=rules is not None)
     replicas = tuple(Replica(i, tuple(row.flat), axes) for i, row in enumerate(grid))
     return Strategy(replicas=replicas, axes=axes, roles=roles, rules=rules)
 
