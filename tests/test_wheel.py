@@ -22,7 +22,7 @@ def test_the_wheel_alone_runs_the_readme_and_finds_its_meshes(tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     readme = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     script = tmp_path / "readme.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(site)!r})\n{example}\n"
