@@ -64,6 +64,8 @@ class Cluster(_Section):
 
     share_devices: bool = False
     """TaskGraphs with device counts use the same devices instead of one set each."""
+    visible_devices: list[pydantic.NonNegativeInt] | None = pydantic.Field(None, min_length=1)
+    """Numbers of the devices to use, in the order of all devices; null: every one."""
     prefer_intra_node: bool = True
     """Keep the devices of a replica on one node where the nodes' sizes allow it."""
 
@@ -78,6 +80,8 @@ class Pipeline(_Section):
 class Communication(_Section):
     """How gradients are brought together (EPL's communication section)."""
 
+    bucket_mib: int = pydantic.Field(256, ge=1)
+    """Size up to which small tensors are summed together; a larger one goes alone."""
     gradient: Literal["mean", "sum"] = "mean"
     """Gradient of the global batch's mean loss, or of its sum."""
 

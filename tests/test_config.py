@@ -3,7 +3,12 @@
 import json
 import pathlib
 
+import jax
+import models
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import hxla
 from hxla._config import Config, as_config
@@ -85,3 +90,58 @@ def test_a_broken_file_is_refused(tmp_path, text, suffix, message):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(hxla.ConfigError, match="cannot be read"):
         as_config(tmp_path / "none.toml", {})
+
+
+def train(**config):
+    return hxla.train(
+        models.Dense(nnx.Rngs(0)),
+        models.regression(),
+        models.squared_error,
+        optax.sgd(1e-2),
+        batch_size=24,
+        steps=2,
+        shuffle=False,
+        split="even",
+        config=config,
+    )
+
+
+def test_visible_devices_are_those_that_are_used():
+    result = train(cluster={"visible_devices": [1, 3, 6]}, pipeline={"num_micro_batch": 8})
+    assert result.plan.counts == (3, 3, 2)
+
+
+def test_the_number_of_microbatches_gives_their_size():
+    assert train(pipeline={"num_micro_batch": 8}).plan.microbatch_size == 3
+
+
+def test_the_gradient_of_a_sum_is_that_of_the_mean_times_the_weight():
+    two = {"visible_devices": [0, 1]}
+    mean = train(pipeline={"num_micro_batch": 8}, cluster=two)
+    total = train(pipeline={"num_micro_batch": 8}, cluster=two, communication={"gradient": "sum"})
+    start = models.Dense(nnx.Rngs(0)).layer.kernel[...]
+    batch = {k: v[:24] for k, v in models.regression().items()}
+    graphdef, params = nnx.split(models.Dense(nnx.Rngs(0)))
+    grads = jax.grad(lambda p: models.squared_error(nnx.merge(graphdef, p), batch).sum())(params)
+    assert total.history.steps[0].loss == mean.history.steps[0].loss
+    first = hxla.train(
+        models.Dense(nnx.Rngs(0)),
+        iter([batch]),
+        models.squared_error,
+        optax.sgd(1e-2),
+        batch_size=24,
+        microbatch_size=3,
+        steps=1,
+        config={"communication": {"gradient": "sum"}, "cluster": two},
+        split="even",
+    )
+    moved = first.model.layer.kernel[...] - start
+    np.testing.assert_allclose(moved, -1e-2 * grads["layer"]["kernel"][...], rtol=1e-4, atol=1e-6)
+
+
+def test_small_buckets_give_the_same_bits():
+    two = {"visible_devices": [0, 1]}
+    cut = {"num_micro_batch": 8}
+    usual = train(pipeline=cut, cluster=two)
+    small = train(pipeline=cut, cluster=two, communication={"bucket_mib": 1})
+    assert usual.sha256 == small.sha256

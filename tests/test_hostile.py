@@ -234,6 +234,13 @@ HOSTILE = {
         hxla.ConfigError,
         r"num_micro_batch \(from HXLA_PIPELINE_NUM_MICRO_BATCH\)",
     ),
+    "a device that is not there": (
+        lambda: fit(
+            lambda net, x: net.b(net.a(x)), config={"cluster": {"visible_devices": [0, 9]}}
+        ),
+        hxla.MeshError,
+        r"visible_devices=\[0, 9\] names \[9\], there are devices 0 to 7",
+    ),
     "two sizes of a microbatch": (
         lambda: fit(lambda net, x: net.b(net.a(x)), config={"pipeline": {"num_micro_batch": 4}}),
         hxla.ConfigError,

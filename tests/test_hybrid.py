@@ -202,6 +202,56 @@ def test_a_hybrid_trains_as_one_device_does(flavour, name):
     close(state, params)
 
 
+class Tied(nnx.Module):
+    """One parameter in two TaskGraphs of different strategy."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(models.VOCABULARY, WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        with hxla.replicate():
+            x = jnp.tanh(self.embed(tokens))
+        with hxla.split():
+            return self.embed.attend(x)
+
+
+class Scanned(nn.Module):
+    """Layers in a scan, rematerialised, each with a split inside."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                with hxla.split():
+                    y = nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(4 * WIDTH)(x)))
+                return x + y, None
+
+        layers = nn.scan(
+            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x = nn.Embed(models.VOCABULARY, WIDTH)(tokens)
+        x, _ = layers()(x, None)
+        return nn.Dense(CLASSES)(x)
+
+
+@pytest.mark.parametrize("flavour", ["tied", "scanned"])
+def test_shared_parameters_and_scanned_layers_train_as_on_one_device(flavour):
+    make = {"tied": lambda: Tied(nnx.Rngs(0)), "scanned": Scanned}[flavour]
+    data = batches(3, 32)
+    losses, _, params = reference(make(), data)
+    variables = None
+    if flavour == "scanned":
+        variables = make().init(jax.random.key(0), data[0]["tokens"][:, :-1])
+    result = trained(make(), data, 32, 16, variables)
+    np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=1e-5)
+    state = result.state["params"] if flavour == "scanned" else nnx.state(result.model, nnx.Param)
+    close(state, params)
+    if flavour == "scanned":
+        cut = [r for r in result.plan.reasons if "Dense" in r and "tensor" in r]
+        assert len(cut) >= 2
+
+
 def test_the_bits_do_not_depend_on_how_replicas_share_the_work():
     data = batches(3, 32)
 

@@ -1,6 +1,7 @@
 """The devices of a run, in the order of `counts`."""
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,12 +12,15 @@ from .._errors import MeshError
 from ._replica import Replica
 
 
-def resolve(mesh: Mesh | None, cluster: Cluster | None) -> tuple[jax.Device, ...]:
+def resolve(
+    mesh: Mesh | None, cluster: Cluster | None, visible: Sequence[int] | None = None
+) -> tuple[jax.Device, ...]:
     """All devices of a run, those of other processes included, process by process.
 
     Args:
         mesh: The user's own mesh, or None for every device.
         cluster: The described cluster that the job was started on, or None.
+        visible: Numbers of the devices to use, or None for all of them.
 
     Raises:
         MeshError: If there is no device, one process holds unlike accelerators, or the cluster
@@ -35,6 +39,18 @@ def resolve(mesh: Mesh | None, cluster: Cluster | None) -> tuple[jax.Device, ...
     if not devices:
         raise MeshError("the mesh has no devices: pass mesh=None to use every device there is")
     devices.sort(key=lambda d: (d.process_index, d.id))
+    if visible is not None:
+        beyond = [i for i in visible if i >= len(devices)]
+        if beyond or len(set(visible)) < len(visible) or mesh is not None:
+            why = (
+                "does not go with a mesh of your own"
+                if mesh is not None
+                else (
+                    f"names {beyond or 'a device twice'}, there are devices 0 to {len(devices) - 1}"
+                )
+            )
+            raise MeshError(f"cluster.visible_devices={list(visible)} {why}")
+        devices = [devices[i] for i in sorted(visible)]
     missing = set(range(jax.process_count())) - {d.process_index for d in devices}
     if missing:
         raise MeshError(

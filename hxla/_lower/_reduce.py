@@ -25,16 +25,17 @@ from jax.sharding import PartitionSpec as P
 from .._types import DATA_AXIS
 from ._replica import Replica
 
-_BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
+BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
 
 Combine = Callable[..., jax.Array]
 
 
-def buckets(sizes: Sequence[int]) -> list[list[int]]:
+def buckets(sizes: Sequence[int], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[int]]:
     """Group consecutive tensors: many small buffers cost a round trip each.
 
     Args:
         sizes: Elements of each tensor.
+        bucket_elements: Most elements of a bucket of several tensors.
 
     Returns:
         Indices of `sizes`, each once and in order.
@@ -44,7 +45,7 @@ def buckets(sizes: Sequence[int]) -> list[list[int]]:
     for i, size in enumerate(sizes):
         if size > room or not out:
             out.append([])
-            room = _BUCKET_ELEMENTS
+            room = bucket_elements
         out[-1].append(i)
         room -= size
     return out
@@ -90,9 +91,11 @@ class Reducer:
 
     Args:
         replicas: All of them, those of other processes included, in the order of `counts`.
+        bucket_elements: See `buckets`.
     """
 
-    def __init__(self, replicas: Sequence[Replica]):
+    def __init__(self, replicas: Sequence[Replica], bucket_elements: int = BUCKET_ELEMENTS):
+        self.bucket_elements = bucket_elements
         self.replicas = tuple(replicas)
         self.local = tuple(r for r in replicas if r.is_local)
         self.devices = tuple(d for r in replicas for d in r.devices)
@@ -152,7 +155,7 @@ class Reducer:
             else:
                 gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
                 summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
-            groups = buckets([parts[0].size for parts in values])
+            groups = buckets([parts[0].size for parts in values], self.bucket_elements)
             totals = [
                 all_reduce([_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)])
                 for b in groups

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._types import PyTree
 from . import _exact
-from ._reduce import Combine, buckets
+from ._reduce import BUCKET_ELEMENTS, Combine, buckets
 
 Reduction = Literal["exact", "float"]
 
@@ -130,6 +130,7 @@ def build(
     reduction: Reduction,
     platform: str,
     layout: Layout | None = None,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Programs:
     """Lower a model's loss to the programs of a training step.
 
@@ -146,6 +147,7 @@ def build(
         reduction: `exact` (two int32 limbs per element) or `float` (float32).
         platform: Backend for which `compiler_options` are chosen.
         layout: Of a replica of several devices; None for a single one.
+        bucket_elements: Those of the `Reducer`.
     """
     param_leaves, param_def = jax.tree.flatten(params)
     aux_leaves, aux_def = jax.tree.flatten(aux)
@@ -253,7 +255,8 @@ def build(
         parts = list(totals)
         if layout is None:
             parts = []
-            for flat, bucket in zip(totals, buckets([x.size for x in floats]), strict=True):
+            groups = buckets([x.size for x in floats], bucket_elements)
+            for flat, bucket in zip(totals, groups, strict=True):
                 ends = np.cumsum([floats[i].size for i in bucket])
                 parts += jnp.split(flat, ends[:-1])
         sums = [

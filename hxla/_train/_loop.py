@@ -201,7 +201,7 @@ def train(
             "anything else uses JAX"
         )
     cluster = load_cluster(os.environ["HXLA_MESH"]) if os.environ.get("HXLA_MESH") else None
-    devices = _devices.resolve(mesh, cluster)
+    devices = _devices.resolve(mesh, cluster, settings.cluster.visible_devices)
     num_cuts = settings.pipeline.num_micro_batch
     if num_cuts is not None:
         microbatch_size = _setup.size_of_microbatches(batch_size, num_cuts, microbatch_size)
@@ -339,6 +339,7 @@ class _Run:
         self._functional = self._read_model(start)
         self.strategy = self._choose_strategy(start)
         replicas = self.strategy.replicas
+        _strategy.check_within_processes(replicas)
         if self.split == "measured" and _strategy.share_cores(replicas):
             # Their programs run one after another: a time would say where in the queue, not how
             # fast.
@@ -348,7 +349,7 @@ class _Run:
                 self.strategy, reasons=(*self.strategy.reasons, reason)
             )
         _setup.check_batch(self.batch_size, self.microbatch_size, len(replicas))
-        self.reducer = Reducer(replicas)
+        self.reducer = Reducer(replicas, self.settings.communication.bucket_mib << 18)
         self.names = _devices.replica_names(replicas, self.cluster)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)

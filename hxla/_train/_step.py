@@ -182,6 +182,7 @@ class Engine:
                 reduction=reduction,
                 platform=platform,
                 layout=self._specs.layout(replica) if self._specs else None,
+                bucket_elements=reducer.bucket_elements,
             )
             for replica in (reducer.local if self._specs else reducer.local[:1])
         ]
