@@ -22,6 +22,15 @@ def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried; slices follow."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from jax 0.12 on
+    return len(consts), len(carry)
+
+
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run one equation again, under its own name stack and context."""
     given = {

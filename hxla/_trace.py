@@ -17,7 +17,7 @@ from ._annotate import Scope, default_strategy, scopes_of
 from ._errors import AnnotationError
 from ._factors import PATTERNS, UNITS, Patterns
 from ._graph import Graph, Input, Op, TaskGraph, Value, leaves, stand_ins
-from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr
+from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, scan_counts
 from ._loss import as_sums
 from ._model import Functional, Loss, functional, leaf_names
 from ._types import PyTree
@@ -232,7 +232,8 @@ class _Tracer:
     ) -> Op:
         name = eqn.primitive.name
         kind = "custom" if name in _CUSTOM else "scan" if name == "scan" else "remat"
-        first_slice = eqn.params["num_consts"] + eqn.params["num_carry"] if kind == "scan" else None
+        num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
+        first_slice = num_consts + num_carry if kind == "scan" else None
         numbers = []
         for i, (var, outer) in enumerate(zip(inner.jaxpr.invars, inputs, strict=True)):
             sliced = first_slice is not None and i >= first_slice
@@ -245,7 +246,6 @@ class _Tracer:
         length = eqn.params["length"] if kind == "scan" else 1
         body = self._walk(inner.jaxpr, inside, stack, times * length)
         results = tuple(self._read(inside, v) for v in inner.jaxpr.outvars)
-        num_carry = eqn.params["num_carry"] if kind == "scan" else len(results)
         outputs = []
         for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
             stacked = kind == "scan" and i >= num_carry

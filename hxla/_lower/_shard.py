@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._factors import UNITS
 from .._graph import Graph, Input, Op, leaves, stand_ins
-from .._jaxpr import checkpoint_like, run_equation
+from .._jaxpr import checkpoint_like, run_equation, scan_counts
 from .._planner._assign import Assignment
 from .._types import PyTree
 
@@ -241,7 +241,7 @@ class _Runner:
         if op.kind == "remat":
             return checkpoint_like(op.eqn, body)(*operands)
         params = op.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(op.eqn)
         consts = operands[:num_consts]
         carry = operands[num_consts : num_consts + num_carry]
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from .._errors import AnnotationError, PlanError
 from .._factors import PATTERNS, Factor, Patterns, fits
 from .._graph import Graph, Op, Value, is_unit
+from .._jaxpr import scan_counts
 from ._sharding import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
 
 Role = Literal["replicate", "split", "rules"]
@@ -181,7 +182,7 @@ class _Builder:
 
     def _scan(self, op: Op) -> None:
         params = op.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(op.eqn)
         for v, _ in op.body_consts:
             self._given(v, fixed=None, free=True)
         carries: list[int] = []
