@@ -10,4 +10,3 @@ DATA_AXIS = "data"
 #: Exit codes of a training process, documented in docs/running.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or stood still: the watchdog ended the job
-EXIT_NONFINITE = 77  # a gradient was not finite and the user asked to stop

@@ -1,12 +1,26 @@
 """Small models and data that several tests train."""
 
+import math
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 VOCABULARY, WIDTH, LENGTH = 32, 16, 12
+
+
+def mesh(**axes):
+    """The first fake devices as a mesh with these axes."""
+    num = math.prod(axes.values())
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        devices=jax.devices()[:num],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+    )
 
 
 class NnxNet(nnx.Module):

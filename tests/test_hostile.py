@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import models
 import numpy as np
 import optax
 import pytest
@@ -32,33 +33,13 @@ class Net(nnx.Module):
         return self.run(self, x)
 
 
-def fit(run, *, num=8, **options):
-    mesh = options.pop("mesh", None)
+def fit(run, **options):
     return hxla.train(
         Net(run),
         X,
         loss,
         optax.sgd(1e-2),
-        **{"batch_size": 16, "microbatch_size": 8, "steps": 1, "mesh": mesh} | options,
-    )
-
-
-def data_mesh(num):
-    return jax.make_mesh(
-        (num,),
-        ("data",),
-        devices=jax.devices()[:num],
-        axis_types=(jax.sharding.AxisType.Auto,),
-    )
-
-
-def mesh(**axes):
-    num = int(np.prod(list(axes.values())))
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        devices=jax.devices()[:num],
-        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        **{"batch_size": 16, "microbatch_size": 8, "steps": 1} | options,
     )
 
 
@@ -172,7 +153,7 @@ HOSTILE = {
     "shared counts that do not divide one another": (
         lambda: fit(
             two_stages(S(2), S(3)),
-            mesh=data_mesh(6),
+            mesh=models.mesh(data=6),
             config={"cluster": {"share_devices": True}},
             microbatch_size=4,
         ),
@@ -195,12 +176,12 @@ HOSTILE = {
         r"hxla.replicate\(\).*4 examples do not divide over 8.*multiple of 8",
     ),
     "an inner axis that nothing explains": (
-        lambda: fit(lambda net, x: net.b(net.a(x)), mesh=mesh(data=2, tensor=2)),
+        lambda: fit(lambda net, x: net.b(net.a(x)), mesh=models.mesh(data=2, tensor=2)),
         hxla.PlanError,
         r"axis 'tensor'.*rules=",
     ),
     "a mesh that splits over another number": (
-        lambda: fit(two_stages(R(), S(4)), mesh=mesh(data=2, tensor=2)),
+        lambda: fit(two_stages(R(), S(4)), mesh=models.mesh(data=2, tensor=2)),
         hxla.PlanError,
         r"hxla.split\(4\) at .*asks for 4 devices.*tensor=2",
     ),

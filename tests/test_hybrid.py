@@ -293,12 +293,7 @@ def test_memory_of_a_split_classifier_falls_as_one_over_n(n):
                 seen.append(original(engine)) or (None,) * len(reducer.replicas)
             ),
         )
-        mesh = jax.make_mesh(
-            (1, n),
-            ("data", "tensor"),
-            devices=jax.devices()[:n],
-            axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        )
+        mesh = models.mesh(data=1, tensor=n)
         x = np.ones((8, 64), np.float32)
         labels = np.arange(8, dtype=np.int32)
         hxla.train(

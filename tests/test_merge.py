@@ -1,6 +1,5 @@
 """Metrics are merged over microbatches and replicas as the loss asks."""
 
-import jax
 import models
 import numpy as np
 import optax
@@ -38,12 +37,7 @@ def test_metrics_are_those_of_the_whole_batch(split):
         microbatch_size=3,
         steps=1,
         split=split,
-        mesh=jax.make_mesh(
-            (2,),
-            ("data",),
-            devices=jax.devices()[:2],
-            axis_types=(jax.sharding.AxisType.Auto,),
-        ),
+        mesh=models.mesh(data=2),
     )
     found = result.history.steps[0].metrics
     first = batch["x"][:, 0]

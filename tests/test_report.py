@@ -3,7 +3,6 @@
 import json
 import re
 
-import jax
 import models
 import numpy as np
 import optax
@@ -33,12 +32,7 @@ def run(tmp_path_factory):
         steps=6,
         eval_data=models.regression(),
         eval_every=3,
-        mesh=jax.make_mesh(
-            (2,),
-            ("data",),
-            devices=jax.devices()[:2],
-            axis_types=(jax.sharding.AxisType.Auto,),
-        ),
+        mesh=models.mesh(data=2),
         run_dir=folder,
         tensorboard=True,
     )

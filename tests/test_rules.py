@@ -106,16 +106,6 @@ def test_a_broken_file_is_refused(tmp_path, text, message):
         hxla.load_rules(str(path))
 
 
-def mesh(**axes):
-    num = int(np.prod(list(axes.values())))
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        devices=jax.devices()[:num],
-        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
-    )
-
-
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.embedder = nnx.Embed(models.VOCABULARY, 16, rngs=rngs)
@@ -162,8 +152,8 @@ def trained(net, **options):
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize("make", [lambda: Block(nnx.Rngs(0)), Logical])
 def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes):
-    one = trained(make(), mesh=mesh(data=1))
-    many = trained(make(), mesh=mesh(**axes), rules="decoder")
+    one = trained(make(), mesh=models.mesh(data=1))
+    many = trained(make(), mesh=models.mesh(**axes), rules="decoder")
     np.testing.assert_allclose(
         [s.loss for s in many.history.steps], [s.loss for s in one.history.steps], rtol=1e-5
     )

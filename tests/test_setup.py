@@ -1,6 +1,5 @@
 """Choices made before the first step: microbatch size, memory limits, counts."""
 
-import jax
 import models
 import numpy as np
 import optax
@@ -14,9 +13,7 @@ from hxla._planner._microbatch import best_size, candidate_sizes
 
 def fit(**options):
     arguments = dict(batch_size=24, steps=3, seed=1) | options
-    mesh = jax.make_mesh(
-        (2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = models.mesh(data=2)
     return hxla.train(
         models.Dense(nnx.Rngs(0)),
         models.regression(),
@@ -74,9 +71,7 @@ def test_a_device_too_small_for_one_microbatch_is_refused_with_the_missing_bytes
 def test_counts_stay_within_memory(tmp_path, monkeypatch):
     # The inputs of a microbatch (1 MiB each) are all that grows with the count.
     data = {"x": np.zeros((64, 1 << 18), np.float32), "y": np.zeros((64, 3), np.float32)}
-    mesh = jax.make_mesh(
-        (2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = models.mesh(data=2)
 
     def run():
         return hxla.train(

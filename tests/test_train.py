@@ -20,9 +20,7 @@ SPREADS = [(8,), (4, 4), (5, 3), (8, 0), (1, 7), (3, 3, 2), (2, 2, 2, 2), (4, 1,
 
 
 def mesh(num):
-    return jax.make_mesh(
-        (num,), ("data",), devices=jax.devices()[:num], axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    return models.mesh(data=num)
 
 
 def fit(model, counts, **options):

@@ -335,11 +335,10 @@ class _Run:
                 )
             )
         self._beat(-1, "compiling and measuring")
-        start = self._restore_meta()
+        start = self.saved = self._restore_meta()
         self._functional = self._read_model(start)
         self.strategy = self._choose_strategy(start)
         replicas = self.strategy.replicas
-        _strategy.check_within_processes(replicas)
         if self.split == "measured" and _strategy.share_cores(replicas):
             # Their programs run one after another: a time would say where in the queue, not how
             # fast.
@@ -507,6 +506,13 @@ class _Run:
                 timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
             )
 
+    def _save(self, done: int) -> None:
+        # Every process takes part: a replica's arrays may lie on several. What is on disk by now
+        # would not do to decide it, for it is not the same to all of them.
+        assert self.checkpoints is not None
+        self.checkpoints.save(done, self._tree(), self._meta())
+        self.saved = done
+
     def _tree(self) -> dict[str, PyTree]:
         return {
             "params": self.engine.params,
@@ -603,7 +609,7 @@ class _Run:
                 and done % self.checkpoint_every == 0
             ):
                 self._beat(done, "checkpoint")
-                self.checkpoints.save(done, self._tree(), self._meta())
+                self._save(done)
             if outcome.stop:
                 self.sigterm_agreed = True
                 return done
@@ -679,8 +685,8 @@ class _Run:
         if self.eval_data is not None and done == self.last_step:
             self._evaluate(done)
         if self.checkpoints is not None:
-            if self.checkpoints.latest() != done:
-                self.checkpoints.save(done, self._tree(), self._meta())
+            if self.saved != done:
+                self._save(done)
             self._beat(done, "checkpoint")
             self.checkpoints.wait()
         self._set_plan()

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._errors import PlanError
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -112,23 +111,6 @@ def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
     roles = roles_of_mesh(graph, axes, by_rules=rules is not None)
     replicas = tuple(Replica(i, tuple(row.flat), axes) for i, row in enumerate(grid))
     return Strategy(replicas=replicas, axes=axes, roles=roles, rules=rules)
-
-
-def check_within_processes(replicas: Sequence[Replica]) -> None:
-    """Refuse replicas whose devices belong to several processes.
-
-    Raises:
-        PlanError: Naming the first one.
-    """
-    for replica in replicas:
-        processes = sorted({d.process_index for d in replica.devices})
-        if len(processes) > 1:
-            axes = " x ".join(f"{name}={size}" for name, size in replica.axes)
-            raise PlanError(
-                f"replica {replica.index} ({axes}) would span processes {processes}, which hxla "
-                "does not run yet: start one process that holds all its devices, with "
-                "python script.py, or split over as many devices as a process has"
-            )
 
 
 def share_cores(replicas: Sequence[Replica]) -> bool:
