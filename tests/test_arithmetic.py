@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from hxla._lower._reduce import Reducer
 from hxla._model import functional
@@ -37,8 +38,10 @@ def small(kind):
 def _compiled_here():
     """A program from the cache carries the positions of whoever compiled it first."""
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it looks at the setting once
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 CASES = {"gpt": gpt, "nnx": lambda: small("nnx"), "linen": lambda: small("linen")}
