@@ -36,6 +36,16 @@ class Scope(NamedTuple):
     device_count: int | None
     entry: int
 
+    @property
+    def name(self) -> str:
+        """Of the named scope."""
+        return f"hxla.{self.kind}[{self.device_count or 'all'}]@{self.entry}"
+
+
+def written(kind: Kind, device_count: int | None) -> str:
+    """An annotation as a person writes it: `split(4)`."""
+    return f"{kind}({'' if device_count is None else device_count})"
+
 
 def scopes_of(name_stack: str) -> list[Scope]:
     """The annotations around an equation, outermost first."""
@@ -76,12 +86,11 @@ class Strategy:
         self._entered: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def __repr__(self) -> str:
-        return f"hxla.{self.kind}({'' if self.device_count is None else self.device_count})"
+        return f"hxla.{written(self.kind, self.device_count)}"
 
     def scope(self) -> Any:
         """A fresh named scope."""
-        count = "all" if self.device_count is None else self.device_count
-        return jax.named_scope(f"hxla.{self.kind}[{count}]@{next(_entries)}")
+        return jax.named_scope(Scope(self.kind, self.device_count, next(_entries)).name)
 
     def __enter__(self) -> "Strategy":
         module = _module_being_built(sys._getframe(1))

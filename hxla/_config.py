@@ -6,7 +6,7 @@ import os
 import pathlib
 import tomllib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pydantic
 
@@ -167,16 +167,12 @@ def _key_of_variable(name: str) -> tuple[str, str]:
     known = {
         f"HXLA_{section}_{key}".upper(): (section, key)
         for section, field in Config.model_fields.items()
-        for key in _fields(field.annotation)
+        for key in cast(type[_Section], field.annotation).model_fields
     }
     if name not in known:
         near = difflib.get_close_matches(name, [*known, *INTERNAL_VARIABLES], n=1, cutoff=0)
         raise ConfigError(f"environment variable {name}: unknown, did you mean {near[0]}?")
     return known[name]
-
-
-def _fields(section: Any) -> list[str]:
-    return list(section.model_fields)
 
 
 def _typed(text: str) -> Any:

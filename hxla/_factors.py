@@ -12,7 +12,6 @@ References:
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -367,8 +366,3 @@ PATTERNS = Patterns(
         "random_bits": _made,
     }
 )
-
-
-def num_elements(shape: Shape) -> int:
-    """Elements of an array of this shape."""
-    return math.prod(shape)

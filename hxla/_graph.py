@@ -6,14 +6,14 @@ inside an operation, so that the program can be run again as it was.
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._annotate import Kind
+from ._annotate import Kind, written
 from ._factors import UNITS
 
 Input = int | Any  # the number of a value, or a literal (jax.extend.core.Literal)
@@ -41,6 +41,10 @@ class Value:
     def num_bytes(self) -> int:
         """Bytes of the whole array."""
         return int(np.prod(self.shape, dtype=np.int64)) * _itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).replace("key<fry>", "key")
+        return f"{name}[{','.join(map(str, self.shape))}]"
 
 
 def _itemsize(dtype: Any) -> int:
@@ -113,7 +117,19 @@ def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:
             yield op
 
 
-def stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
+def origins(ops: tuple[Op, ...]) -> Callable[[int], int]:
+    """From a value to the one it stands for, outside or inside bodies; else itself."""
+    same = _stand_ins(ops)
+
+    def origin(v: int) -> int:
+        while v in same:
+            v = same[v]
+        return v
+
+    return origin
+
+
+def _stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
     """Values that are others under a new number: operands of bodies, results of bodies."""
     out: dict[int, int] = {}
     for op in ops:
@@ -123,7 +139,7 @@ def stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
         for outer_value, inner_value in zip(op.outputs, op.body_outputs, strict=False):
             if isinstance(inner_value, int):
                 out[outer_value] = inner_value
-        out |= stand_ins(op.body)
+        out |= _stand_ins(op.body)
     return out
 
 
@@ -168,7 +184,7 @@ class TaskGraph:
     @property
     def label(self) -> str:
         """As a person would write it: `split(4)`."""
-        return f"{self.strategy}({'' if self.device_count is None else self.device_count})"
+        return written(self.strategy, self.device_count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -104,9 +104,7 @@ def partition(
         rule_set = load_rules(rules) if isinstance(rules, str) else rules
         roles = roles_of_mesh(graph, inner, by_rules=rule_set is not None)
         if rule_set is not None:
-            resolved = rule_set.resolve(
-                graph.param_names, graph.param_shapes, dict(inner), logical=graph.param_logical
-            )
+            resolved = resolve_rules(graph, rule_set, inner)
     sharded = shard_graph(graph, inner, roles, resolved)
     sizes = dict(inner)
     values = [graph.values[v] for v in graph.param_values]
@@ -121,6 +119,13 @@ def partition(
         communication_bytes=sum(a.sent_bytes for a in sharded.axes.values()),
         bridges=sharded.bridges(),
         warnings=resolved.report() if resolved is not None else (),
+    )
+
+
+def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes) -> Resolved:
+    """What rules say about a graph's parameters on a mesh: see `RuleSet.resolve`."""
+    return rules.resolve(
+        graph.param_names, graph.param_shapes, dict(axes), logical=graph.param_logical
     )
 
 

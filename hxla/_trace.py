@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._annotate import Scope, default_strategy, scopes_of
+from ._annotate import Scope, default_strategy, scopes_of, written
 from ._errors import AnnotationError
 from ._factors import PATTERNS, UNITS, Patterns
-from ._graph import Graph, Input, Op, TaskGraph, Value, leaves, stand_ins
+from ._graph import Graph, Input, Op, TaskGraph, Value, leaves, origins
 from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, scan_counts
 from ._loss import as_sums
 from ._model import Functional, Loss, functional, leaf_names
@@ -159,8 +159,7 @@ class _Tracer:
         self._add_consts(self._closed, env)
         ops = self._walk(jaxpr, env, "", 1)
         results = tuple(self._read(env, v) for v in jaxpr.outvars)
-        resolved = self._resolve(ops)
-        ops = resolved(ops)
+        ops = self._resolve(ops)
         values = tuple(
             Value(
                 shape=tuple(d.aval.shape),
@@ -341,21 +340,24 @@ class _Tracer:
         if len(scopes) > 2 or (
             len(scopes) == 2 and (scopes[0].kind, scopes[1].kind) != ("replicate", "split")
         ):
-            shown = " inside ".join(_shown(s) for s in reversed(scopes))
+            shown = " inside ".join(
+                f"hxla.{written(s.kind, s.device_count)}" for s in reversed(scopes)
+            )
             where = stack.split("hxla.")[0].strip("/") or "the loss"
             raise AnnotationError(
                 f"{shown}, in {where}: scopes do not nest, except a split inside one replicate "
                 "(copies of a split); leave one of them out, or close the outer scope first"
             )
         if len(scopes) == 2 and scopes[0].device_count is None:
+            inner = written("split", scopes[1].device_count)
             raise AnnotationError(
-                f"{_shown(scopes[1])} inside hxla.replicate() without a count: say how many copies "
+                f"hxla.{inner} inside hxla.replicate() without a count: say how many copies "
                 "of the split there are, hxla.replicate(2), or leave the outer scope out to get as "
                 "many as the devices allow"
             )
         return self._tasks.setdefault(scopes, len(self._tasks))
 
-    def _resolve(self, ops: tuple[Op, ...]) -> Callable[[tuple[Op, ...]], tuple[Op, ...]]:
+    def _resolve(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         """Operations before any annotated one join the TaskGraph that reads them first."""
         reader: dict[int, int] = {}
 
@@ -377,11 +379,7 @@ class _Tracer:
                 out.append(dataclasses.replace(op, task=task, body=body))
             return tuple(out[::-1])
 
-        return visit
-
-
-def _shown(scope: Scope) -> str:
-    return f"hxla.{scope.kind}({'' if scope.device_count is None else scope.device_count})"
+        return visit(ops)
 
 
 def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:
@@ -404,11 +402,6 @@ def _batch_dim(
     return None
 
 
-def _describe(value: Value) -> str:
-    name = str(value.dtype).replace("key<fry>", "key")
-    return f"{name}[{','.join(map(str, value.shape))}]"
-
-
 def _task_graphs(
     keys: Sequence[tuple[Scope, ...]],
     ops: tuple[Op, ...],
@@ -427,13 +420,7 @@ def _task_graphs(
         all_ops[op.task].append(op)
         for v in op.outputs:
             maker[v] = op.task
-    stands_for = stand_ins(ops)
-
-    def origin(v: int) -> int:
-        while v in stands_for:
-            v = stands_for[v]
-        return v
-
+    origin = origins(ops)
     for op in leaves(ops):
         made[op.task].update(op.outputs)
         for v in op.inputs:
@@ -462,15 +449,13 @@ def _task_graphs(
                 index=task,
                 strategy=scope.kind,
                 device_count=scope.device_count,
-                scope="(default)"
-                if scope.entry < 0
-                else f"hxla.{scope.kind}[{scope.device_count or 'all'}]@{scope.entry}",
+                scope="(default)" if scope.entry < 0 else scope.name,
                 source=next((op.source for op in group if op.source), ""),
                 num_equations=len(group),
                 params=tuple(names[p] for p in sorted(own_params[task])),
                 shared_params=tuple(names[p] for p in sorted(own_params[task] & shared)),
-                inputs=tuple(_describe(values[v]) for v in inputs),
-                outputs=tuple(_describe(values[v]) for v in outputs),
+                inputs=tuple(str(values[v]) for v in inputs),
+                outputs=tuple(str(values[v]) for v in outputs),
                 flops=sum(op.flops for op in group),
                 param_bytes=sum(values[params[p]].num_bytes for p in own_params[task]),
                 input_bytes=sum(values[v].num_bytes for v in inputs),

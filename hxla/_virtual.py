@@ -41,11 +41,9 @@ class VirtualDevices:
 
     Attributes:
         devices: Replica, TaskGraph, device: numbers in the order of the cluster.
-        shared: Whether TaskGraphs of a replica use the same devices.
     """
 
     devices: tuple[tuple[tuple[int, ...], ...], ...]
-    shared: bool
 
     @property
     def num_replicas(self) -> int:
@@ -113,7 +111,7 @@ def assign_devices(
                 tasks.append(tuple(order[start : start + count]))
                 start += count
         replicas.append(tuple(tasks))
-    return VirtualDevices(devices=tuple(replicas), shared=share or not asked or len(asked) == 1)
+    return VirtualDevices(devices=tuple(replicas))
 
 
 def _groups(sizes: Sequence[int], need: int, prefer_intra_node: bool) -> list[list[int]]:

@@ -170,11 +170,8 @@ class Reducer:
             )
 
         whole = [P()] * (num_own + num_ints)
-        num_totals = len(specs)
-        if flat:
-            num_totals = 0  # as many as there are buckets, all whole
         arguments = (*whole, *(s for s in specs for _ in range(num_parts)))
-        results = (*whole, *specs[:num_totals])
+        results = tuple(whole) if flat else (*whole, *specs)  # buckets are whole
         # One device, no mesh: it would mark the outputs as sharded, and what uses them would be
         # compiled in another form.
         if flat and num == 1:

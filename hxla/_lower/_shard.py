@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._factors import UNITS
-from .._graph import Graph, Input, Op, leaves, stand_ins
+from .._graph import Graph, Input, Op, leaves, origins
 from .._jaxpr import checkpoint_like, run_equation, scan_counts
 from .._planner._assign import Assignment
 from .._types import PyTree
@@ -95,8 +95,11 @@ class Sharded:
 
     def spec_of(self, value: int) -> P:
         """How a value lies on the mesh."""
-        rank = len(self.graph.values[value].shape)
-        return spec(rank, {name: axis.made.get(value) for name, axis in self.axes.items()})
+        return spec(len(self.graph.values[value].shape), self.made(value))
+
+    def made(self, value: int) -> dict[str, int | None]:
+        """For each mesh axis the dimension of a value that it cuts, as its maker leaves it."""
+        return {name: axis.made.get(value) for name, axis in self.axes.items()}
 
     def param_specs(self) -> list[P]:
         """PartitionSpec of every parameter, in the order of the leaves."""
@@ -114,17 +117,11 @@ class Sharded:
         """What crosses from one TaskGraph to another, that which moves nothing included."""
         values = self.graph.values
         maker = {v: op for op in leaves(self.graph.ops) for v in op.outputs}
-        same = stand_ins(self.graph.ops)
-
-        def made_by(v: int) -> Op | None:
-            while v not in maker and v in same:
-                v = same[v]
-            return maker.get(v)
-
+        origin = origins(self.graph.ops)
         found: dict[tuple[str, int, int, int | None], Bridge] = {}
         for op in leaves(self.graph.ops):
             for k, v in enumerate(op.inputs):
-                source = made_by(v) if isinstance(v, int) else None
+                source = maker.get(origin(v)) if isinstance(v, int) else None
                 if source is None or source.task == op.task or not values[v].shape:
                     continue
                 for name, axis in self.axes.items():
@@ -136,7 +133,7 @@ class Sharded:
                         axis=name,
                         source=source.task,
                         target=op.task,
-                        array=f"{values[v].dtype}[{','.join(map(str, values[v].shape))}]",
+                        array=str(values[v]),
                         made=made,
                         wanted=wanted,
                     )
@@ -193,7 +190,7 @@ class _Runner:
         for k, v in enumerate(op.inputs):
             x = _read(env, v)
             if isinstance(v, int) and op.outputs:
-                made = {name: a.made.get(v) for name, a in axes.items()}
+                made = self._sharded.made(v)
                 wanted = {
                     name: a.wanted[op.outputs[0]][k] if op.outputs[0] in a.wanted else made[name]
                     for name, a in axes.items()
@@ -212,9 +209,8 @@ class _Runner:
             with jax.named_scope(stack) if stack else contextlib.nullcontext():
                 results = self._evaluate(op, operands, env)
                 if self._is_bound(op):
-                    axes = self._sharded.axes
                     results = [
-                        self._place(x, {name: a.made.get(v) for name, a in axes.items()})
+                        self._place(x, self._sharded.made(v))
                         for x, v in zip(results, op.outputs, strict=True)
                     ]
             env.update(zip(op.outputs, results, strict=True))
@@ -248,10 +244,8 @@ class _Runner:
         carried = op.body_inputs[num_consts : num_consts + num_carry]
 
         def placed(carry: Any) -> list[Any]:
-            axes = self._sharded.axes
             return [
-                self._place(x, {name: a.made.get(v) for name, a in axes.items()})
-                for x, v in zip(carry, carried, strict=True)
+                self._place(x, self._sharded.made(v)) for x, v in zip(carry, carried, strict=True)
             ]
 
         def step(carry: Any, xs: Any) -> Any:

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
-from .._partition import axes_of_annotations, roles_of_mesh, shard_graph
+from .._partition import axes_of_annotations, resolve_rules, roles_of_mesh, shard_graph
 from .._planner._assign import Role
-from .._rules import Resolved, RuleSet
+from .._rules import RuleSet
 from .._trace import trace_sums
 from .._types import DATA_AXIS, PyTree
 
@@ -45,15 +45,8 @@ class Strategy:
     ) -> Sharded:
         """Plan what the inner axes cut, for a microbatch like `batch`: see `trace_sums`."""
         graph = trace_sums(run, params, aux, batch, logical=logical)
-        return shard_graph(graph, self.axes, self.roles, self.resolve(graph))
-
-    def resolve(self, graph: Graph) -> Resolved | None:
-        """What the rules say about the parameters."""
-        if self.rules is None:
-            return None
-        return self.rules.resolve(
-            graph.param_names, graph.param_shapes, dict(self.axes), logical=graph.param_logical
-        )
+        resolved = resolve_rules(graph, self.rules, self.axes) if self.rules is not None else None
+        return shard_graph(graph, self.axes, self.roles, resolved)
 
 
 def from_annotations(
