@@ -21,6 +21,7 @@ LAYERS = [
     {"_jaxpr", "_history"},
     {"_config", "_catalog"},
     {"_cluster", "_rules", "_annotate", "_factors", "_virtual"},
+    {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
     {"_trace"},
     {"_planner"},

@@ -1,0 +1,87 @@
+"""Cutting a chain of layers into stages: the problem and its solution, as numbers."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Like devices, each "device" of which may be a whole tensor-parallel group.
+
+    Attributes:
+        kind: Name, for messages.
+        num_devices: How many there are.
+        memory_bytes: That each may use.
+        forward_seconds: Of one microbatch, per layer of the chain.
+        backward_seconds: The same for backward.
+        update_seconds: Optimizer update per layer, once a step.
+        parameter_bytes: Per layer, on one device.
+        stash_bytes: Per layer, what one microbatch in flight keeps on one device.
+    """
+
+    kind: str
+    num_devices: int
+    memory_bytes: float
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    stash_bytes: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A chain of layers and the devices that may hold its stages.
+
+    Attributes:
+        groups: One per kind of device; all have the same number of layers.
+        num_microbatches: Of a global batch, over all replicas.
+        state_factor: Bytes of a device per byte of parameters: 1 for the parameters, 1 for the
+            gradient's sum and what the optimizer keeps (Adam: 2).
+        workspace_bytes: That every device needs besides.
+        output_bytes: Per layer, what one microbatch sends to the next layer.
+        send_seconds: `send_seconds[a][b]`: seconds per byte from a device of group a to one of b.
+        send_latency_seconds: The same for the latency of one message.
+        reduce_seconds: Per group, seconds per byte of gradient of the reduction over replicas
+            (0: not counted).
+    """
+
+    groups: tuple[Group, ...]
+    num_microbatches: int
+    output_bytes: tuple[float, ...]
+    state_factor: float = 4.0
+    workspace_bytes: float = 0.0
+    send_seconds: tuple[tuple[float, ...], ...] = ()
+    send_latency_seconds: tuple[tuple[float, ...], ...] = ()
+    reduce_seconds: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Replicas of one sort: the kind of each stage's device.
+
+    Attributes:
+        groups: Index of the group of each stage's device.
+        count: How many such replicas there are.
+        num_microbatches: That each of them runs in a step.
+    """
+
+    groups: tuple[int, ...]
+    count: int
+    num_microbatches: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staging:
+    """A cut of the chain and a placement of its stages.
+
+    Attributes:
+        cuts: First layer of each stage; begins with 0. All replicas share it.
+        replicas: Sorts of replicas; their microbatches sum to the chain's.
+        step_seconds: Predicted time of a step.
+        bound_seconds: No staging of the chain can be faster (0: not known).
+    """
+
+    cuts: tuple[int, ...]
+    replicas: tuple[Replica, ...]
+    step_seconds: float
+    bound_seconds: float = 0.0

@@ -1,0 +1,70 @@
+"""A model as the planner sees it: a chain of layers, their sizes and their measured times."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Sizes of one layer on one device of a tensor-parallel group.
+
+    Attributes:
+        parameter_bytes: Parameters that the device holds.
+        output_bytes: Of one microbatch's output, what the next layer is sent.
+        stash_bytes: What one microbatch's backward keeps from its forward.
+        flops: Forward operations of one microbatch (0: not known).
+    """
+
+    parameter_bytes: float
+    output_bytes: float
+    stash_bytes: float
+    flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer on one device, for one microbatch.
+
+    Attributes:
+        forward: Forward, with the collectives of tensor parallelism inside.
+        backward: Backward, the same.
+        update: Optimizer update of the device's parameters, once a step.
+        measured: False if estimated from operations and bytes (roofline).
+    """
+
+    forward: float
+    backward: float
+    update: float = 0.0
+    measured: bool = True
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Setting:
+    """What a layer's time was measured for.
+
+    Attributes:
+        kind: Model name of the device.
+        microbatch_size: Examples.
+        tensor: Devices of one tensor-parallel group, all of this kind and in one node.
+    """
+
+    kind: str
+    microbatch_size: int
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A chain of layers with the sizes and times that are known.
+
+    Attributes:
+        model: Name, or fingerprint of the traced program.
+        layers: Names, in the order of the chain.
+        sizes: (microbatch size, tensor) to one size per layer.
+        times: Setting to one time per layer.
+    """
+
+    model: str
+    layers: tuple[str, ...]
+    sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
+    times: Mapping[Setting, tuple[LayerTime, ...]]
