@@ -18,6 +18,8 @@ from ._errors import LossError as LossError
 from ._errors import MeshError as MeshError
 from ._errors import NonFiniteError as NonFiniteError
 from ._errors import PlanError as PlanError
+from ._factors import PATTERNS as PATTERNS
+from ._factors import Factor as Factor
 from ._graph import Graph as Graph
 from ._graph import TaskGraph as TaskGraph
 from ._history import EvalRecord as EvalRecord

@@ -59,6 +59,14 @@ class Data(_Section):
     """Steps whose microbatches are loaded ahead."""
 
 
+class Io(_Section):
+    """Reading (EPL's io section)."""
+
+    examples_per_file: int = pydantic.Field(1, ge=1)
+    """Examples that lie together: files are shuffled, then the examples within a file, so that a
+    device reads few files; 1: examples are shuffled by themselves."""
+
+
 class Cluster(_Section):
     """How TaskGraphs take devices (Whale's and EPL's cluster section)."""
 
@@ -68,6 +76,9 @@ class Cluster(_Section):
     """Numbers of the devices to use, in the order of all devices; null: every one."""
     prefer_intra_node: bool = True
     """Keep the devices of a replica on one node where the nodes' sizes allow it."""
+    layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
+    """Devices among which one copy of the model is placed: `auto`, as many as the TaskGraphs ask
+    for; `all`, one copy over every device; `host`, those of one host; or lists of numbers."""
 
 
 class Pipeline(_Section):
@@ -84,6 +95,12 @@ class Communication(_Section):
     """Size up to which small tensors are summed together; a larger one goes alone."""
     gradient: Literal["mean", "sum"] = "mean"
     """Gradient of the global batch's mean loss, or of its sum."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which sums of `reduction="float"` travel between replicas."""
+    clip_norm: float | None = pydantic.Field(None, gt=0)
+    """Global norm to which gradients are clipped; null: not at all."""
+    clip: Literal["before", "after"] = "after"
+    """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
 
 
 class Config(_Section):
@@ -96,6 +113,7 @@ class Config(_Section):
     watchdog: Watchdog = Watchdog()
     checkpoint: Checkpoint = Checkpoint()
     data: Data = Data()
+    io: Io = Io()
 
 
 def as_config(

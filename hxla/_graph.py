@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._annotate import Kind, written
-from ._factors import UNITS
+from ._factors import UNITS, Factor
 
 Input = int | Any  # the number of a value, or a literal (jax.extend.core.Literal)
 
@@ -71,6 +71,7 @@ class Op:
         stack: Name stack: modules and scopes.
         times: How often a step runs it.
         flops: Of one run of a leaf.
+        factors: Ways to cut a leaf.
     """
 
     eqn: Any
@@ -85,6 +86,7 @@ class Op:
     stack: str
     times: int
     flops: int = 0
+    factors: tuple[Factor, ...] = ()
 
     @property
     def name(self) -> str:

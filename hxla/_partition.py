@@ -17,7 +17,7 @@ from ._lower._shard import Bridge, Sharded
 from ._planner._assign import Assignment, Role, assign
 from ._rules import Resolved, RuleSet, load_rules
 from ._types import DATA_AXIS
-from ._virtual import Request, VirtualDevices, assign_devices
+from ._virtual import Layout, Request, VirtualDevices, assign_devices
 
 _BATCH_AXES = ("fsdp", "sequence")  # inner axes that carry the batch, not parameters' work
 
@@ -118,7 +118,7 @@ def partition(
         param_bytes_per_device=sum(own),
         communication_bytes=sum(a.sent_bytes for a in sharded.axes.values()),
         bridges=sharded.bridges(),
-        warnings=resolved.report() if resolved is not None else (),
+        warnings=sharded.warnings,
     )
 
 
@@ -144,6 +144,7 @@ def axes_of_annotations(
     nodes: Sequence[int] | None = None,
     share: bool = False,
     prefer_intra_node: bool = True,
+    layout: Layout = "auto",
 ) -> tuple[VirtualDevices, Axes, Roles]:
     """Virtual devices, and the mesh axes inside a replica; none if every device is a replica.
 
@@ -152,7 +153,12 @@ def axes_of_annotations(
     """
     requests = requests_of(graph)
     virtual = assign_devices(
-        requests, num_devices, nodes=nodes, share=share, prefer_intra_node=prefer_intra_node
+        requests,
+        num_devices,
+        nodes=nodes,
+        share=share,
+        prefer_intra_node=prefer_intra_node,
+        layout=layout,
     )
     if len(set(virtual.devices[0])) > 1:
         raise PlanError(_needs_pipeline(requests, virtual))
@@ -220,7 +226,8 @@ def shard_graph(
             if dim is not None:
                 divisors = cuts.setdefault(v, {})
                 divisors[dim] = divisors.get(dim, 1) * size
-    return Sharded(graph, {name: solved[name] for name, _ in axes})
+    warnings = resolved.report() if resolved is not None else ()
+    return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
 
 
 def requests_of(graph: Graph) -> tuple[Request, ...]:

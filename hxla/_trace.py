@@ -30,7 +30,13 @@ _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_
 
 
 def trace(
-    model: Any, loss: Loss, batch: PyTree, *, variables: PyTree | None = None, seed: int = 0
+    model: Any,
+    loss: Loss,
+    batch: PyTree,
+    *,
+    variables: PyTree | None = None,
+    seed: int = 0,
+    patterns: Patterns = PATTERNS,
 ) -> Graph:
     """Trace a loss and group its equations into TaskGraphs.
 
@@ -43,6 +49,8 @@ def trace(
         batch: Arrays or shapes with examples in the leading dimension.
         variables: Of a Linen module, arrays or shapes; None: those of its initialisation.
         seed: Of that initialisation.
+        patterns: Which dimensions of an equation can be cut together; add your own with
+            `hxla.PATTERNS.with_pattern`.
 
     Returns:
         The graph; `print` shows its TaskGraphs.
@@ -56,10 +64,10 @@ def trace(
     """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
     flat = functional(model, loss, loss, variables=variables, seed=seed, example=example)
-    return trace_functional(flat, example)
+    return trace_functional(flat, example, patterns)
 
 
-def trace_functional(model: Functional, batch: PyTree) -> Graph:
+def trace_functional(model: Functional, batch: PyTree, patterns: Patterns = PATTERNS) -> Graph:
     """`trace` for a model that is functional already."""
     num_examples = jax.tree.leaves(batch)[0].shape[0]
 
@@ -70,7 +78,7 @@ def trace_functional(model: Functional, batch: PyTree) -> Graph:
         first = jnp.stack([sums.loss, sums.weight])
         return sums.loss, jnp.concatenate([first, *columns]), new_aux
 
-    return trace_sums(run, model.params, model.aux, batch, logical=model.logical)
+    return trace_sums(run, model.params, model.aux, batch, logical=model.logical, patterns=patterns)
 
 
 def trace_sums(
@@ -326,6 +334,7 @@ class _Tracer:
             stack=stack,
             times=times,
             flops=equation_flops(eqn) * times,
+            factors=tuple(factors),
         )
 
     # -- TaskGraphs ----------------------------------------------------------------------------

@@ -6,11 +6,15 @@ References:
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from ._annotate import Kind
 from ._errors import PlanError
+
+Layout = Literal["auto", "all", "host"] | Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,7 @@ def assign_devices(
     nodes: Sequence[int] | None = None,
     share: bool = False,
     prefer_intra_node: bool = True,
+    layout: Layout = "auto",
 ) -> VirtualDevices:
     """Give devices to TaskGraphs in order.
 
@@ -75,6 +80,8 @@ def assign_devices(
         share: TaskGraphs use the same devices instead of one set each.
         prefer_intra_node: Keep a replica on one node where the nodes' sizes allow it; otherwise
             its devices are spread over nodes in turn.
+        layout: Within what copies of the model are placed: `auto`, all devices; `all`, one copy
+            over all of them; `host`, each node by itself; or lists of devices.
 
     Raises:
         PlanError: If the devices are no multiple of the request, with the counts that fit.
@@ -82,6 +89,8 @@ def assign_devices(
     sizes = list(nodes or [num_devices])
     if sum(sizes) != num_devices:
         raise PlanError(f"nodes {sizes} hold {sum(sizes)} devices, not {num_devices}")
+    if layout != "auto":
+        return _in_groups(requests, _layout_groups(layout, sizes), share, one_copy=layout == "all")
     asked = [r.num_devices for r in requests if r.num_devices is not None]
     if not asked:
         need = num_devices
@@ -112,6 +121,49 @@ def assign_devices(
                 start += count
         replicas.append(tuple(tasks))
     return VirtualDevices(devices=tuple(replicas))
+
+
+def _layout_groups(layout: Layout, sizes: Sequence[int]) -> list[list[int]]:
+    num_devices = sum(sizes)
+    if layout == "all":
+        return [list(range(num_devices))]
+    if layout == "host":
+        if len(set(sizes)) > 1:
+            raise PlanError(
+                f"cluster.layout='host' needs hosts of one size, these have {list(sizes)} devices: "
+                "give lists of devices, or leave some out with cluster.visible_devices"
+            )
+        ends = itertools.accumulate(sizes)
+        return [list(range(end - n, end)) for end, n in zip(ends, sizes, strict=True)]
+    assert not isinstance(layout, str)
+    groups = [list(g) for g in layout]
+    named = sorted(d for g in groups for d in g)
+    if named != list(range(num_devices)) or len({len(g) for g in groups}) != 1:
+        raise PlanError(
+            f"cluster.layout={groups} must name each of the {num_devices} devices once, in lists "
+            "of one length; leave devices out with cluster.visible_devices"
+        )
+    return groups
+
+
+def _in_groups(
+    requests: Sequence[Request], groups: Sequence[Sequence[int]], share: bool, *, one_copy: bool
+) -> VirtualDevices:
+    """The same placement within each group."""
+    inside = assign_devices(requests, len(groups[0]), share=share)
+    if one_copy and inside.num_replicas > 1:
+        asked = ", ".join(f"{r.label or r.kind}: {r.num_devices or 'all'}" for r in requests)
+        raise PlanError(
+            f"cluster.layout='all' is one copy of the model over {len(groups[0])} devices, but its "
+            f"TaskGraphs ({asked}) make {inside.num_replicas}: give no counts, or use layout='auto'"
+        )
+    return VirtualDevices(
+        devices=tuple(
+            tuple(tuple(group[d] for d in task) for task in replica)
+            for group in groups
+            for replica in inside.devices
+        )
+    )
 
 
 def _groups(sizes: Sequence[int], need: int, prefer_intra_node: bool) -> list[list[int]]:

@@ -145,3 +145,101 @@ def test_small_buckets_give_the_same_bits():
     usual = train(pipeline=cut, cluster=two)
     small = train(pipeline=cut, cluster=two, communication={"bucket_mib": 1})
     assert usual.sha256 == small.sha256
+
+
+def first_step(reduction="exact", optimizer=None, **config):
+    """Movement of the parameters in one step over 8 microbatches of 3, and their gradients."""
+    batch = {k: v[:24] for k, v in models.regression().items()}
+    start = models.Dense(nnx.Rngs(0))
+    graphdef, params = nnx.split(start)
+
+    def gradient(part):
+        mean = jax.grad(lambda p: models.squared_error(nnx.merge(graphdef, p), part).mean())
+        return mean(params)
+
+    grads = [gradient({k: v[i : i + 3] for k, v in batch.items()}) for i in range(0, 24, 3)]
+    result = hxla.train(
+        models.Dense(nnx.Rngs(0)),
+        iter([batch]),
+        models.squared_error,
+        optimizer or optax.sgd(1.0),
+        batch_size=24,
+        microbatch_size=3,
+        steps=1,
+        split="even",
+        reduction=reduction,
+        config={"cluster": {"visible_devices": [0, 1, 2]}, **config},
+    )
+    return jax.tree.map(lambda new, old: new - old, result.state, params), grads
+
+
+def mean_of(trees):
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+
+
+def clipped(tree, norm):
+    scale = min(1.0, norm / float(optax.tree.norm(tree)))
+    return jax.tree.map(lambda x: x * scale, tree)
+
+
+@pytest.mark.parametrize("clip", ["before", "after"])
+def test_gradients_are_clipped_before_or_after_the_sum(clip):
+    norm = 0.5 * float(optax.tree.norm(first_step()[1][0]))
+    moved, grads = first_step(communication={"clip_norm": norm, "clip": clip})
+    want = mean_of([clipped(g, norm) for g in grads])
+    if clip == "after":
+        want = clipped(mean_of(grads), norm)
+    assert float(optax.tree.norm(mean_of(grads))) > norm
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, rtol=1e-4, atol=1e-6), moved, want)
+
+
+def test_clipping_leaves_what_is_not_finite_to_be_named():
+    batch = {k: v[:24].copy() for k, v in models.regression().items()}
+    next(iter(batch.values()))[5] = np.nan
+    with pytest.raises(hxla.NonFiniteError):
+        hxla.train(
+            models.Dense(nnx.Rngs(0)),
+            iter([batch]),
+            models.squared_error,
+            optax.sgd(1.0),
+            batch_size=24,
+            microbatch_size=3,
+            steps=1,
+            config={"communication": {"clip_norm": 1.0, "clip": "before"}},
+        )
+
+
+def test_sums_may_travel_in_half_the_bytes():
+    moved, grads = first_step("float", communication={"dtype": "bfloat16"})
+    whole, _ = first_step("float")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, -b, rtol=2e-2, atol=1e-3),
+        moved,
+        mean_of(grads),
+    )
+    assert any(
+        (a != b).any() for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(whole), strict=True)
+    )
+
+
+def test_exact_sums_are_not_rounded_on_their_way():
+    with pytest.raises(hxla.ConfigError, match="reduction='float'"):
+        first_step("exact", communication={"dtype": "bfloat16"})
+
+
+def test_a_layout_places_the_copies():
+    def names(layout):
+        result = hxla.train(
+            models.Dense(nnx.Rngs(0)),
+            models.regression(),
+            hxla.split()(models.squared_error),
+            optax.sgd(1e-2),
+            batch_size=16,
+            microbatch_size=8,
+            steps=1,
+            split="even",
+            config={"cluster": {"layout": layout, "visible_devices": [0, 1]}},
+        )
+        return len(result.plan.counts)
+
+    assert (names("all"), names([[0], [1]])) == (1, 2)

@@ -1,3 +1,4 @@
+import itertools
 import threading
 
 import numpy as np
@@ -123,3 +124,32 @@ def test_evaluation_reads_all_in_order():
     size, fetch = _data.eval_batches({"x": np.arange(7)}, 3)
     assert [fetch(i)["x"].tolist() for i in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert size == 7
+
+
+@pytest.mark.parametrize(("size", "per_file"), [(24, 4), (26, 4), (7, 7), (5, 8), (12, 1)])
+def test_examples_of_a_file_stay_together(size, per_file):
+    order = _order.shuffled(np.arange(size), size, per_file, seed=3, epoch=1)
+    assert sorted(order.tolist()) == list(range(size))
+    files = (order // per_file).tolist()
+    changes = sum(a != b for a, b in itertools.pairwise(files))
+    assert changes == len(set(files)) - 1
+    other = _order.shuffled(np.arange(size), size, per_file, seed=3, epoch=2)
+    assert size == 5 or order.tolist() != other.tolist()
+
+
+def test_a_device_opens_only_the_files_of_its_own_microbatches():
+    opened = []
+
+    def example(i):
+        opened.append(i // 8)
+        return {"x": np.float32(i)}
+
+    source = _data.as_source(example, batch_size=32, seed=0, num_examples=64, examples_per_file=8)
+    source.fetch(0, np.arange(8, 24))
+    assert len(set(opened)) == 2
+
+
+def test_data_with_an_order_of_its_own_is_not_shuffled_by_file():
+    batches = iter([{"x": np.zeros((4, 1), np.float32)}])
+    with pytest.raises(DataError, match="brings its own order"):
+        _data.as_source(batches, batch_size=4, seed=0, examples_per_file=2)

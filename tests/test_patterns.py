@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import hxla
 from hxla._factors import PATTERNS, Factor, fits, reshape_groups
+from hxla._graph import leaves
 from hxla._planner._assign import assign
 from hxla._planner._sharding import Edge, Node, Problem, cost, solve
 from hxla._trace import trace_sums
@@ -131,3 +135,24 @@ def test_a_users_pattern_takes_the_place_of_the_built_in_one():
     mine = PATTERNS.with_pattern("sin", lambda ins, outs, params: [Factor("mine", (0,), (0,))])
     assert [f.name for f in mine.factors("sin", [(2, 2)], [(2, 2)], {})] == ["mine"]
     assert [f.name for f in PATTERNS.factors("sin", [(2, 2)], [(2, 2)], {})] == ["d0", "d1"]
+
+
+def test_a_users_pattern_decides_what_may_be_cut():
+    """A cumulative sum that a user knows to be independent along its last dimension only."""
+    model, loss = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), hxla.split(2)(_scanned)
+    batch = {"x": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
+    seen = []
+
+    def pattern(ins, outs, params):
+        seen.append(ins[0])
+        return [Factor("feature", (1,), (1,))]
+
+    graph = hxla.trace(model, loss, batch, patterns=hxla.PATTERNS.with_pattern("cumsum", pattern))
+    scan = next(op for op in leaves(graph.ops) if op.name == "cumsum")
+    assert [f.name for f in scan.factors] == ["feature"]
+    assert seen == [(4, 8)]
+    assert hxla.partition(graph, 2).param_specs["kernel"] == P(None, "tensor")
+
+
+def _scanned(model, batch):
+    return jax.lax.cumsum(model(batch["x"]), axis=0).mean(axis=1)

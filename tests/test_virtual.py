@@ -52,3 +52,29 @@ def test_a_remainder_is_refused_with_the_counts_that_fit():
 def test_sharing_is_offered_where_it_would_fit():
     with pytest.raises(hxla.PlanError, match="share_devices"):
         assign_devices(ask(8, 8), 8)
+
+
+def test_layouts_place_copies_within_their_groups():
+    split = ask(None, kind="split")
+    assert assign_devices(split, 4, nodes=[2, 2]).num_replicas == 1
+    host = assign_devices(split, 4, nodes=[2, 2], layout="host")
+    assert host.devices == (((0, 1),), ((2, 3),))
+    given = assign_devices(split, 4, layout=[[0, 2], [1, 3]])
+    assert given.devices == (((0, 2),), ((1, 3),))
+    inner = assign_devices(ask(1, kind="split"), 4, layout=[[3, 2], [1, 0]])
+    assert inner.devices == (((3,),), ((2,),), ((1,),), ((0,),))
+    assert assign_devices(split, 4, nodes=[2, 2], layout="all").devices == (((0, 1, 2, 3),),)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "message"),
+    [
+        ([[0, 1], [1, 2]], None, "each of the 4 devices once"),
+        ([[0, 1, 2], [3]], None, "of one length"),
+        ("host", [3, 1], r"hosts of one size, these have \[3, 1\] devices"),
+        ("all", None, "one copy of the model over 4 devices.*make 2"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(layout, nodes, message):
+    with pytest.raises(hxla.PlanError, match=message):
+        assign_devices(ask(2, kind="split"), 4, nodes=nodes, layout=layout)

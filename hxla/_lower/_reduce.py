@@ -55,17 +55,20 @@ def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(-1) for x in arrays])
 
 
-def _reduce_scatter(x_DC: jax.Array, ring: bool) -> jax.Array:
-    """Chunk d of the sum on device d. Gloo has no ring of its own for this."""
+def _reduce_scatter(x_DC: jax.Array, ring: bool, sent: Any) -> jax.Array:
+    """Chunk d of the sum on device d, sent in a dtype. Gloo has no ring of its own for this."""
     num = x_DC.shape[0]
     if not ring:
-        scattered = jax.lax.psum_scatter(x_DC, DATA_AXIS, scatter_dimension=0, tiled=True)
-        return scattered.reshape(-1)
+        scattered = jax.lax.psum_scatter(
+            x_DC.astype(sent), DATA_AXIS, scatter_dimension=0, tiled=True
+        )
+        return scattered.reshape(-1).astype(x_DC.dtype)
     me = jax.lax.axis_index(DATA_AXIS)
     to_next = [(d, (d + 1) % num) for d in range(num)]
     total_C = x_DC[(me - 1) % num]
     for hop in range(2, num + 1):
-        total_C = x_DC[(me - hop) % num] + jax.lax.ppermute(total_C, DATA_AXIS, to_next)
+        received_C = jax.lax.ppermute(total_C.astype(sent), DATA_AXIS, to_next)
+        total_C = x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
     return total_C
 
 
@@ -92,10 +95,17 @@ class Reducer:
     Args:
         replicas: All of them, those of other processes included, in the order of `counts`.
         bucket_elements: See `buckets`.
+        dtype: In which floats travel: `float32` or `bfloat16`.
     """
 
-    def __init__(self, replicas: Sequence[Replica], bucket_elements: int = BUCKET_ELEMENTS):
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        bucket_elements: int = BUCKET_ELEMENTS,
+        dtype: str = "float32",
+    ):
         self.bucket_elements = bucket_elements
+        self._dtype = jnp.dtype(dtype)
         self.replicas = tuple(replicas)
         self.local = tuple(r for r in replicas if r.is_local)
         self.devices = tuple(d for r in replicas for d in r.devices)
@@ -144,8 +154,13 @@ class Reducer:
                 return combine(*parts)
             chunk = math.ceil(size / num)
             padded = [jnp.pad(x, (0, chunk * num - size)).reshape(num, chunk) for x in parts]
-            total = combine(*(_reduce_scatter(x_DC, ring) for x_DC in padded))
-            return jax.lax.all_gather(total, DATA_AXIS, tiled=True)[:size]
+            # Integers are never rounded; the totals of floats are floats.
+            sent = [x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype for x in parts]
+            total = combine(
+                *(_reduce_scatter(x, ring, s) for x, s in zip(padded, sent, strict=True))
+            )
+            back = total.astype(self._dtype)
+            return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
         def run(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]

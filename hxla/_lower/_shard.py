@@ -87,10 +87,14 @@ class Sharded:
     Args:
         graph: Of the loss.
         axes: Mesh axis to its assignment.
+        warnings: What rules left open.
     """
 
-    def __init__(self, graph: Graph, axes: Mapping[str, Assignment]):
+    def __init__(
+        self, graph: Graph, axes: Mapping[str, Assignment], warnings: tuple[str, ...] = ()
+    ):
         self.graph = graph
+        self.warnings = warnings
         self.axes = dict(axes)
 
     def spec_of(self, value: int) -> P:
@@ -140,12 +144,12 @@ class Sharded:
         return tuple(found.values())
 
     def explain(self) -> tuple[str, ...]:
-        """Which parameters are cut and which bridges there are, in words."""
+        """Which parameters are cut, which bridges there are, what rules left open."""
         lines = []
         for name, s in zip(self.graph.param_names, self.param_specs(), strict=True):
             if any(s):
                 lines.append(f"parameter {name}: {s}")
-        return (*lines, *map(str, self.bridges()))
+        return (*lines, *map(str, self.bridges()), *self.warnings)
 
     def function(self, mesh: Mesh, result_tree: Any) -> Callable[..., Any]:
         """`run(params, aux, key, batch)` as it was traced, on a mesh with these axes.

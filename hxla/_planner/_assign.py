@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .._errors import AnnotationError, PlanError
-from .._factors import PATTERNS, Factor, Patterns, fits
+from .._factors import Factor, fits
 from .._graph import Graph, Op, Value, is_unit
 from .._jaxpr import scan_counts
 from ._sharding import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
@@ -43,7 +43,6 @@ def assign(
     *,
     cuts: Cuts | None = None,
     fixed: Mapping[int, State] | None = None,
-    patterns: Patterns = PATTERNS,
 ) -> Assignment:
     """Choose what one mesh axis cuts.
 
@@ -54,13 +53,12 @@ def assign(
         num_devices: Size of the axis.
         cuts: What other axes cut already.
         fixed: For parameters (by index) that a rule decides: the dimension, or None for whole.
-        patterns: Which dimensions can be cut together.
 
     Raises:
         PlanError: If the batch does not divide.
         AnnotationError: If a parameter in a `split` cannot be cut.
     """
-    builder = _Builder(graph, roles, num_devices, cuts or {}, fixed or {}, patterns)
+    builder = _Builder(graph, roles, num_devices, cuts or {}, fixed or {})
     builder.build()
     problem = Problem(
         num_devices=num_devices, nodes=tuple(builder.nodes), edges=tuple(builder.edges)
@@ -77,7 +75,6 @@ class _Builder:
         num_devices: int,
         cuts: Cuts,
         fixed: Mapping[int, State],
-        patterns: Patterns,
     ):
         self.graph = graph
         self.nodes: list[Node] = []
@@ -86,7 +83,6 @@ class _Builder:
         self._n = num_devices
         self._cuts = cuts
         self._fixed = fixed
-        self._patterns = patterns
         self._maker: dict[int, tuple[int, int]] = {}  # value -> (node, result)
         self._free: set[int] = set()
         self._names: dict[int, tuple[str | None, ...]] = {}  # node -> name of each choice
@@ -248,23 +244,13 @@ class _Builder:
     # -- equations -----------------------------------------------------------------------------
 
     def _equation(self, op: Op) -> None:
-        values, n = self.graph.values, self._n
+        n = self._n
         in_shapes = [
             self._local_shape(v) if isinstance(v, int) else tuple(v.aval.shape) for v in op.inputs
         ]
         out_shapes = [self._local_shape(v) for v in op.outputs]
-        # Patterns look at whole shapes: a reshape's groups would not line up in cut ones.
-        factors = self._patterns.factors(
-            op.name,
-            [
-                tuple(values[v].shape) if isinstance(v, int) else tuple(v.aval.shape)
-                for v in op.inputs
-            ],
-            [values[v].shape for v in op.outputs],
-            op.eqn.params,
-        )
-        fitting = [f for f in factors if fits(f, in_shapes, out_shapes, n)]
-        allowed = self._allowed(op, factors, fitting, out_shapes)
+        fitting = [f for f in op.factors if fits(f, in_shapes, out_shapes, n)]
+        allowed = self._allowed(op, fitting)
         choices: list[Any] = []
         names: list[str | None] = []
         for f in allowed:
@@ -302,14 +288,12 @@ class _Builder:
     def _allowed(
         self,
         op: Op,
-        factors: Sequence[Factor],
         fitting: Sequence[Factor],
-        out_shapes: Sequence[tuple[int, ...]],
     ) -> list[Factor | None]:
         role = self._roles[op.task]
         values = self.graph.values
         if role == "replicate":
-            over_batch = [f for f in factors if _cuts_batch(f, op, values)]
+            over_batch = [f for f in op.factors if _cuts_batch(f, op, values)]
             if not over_batch:
                 return [None, *fitting] if not _reads_batch(op, values) else [None]
             fits_batch = [f for f in over_batch if f in fitting]
@@ -332,7 +316,7 @@ class _Builder:
             return [None, *fitting]
         cutting = [f for f in fitting if _cuts_param(f, op, values)]
         if not cutting:
-            self._problems.append(self._cannot_split(op, factors))
+            self._problems.append(self._cannot_split(op))
             return [None]
         return list(cutting)
 
@@ -356,14 +340,14 @@ class _Builder:
         module = "/".join(p for p in op.stack.split("/") if not p.startswith("hxla."))
         return f"hxla.{task.label}, {op.name} in {module or 'the loss'} ({op.source})"
 
-    def _cannot_split(self, op: Op, factors: Sequence[Factor]) -> str:
+    def _cannot_split(self, op: Op) -> str:
         values = self.graph.values
         lines = []
         for k, v in enumerate(op.inputs):
             if isinstance(v, int) and values[v].param is not None:
                 name = self.graph.param_names[values[v].param or 0]
                 sizes = sorted(
-                    {values[v].shape[d] for f in factors if (d := f.operands[k]) is not None}
+                    {values[v].shape[d] for f in op.factors if (d := f.operands[k]) is not None}
                 )
                 lines.append(
                     f"parameter {name} {list(values[v].shape)} cannot be cut into {self._n}: "

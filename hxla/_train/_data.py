@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import DataError
 from .._types import PyTree
-from ._order import permute
+from ._order import shuffled
 
 _KINDS = (
     "data is one of\n"
@@ -112,8 +112,11 @@ class _Examples:
 class _Random:
     """Random access with epochs."""
 
-    def __init__(self, reader: Any, batch_size: int, seed: int, shuffle: bool):
+    def __init__(
+        self, reader: Any, batch_size: int, seed: int, shuffle: bool, examples_per_file: int
+    ):
         self._reader = reader
+        self._per_file = examples_per_file
         self.num_examples: int | None = reader.num_examples
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
         if self.num_examples is not None and self.num_examples < batch_size:
@@ -131,7 +134,9 @@ class _Random:
         indices = np.empty_like(within)
         for epoch in np.unique(epochs):
             own = epochs == epoch
-            indices[own] = permute(within[own], size, seed=self._seed, epoch=int(epoch))
+            indices[own] = shuffled(
+                within[own], size, self._per_file, seed=self._seed, epoch=int(epoch)
+            )
         return self._reader.take(indices)
 
 
@@ -196,6 +201,7 @@ def as_source(
     seed: int,
     shuffle: bool = True,
     num_examples: int | None = None,
+    examples_per_file: int = 1,
 ) -> Source:
     """Recognise the user's data.
 
@@ -206,22 +212,30 @@ def as_source(
         shuffle: Whether random-access data is shuffled anew each epoch. A `grain.MapDataset` keeps
             its own order, and a callable without `num_examples` has no epochs to shuffle.
         num_examples: Of a callable that is to have epochs.
+        examples_per_file: Examples that stay together when they are shuffled.
 
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
     """
+    reader = None if _grain(data, "MapDataset") else _reader(data, num_examples)
+    if examples_per_file > 1 and (reader is None or reader.num_examples is None):
+        raise DataError(
+            f"io.examples_per_file={examples_per_file} says how hxla shuffles, but this data "
+            f"({type(data).__name__}) brings its own order: leave it at 1, or give random access "
+            "(arrays, a sequence, or a callable with num_examples)"
+        )
     if _grain(data, "MapDataset"):
         if len(data) < batch_size:
             raise DataError(
                 f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
             )
         # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False)
+        source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False, 1)
         source.num_examples = len(data)
         return source
-    reader = _reader(data, num_examples)
     if reader is not None:
-        return _Random(reader, batch_size, seed, shuffle and reader.num_examples is not None)
+        own_order = shuffle and reader.num_examples is not None
+        return _Random(reader, batch_size, seed, own_order, examples_per_file)
     if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         return _Batches(data, batch_size)
     raise DataError(f"data is {type(data).__name__}; {_KINDS}")

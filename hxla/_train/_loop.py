@@ -20,6 +20,7 @@ import optax
 from .._cluster import Cluster, load_cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
+from .._factors import PATTERNS, Patterns
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
@@ -105,6 +106,7 @@ def train(
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
     rules: str | RuleSet | None = None,
+    patterns: Patterns = PATTERNS,
     split: Literal["measured", "even"] | Sequence[int] = "measured",
     reduction: Reduction = "exact",
     nonfinite: Literal["stop", "skip"] = "stop",
@@ -141,7 +143,11 @@ def train(
         steps: Updates in all. Give either this or `epochs`.
         epochs: Passes over the data.
         seed: Root of sample order, dropout and Linen initialisation.
-        mesh: A mesh with the one axis `data`; default: every device of the job.
+        mesh: A mesh with an axis `data` for copies of the model, and inner axes (`tensor`, ...)
+            that rules or annotations cut; default: every device of the job, used as annotated.
+        rules: Rule set, or the name or file of one, that says what the inner axes cut.
+        patterns: Which dimensions of an equation can be cut together; add your own with
+            `hxla.PATTERNS.with_pattern`.
         split: `measured` (counts follow the devices), `even`, or one count per device.
         reduction: `exact`, or `float` for ordinary float32 sums whose bits depend on the spread.
         nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
@@ -207,7 +213,12 @@ def train(
         microbatch_size = _setup.size_of_microbatches(batch_size, num_cuts, microbatch_size)
     _setup.check_batch(batch_size, microbatch_size, 1)
     source = as_source(
-        data, batch_size=batch_size, seed=seed, shuffle=shuffle, num_examples=num_examples
+        data,
+        batch_size=batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        num_examples=num_examples,
+        examples_per_file=settings.io.examples_per_file,
     )
     last_step = (
         steps if steps is not None else num_steps(source, batch_size=batch_size, epochs=epochs or 0)
@@ -225,6 +236,7 @@ def train(
         devices=devices,
         mesh=mesh,
         rules=load_rules(rules) if isinstance(rules, str) else rules,
+        patterns=patterns,
         cluster=cluster,
         split=split,
         reduction=reduction,
@@ -293,6 +305,7 @@ class _Run:
     devices: tuple[jax.Device, ...]
     mesh: jax.sharding.Mesh | None
     rules: RuleSet | None
+    patterns: Patterns
     cluster: Cluster | None
     split: Any
     reduction: Reduction
@@ -337,7 +350,7 @@ class _Run:
         self._beat(-1, "compiling and measuring")
         start = self.saved = self._restore_meta()
         self._functional = self._read_model(start)
-        self.strategy = self._choose_strategy(start)
+        self.strategy = dataclasses.replace(self._choose_strategy(start), patterns=self.patterns)
         replicas = self.strategy.replicas
         if self.split == "measured" and _strategy.share_cores(replicas):
             # Their programs run one after another: a time would say where in the queue, not how
@@ -348,7 +361,13 @@ class _Run:
                 self.strategy, reasons=(*self.strategy.reasons, reason)
             )
         _setup.check_batch(self.batch_size, self.microbatch_size, len(replicas))
-        self.reducer = Reducer(replicas, self.settings.communication.bucket_mib << 18)
+        communication = self.settings.communication
+        if communication.dtype != "float32" and self.reduction == "exact":
+            raise ConfigError(
+                f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
+                "reduction='float' with it, or leave it at 'float32'"
+            )
+        self.reducer = Reducer(replicas, communication.bucket_mib << 18, communication.dtype)
         self.names = _devices.replica_names(replicas, self.cluster)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)
@@ -425,7 +444,7 @@ class _Run:
     def _choose_strategy(self, start: int) -> Strategy:
         """Trace the loss once to see what its annotations ask for."""
         size = self.microbatch_size or max(1, self.batch_size // len(self.devices))
-        graph = trace_functional(self._functional, self._first_batch(start, size))
+        graph = trace_functional(self._functional, self._first_batch(start, size), self.patterns)
         if self.mesh is not None and set(self.mesh.axis_names) != {DATA_AXIS}:
             return _strategy.from_mesh(graph, self.mesh, self.rules)
         if self.rules is not None:
@@ -439,7 +458,14 @@ class _Run:
             self.devices,
             share=cluster.share_devices,
             prefer_intra_node=cluster.prefer_intra_node,
+            layout=cluster.layout,
         )
+
+    def _clip(self) -> dict[str, float]:
+        communication = self.settings.communication
+        if communication.clip_norm is None:
+            return {}
+        return {f"clip_{communication.clip}": communication.clip_norm}
 
     def _build(self, start: int, stack: contextlib.ExitStack) -> None:
         first = functools.partial(self._first_batch, start)
@@ -456,6 +482,7 @@ class _Run:
                 reduction=self.reduction,
                 shard=self.strategy.shard,
                 gradient=self.settings.communication.gradient,
+                clip=self._clip(),
             )
             engine.broadcast()
             return engine

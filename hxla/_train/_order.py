@@ -46,6 +46,38 @@ def permute(index: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarra
     return out.astype(np.int64)
 
 
+def shuffled(index: np.ndarray, size: int, per_file: int, *, seed: int, epoch: int) -> np.ndarray:
+    """`permute`, but examples of one file stay together.
+
+    Args:
+        index: Positions, integers in [0, size).
+        size: Number of examples.
+        per_file: Examples of a file; the last one may have fewer.
+        seed: Of the run.
+        epoch: Of these positions.
+
+    Returns:
+        int64 array of the shape of `index`: files in a shuffled order, each one's examples
+        shuffled within it.
+    """
+    if per_file == 1:
+        return permute(index, size, seed=seed, epoch=epoch)
+    num_files, rest = divmod(size, per_file)
+    # A shorter last file stays last: all others then begin at multiples of their size.
+    position, within = np.divmod(np.asarray(index, np.int64), per_file)
+    whole = position < num_files
+    file = position.copy()
+    file[whole] = permute(position[whole], num_files, seed=seed, epoch=epoch)
+    out = np.empty_like(position)
+    for number in np.unique(file):
+        own = file == number
+        length = per_file if number < num_files else rest
+        out[own] = number * per_file + permute(
+            within[own], length, seed=seed + int(number) + 1, epoch=epoch
+        )
+    return out
+
+
 def _round_keys(seed: int, epoch: int) -> list[int]:
     state = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, epoch & 0xFFFFFFFF], np.uint64)
     value = np.zeros(1, np.uint64)

@@ -82,6 +82,7 @@ class Engine:
         reduction: `exact` or `float`.
         shard: Plans the axes inside a replica, where there are any.
         gradient: Whether the update sees the gradient of the batch's mean loss or of its sum.
+        clip: `clip_before` or `clip_after` of `_replicate.build`.
 
     Raises:
         LossError: If the loss returns something else than documented.
@@ -100,6 +101,7 @@ class Engine:
         reduction: _replicate.Reduction,
         shard: Shard | None = None,
         gradient: Literal["mean", "sum"] = "mean",
+        clip: Mapping[str, float] | None = None,
     ):
         self._reducer = reducer
         self._mean = gradient == "mean"
@@ -183,6 +185,8 @@ class Engine:
                 platform=platform,
                 layout=self._specs.layout(replica) if self._specs else None,
                 bucket_elements=reducer.bucket_elements,
+                mean=self._mean,
+                **(clip or {}),
             )
             for replica in (reducer.local if self._specs else reducer.local[:1])
         ]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .._factors import PATTERNS, Patterns
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -15,6 +16,7 @@ from .._planner._assign import Role
 from .._rules import RuleSet
 from .._trace import trace_sums
 from .._types import DATA_AXIS, PyTree
+from .._virtual import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class Strategy:
         axes: Mesh axes inside a replica.
         roles: For each axis, the part of each TaskGraph.
         rules: Rule set that decides, or None for annotations.
+        patterns: Which dimensions of an equation can be cut together.
         reasons: What to say about it in the plan.
     """
 
@@ -33,6 +36,7 @@ class Strategy:
     axes: tuple[tuple[str, int], ...] = ()
     roles: Mapping[str, tuple[Role, ...]] = dataclasses.field(default_factory=dict)
     rules: RuleSet | None = None
+    patterns: Patterns = PATTERNS
     reasons: tuple[str, ...] = ()
 
     def shard(
@@ -44,7 +48,7 @@ class Strategy:
         logical: Sequence[Sequence[str | None] | None],
     ) -> Sharded:
         """Plan what the inner axes cut, for a microbatch like `batch`: see `trace_sums`."""
-        graph = trace_sums(run, params, aux, batch, logical=logical)
+        graph = trace_sums(run, params, aux, batch, logical=logical, patterns=self.patterns)
         resolved = resolve_rules(graph, self.rules, self.axes) if self.rules is not None else None
         return shard_graph(graph, self.axes, self.roles, resolved)
 
@@ -55,6 +59,7 @@ def from_annotations(
     *,
     share: bool,
     prefer_intra_node: bool,
+    layout: Layout = "auto",
 ) -> Strategy:
     """The strategy that `replicate` and `split` ask for.
 
@@ -67,6 +72,7 @@ def from_annotations(
         nodes=_nodes(devices),
         share=share,
         prefer_intra_node=prefer_intra_node,
+        layout=layout,
     )
     if not axes:
         return replicated(devices)
