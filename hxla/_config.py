@@ -59,6 +59,13 @@ class Data(_Section):
     """Steps whose microbatches are loaded ahead."""
 
 
+class Auto(_Section):
+    """What hxla chooses by itself (EPL's auto section)."""
+
+    auto_parallel: bool = False
+    """Cut a model without annotations over as few devices as its memory needs."""
+
+
 class Io(_Section):
     """Reading (EPL's io section)."""
 
@@ -106,6 +113,7 @@ class Communication(_Section):
 class Config(_Section):
     """All settings of `hxla.train` that are not its arguments."""
 
+    auto: Auto = Auto()
     cluster: Cluster = Cluster()
     pipeline: Pipeline = Pipeline()
     communication: Communication = Communication()

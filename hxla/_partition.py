@@ -16,7 +16,7 @@ from ._graph import Graph
 from ._lower._shard import Bridge, Sharded
 from ._planner._assign import Assignment, Role, assign
 from ._rules import Resolved, RuleSet, load_rules
-from ._types import DATA_AXIS
+from ._types import DATA_AXIS, TENSOR_AXIS
 from ._virtual import Layout, Request, VirtualDevices, assign_devices
 
 _BATCH_AXES = ("fsdp", "sequence")  # inner axes that carry the batch, not parameters' work
@@ -106,16 +106,13 @@ def partition(
         if rule_set is not None:
             resolved = resolve_rules(graph, rule_set, inner)
     sharded = shard_graph(graph, inner, roles, resolved)
-    sizes = dict(inner)
-    values = [graph.values[v] for v in graph.param_values]
     specs = sharded.param_specs()
-    own = [v.num_bytes // _parts(s, sizes) for v, s in zip(values, specs, strict=True)]
     return Partition(
         num_replicas=num_replicas,
         axes=inner,
         param_specs=dict(zip(graph.param_names, specs, strict=True)),
-        param_bytes=sum(v.num_bytes for v in values),
-        param_bytes_per_device=sum(own),
+        param_bytes=sum(graph.values[v].num_bytes for v in graph.param_values),
+        param_bytes_per_device=sharded.param_bytes(),
         communication_bytes=sum(a.sent_bytes for a in sharded.axes.values()),
         bridges=sharded.bridges(),
         warnings=sharded.warnings,
@@ -127,14 +124,6 @@ def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes) -> Resolved:
     return rules.resolve(
         graph.param_names, graph.param_shapes, dict(axes), logical=graph.param_logical
     )
-
-
-def _parts(spec: P, sizes: Mapping[str, int]) -> int:
-    parts = 1
-    for entry in spec:
-        for name in (entry,) if isinstance(entry, str) else entry or ():
-            parts *= sizes[name]
-    return parts
 
 
 def axes_of_annotations(
@@ -260,7 +249,7 @@ def _axes(
     for i, level in enumerate(levels):
         if level == below:
             continue
-        name = "tensor" if i == 0 else f"tensor{i + 1}"
+        name = TENSOR_AXIS if i == 0 else f"{TENSOR_AXIS}{i + 1}"
         axes.insert(0, (name, level // below))
         roles[name] = tuple(
             "split"

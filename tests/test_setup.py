@@ -103,3 +103,43 @@ def test_limits_bind_as_in_exhaustive_search():
     assert best_counts(64, [1.0, 1.0], None, [None, 5]) == (59, 5)
     with pytest.raises(hxla.PlanError):
         best_counts(64, [1.0, 1.0], None, [10, 5])
+
+
+def automatic(tmp_path, monkeypatch, mebibytes, model=None):
+    """Four devices of so much memory; the model's parameters are 4 MiB."""
+    monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, *[mebibytes / 1024] * 4))
+    return hxla.train(
+        model or models.Dense(nnx.Rngs(0), inputs=1 << 18, outputs=4),
+        {"x": np.zeros((16, 1 << 18), np.float32), "y": np.zeros((16, 4), np.float32)},
+        models.squared_error,
+        optax.adam(1e-3),
+        batch_size=4,
+        microbatch_size=1,
+        steps=1,
+        split="even",
+        config={"auto": {"auto_parallel": True}, "cluster": {"visible_devices": [0, 1, 2, 3]}},
+    )
+
+
+@pytest.mark.parametrize(("mebibytes", "copies"), [(200, 4), (18, 2), (12, 1)])
+def test_a_copy_takes_as_few_devices_as_its_memory_needs(tmp_path, monkeypatch, mebibytes, copies):
+    # Parameters, gradient, two limbs and two moments: 24 MiB for a copy; a microbatch: 1 MiB.
+    result = automatic(tmp_path, monkeypatch, mebibytes)
+    assert len(result.plan.counts) == copies
+    assert any("auto_parallel" in reason for reason in result.plan.reasons)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path, monkeypatch):
+    with pytest.raises(hxla.PlanError, match=r"4 devices a copy.*too many"):
+        automatic(tmp_path, monkeypatch, 3)
+
+
+def test_annotations_leave_nothing_to_choose(tmp_path, monkeypatch):
+    class Annotated(models.Dense):
+        def __call__(self, x):
+            with hxla.split():
+                return super().__call__(x)
+
+    model = Annotated(nnx.Rngs(0), inputs=1 << 18, outputs=4)
+    with pytest.raises(hxla.ConfigError, match="remove the annotations"):
+        automatic(tmp_path, monkeypatch, 200, model)

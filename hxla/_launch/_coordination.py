@@ -32,6 +32,27 @@ def entries(prefix: str) -> dict[str, str]:
     return dict(client().key_value_dir_get(prefix))
 
 
+def gather(
+    what: str, text: str, *, rank: int, num_processes: int, timeout_seconds: float
+) -> tuple[str, ...]:
+    """What every process says, in the order of ranks; each must call this equally often.
+
+    Args:
+        what: Name of what is gathered.
+        text: This process's part.
+        rank: This process.
+        num_processes: All of them.
+        timeout_seconds: How long to wait for the slowest.
+    """
+    if num_processes == 1:
+        return (text,)
+    with _lock:
+        number = _rounds[what] = _rounds.get(what, -1) + 1
+    put(f"hxla/gather/{what}/{number}/{rank}", text)
+    keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(num_processes)]
+    return tuple(get(key, timeout_seconds) for key in keys)
+
+
 def same_everywhere(
     what: str, text: str, *, rank: int, num_processes: int, timeout_seconds: float
 ) -> None:

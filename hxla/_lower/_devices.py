@@ -1,12 +1,13 @@
 """The devices of a run, in the order of `counts`."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from .. import _cluster as cluster_file
 from .._cluster import Cluster
 from .._errors import MeshError
 from ._replica import Replica
@@ -124,15 +125,27 @@ def _nvml_index(hardware_id: int | None) -> int | None:
     return int(entries[hardware_id])
 
 
-def replica_names(replicas: tuple[Replica, ...], cluster: Cluster | None) -> tuple[str, ...]:
-    """Short unique names: the kind and the position, with the described share of a core."""
+def described(
+    devices: Sequence[jax.Device], cluster: Cluster | None
+) -> dict[jax.Device, cluster_file.Device]:
+    """What the mesh file says of each device; nothing if there is none."""
+    return dict(zip(devices, cluster.devices, strict=True)) if cluster is not None else {}
+
+
+def replica_names(
+    replicas: Sequence[Replica],
+    devices: Sequence[jax.Device],
+    known: Mapping[jax.Device, cluster_file.Device],
+) -> tuple[str, ...]:
+    """Short unique names: the kind and the positions, with the described share of a core."""
     names = []
-    first = 0
+    position = {device: i for i, device in enumerate(devices)}
     for replica in replicas:
-        device, last = replica.devices[0], first + len(replica.devices) - 1
-        share = cluster.devices[first].core_share if cluster else None
+        first = replica.devices[0]
+        own = [position[d] for d in replica.devices]
+        share = known[first].core_share if first in known else None
         suffix = f"@{share:g}" if share is not None else ""
-        numbers = f"{first}" if first == last else f"{first}-{last}"
-        names.append(f"{device.platform}{numbers}{suffix}")
-        first = last + 1
+        consecutive = own == list(range(own[0], own[-1] + 1)) and len(own) > 1
+        numbers = f"{own[0]}-{own[-1]}" if consecutive else "+".join(map(str, own))
+        names.append(f"{first.platform}{numbers}{suffix}")
     return tuple(names)

@@ -11,6 +11,7 @@ References:
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,15 @@ class Sharded:
     def param_specs(self) -> list[P]:
         """PartitionSpec of every parameter, in the order of the leaves."""
         return [self.spec_of(v) for v in self.graph.param_values]
+
+    def param_bytes(self) -> int:
+        """Bytes of one device's part of the parameters."""
+        sizes = {name: axis.num_devices for name, axis in self.axes.items()}
+        total = 0
+        for v in self.graph.param_values:
+            cuts = [sizes[name] for name, dim in self.made(v).items() if dim is not None]
+            total += self.graph.values[v].num_bytes // math.prod(cuts)
+        return total
 
     def aux_specs(self) -> list[P]:
         """PartitionSpec of every other variable, in the order of the leaves."""

@@ -24,12 +24,14 @@ class Assignment:
     """What one mesh axis cuts.
 
     Attributes:
+        num_devices: Its size.
         made: For each value the dimension that its maker leaves cut.
         wanted: For each equation (by its first result) the states of its operands.
         factors: For each equation (by its first result) its factor's name, or None.
         sent_bytes: What one device sends over the axis for a microbatch.
     """
 
+    num_devices: int
     made: dict[int, State]
     wanted: dict[int, tuple[State, ...]]
     factors: dict[int, str | None]
@@ -113,6 +115,7 @@ class _Builder:
         }
         factors = {v: self._names[node][chosen[node]] for v, node in self._node_of_op.items()}
         return Assignment(
+            num_devices=self._n,
             made=made,
             wanted=wanted,
             factors=factors,

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import pathlib
+import platform
 import signal
 import threading
 import time
@@ -349,6 +350,7 @@ class _Run:
             )
         self._beat(-1, "compiling and measuring")
         start = self.saved = self._restore_meta()
+        self.known = _devices.described(self.devices, self.cluster)
         self._functional = self._read_model(start)
         self.strategy = dataclasses.replace(self._choose_strategy(start), patterns=self.patterns)
         replicas = self.strategy.replicas
@@ -368,7 +370,7 @@ class _Run:
                 "reduction='float' with it, or leave it at 'float32'"
             )
         self.reducer = Reducer(replicas, communication.bucket_mib << 18, communication.dtype)
-        self.names = _devices.replica_names(replicas, self.cluster)
+        self.names = _devices.replica_names(replicas, self.devices, self.known)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)
             self.progress = Progress(
@@ -453,9 +455,23 @@ class _Run:
                 f"mesh=jax.make_mesh(({len(self.devices)}, 1), ('data', 'tensor'))"
             )
         cluster = self.settings.cluster
+        hosts = self._gather("hosts", platform.node())
+        if self.settings.auto.auto_parallel:
+            sizes = self._gather("memory", str(_setup.smallest_memory(self.devices, self.known)))
+            state = jax.eval_shape(self.optimizer.init, self._functional.params)
+            return _strategy.automatic(
+                graph,
+                self.devices,
+                hosts=hosts,
+                memory_bytes=min((int(s) for s in sizes if s != "None"), default=None),
+                optimizer_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
+                parts=2 if self.reduction == "exact" else 1,
+                num_microbatches=self.batch_size // size,
+            )
         return _strategy.from_annotations(
             graph,
             self.devices,
+            hosts=hosts,
             share=cluster.share_devices,
             prefer_intra_node=cluster.prefer_intra_node,
             layout=cluster.layout,
@@ -501,7 +517,7 @@ class _Run:
         if start:
             self._restore(start)
         limits = _setup.count_limits(
-            self.engine, first(chosen.microbatch_size), self.reducer, self.cluster
+            self.engine, first(chosen.microbatch_size), self.reducer, self.known
         )
         counts = _setup.starting_counts(
             self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
@@ -521,6 +537,15 @@ class _Run:
             seconds=self.balancer.seconds,
             fixed=self.balancer.fixed,
             reasons=self.reasons,
+        )
+
+    def _gather(self, what: str, text: str) -> tuple[str, ...]:
+        return _coordination.gather(
+            what,
+            text,
+            rank=jax.process_index(),
+            num_processes=jax.process_count(),
+            timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
         )
 
     def _agree(self, what: str, text: str) -> None:

@@ -1,13 +1,13 @@
 """From the arguments of `hxla.train` to a microbatch size, counts and a plan."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._cluster import Cluster
+from .._cluster import Device
 from .._errors import ConfigError, PlanError
 from .._lower._reduce import Reducer
 from .._plan import Plan
@@ -145,8 +145,22 @@ def choose(
     return dataclasses.replace(best, reasons=(*best.reasons, note))
 
 
+def smallest_memory(
+    devices: Sequence[jax.Device], known: Mapping[jax.Device, Device]
+) -> int | None:
+    """Bytes of the smallest memory, as described or as this process's devices say."""
+    sizes = []
+    for device in devices:
+        size = known[device].memory_bytes if device in known else None
+        if size is None and device.process_index == jax.process_index():
+            size = (device.memory_stats() or {}).get("bytes_limit")
+        if size is not None:
+            sizes.append(size)
+    return min(sizes, default=None)
+
+
 def count_limits(
-    engine: Engine, batch: PyTree, reducer: Reducer, cluster: Cluster | None
+    engine: Engine, batch: PyTree, reducer: Reducer, described: Mapping[jax.Device, Device]
 ) -> tuple[int | None, ...]:
     """Most microbatches each device's memory takes.
 
@@ -156,18 +170,7 @@ def count_limits(
     Raises:
         PlanError: If a device cannot hold a single microbatch, with the missing bytes.
     """
-    capacities: list[int | None] = []
-    numbers = {device: d for d, device in enumerate(reducer.devices)}
-    for replica in reducer.replicas:
-        smallest = None
-        for device in replica.devices:
-            described = cluster.devices[numbers[device]].memory_bytes if cluster else None
-            if described is None and device.process_index == jax.process_index():
-                stats = device.memory_stats() or {}
-                described = stats.get("bytes_limit")
-            if described is not None:
-                smallest = min(described, smallest or described)
-        capacities.append(smallest)
+    capacities = [smallest_memory(replica.devices, described) for replica in reducer.replicas]
     # Other processes' cards answer only there: gigabytes as float32 are exact enough to limit.
     known = shared_seconds(reducer, [(capacities[r.index] or 0) / 2**20 for r in reducer.local])
     if not any(known):

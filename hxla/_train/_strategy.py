@@ -1,22 +1,26 @@
 """From a traced model and the devices to replicas, and to what each of their axes cuts."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from .._errors import AnnotationError, ConfigError, PlanError
 from .._factors import PATTERNS, Patterns
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
-from .._partition import axes_of_annotations, resolve_rules, roles_of_mesh, shard_graph
+from .._partition import Axes, axes_of_annotations, resolve_rules, roles_of_mesh, shard_graph
 from .._planner._assign import Role
 from .._rules import RuleSet
 from .._trace import trace_sums
-from .._types import DATA_AXIS, PyTree
+from .._types import DATA_AXIS, TENSOR_AXIS, PyTree
 from .._virtual import Layout
+from ._format import num_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,7 @@ def from_annotations(
     graph: Graph,
     devices: Sequence[jax.Device],
     *,
+    hosts: Sequence[str],
     share: bool,
     prefer_intra_node: bool,
     layout: Layout = "auto",
@@ -69,7 +74,7 @@ def from_annotations(
     virtual, axes, roles = axes_of_annotations(
         graph,
         len(devices),
-        nodes=_nodes(devices),
+        nodes=_nodes(devices, hosts),
         share=share,
         prefer_intra_node=prefer_intra_node,
         layout=layout,
@@ -81,6 +86,76 @@ def from_annotations(
         for i in range(virtual.num_replicas)
     )
     return Strategy(replicas=replicas, axes=axes, roles=roles)
+
+
+def automatic(
+    graph: Graph,
+    devices: Sequence[jax.Device],
+    *,
+    hosts: Sequence[str],
+    memory_bytes: int | None,
+    optimizer_bytes: int,
+    parts: int,
+    num_microbatches: int,
+) -> Strategy:
+    """As few devices for a copy of the model as its memory needs, the rest for more copies.
+
+    Between copies only gradients travel, once a step; inside one, activations do, several times a
+    layer. So a copy is never larger than it must be. Which dimensions its devices cut is the
+    choice of least communication.
+
+    Args:
+        graph: Of the loss, for one microbatch; without annotations.
+        devices: Of the run.
+        hosts: Name of each process's host.
+        memory_bytes: Of the smallest device; None: not known, and taken to be enough.
+        optimizer_bytes: Of the optimizer's state for the whole model.
+        parts: Arrays in which a gradient is summed.
+        num_microbatches: Of a global batch; a device holds the inputs of its own.
+
+    Raises:
+        ConfigError: If the model is annotated.
+        PlanError: If no number of devices is enough, with the bytes missing for each.
+    """
+    annotated = [t.label for t in graph.task_graphs if t.strategy == "split" or t.device_count]
+    if annotated:
+        raise ConfigError(
+            f"auto.auto_parallel chooses what annotations say already ({', '.join(annotated)}): "
+            "remove the annotations, or leave auto.auto_parallel off"
+        )
+    param_bytes = sum(graph.values[v].num_bytes for v in graph.param_values)
+    batch_bytes = sum(graph.values[v].num_bytes for v in graph.batch_values)
+    node = min(_nodes(devices, hosts))
+    tried: list[str] = []
+    for size in (s for s in range(1, len(devices) + 1) if len(devices) % s == 0):
+        axes: Axes = ((TENSOR_AXIS, size),) if size > 1 else ()
+        split: Role = "split"
+        roles = {name: (split,) * len(graph.task_graphs) for name, _ in axes}
+        try:
+            share = shard_graph(graph, axes, roles, None).param_bytes() / max(1, param_bytes)
+        except AnnotationError as error:
+            tried.append(f"  {size} devices a copy: {error}")
+            continue
+        # Parameters, a gradient, its sum in parts, the optimizer's state; what backward keeps.
+        need = share * (param_bytes * (2 + parts) + optimizer_bytes)
+        need += batch_bytes * math.ceil(num_microbatches * size / len(devices))
+        need += sum(t.activation_bytes for t in graph.task_graphs) / size
+        where = "" if size <= node else ", across nodes"
+        line = f"{size} devices a copy{where}: about {num_bytes(int(need))} on each"
+        if memory_bytes is None or need <= memory_bytes:
+            known = "memory not known" if memory_bytes is None else f"of {num_bytes(memory_bytes)}"
+            reason = f"auto_parallel: {line} ({known})"
+            if not axes:
+                return dataclasses.replace(replicated(devices), reasons=(reason,))
+            groups = [devices[i : i + size] for i in range(0, len(devices), size)]
+            replicas = tuple(Replica(i, tuple(g), axes) for i, g in enumerate(groups))
+            return Strategy(replicas=replicas, axes=axes, roles=roles, reasons=(reason,))
+        tried.append(f"  {line}, {num_bytes(int(need) - memory_bytes)} too many")
+    raise PlanError(
+        f"the model does not fit into devices of {num_bytes(memory_bytes or 0)}:\n"
+        + "\n".join(tried)
+        + "\nuse a smaller microbatch_size, or more devices"
+    )
 
 
 def replicated(devices: Sequence[jax.Device]) -> Strategy:
@@ -118,15 +193,7 @@ def share_cores(replicas: Sequence[Replica]) -> bool:
     return len(local) > 1 and local[0].devices[0].platform == "cpu"
 
 
-def _nodes(devices: Sequence[jax.Device]) -> list[int]:
-    """Consecutive devices of one process share a node at least."""
-    if jax.process_count() == 1 or all(d.platform == "cpu" for d in devices):
-        return [len(devices)]
-    sizes: list[int] = []
-    last = None
-    for d in devices:
-        if d.process_index != last:
-            sizes.append(0)
-            last = d.process_index
-        sizes[-1] += 1
-    return sizes if len(set(sizes)) == 1 and sizes[0] > 1 else [len(devices)]
+def _nodes(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[int]:
+    """Consecutive devices on one host."""
+    names = [hosts[d.process_index] for d in devices]
+    return [len(list(same)) for _, same in itertools.groupby(names)]
