@@ -104,6 +104,8 @@ class Communication(_Section):
     """Gradient of the global batch's mean loss, or of its sum."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """In which sums of `reduction="float"` travel between replicas."""
+    sparse_embeddings: bool = False
+    """Send only the rows of an embedding's gradient that a step touched, where that is less."""
     clip_norm: float | None = pydantic.Field(None, gt=0)
     """Global norm to which gradients are clipped; null: not at all."""
     clip: Literal["before", "after"] = "after"

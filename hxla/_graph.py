@@ -242,6 +242,35 @@ class Graph:
         draw(self, path)
 
 
+def rows_read(graph: Graph) -> dict[int, int]:
+    """Parameters that are only looked up by rows, with the rows that a microbatch reads at most.
+
+    An embedding that is also multiplied with (a tied output layer) is none of them: its gradient
+    has no row that is zero.
+    """
+    found: dict[int, int] = {}
+    others: set[int] = set()
+    values = graph.values
+    for op in leaves(graph.ops):
+        for k, v in enumerate(op.inputs):
+            param = values[v].param if isinstance(v, int) else None
+            if param is None:
+                continue
+            if op.name == "gather" and k == 0 and _takes_rows(op, values[v].shape):
+                indices = op.inputs[1]
+                shape = values[indices].shape if isinstance(indices, int) else indices.val.shape
+                found[param] = found.get(param, 0) + op.times * int(np.prod(shape[:-1]))
+            elif not (op.name == "convert_element_type" and values[op.outputs[0]].param == param):
+                others.add(param)
+    return {p: rows for p, rows in found.items() if p not in others}
+
+
+def _takes_rows(op: Op, shape: tuple[int, ...]) -> bool:
+    numbers = op.eqn.params["dimension_numbers"]
+    whole_row = tuple(op.eqn.params["slice_sizes"]) == (1, *shape[1:])
+    return whole_row and tuple(numbers.start_index_map) == (0,)
+
+
 def table(graph: Graph) -> str:
     """The TaskGraphs as a table of text, one line each."""
     head = ("", "TaskGraph", "equations", "params", "shared", "param bytes", "FLOPs", "activations")

@@ -1,7 +1,9 @@
 """Settings: one typed value from every source; every key documented and at work."""
 
 import json
+import math
 import pathlib
+import re
 
 import jax
 import models
@@ -9,9 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._config import Config, as_config
+from hxla._lower._reduce import Reducer
+from hxla._lower._replica import Replica
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
 WANTED = {"cluster": {"share_devices": True}, "pipeline": {"num_micro_batch": 4}}
@@ -243,3 +248,69 @@ def test_a_layout_places_the_copies():
         return len(result.plan.counts)
 
     assert (names("all"), names([[0], [1]])) == (1, 2)
+
+
+class Words(nnx.Module):
+    """Few of many words in a batch."""
+
+    def __init__(self, rngs, tied=False):
+        self.embed = nnx.Embed(4096, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 4096, rngs=rngs)
+        self.tied = tied
+
+    def __call__(self, words):
+        x = self.embed(words)
+        return self.embed.attend(x) if self.tied else self.out(x)
+
+
+def read_words(reduction="exact", tied=False, **communication):
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 4096, (64, 2)).astype(np.int32)
+    words[:8] = 7  # a word that every device reads, more than once
+    return hxla.train(
+        Words(nnx.Rngs(0), tied),
+        {"words": words},
+        lambda m, b: optax.softmax_cross_entropy_with_integer_labels(
+            m(b["words"])[:, 0], b["words"][:, 1]
+        ),
+        optax.adam(1e-2),
+        batch_size=16,
+        microbatch_size=2,
+        steps=3,
+        reduction=reduction,
+        split=(3, 4, 1),
+        config={"cluster": {"visible_devices": [0, 1, 2]}, "communication": communication},
+    )
+
+
+@pytest.mark.parametrize("rows", [None, {0: 5}])
+def test_only_touched_rows_are_sent(rows):
+    replicas = [Replica(i, (d,)) for i, d in enumerate(jax.devices()[:3])]
+    summation = Reducer(replicas).sums(
+        lambda hi, lo: hi.astype(np.float32), 1, 1, [P()], num_parts=2, rows=rows
+    )
+    small = jax.ShapeDtypeStruct((3,), np.int32)
+    limb = jax.ShapeDtypeStruct((3 * 1000, 8), np.int32)
+    text = summation.program.lower([small], [small], [(limb, limb)]).compile().as_text()
+    kinds = r"(all-gather|reduce-scatter|collective-permute|all-reduce)"
+    found = re.findall(rf"= \w+\[([\d,]*)\]\S* {kinds}\(", text)
+    largest = max(math.prod(int(d) for d in shape.split(",") if d) for shape, _ in found)
+    assert largest == (3 * 5 * 8 if rows else 3 * math.ceil(8000 / 3))
+
+
+def test_rows_of_an_embedding_travel_one_by_one_and_give_the_same_bits():
+    whole, rows = read_words(), read_words(sparse_embeddings=True)
+    assert whole.sha256 == rows.sha256
+    assert any("at most 32 of 4096 rows" in r for r in rows.plan.reasons)
+    floats = read_words("float", sparse_embeddings=True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5),
+        floats.state,
+        whole.state,
+    )
+
+
+def test_a_tied_embedding_is_summed_whole_and_the_plan_says_so():
+    result = read_words(tied=True, sparse_embeddings=True)
+    assert result.sha256 == read_words(tied=True).sha256
+    assert any("no parameter is only looked up" in r for r in result.plan.reasons)

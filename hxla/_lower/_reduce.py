@@ -12,8 +12,9 @@ References:
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +31,15 @@ BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
 Combine = Callable[..., jax.Array]
 
 
-def buckets(sizes: Sequence[int], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[int]]:
+def buckets(
+    sizes: Sequence[int], bucket_elements: int = BUCKET_ELEMENTS, alone: Collection[int] = ()
+) -> list[list[int]]:
     """Group consecutive tensors: many small buffers cost a round trip each.
 
     Args:
         sizes: Elements of each tensor.
         bucket_elements: Most elements of a bucket of several tensors.
+        alone: Tensors that share no bucket.
 
     Returns:
         Indices of `sizes`, each once and in order.
@@ -43,11 +47,11 @@ def buckets(sizes: Sequence[int], bucket_elements: int = BUCKET_ELEMENTS) -> lis
     out: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):
-        if size > room or not out:
+        if size > room or not out or i in alone:
             out.append([])
             room = bucket_elements
         out[-1].append(i)
-        room -= size
+        room = 0 if i in alone else room - size
     return out
 
 
@@ -127,7 +131,13 @@ class Reducer:
         )
 
     def sums(
-        self, combine: Combine, num_own: int, num_ints: int, specs: Sequence[P], num_parts: int
+        self,
+        combine: Combine,
+        num_own: int,
+        num_ints: int,
+        specs: Sequence[P],
+        num_parts: int,
+        rows: Mapping[int, int] | None = None,
     ) -> Summation:
         """The program `(own, ints, values) -> (own, ints, totals)`, for `run`.
 
@@ -138,6 +148,8 @@ class Reducer:
             num_ints: Small integer arrays that are summed.
             specs: How each tensor lies on the inner axes of a replica.
             num_parts: Arrays of a tensor's shape that `combine` takes.
+            rows: Tensors of which only rows that are not zero are sent, with the most that a
+                replica has.
 
         Returns:
             A function of three lists: `own`, `ints`, and for each tensor a tuple of its parts. The
@@ -147,6 +159,7 @@ class Reducer:
         num = len(self.replicas)
         ring = self.devices[0].platform == "cpu"
         flat = not self._inner
+        sparse = dict(rows or {}) if num > 1 and flat else {}
 
         def all_reduce(parts: list[jax.Array]) -> jax.Array:
             size = parts[0].size
@@ -154,11 +167,7 @@ class Reducer:
                 return combine(*parts)
             chunk = math.ceil(size / num)
             padded = [jnp.pad(x, (0, chunk * num - size)).reshape(num, chunk) for x in parts]
-            # Integers are never rounded; the totals of floats are floats.
-            sent = [x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype for x in parts]
-            total = combine(
-                *(_reduce_scatter(x, ring, s) for x, s in zip(padded, sent, strict=True))
-            )
+            total = combine(*(_reduce_scatter(x, ring, self._travels_as(x)) for x in padded))
             back = total.astype(self._dtype)
             return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
@@ -170,9 +179,13 @@ class Reducer:
             else:
                 gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
                 summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
-            groups = buckets([parts[0].size for parts in values], self.bucket_elements)
+            groups = buckets([parts[0].size for parts in values], self.bucket_elements, sparse)
             totals = [
-                all_reduce([_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)])
+                combine(*self._sum_rows(values[b[0]], sparse[b[0]])).reshape(-1)
+                if b[0] in sparse
+                else all_reduce(
+                    [_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)]
+                )
                 for b in groups
             ]
             if flat:
@@ -204,6 +217,23 @@ class Reducer:
             check_vma=False,
         )
         return Summation(program=jax.jit(mapped), argument_specs=arguments, result_specs=results)
+
+    def _travels_as(self, x: jax.Array) -> Any:
+        """Integers are never rounded."""
+        return x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype
+
+    def _sum_rows(self, parts: Sequence[jax.Array], num_rows: int) -> list[jax.Array]:
+        """Sums over replicas of arrays of which few rows are not zero."""
+        used = [jnp.any(x != 0, axis=tuple(range(1, x.ndim))) for x in parts]
+        [own_R] = jnp.nonzero(functools.reduce(jnp.logical_or, used), size=num_rows, fill_value=-1)
+        all_R = jax.lax.all_gather(own_R, DATA_AXIS, tiled=True)
+        all_R = jnp.where(all_R < 0, parts[0].shape[0], all_R)  # beyond the end: dropped
+        out = []
+        for x in parts:
+            sent = x[own_R].astype(self._travels_as(x))  # the last row where there are too few
+            rows = jax.lax.all_gather(sent, DATA_AXIS, tiled=True).astype(x.dtype)
+            out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
+        return out
 
     def run(self, summation: Summation, per_replica: Sequence[Any]) -> list[Any]:
         """Call what `sums` made; waits for nothing.

@@ -5,7 +5,7 @@ state), S sums per microbatch (loss, weight, metrics).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -131,6 +131,7 @@ def build(
     platform: str,
     layout: Layout | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
+    alone: Collection[int] = (),
     mean: bool = True,
     clip_before: float | None = None,
     clip_after: float | None = None,
@@ -151,6 +152,7 @@ def build(
         platform: Backend for which `compiler_options` are chosen.
         layout: Of a replica of several devices; None for a single one.
         bucket_elements: Those of the `Reducer`.
+        alone: Tensors that the `Reducer` sums by rows.
         mean: Whether a microbatch's own gradient is that of its mean loss, or of its sum.
         clip_before: Global norm to which each microbatch's own gradient is clipped.
         clip_after: Global norm to which the update's gradient is clipped.
@@ -267,7 +269,7 @@ def build(
         parts = list(totals)
         if layout is None:
             parts = []
-            groups = buckets([x.size for x in floats], bucket_elements)
+            groups = buckets([x.size for x in floats], bucket_elements, alone)
             for flat, bucket in zip(totals, groups, strict=True):
                 ends = np.cumsum([floats[i].size for i in bucket])
                 parts += jnp.split(flat, ends[:-1])

@@ -22,6 +22,7 @@ from .._cluster import Cluster, load_cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
 from .._factors import PATTERNS, Patterns
+from .._graph import rows_read
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
@@ -370,6 +371,10 @@ class _Run:
                 "reduction='float' with it, or leave it at 'float32'"
             )
         self.reducer = Reducer(replicas, communication.bucket_mib << 18, communication.dtype)
+        self.rows, reasons = self._rows_to_send()
+        self.strategy = dataclasses.replace(
+            self.strategy, reasons=(*self.strategy.reasons, *reasons)
+        )
         self.names = _devices.replica_names(replicas, self.devices, self.known)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)
@@ -447,6 +452,11 @@ class _Run:
         """Trace the loss once to see what its annotations ask for."""
         size = self.microbatch_size or max(1, self.batch_size // len(self.devices))
         graph = trace_functional(self._functional, self._first_batch(start, size), self.patterns)
+        self.rows_read = (
+            {p: n * (self.batch_size // size) for p, n in rows_read(graph).items()}
+            if self.settings.communication.sparse_embeddings
+            else None
+        )
         if self.mesh is not None and set(self.mesh.axis_names) != {DATA_AXIS}:
             return _strategy.from_mesh(graph, self.mesh, self.rules)
         if self.rules is not None:
@@ -477,6 +487,18 @@ class _Run:
             layout=cluster.layout,
         )
 
+    def _rows_to_send(self) -> tuple[dict[int, int], tuple[str, ...]]:
+        if self.rows_read is None:
+            return {}, ()
+        if self.strategy.axes:
+            return {}, ("sparse_embeddings: whole, for the devices of a copy share them",)
+        return _setup.rows_to_send(
+            self.rows_read,
+            self._functional.params,
+            num_replicas=len(self.strategy.replicas),
+            num_parts=2 if self.reduction == "exact" else 1,
+        )
+
     def _clip(self) -> dict[str, float]:
         communication = self.settings.communication
         if communication.clip_norm is None:
@@ -499,6 +521,7 @@ class _Run:
                 shard=self.strategy.shard,
                 gradient=self.settings.communication.gradient,
                 clip=self._clip(),
+                rows=self.rows,
             )
             engine.broadcast()
             return engine

@@ -10,6 +10,7 @@ import numpy as np
 from .._cluster import Device
 from .._errors import ConfigError, PlanError
 from .._lower._reduce import Reducer
+from .._model import leaf_names
 from .._plan import Plan
 from .._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
 from .._planner._microbatch import best_size, candidate_sizes
@@ -66,6 +67,38 @@ def size_of_microbatches(batch_size: int, num: int, microbatch_size: int | None)
             f"{batch_size} examples in {num} microbatches are {batch_size // num} each; give one"
         )
     return batch_size // num
+
+
+def rows_to_send(
+    rows_read: Mapping[int, int], params: PyTree, *, num_replicas: int, num_parts: int
+) -> tuple[dict[int, int], tuple[str, ...]]:
+    """Embeddings whose rows travel one by one, because that is less, and why.
+
+    Args:
+        rows_read: Parameter to the most rows that a global batch touches.
+        params: The user's own tree.
+        num_replicas: That sum their gradients.
+        num_parts: Arrays in which a gradient is summed.
+
+    Returns:
+        Parameter to the most rows, of those that are worth it; what the plan says of all.
+    """
+    names, leaves = leaf_names(params), jax.tree.leaves(params)
+    rows, reasons = {}, []
+    for p, most in rows_read.items():
+        size = leaves[p].shape[0]
+        most = min(most, size)
+        # Gathered from all, against reduce-scattered in parts and gathered as floats.
+        if num_replicas * most * num_parts < size * (num_parts + 1):
+            rows[p] = most
+            reasons.append(f"sparse_embeddings: at most {most} of {size} rows of {names[p]}")
+        else:
+            reasons.append(
+                f"sparse_embeddings: {names[p]} whole, {most} rows from each of {num_replicas} "
+                f"would be more than its {size}"
+            )
+    none = "sparse_embeddings: no parameter is only looked up by rows"
+    return rows, tuple(reasons) or (none,)
 
 
 def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:

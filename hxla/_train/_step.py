@@ -83,6 +83,7 @@ class Engine:
         shard: Plans the axes inside a replica, where there are any.
         gradient: Whether the update sees the gradient of the batch's mean loss or of its sum.
         clip: `clip_before` or `clip_after` of `_replicate.build`.
+        rows: Parameters whose gradient has few rows, with the most that a global batch touches.
 
     Raises:
         LossError: If the loss returns something else than documented.
@@ -102,6 +103,7 @@ class Engine:
         shard: Shard | None = None,
         gradient: Literal["mean", "sum"] = "mean",
         clip: Mapping[str, float] | None = None,
+        rows: Mapping[int, int] | None = None,
     ):
         self._reducer = reducer
         self._mean = gradient == "mean"
@@ -185,6 +187,7 @@ class Engine:
                 platform=platform,
                 layout=self._specs.layout(replica) if self._specs else None,
                 bucket_elements=reducer.bucket_elements,
+                alone=rows or (),
                 mean=self._mean,
                 **(clip or {}),
             )
@@ -197,6 +200,7 @@ class Engine:
             num_ints=1 + programs.float_aux.count(False),
             specs=programs.specs,
             num_parts=programs.num_parts,
+            rows=rows,
         )
         self.exponents = np.zeros(programs.num_tensors, np.int32)
         shapes = jax.eval_shape(programs.zeros)
