@@ -20,7 +20,7 @@ LAYERS = [
     {"_types", "_errors"},
     {"_jaxpr", "_history"},
     {"_config", "_catalog"},
-    {"_cluster", "_rules", "_annotate", "_factors", "_virtual"},
+    {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
     {"_trace"},

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from .._cluster import Cluster, Device, load_cluster
+from .._cluster import Cluster, Device
 from .._errors import HxlaError, LaunchError
+from .._mesh_file import load_cluster
 from ._throttle import Throttle, make_throttle, pack
 
 # Options of XLA without which unlike GPUs wait for each other or disagree; see docs/running.md.
