@@ -249,7 +249,7 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
             yield f"node.{i}.name: {name!r} names an earlier node; like nodes are one with a count"
         inside = sum(map(_count, _tables(node.get("device"))))
         if inside > 1 and "link" not in node:
-            yield f"node.{i}.link: missing between the {inside} devices of {name!r}, add [node.link]"
+            yield f"node.{i}.link: missing for {name!r} of {inside} devices; add [node.link]"
     yield from _uuid_faults(nodes or [file])
     if nodes:
         counts = dict(zip(names, map(_count, nodes), strict=True))
@@ -373,7 +373,7 @@ def _link_lines(link: Link) -> Iterator[str]:
     if link.curve:
         yield "curve = ["
         for size, rate in link.curve:
-            figures = {"message_bytes": repr(size), "gigabytes_per_second": _number(-9, rate)}
+            figures = {"message_bytes": _number(0, size), "gigabytes_per_second": _number(-9, rate)}
             yield f"    {_inline(figures, '')},"
         yield "]"
     yield from _source_lines(link.source)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "hxla"
 # that has no cycle.
 LAYERS = [
     {"_types", "_errors"},
-    {"_jaxpr", "_history"},
+    {"_jaxpr", "_history", "_nvml"},
     {"_config", "_catalog"},
     {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"_trace"},
     {"_planner"},
     {"_lower"},
-    {"_partition"},
+    {"_partition", "_detect"},
     {"_launch"},
     {"_train"},
     {"__init__", "__main__"},

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .. import _nvml
 from .._cluster import Cluster
 from .._errors import MeshError
 from ._replica import Replica
@@ -93,35 +94,10 @@ def device_kind(device: jax.Device) -> str:
     """The model name of a device; NVML's where there is one, for jax may repeat the first's."""
     if device.platform not in ("gpu", "cuda"):
         return device.device_kind
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return device.device_kind  # ROCm, or no driver library beside the CUDA runtime
-    try:
-        index = _nvml_index(device.local_hardware_id)
-        if index is None:
-            return device.device_kind
-        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))
-        return name.decode() if isinstance(name, bytes) else str(name)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _nvml_index(hardware_id: int | None) -> int | None:
-    """NVML counts all cards, CUDA only the visible ones."""
-    import os
-
-    if hardware_id is None:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return hardware_id
-    entries = visible.split(",")
-    if hardware_id >= len(entries) or not entries[hardware_id].strip().isdigit():
-        return None  # given by UUID
-    return int(entries[hardware_id])
+    with _nvml.driver() as nvml:
+        index = None if nvml is None else _nvml.index_of(device.local_hardware_id)
+        # ROCm has no such driver, and a card given by UUID no number.
+        return device.device_kind if index is None else _nvml.name_of(nvml, index)
 
 
 def replica_names(replicas: tuple[Replica, ...], cluster: Cluster | None) -> tuple[str, ...]:
