@@ -138,9 +138,9 @@ def detect(num_cores: int) -> Here:
         devices=tuple(device for device, _ in pairs),
         free_bytes=tuple(None if card is None else card.free_bytes for _, card in pairs),
         wires=tuple(
-            dataclasses.replace(wire, cards=(position[wire.cards[0]], position[wire.cards[1]]))
+            dataclasses.replace(wire, cards=(min(ends), max(ends)))
             for wire in wires
-            if wire.cards[0] in position and wire.cards[1] in position
+            if len(ends := [position[card] for card in wire.cards if card in position]) == 2
         ),
         handles=handles,
         notes=tuple(notes),
@@ -250,7 +250,7 @@ def describe(here: Here, measured: Measured | None, name: str) -> Cluster:
     return Cluster(
         name=name,
         devices=tuple(devices),
-        nodes=(Node(name="node", link=link),) if link else (),
+        nodes=(Node(name="node", link=link),) if link or len(devices) == 1 else (),
     )
 
 

@@ -250,7 +250,7 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
         inside = sum(map(_count, _tables(node.get("device"))))
         if inside > 1 and "link" not in node:
             yield f"node.{i}.link: missing for {name!r} of {inside} devices; add [node.link]"
-    yield from _uuid_faults(nodes or [file])
+    yield from _uuid_faults({f"node.{i}.": node for i, node in enumerate(nodes)} or {"": file})
     if nodes:
         counts = dict(zip(names, map(_count, nodes), strict=True))
         yield from _link_faults(links, counts)
@@ -258,19 +258,17 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
         yield "link: joins nodes and there are none; write [[node]], with [node.link] inside one"
 
 
-def _uuid_faults(nodes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _uuid_faults(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     seen: dict[str, str] = {}
-    for i, node in enumerate(nodes):
+    for prefix, node in nodes.items():
         for j, device in enumerate(_tables(node.get("device"))):
             uuids = device.get("uuids", [])
-            path = f"node.{i}.device.{j}.uuids" if "name" in node else f"device.{j}.uuids"
+            path = f"{prefix}device.{j}.uuids"
             if not uuids or not isinstance(uuids, list):
                 continue
-            if len(uuids) != _count(device) or _count(node) > 1:
-                yield (
-                    f"{path}: names {len(uuids)} cards, the table describes "
-                    f"{_count(device) * _count(node)}"
-                )
+            num = _count(device) * _count(node)
+            if len(uuids) != num or _count(node) > 1:
+                yield f"{path}: names {len(uuids)} cards, the table describes {num} devices"
             for uuid in map(str, uuids):
                 if uuid in seen:
                     yield f"{path}: {uuid!r} is in {seen[uuid]} too; a device has one place"

@@ -25,7 +25,7 @@ def resolve(
 
     Raises:
         MeshError: If there is no device, one process holds unlike accelerators, or the cluster
-            describes another number of devices.
+            describes another number of devices, or accelerators where JAX has the processor.
     """
     if mesh is not None:
         devices: list[Any] = list(mesh.devices.flat)
@@ -61,12 +61,24 @@ def resolve(
     check_one_kind_per_process(
         [(d.process_index, d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
     )
-    if cluster is not None and len(cluster.devices) != len(devices):
+    if cluster is not None:
+        _check_described(cluster, devices)
+    return tuple(devices)
+
+
+def _check_described(cluster: Cluster, devices: Sequence[jax.Device]) -> None:
+    if len(cluster.devices) != len(devices):
         raise MeshError(
             f"mesh file {cluster.name!r} describes {len(cluster.devices)} devices, the job has "
             f"{len(devices)}: start it with hxla run --mesh, one process per described device"
         )
-    return tuple(devices)
+    for i, (described, device) in enumerate(zip(cluster.devices, devices, strict=True)):
+        # Without a driver JAX falls back on the processor.
+        if (described.kind == "cpu") != (device.platform == "cpu"):
+            raise MeshError(
+                f"mesh file {cluster.name!r} describes device {i} as {described.kind}, JAX has "
+                f"{device.device_kind} here: see `hxla devices`"
+            )
 
 
 def check_one_kind_per_process(kinds: list[tuple[int, int, str]]) -> None:
