@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import os
 import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -90,10 +89,8 @@ def _like_a_process_of_hxla_run(*, alone: bool) -> Iterator[int]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cores = os.sched_getaffinity(0)
     flags = os.environ.get("XLA_FLAGS", "")
-    if not {"JAX_NUM_CPU_DEVICES", "xla_force_host_platform_device_count"} & {
-        *os.environ,
-        *re.findall(r"\w+", flags),
-    }:
+    forced = "xla_force_host_platform_device_count" in flags
+    if not forced and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", len(cores))
     if alone:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
@@ -200,7 +197,7 @@ def measure(here: Here) -> Measured:
         raise MeshError("nothing to measure: " + "; ".join(here.notes))
     dtypes = ["float32", "bfloat16"]
     if here.handles[0].platform != "cpu":
-        dtypes.append("float16")
+        dtypes += ["tensorfloat32", "float16"]
     rates, memory = [], []
     with Console(stderr=True).status("") as status:
         for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):

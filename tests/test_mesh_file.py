@@ -7,8 +7,10 @@ import re
 import tomllib
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from hxla import MeshError, load_cluster
+from hxla import Cluster, Device, Link, MeshError, Node, Rate, Speed, load_cluster
 from hxla._catalog import find, names
 from hxla._mesh_file import dump_cluster
 
@@ -30,6 +32,66 @@ def load(tmp_path):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_cluster_that_is_written_reads_back_the_same(name, load):
     cluster = load_cluster(name)
+    assert load(dump_cluster(cluster)) == cluster
+
+
+def floats(low, high):
+    return st.floats(low, high).map(lambda x: float(f"{x:.15g}"))
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+SIZES = st.lists(st.integers(1, 2**40), max_size=3, unique=True).map(sorted)
+LINKS = st.builds(
+    Link,
+    bytes_per_second=floats(1e3, 1e13),
+    latency_seconds=floats(1e-9, 1),
+    curve=SIZES.flatmap(
+        lambda sizes: st.tuples(*(st.tuples(st.just(s), floats(1, 1e13)) for s in sizes))
+    ),
+    source=WORDS,
+)
+SPEEDS = st.builds(
+    Speed, model=WORDS, steps_per_second=floats(1e-9, 1e9), batch_size=st.integers(1, 9)
+)
+DEVICES = st.builds(
+    Device,
+    kind=WORDS.filter(lambda kind: kind != "cpu"),
+    memory_bytes=st.none() | st.integers(1, 2**50),
+    memory_bytes_per_second=st.none() | floats(1e3, 1e13),
+    rates=st.sampled_from(["float64", "float32", "bfloat16"]).flatmap(
+        lambda dtype: st.tuples(
+            st.builds(
+                Rate,
+                dtype=st.just(dtype),
+                flops_per_second=floats(1e3, 1e16),
+                measured=st.booleans(),
+                source=WORDS,
+            )
+        )
+    ),
+    speeds=st.lists(SPEEDS, max_size=2, unique_by=lambda s: s.model).map(tuple),
+    source=WORDS,
+)
+
+
+@st.composite
+def clusters(draw):
+    devices, nodes = [], []
+    for name in draw(st.lists(WORDS, min_size=1, max_size=3, unique=True)):
+        inside = draw(st.lists(DEVICES, min_size=1, max_size=3))
+        link = draw(LINKS) if len(inside) > 1 else None
+        for _ in range(draw(st.integers(1, 2))):
+            devices += [d.model_copy(update={"node": len(nodes)}) for d in inside]
+            nodes.append(Node(name=name, link=link))
+    default = draw(LINKS) if len(nodes) > 1 else None
+    return Cluster(
+        name=draw(WORDS), devices=tuple(devices), nodes=tuple(nodes), default_link=default
+    )
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cluster=clusters())
+def test_any_cluster_that_is_written_reads_back_the_same(cluster, load):
     assert load(dump_cluster(cluster)) == cluster
 
 
