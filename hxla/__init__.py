@@ -6,7 +6,10 @@ from ._annotate import set_default_strategy as set_default_strategy
 from ._annotate import split as split
 from ._cluster import Cluster as Cluster
 from ._cluster import Device as Device
-from ._cluster import load_cluster as load_cluster
+from ._cluster import Link as Link
+from ._cluster import Node as Node
+from ._cluster import Rate as Rate
+from ._cluster import Speed as Speed
 from ._config import Config as Config
 from ._errors import AnnotationError as AnnotationError
 from ._errors import CheckpointError as CheckpointError
@@ -29,6 +32,7 @@ from ._history import StepRecord as StepRecord
 from ._launch.join import init as init
 from ._loss import Merged as Merged
 from ._loss import merge as merge
+from ._mesh_file import load_cluster as load_cluster
 from ._partition import Partition as Partition
 from ._partition import partition as partition
 from ._plan import Plan as Plan

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from . import _detect
 from ._errors import HxlaError
 from ._launch import _run
 from ._launch.join import cluster_in_sight
@@ -19,9 +20,15 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("script", help="Python script, followed by its own arguments")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
+    devices = commands.add_parser("devices", help="what is here, how fast it is, and how joined")
+    devices.add_argument("--measure", action="store_true", help="time products, copies and links")
+    devices.add_argument("--write", metavar="FILE", help="write a mesh file of it")
     args = parser.parse_args(arguments)
-    command = [args.script, *args.arguments]
     try:
+        if args.command == "devices":
+            _detect.command(measured=args.measure, write=args.write)
+            return 0
+        command = [args.script, *args.arguments]
         if cluster_in_sight() and args.mesh is None and args.n is None:
             return _in_place(command)  # one task per accelerator is running already
         return _run.run(command, mesh=args.mesh, number=args.n, grace_seconds=args.grace)

@@ -1,108 +1,177 @@
-"""Described clusters: what a mesh file says."""
+"""Described clusters: devices, the nodes that hold them, and the links between them."""
 
-import difflib
-import tomllib
-from typing import Any
+import bisect
+import math
+from typing import Annotated
 
 import pydantic
 
-from . import _catalog
-from ._errors import MeshError
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
-class Device(pydantic.BaseModel):
+class _Value(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Rate(_Value):
+    """How fast a device multiplies matrices of one dtype.
+
+    Attributes:
+        dtype: `float32`, `bfloat16`, ...
+        flops_per_second: Operations per second, a multiply-add being two.
+        measured: False if from a data sheet: what no program exceeds, not what one gets.
+        source: Where the figure is from.
+    """
+
+    dtype: str
+    flops_per_second: Positive
+    measured: bool = False
+    source: str = ""
+
+
+class Speed(_Value):
+    """How fast a device trained one model, alone.
+
+    Attributes:
+        model: Name, as the mesh file has it.
+        steps_per_second: Measured.
+        batch_size: Examples of a step.
+        source: Where the figure is from.
+    """
+
+    model: str
+    steps_per_second: Positive
+    batch_size: Annotated[int, pydantic.Field(ge=1)]
+    source: str = ""
+
+
+class Device(_Value):
     """One device of a described cluster.
 
     Attributes:
-        kind: `cpu`, or the model name of an accelerator.
+        kind: `cpu`, or the model name of an accelerator as NVML gives it.
         memory_bytes: Memory that training may use; None if not described.
         core_share: Share of one core that a CPU device gets, above 0 and at most 1.
+        node: Index of its node.
+        memory_bytes_per_second: Bandwidth of its memory; None if not described.
+        rates: Of matrix products, one per dtype.
+        speeds: Of training, one per model.
+        uuid: Of one card; None if not described.
+        source: Where the memory's figures are from.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
     kind: str
-    memory_bytes: int | None = None
-    core_share: float | None = None
+    memory_bytes: Annotated[int, pydantic.Field(ge=1)] | None = None
+    core_share: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
+    node: int = 0
+    memory_bytes_per_second: Positive | None = None
+    rates: tuple[Rate, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+    uuid: str | None = None
+    source: str = ""
+
+    def rate(self, dtype: str) -> Rate | None:
+        """Matrix products of a dtype; None if not described."""
+        return next((r for r in self.rates if r.dtype == dtype), None)
+
+    def speed(self, model: str) -> Speed | None:
+        """Training of a model; None if not described."""
+        return next((s for s in self.speeds if s.model == model), None)
 
 
-class Cluster(pydantic.BaseModel):
-    """A described cluster: its devices in the order of ranks."""
+class Link(_Value):
+    """What one transfer gets between two devices while nothing else uses the link.
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    Attributes:
+        bytes_per_second: Bandwidth of long messages, in one direction.
+        latency_seconds: Of the shortest message (0: not known).
+        curve: Measured (message bytes, bytes per second), by message size; empty if not measured.
+        source: Where the figures are from.
+    """
+
+    bytes_per_second: Positive
+    latency_seconds: NotNegative = 0.0
+    curve: tuple[tuple[Positive, Positive], ...] = ()
+    source: str = ""
+
+    @pydantic.field_validator("curve")
+    @classmethod
+    def _sizes_grow(cls, curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        sizes = [size for size, _ in curve]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("message sizes must grow from point to point")
+        return curve
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message.
+
+        With a curve its times are interpolated, linearly in the logarithms of size and time. A
+        message below the first point takes a time between the latency and that point's, one beyond
+        the last point goes at the last point's bandwidth. Without a curve the time is
+        `latency + bytes / bandwidth`.
+
+        Args:
+            num_bytes: Size of the message.
+
+        Example:
+            >>> Link(bytes_per_second=1e9, latency_seconds=1e-5).seconds(1e6)
+            0.00101
+        """
+        if not self.curve:
+            return self.latency_seconds + num_bytes / self.bytes_per_second
+        sizes = [size for size, _ in self.curve]
+        times = [size / rate for size, rate in self.curve]
+        if num_bytes >= sizes[-1]:
+            return num_bytes / self.curve[-1][1]
+        if num_bytes <= sizes[0]:
+            least = min(self.latency_seconds, times[0])
+            return least + (times[0] - least) * num_bytes / sizes[0]
+        i = bisect.bisect(sizes, num_bytes)
+        part = math.log(num_bytes / sizes[i - 1]) / math.log(sizes[i] / sizes[i - 1])
+        return float(times[i - 1] * (times[i] / times[i - 1]) ** part)
+
+
+class Node(_Value):
+    """A machine.
+
+    Attributes:
+        name: As links call it; several like nodes share it.
+        link: Between its devices; None if it has one device.
+    """
+
+    name: str
+    link: Link | None = None
+
+
+class Cluster(_Value):
+    """A described cluster: its devices in the order of ranks.
+
+    Attributes:
+        name: Of the mesh file.
+        description: One line.
+        devices: Node by node.
+        nodes: Empty if only devices are described, all of one node.
+        links: Between two nodes, by their names in alphabetical order.
+        default_link: Between nodes that `links` does not name.
+    """
 
     name: str
     description: str = ""
     devices: tuple[Device, ...]
+    nodes: tuple[Node, ...] = ()
+    links: tuple[tuple[str, str, Link], ...] = ()
+    default_link: Link | None = None
 
-
-class _DeviceTable(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    kind: str = pydantic.Field(min_length=1)
-    count: int = pydantic.Field(1, ge=1)
-    core_share: float | None = pydantic.Field(None, gt=0, le=1)
-    memory_gib: float | None = pydantic.Field(None, gt=0)
-    source: str | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _share_is_for_cpus(self) -> "_DeviceTable":
-        if self.core_share is not None and self.kind != "cpu":
-            raise ValueError(f"core_share is for kind 'cpu', not {self.kind!r}")
-        return self
-
-
-class _File(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    name: str
-    description: str = ""
-    device: list[_DeviceTable] = pydantic.Field(min_length=1)
-
-
-def load_cluster(name_or_path: str) -> Cluster:
-    """Read a mesh file.
-
-    Args:
-        name_or_path: A built-in name (`cpu-1.0-0.33`) or a path.
-
-    Returns:
-        The described cluster, each `[[device]]` repeated `count` times.
-
-    Raises:
-        MeshError: If there is no such file, or with all its faults at once: each with its key,
-            the nearest known key and the value found.
-    """
-    path = _catalog.find("meshes", name_or_path)
-    try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MeshError(f"{path} is not TOML: {error}") from None
-    try:
-        parsed = _File.model_validate(table)
-    except pydantic.ValidationError as error:
-        lines = [_fault(failure) for failure in error.errors()]
-        raise MeshError(f"{path} has faults:\n" + "\n".join(lines)) from None
-    devices = [
-        Device(
-            kind=d.kind,
-            memory_bytes=None if d.memory_gib is None else int(d.memory_gib * 2**30),
-            core_share=d.core_share if d.kind != "cpu" else d.core_share or 1.0,
-        )
-        for d in parsed.device
-        for _ in range(d.count)
-    ]
-    return Cluster(name=parsed.name, description=parsed.description, devices=tuple(devices))
-
-
-def _fault(failure: Any) -> str:
-    path = ".".join(map(str, failure["loc"]))
-    if failure["type"] == "extra_forbidden":
-        model: Any = _DeviceTable if len(failure["loc"]) > 1 else _File
-        near = difflib.get_close_matches(
-            str(failure["loc"][-1]), list(model.model_fields), n=1, cutoff=0
-        )
-        return f"  {path}: unknown key, did you mean {near[0]!r}?"
-    if failure["type"] == "missing":
-        return f"  {path}: missing, add it"
-    return f"  {path}: {failure['msg']}, found {failure['input']!r}"
+    def link(self, i: int, j: int) -> Link | None:
+        """The link between two devices, by rank; None if i is j or no link is described."""
+        a, b = self.devices[i].node, self.devices[j].node
+        if i == j or not self.nodes:
+            return None
+        if a == b:
+            return self.nodes[a].link
+        first, second = sorted((self.nodes[a].name, self.nodes[b].name))
+        for one, other, link in self.links:
+            if (one, other) == (first, second):
+                return link
+        return self.default_link

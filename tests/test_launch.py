@@ -12,7 +12,7 @@ import pytest
 
 from hxla import LaunchError, MeshError, load_cluster
 from hxla._catalog import names
-from hxla._launch import _throttle
+from hxla._launch import _run, _throttle
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -166,6 +166,12 @@ def test_shipped_meshes_are_valid(name):
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.devices
+
+
+def test_a_mesh_of_several_nodes_is_not_started_on_one():
+    with pytest.raises(LaunchError, match=r"describes 2 nodes.*srun or mpirun"):
+        _run.describe("whale-4v100-4p100", None)
+    assert len(_run.describe("workstation-2x3090-4090", None)) == 3
 
 
 def test_a_bad_mesh_file_names_every_fault(tmp_path):

@@ -18,15 +18,15 @@ PACKAGE = ROOT / "hxla"
 # that has no cycle.
 LAYERS = [
     {"_types", "_errors"},
-    {"_jaxpr", "_history"},
+    {"_jaxpr", "_history", "_nvml"},
     {"_config", "_catalog"},
-    {"_cluster", "_rules", "_annotate", "_factors", "_virtual"},
+    {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
     {"_trace"},
     {"_planner"},
     {"_lower"},
-    {"_partition"},
+    {"_partition", "_detect"},
     {"_launch"},
     {"_train"},
     {"__init__", "__main__"},

@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from .._cluster import Cluster, Device, load_cluster
+from .. import _nvml
+from .._cluster import Cluster, Device
 from .._errors import HxlaError, LaunchError
+from .._mesh_file import load_cluster
 from ._throttle import Throttle, make_throttle, pack
 
 # Options of XLA without which unlike GPUs wait for each other or disagree; see docs/running.md.
@@ -36,27 +38,26 @@ class _Child:
 
 def num_gpus() -> int:
     """NVIDIA GPUs of this machine; 0 without a driver, which is a normal case."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
+    with _nvml.driver() as nvml:
+        return 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
 
 
 def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
     """The devices to start a process for.
 
     Raises:
-        LaunchError: If more GPUs are asked for than there are, or none at all.
+        LaunchError: If more GPUs are asked for than there are, or none at all, or the mesh has
+            several nodes.
         MeshError: If the mesh file is wrong.
     """
     if mesh is not None:
-        return load_cluster(mesh).devices
+        cluster = load_cluster(mesh)
+        if len(cluster.nodes) > 1:
+            raise LaunchError(
+                f"mesh file {cluster.name!r} describes {len(cluster.nodes)} nodes and hxla run "
+                "starts the processes of one: start a task per accelerator with srun or mpirun"
+            )
+        return cluster.devices
     gpus = num_gpus()
     if number is not None and number < 1:
         raise LaunchError(f"-n {number}: start at least one process")

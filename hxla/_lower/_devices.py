@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .. import _cluster as cluster_file
-from .._cluster import Cluster
+from .. import _nvml
+from .._cluster import Cluster, Device
 from .._errors import MeshError
 from ._replica import Replica
 
@@ -25,7 +25,7 @@ def resolve(
 
     Raises:
         MeshError: If there is no device, one process holds unlike accelerators, or the cluster
-            describes another number of devices.
+            describes another number of devices, or accelerators where JAX has the processor.
     """
     if mesh is not None:
         devices: list[Any] = list(mesh.devices.flat)
@@ -61,12 +61,24 @@ def resolve(
     check_one_kind_per_process(
         [(d.process_index, d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
     )
-    if cluster is not None and len(cluster.devices) != len(devices):
+    if cluster is not None:
+        _check_described(cluster, devices)
+    return tuple(devices)
+
+
+def _check_described(cluster: Cluster, devices: Sequence[jax.Device]) -> None:
+    if len(cluster.devices) != len(devices):
         raise MeshError(
             f"mesh file {cluster.name!r} describes {len(cluster.devices)} devices, the job has "
             f"{len(devices)}: start it with hxla run --mesh, one process per described device"
         )
-    return tuple(devices)
+    for i, (described, device) in enumerate(zip(cluster.devices, devices, strict=True)):
+        # Without a driver JAX falls back on the processor.
+        if (described.kind == "cpu") != (device.platform == "cpu"):
+            raise MeshError(
+                f"mesh file {cluster.name!r} describes device {i} as {described.kind}, JAX has "
+                f"{device.device_kind} here: see `hxla devices`"
+            )
 
 
 def check_one_kind_per_process(kinds: list[tuple[int, int, str]]) -> None:
@@ -94,40 +106,13 @@ def device_kind(device: jax.Device) -> str:
     """The model name of a device; NVML's where there is one, for jax may repeat the first's."""
     if device.platform not in ("gpu", "cuda"):
         return device.device_kind
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return device.device_kind  # ROCm, or no driver library beside the CUDA runtime
-    try:
-        index = _nvml_index(device.local_hardware_id)
-        if index is None:
-            return device.device_kind
-        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))
-        return name.decode() if isinstance(name, bytes) else str(name)
-    finally:
-        pynvml.nvmlShutdown()
+    with _nvml.driver() as nvml:
+        index = None if nvml is None else _nvml.index_of(device.local_hardware_id)
+        # ROCm has no such driver, and a card given by UUID no number.
+        return device.device_kind if index is None else _nvml.name_of(nvml, index)
 
 
-def _nvml_index(hardware_id: int | None) -> int | None:
-    """NVML counts all cards, CUDA only the visible ones."""
-    import os
-
-    if hardware_id is None:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return hardware_id
-    entries = visible.split(",")
-    if hardware_id >= len(entries) or not entries[hardware_id].strip().isdigit():
-        return None  # given by UUID
-    return int(entries[hardware_id])
-
-
-def described(
-    devices: Sequence[jax.Device], cluster: Cluster | None
-) -> dict[jax.Device, cluster_file.Device]:
+def described(devices: Sequence[jax.Device], cluster: Cluster | None) -> dict[jax.Device, Device]:
     """What the mesh file says of each device; nothing if there is none."""
     return dict(zip(devices, cluster.devices, strict=True)) if cluster is not None else {}
 
@@ -135,7 +120,7 @@ def described(
 def replica_names(
     replicas: Sequence[Replica],
     devices: Sequence[jax.Device],
-    known: Mapping[jax.Device, cluster_file.Device],
+    known: Mapping[jax.Device, Device],
 ) -> tuple[str, ...]:
     """Short unique names: the kind and the positions, with the described share of a core."""
     names = []

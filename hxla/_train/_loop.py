@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from .._cluster import Cluster, load_cluster
+from .._cluster import Cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
 from .._factors import PATTERNS, Patterns
@@ -29,6 +29,7 @@ from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
 from .._lower._replicate import Reduction
+from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
 from .._plan import Plan
 from .._rules import RuleSet, load_rules

@@ -1,0 +1,68 @@
+"""How fast the devices of this process multiply, copy and talk, whatever model runs on them."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_REPEATS = 7
+_MIN_SECONDS = 0.02  # of one product: far above the clock's and the dispatch's noise
+_LARGEST = 16384  # 1 GiB per float32 operand
+_MESSAGE_BYTES = (2**12, 2**16, 2**20, 2**24, 2**27)
+
+
+def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
+    """Rate of square matrix products, as large as take 20 ms.
+
+    Args:
+        device: Where.
+        dtype: Of operands and result. `tensorfloat32` is float32 in JAX's default precision, which
+            NVIDIA cards from Ampere on round to TF32; `float32` is not rounded.
+    """
+    precision = "default" if dtype == "tensorfloat32" else "highest"
+    dtype = dtype.replace("tensor", "")
+    product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+    size = 256
+    while True:
+        # Not constants: GPUs run those at a higher clock than real data.
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
+        seconds = _seconds(functools.partial(product, x, x))
+        if seconds >= _MIN_SECONDS or size >= _LARGEST:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
+    """Rate of a pass over memory that reads and writes every byte in place, both counted."""
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), device)
+
+    def again() -> jax.Array:
+        nonlocal x
+        x = increment(x)
+        return x
+
+    return 2 * x.nbytes / _seconds(again)
+
+
+def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, float], ...]:
+    """(Message bytes, bytes per second) of copies from one device to another, by size."""
+    points = []
+    for size in _MESSAGE_BYTES:
+        x = jax.device_put(jnp.zeros(size, jnp.uint8), source)
+        points.append((float(size), size / _seconds(functools.partial(jax.device_put, x, target))))
+    return tuple(points)
+
+
+def _seconds(run: Callable[[], jax.Array]) -> float:
+    """Median time, after a first run that compiles and warms up."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
