@@ -23,7 +23,7 @@ LAYERS = [
     {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
-    {"_trace"},
+    {"_trace", "_evaluate"},
     {"_planner"},
     {"_lower"},
     {"_partition", "_detect"},

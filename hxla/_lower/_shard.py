@@ -9,7 +9,6 @@ References:
     Xu et al., "GSPMD", 2021.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._evaluate import Placement, run_graph
 from .._factors import UNITS
-from .._graph import Graph, Input, Op, leaves, origins
-from .._jaxpr import checkpoint_like, run_equation, scan_counts
+from .._graph import Graph, Op, leaves, origins
 from .._planner._assign import Assignment
 from .._types import PyTree
-
-Env = dict[int, Any]
 
 
 def spec(rank: int, states: Mapping[str, int | None]) -> P:
@@ -168,114 +165,46 @@ class Sharded:
             mesh: Its axes are automatic.
             result_tree: Tree structure of what `run` returned.
         """
-        return _Runner(self, mesh, result_tree)
+        placement = self._placement(mesh)
 
+        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            results = run_graph(self.graph, params, aux, key, batch, placement)
+            return jax.tree.unflatten(result_tree, results)
 
-class _Runner:
-    def __init__(self, sharded: Sharded, mesh: Mesh, result_tree: Any):
-        self._sharded = sharded
-        self._graph = sharded.graph
-        self._mesh = mesh
-        self._result_tree = result_tree
+        return run
 
-    def __call__(self, params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-        graph = self._graph
-        env: Env = dict(graph.consts)
-        for numbers, tree in (
-            (graph.param_values, params),
-            (graph.aux_values, aux),
-            ((graph.key_value,), key),
-            (graph.batch_values, batch),
-        ):
-            env.update(zip(numbers, jax.tree.leaves(tree), strict=True))
-        self._run(graph.ops, env, "")
-        results = [_read(env, v) for v in graph.result_values]
-        return jax.tree.unflatten(self._result_tree, results)
+    def _placement(self, mesh: Mesh) -> Placement:
+        def place(x: Any, states: Mapping[str, int | None]) -> Any:
+            if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.ndim, states)))
 
-    def _place(self, x: Any, states: Mapping[str, int | None]) -> Any:
-        if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        sharding = NamedSharding(self._mesh, spec(x.ndim, states))
-        return jax.lax.with_sharding_constraint(x, sharding)
+        def operands(op: Op, arrays: list[Any]) -> list[Any]:
+            out = []
+            for k, (v, x) in enumerate(zip(op.inputs, arrays, strict=True)):
+                if isinstance(v, int) and op.outputs:
+                    made = self.made(v)
+                    first = op.outputs[0]
+                    wanted = {
+                        name: a.wanted[first][k] if first in a.wanted else made[name]
+                        for name, a in self.axes.items()
+                    }
+                    x = x if made == wanted else place(x, wanted)
+                out.append(x)
+            return out
 
-    def _operands(self, op: Op, env: Env) -> list[Any]:
-        operands = []
-        axes = self._sharded.axes
-        for k, v in enumerate(op.inputs):
-            x = _read(env, v)
-            if isinstance(v, int) and op.outputs:
-                made = self._sharded.made(v)
-                wanted = {
-                    name: a.wanted[op.outputs[0]][k] if op.outputs[0] in a.wanted else made[name]
-                    for name, a in axes.items()
-                }
-                if made != wanted:
-                    x = self._place(x, wanted)
-            operands.append(x)
-        return operands
+        def as_made(numbers: Sequence[int], arrays: list[Any]) -> list[Any]:
+            return [place(x, self.made(v)) for v, x in zip(numbers, arrays, strict=True)]
 
-    def _run(self, ops: Sequence[Op], env: Env, prefix: str) -> None:
-        for op in ops:
-            operands = self._operands(op, env)
-            # The equation brings its own names; those of an inlined jit around it are missing.
-            stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
-            stack = stack.strip("/")
-            with jax.named_scope(stack) if stack else contextlib.nullcontext():
-                results = self._evaluate(op, operands, env)
-                if self._is_bound(op):
-                    results = [
-                        self._place(x, self._sharded.made(v))
-                        for x, v in zip(results, op.outputs, strict=True)
-                    ]
-            env.update(zip(op.outputs, results, strict=True))
+        def results(op: Op, arrays: list[Any]) -> list[Any]:
+            return as_made(op.outputs, arrays) if self._is_bound(op) else arrays
+
+        return Placement(operands=operands, results=results, carry=as_made)
 
     def _is_bound(self, op: Op) -> bool:
         """Whether the results are placed by us: elsewhere XLA's propagation does as we would."""
         if op.body or not op.outputs:
             return False
         return op.name in UNITS or any(
-            axis.factors.get(op.outputs[0]) in ("row", "vocabulary")
-            for axis in self._sharded.axes.values()
+            axis.factors.get(op.outputs[0]) in ("row", "vocabulary") for axis in self.axes.values()
         )
-
-    def _evaluate(self, op: Op, operands: list[Any], env: Env) -> list[Any]:
-        if not op.body or op.kind == "custom":
-            return run_equation(op.eqn, operands)
-
-        def body(*inputs: Any) -> list[Any]:
-            inside: Env = dict(op.body_consts)
-            inside.update(zip(op.body_inputs, inputs, strict=True))
-            self._run(op.body, inside, op.stack)
-            return [_read(inside, v) for v in op.body_outputs]
-
-        if op.kind == "remat":
-            return checkpoint_like(op.eqn, body)(*operands)
-        params = op.eqn.params
-        num_consts, num_carry = scan_counts(op.eqn)
-        consts = operands[:num_consts]
-        carry = operands[num_consts : num_consts + num_carry]
-
-        carried = op.body_inputs[num_consts : num_consts + num_carry]
-
-        def placed(carry: Any) -> list[Any]:
-            return [
-                self._place(x, self._sharded.made(v)) for x, v in zip(carry, carried, strict=True)
-            ]
-
-        def step(carry: Any, xs: Any) -> Any:
-            out = body(*consts, *placed(carry), *xs)
-            return placed(out[:num_carry]), out[num_carry:]
-
-        carry, ys = jax.lax.scan(
-            step,
-            placed(carry),
-            operands[num_consts + num_carry :],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [*carry, *ys]
-
-
-def _read(env: Env, v: Input) -> Any:
-    return env[v] if isinstance(v, int) else v.val
