@@ -24,6 +24,8 @@ LAYERS = [
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
     {"_trace", "_evaluate"},
+    {"_segments"},
+    {"_measure"},
     {"_planner"},
     {"_lower"},
     {"_partition", "_detect"},

@@ -1,0 +1,199 @@
+"""A traced loss as a chain of segments, cut where little crosses.
+
+What the planner places and the profiler measures is a chain. A program is a list of equations with
+any pattern of use between them; between two equations the arrays that were made before and are
+read after *cross*. A cut is good where few bytes cross: after a residual block, not inside one.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._errors import PlanError
+from ._evaluate import Env, run_ops
+from ._graph import Graph, Op, leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive equations.
+
+    Attributes:
+        name: First and last module or source line in it.
+        ops: Its operations, those that only cast or reshape parameters repeated where needed.
+        params: Indices of the parameters that it reads.
+        given: Values that the whole program is given (batch, other variables, random key).
+        inputs: Values that earlier segments made, differentiable ones and others.
+        outputs: Values that later segments, or the loss, read.
+        flops: Forward operations of one microbatch.
+        param_bytes: Of its parameters.
+        output_bytes: Of its outputs.
+        stash_bytes: Of every array in it that a gradient flows through.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    params: tuple[int, ...]
+    given: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: float
+    param_bytes: int
+    output_bytes: int
+    stash_bytes: int
+
+
+def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
+    """Cut a graph into a chain of segments of about equal work.
+
+    Near each multiple of the `num`-th part of all operations, the cut is where the fewest bytes
+    cross. A program with few such places, such as a scan over its layers, gives fewer segments.
+
+    Args:
+        graph: From `hxla.trace`.
+        num: Most segments, at least 1.
+
+    Returns:
+        At least one segment; their equations in order are the graph's.
+
+    Raises:
+        PlanError: If `num` is below 1.
+    """
+    if num < 1:
+        raise PlanError(f"a chain has at least one segment, not {num}")
+    views, ops = _parameter_views(graph)
+    cuts = [0, *_cuts(graph, ops, num), len(ops)]
+    made_in: dict[int, int] = {}
+    chunks = [ops[a:b] for a, b in itertools.pairwise(cuts)]
+    for i, chunk in enumerate(chunks):
+        made_in.update({v: i for op in chunk for v in op.outputs})
+    last_use = _last_use(ops)
+    last_use.update({v: len(ops) for v in graph.result_values if isinstance(v, int)})
+    ends = list(itertools.accumulate(map(len, chunks)))
+    return tuple(
+        _segment(graph, i, chunk, views, made_in, last_use, ends[i])
+        for i, chunk in enumerate(chunks)
+    )
+
+
+def run_segment(graph: Graph, segment: Segment) -> Callable[[Sequence[Any], Env, Env], list[Any]]:
+    """`(params, inputs, given) -> outputs` of one segment.
+
+    `params` are the arrays of `segment.params`, `inputs` and `given` go by number.
+    """
+
+    def run(params: Sequence[Any], inputs: Env, given: Env) -> list[Any]:
+        env: Env = dict(graph.consts) | dict(inputs) | dict(given)
+        numbers = (graph.param_values[p] for p in segment.params)
+        env.update(zip(numbers, params, strict=True))
+        run_ops(segment.ops, env)
+        return [env[v] for v in segment.outputs]
+
+    return run
+
+
+def _parameter_views(graph: Graph) -> tuple[dict[int, Op], list[Op]]:
+    """Operations that only recast parameters, by what they make; and all others."""
+    views: dict[int, Op] = {}
+    rest = []
+    for op in graph.ops:
+        if op.outputs and all(graph.values[v].param is not None for v in op.outputs):
+            views.update(dict.fromkeys(op.outputs, op))
+        else:
+            rest.append(op)
+    return views, rest
+
+
+def _reads(op: Op) -> list[int]:
+    return [v for v in op.inputs if isinstance(v, int)]
+
+
+def _last_use(ops: Sequence[Op]) -> dict[int, int]:
+    return {v: i for i, op in enumerate(ops) for v in _reads(op)}
+
+
+def _crossing(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
+    """Bytes that cross before each operation, int64[num ops + 1]."""
+    change = np.zeros(len(ops) + 2, np.int64)
+    last = _last_use(ops)
+    last.update({v: len(ops) for v in graph.result_values if isinstance(v, int)})
+    for i, op in enumerate(ops):
+        for v in op.outputs:
+            if last.get(v, i) > i:
+                change[i + 1] += graph.values[v].num_bytes
+                change[last[v] + 1] -= graph.values[v].num_bytes
+    return np.cumsum(change)[: len(ops) + 1]
+
+
+def _flops(op: Op) -> float:
+    return float(sum(leaf.flops for leaf in leaves((op,))))
+
+
+def _cuts(graph: Graph, ops: Sequence[Op], num: int) -> list[int]:
+    crossing = _crossing(graph, ops)
+    work = np.concatenate([[0.0], np.cumsum([_flops(op) for op in ops])])
+    share = work[-1] / num
+    found: list[int] = []
+    for target in (share * k for k in range(1, num)):
+        near = [
+            p
+            for p in range(1, len(ops))
+            if abs(work[p] - target) <= share / 2 and 0 < work[p] < work[-1]
+        ]
+        if near:
+            best = min(near, key=lambda p: (crossing[p], abs(work[p] - target), p))
+            if not found or best > found[-1]:
+                found.append(best)
+    return found
+
+
+def _segment(
+    graph: Graph,
+    index: int,
+    chunk: Sequence[Op],
+    views: dict[int, Op],
+    made_in: dict[int, int],
+    last_use: dict[int, int],
+    end: int,
+) -> Segment:
+    values = graph.values
+    own_views: dict[int, Op] = {}
+
+    def needed(v: int) -> None:
+        if v in views and id(views[v]) not in own_views:
+            for inner in _reads(views[v]):
+                needed(inner)
+            own_views[id(views[v])] = views[v]
+
+    read = dict.fromkeys(v for op in chunk for v in _reads(op))
+    for v in read:
+        needed(v)
+    ops = (*own_views.values(), *chunk)
+    made = {v for op in ops for v in op.outputs}
+    outside = dict.fromkeys(v for op in ops for v in _reads(op) if v not in made)
+    of_param = {v: p for p, v in enumerate(graph.param_values)}
+    consts = {v for v, _ in graph.consts}
+    params = tuple(of_param[v] for v in outside if v in of_param)
+    outputs = tuple(v for op in chunk for v in op.outputs if last_use.get(v, -1) >= end)
+    inner = [v for op in leaves(tuple(chunk)) for v in op.outputs if values[v].differentiable]
+    stacks = [op.stack for op in chunk if op.stack]
+    sources = [op.source.rsplit("/", 1)[-1] for op in chunk if op.source]
+    labels = stacks if len(set(stacks)) > 1 else sources or [str(index)]
+    first, last = labels[0], labels[-1]
+    return Segment(
+        name=first if first == last else f"{first} .. {last}",
+        ops=ops,
+        params=params,
+        given=tuple(
+            v for v in outside if v not in of_param and v not in consts and v not in made_in
+        ),
+        inputs=tuple(v for v in outside if made_in.get(v, index) < index),
+        outputs=outputs,
+        flops=sum(map(_flops, chunk)),
+        param_bytes=sum(values[graph.param_values[p]].num_bytes for p in params),
+        output_bytes=sum(values[v].num_bytes for v in outputs),
+        stash_bytes=sum(values[v].num_bytes for v in inner),
+    )

@@ -1,0 +1,101 @@
+"""A graph cut into a chain gives what the whole gives, and is cut where little crosses."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._loss import as_sums
+from hxla._model import functional
+from hxla._segments import run_segment, segments
+from hxla._trace import trace_functional
+
+
+def chain_results(graph, chain, model, key, batch):
+    """The loss and its gradients, one segment after another."""
+
+    def loss(params):
+        given = dict(zip(graph.aux_values, jax.tree.leaves(model.aux), strict=True))
+        given[graph.key_value] = key
+        given |= dict(zip(graph.batch_values, jax.tree.leaves(batch), strict=True))
+        crossing = {}
+        for segment in chain:
+            inputs = {v: crossing[v] for v in segment.inputs}
+            own = [params[p] for p in segment.params]
+            outputs = run_segment(graph, segment)(own, inputs, {v: given[v] for v in segment.given})
+            crossing |= dict(zip(segment.outputs, outputs, strict=True))
+        return crossing[graph.result_values[0]]
+
+    return jax.value_and_grad(loss)(jax.tree.leaves(model.params))
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+@pytest.mark.parametrize("net", ["nnx", "linen"])
+def test_a_chain_gives_the_loss_and_gradients_of_the_whole(net, num):
+    batch = models.tokens(8)
+    module = models.NnxNet(nnx.Rngs(0)) if net == "nnx" else models.LinenNet()
+    loss = models.token_loss
+    model = functional(module, loss, loss, variables=None, seed=0, example=batch)
+    graph = trace_functional(model, batch)
+    chain = segments(graph, num)
+    assert 1 <= len(chain) <= num
+    key = jax.random.key(3)
+
+    @jax.jit
+    def whole(params, aux):
+        tree = jax.tree.unflatten(jax.tree.structure(model.params), params)
+        out, _ = model.train(tree, aux, key, batch)
+        return as_sums(out, 8).loss
+
+    value, grads = chain_results(graph, chain, model, key, batch)
+    expected, wanted = jax.value_and_grad(whole)(jax.tree.leaves(model.params), model.aux)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def gpt():
+    path = pathlib.Path(__file__).parent.parent / "examples" / "gpt.py"
+    spec = importlib.util.spec_from_file_location("gpt_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_transformer_is_cut_between_its_blocks():
+    module = gpt()
+    batch = {"text": jax.ShapeDtypeStruct((2, module.LENGTH + 1), jnp.int32)}
+    model = nnx.eval_shape(lambda: module.GPT(nnx.Rngs(0), dropout=0.0))
+    graph = hxla.trace(model, module.loss, batch)
+    chain = segments(graph, module.LAYERS)
+    assert len(chain) == module.LAYERS
+    residual = 2 * module.LENGTH * module.WIDTH * 4
+    assert [s.output_bytes for s in chain[:-1]] == [residual] * (module.LAYERS - 1)
+    assert sum(s.flops for s in chain) == graph.flops
+    assert {p for s in chain for p in s.params} == set(range(len(graph.param_values)))
+
+
+def test_a_tied_embedding_belongs_to_both_ends():
+    model = models.NnxNet(nnx.Rngs(0))
+
+    def loss(m, b):
+        x = m.attention(m.embed(b["tokens"]))
+        return m.embed.attend(x).mean(axis=(1, 2))
+
+    chain = segments(hxla.trace(model, loss, models.tokens(8)), 3)
+    shared = set(chain[0].params) & set(chain[-1].params)
+    assert len(chain) > 1
+    assert len(shared) == 1
+
+
+def test_no_segments_are_refused():
+    batch = {k: v[:4] for k, v in models.regression().items()}
+    graph = hxla.trace(models.Dense(nnx.Rngs(0)), models.squared_error, batch)
+    with pytest.raises(hxla.PlanError, match="at least one segment"):
+        segments(graph, 0)
