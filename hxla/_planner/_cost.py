@@ -126,6 +126,22 @@ def monotone(profile: Profile) -> Profile:
     return dataclasses.replace(profile, times=times)
 
 
+def excess_per_example(profile: Profile, setting: Setting) -> float | None:
+    """How much more time an example takes than in twice the microbatch, as a share of the latter.
+
+    Near 0 the device is the limit and the profile can be trusted; well above it the host that
+    launches kernels is, and then a run's times depend on what else the host does: on a profiler's
+    hooks, on other processes, on logging. None if twice the microbatch was not measured.
+    """
+    double = dataclasses.replace(setting, microbatch_size=2 * setting.microbatch_size)
+    if double not in profile.times:
+        return None
+    own, twice = (
+        sum(time.forward + time.backward for time in profile.times[s]) for s in (setting, double)
+    )
+    return 2 * own / twice - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageLoad:
     """What one stage of one replica has to do.

@@ -1,0 +1,119 @@
+"""Predictions against runs that others measured on GH200 nodes: see sailor.py.
+
+The bar is time within 5 % on average and 10 % at worst, memory within 3 %. What is asserted here
+is what is reached; where that is less than the bar, the test says why.
+"""
+
+import json
+import statistics
+
+import pytest
+import sailor
+
+from hxla._planner._cost import excess_per_example
+from hxla._profile._values import Setting
+
+DATA = sailor.load()
+POSSIBLE = [plan for plan in DATA.plans if sailor.is_possible(DATA, plan)]
+
+
+def time_error(plan):
+    return sailor.predict_time(DATA, plan).step_seconds / plan.step_seconds - 1
+
+
+def memory_error(plan, memory):
+    return memory.total_bytes / plan.peak_bytes - 1
+
+
+def host_bound(plan):
+    """Whether an example takes over 5 % longer than in twice the microbatch."""
+    setting = Setting(sailor.KIND, plan.microbatch_size, sailor.TENSOR)
+    excess = excess_per_example(DATA.profiles[plan.model], setting)
+    assert excess is not None
+    return excess > 0.05
+
+
+@pytest.mark.skipif(not sailor.SHARED.exists(), reason=f"{sailor.SHARED} is not there")
+def test_the_shipped_figures_are_the_repositorys():
+    assert json.loads(sailor.SHIPPED.read_text()) == sailor.extract(sailor.SHARED)
+
+
+def test_there_are_as_many_plans_as_were_measured():
+    assert len(DATA.plans) == 19
+
+
+def test_step_times_are_within_five_percent_on_average():
+    assert statistics.mean(abs(time_error(plan)) for plan in DATA.plans) < 0.05
+
+
+def test_step_times_are_within_five_percent_where_the_device_is_the_limit():
+    plans = [plan for plan in DATA.plans if not host_bound(plan)]
+    assert len(plans) == 11
+    assert max(abs(time_error(plan)) for plan in plans) < 0.05
+
+
+def test_three_step_times_are_off_by_more_than_ten_percent():
+    # All three are one stage at microbatches of 1 and 4, whose profile the host set: forwards there
+    # are 1.5 to 1.8 ms a layer whatever the microbatch.
+    # Two ran 12 % faster than the sum of their own layers' profile, one 14 % slower, so no constant
+    # could mend both.
+    off = [plan for plan in DATA.plans if abs(time_error(plan)) > 0.1]
+    assert {(plan.num_replicas, len(plan.cuts)) for plan in off} == {(1, 1), (4, 1)}
+    assert len(off) == 3
+    assert all(host_bound(plan) for plan in off)
+    assert max(abs(time_error(plan)) for plan in off) < 0.14
+
+
+def test_transfers_that_block_explain_the_pipelines():
+    """Without them pipelines of 4 stages are predicted a sixth too fast."""
+    plan = next(p for p in DATA.plans if len(p.cuts) == 4 and p.microbatch_size == 8)
+    assert abs(time_error(plan)) < 0.05
+    # The usual estimate: the slowest stage once per microbatch, the others once.
+    times = [
+        s.compute_seconds / plan.num_microbatches for s in sailor.predict_time(DATA, plan).stages[0]
+    ]
+    estimate = (plan.num_microbatches - 1) * max(times) + sum(times)
+    assert estimate / plan.step_seconds - 1 < -0.15
+
+
+def test_one_measured_peak_is_less_than_its_state_and_stash():
+    (odd,) = set(DATA.plans) - set(POSSIBLE)
+    assert (odd.model, odd.num_replicas, len(odd.cuts)) == ("GPT-Neo-2.7", 2, 4)
+
+
+def test_peaks_with_published_constants_are_within_four_percent_on_average():
+    # The published context is too large where little else is there, by 8 to 11 % of 7 to 13 GB.
+    errors = [
+        memory_error(plan, sailor.fullest(sailor.predict_memory(DATA, plan))) for plan in POSSIBLE
+    ]
+    assert statistics.mean(map(abs, errors)) < 0.042
+    assert min(errors) > -0.03
+    assert max(errors) < 0.12
+    large = [e for e, plan in zip(errors, POSSIBLE, strict=True) if plan.peak_bytes > 15e9]
+    assert len(large) == 13
+    assert max(map(abs, large)) < 0.035
+
+
+def test_peaks_are_within_three_percent_once_the_machine_is_known():
+    """Each plan predicted with the context, communicators and workspace of all the others."""
+    errors = [memory_error(plan, memory) for plan, memory in sailor.leave_one_out(DATA).items()]
+    assert statistics.mean(map(abs, errors)) < 0.015
+    # Two of the small ones, of 10 and 13 GB, are off by 430 MB.
+    assert sum(abs(e) > 0.03 for e in errors) == 2
+    assert max(map(abs, errors)) < 0.045
+
+
+def test_a_machine_known_from_one_model_predicts_the_other():
+    rule = sailor.fitted(DATA, [plan for plan in POSSIBLE if plan.model == "OPT-350"])
+    for plan in POSSIBLE:
+        if plan.model == "GPT-Neo-2.7":
+            memory = sailor.fullest(sailor.predict_memory(DATA, plan, rule))
+            assert abs(memory_error(plan, memory)) < 0.03
+
+
+@pytest.mark.parametrize("plan", DATA.plans, ids=lambda plan: plan.name)
+def test_no_plan_is_said_to_fit_where_it_did_not(plan):
+    stages = sailor.predict_memory(DATA, plan)
+    too_small = plan.peak_bytes - 1
+    assert not all(memory.fits(too_small) for memory in stages)
+    assert all(memory.fits(96e9) for memory in stages)
