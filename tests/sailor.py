@@ -1,38 +1,24 @@
-"""Measured plans of others, and what is known of the runtime that they ran on.
+"""Predictions of the measured plans: what is known of the runtime that they ran on.
 
-Plans and profiles: eth-easl/sailor (Strati et al., SOSP 2025), MIT licence, commit cf2c8e3:
-Megatron-DeepSpeed in float32 on nodes of 4 GH200. `sailor.json` holds the figures that the
-predictions need; where the repository's own data are beside the checkout, they are read instead and
-must say the same.
-
-    python -m tests.sailor            # the table of predictions
-    python -m tests.sailor --write    # sailor.json from the repository's data
+`python tests/sailor.py` prints the table; `python tests/sailor.py PLAN MODEL FOLDER` what a plan file
+of the repository's form, mixed or not, is predicted to take, with the data in a folder.
 """
 
 import dataclasses
-import gzip
+import itertools
 import json
 import math
 import pathlib
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
+from sailor_data import KIND, Data, Measured, Place, load, read, read_plan
 
-from hxla._planner._cost import Link, StepCost, monotone, ring_all_reduce_seconds, stage_loads
-from hxla._planner._cost import step_cost as cost_of
+from hxla._planner._cost import StepCost, monotone, ring_all_reduce_seconds, stage_loads, step_cost
 from hxla._planner._memory import DeviceMemory, MemoryRule, pipeline_memory
-from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
+from hxla._profile._values import Setting
 from hxla._schedules import one_f_one_b
-
-SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared/data/sailor"
-SHIPPED = pathlib.Path(__file__).parent / "data/sailor.json"
-KIND, TENSOR, FLOAT_BYTES = "GH-96", 4, 4
-MODELS = {"GPT-NEO": "GPT-Neo-2.7", "OPT-350": "OPT-350"}
-#: Transformer layers in the model that was profiled, besides embedding and head: the repository's
-#: profiling scripts pass `--num_prof_layers 2`. The update was timed once, for all of it.
-NUM_PROFILED_LAYERS = 2
 
 #: All from the repository's own simulator (`get_memory_footprint_on_gpu`), whose authors found them
 #: on this platform before we came: 24 bytes a parameter, of which 4 are the parameter, 4 the
@@ -47,197 +33,58 @@ PUBLISHED = MemoryRule(
     context_bytes=4.76e9 + 300e6,
     margin=0.05,
 )
+#: On other machines the same source has 2e9 bytes for one device and 3e9 for a tensor-parallel
+#: group (`check_config_fits`).
+OTHER_CONTEXT_BYTES = (2e9, 3e9)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A plan and what its run took; every replica's stage is one node, split 4 ways."""
-
-    model: str
-    num_nodes: int
-    num_replicas: int
-    cuts: tuple[int, ...]
-    microbatch_size: int
-    batch_size: int
-    step_seconds: float
-    peak_bytes: float
-
-    @property
-    def name(self):
-        stages = "stage" if len(self.cuts) == 1 else "stages"
-        return (
-            f"{self.model} {self.num_replicas} x {len(self.cuts)} {stages}, "
-            f"{self.num_microbatches} x {self.microbatch_size}"
-        )
-
-    @property
-    def num_microbatches(self):
-        return self.batch_size // (self.microbatch_size * self.num_replicas)
-
-    def stages(self, num_layers):
-        return [range(a, b) for a, b in zip(self.cuts, (*self.cuts[1:], num_layers), strict=True)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-    """Profiles by model, the plans, and the network's curve."""
-
-    profiles: Mapping[str, Profile]
-    plans: tuple[Measured, ...]
-    curve: tuple[float, ...]
-
-
-def share_of_curve(coefficients: Iterable[float], num_senders: int) -> Link:
-    """Seconds of one device's bytes while all `num_senders` of its node send as many.
-
-    The curve is the node's bandwidth in GB/s, a polynomial in log2 of one device's megabytes.
-    """
-    powers = list(coefficients)[::-1]
-
-    def seconds(num_bytes):
-        log = math.log2(num_bytes / 1e6)
-        gigabytes_per_second = sum(c * log**i for i, c in enumerate(powers))
-        return num_senders * num_bytes / 1e9 / gigabytes_per_second
-
-    return seconds
-
-
-def profile_of(model, times, sizes) -> Profile:
-    """A profile from the repository's tables.
-
-    Args:
-        model: Name.
-        times: kind, microbatch size, tensor, layer to (forward, backward, update of the whole
-            profiled model).
-        sizes: tensor, layer to (parameters, outputs, stashed values), numbers of one example.
-    """
-    layers = tuple(str(i) for i in range(len(next(iter(sizes.values())))))
-    ends = (*range(1 + NUM_PROFILED_LAYERS), len(layers) - 1)
-
-    def layer_times(tensor, table):
-        profiled = sum(sizes[tensor][layers[i]][0] for i in ends)
-        return tuple(
-            LayerTime(
-                forward=table[layer][0],
-                backward=table[layer][1],
-                update=table[layer][2] * sizes[tensor][layer][0] / profiled,
-            )
-            for layer in layers
-        )
-
-    def layer_sizes(tensor, microbatch_size):
-        return tuple(
-            LayerSize(
-                parameter_bytes=sizes[tensor][layer][0] * FLOAT_BYTES,
-                output_bytes=sizes[tensor][layer][1] * FLOAT_BYTES * microbatch_size,
-                stash_bytes=sizes[tensor][layer][2] * FLOAT_BYTES * microbatch_size,
-            )
-            for layer in layers
-        )
-
-    keys = [(k, b, t) for k, x in times.items() for b, y in x.items() for t in y if t in sizes]
-    return Profile(
-        model=model,
-        layers=layers,
-        sizes={(int(b), int(t)): layer_sizes(t, int(b)) for _, b, t in keys},
-        times={Setting(k, int(b), int(t)): layer_times(t, times[k][b][t]) for k, b, t in keys},
-    )
-
-
-def extract(folder: pathlib.Path) -> dict:
-    """The figures of the repository's data that the predictions need."""
-    with gzip.open(folder / "profiles.json.gz") as file:
-        times = json.load(file)
-    info = json.loads((folder / "llm_info.json").read_text())
-    network = json.loads((folder / "network/network_coeffs_all_homo.json").read_text())
-    fields = ("params_floats", "act_output_floats", "act_mem_floats")
-    tensor = str(TENSOR)
-    models = {}
-    for model in MODELS.values():
-        sizes = {layer: [v[f] for f in fields] for layer, v in info[model][tensor].items()}
-        by_size = {b: x[tensor] for b, x in times[model][KIND].items() if tensor in x}
-        models[model] = {
-            "num_layers": len(sizes),
-            # Layers 2 to the last but one are alike, of which the first is kept.
-            "sizes": _ends(sizes),
-            "times": {b: _ends(by_size[b]) for b in sorted(by_size, key=int)},
-        }
-    plans = []
-    for path in sorted((folder / "validation").glob("*/*/*.json")):
-        plan = json.loads(path.read_text())
-        pipeline = plan["pipeline_list"][0]
-        plans.append(
-            {
-                "model": MODELS[path.parts[-3]],
-                "num_nodes": plan["N"],
-                "num_replicas": pipeline["dp"][0],
-                "cuts": [layers[0] for layers in pipeline["layers_per_stage"]],
-                "microbatch_size": plan["mbs"],
-                "batch_size": plan["gbs"],
-                "step_seconds": plan["real"],
-                "peak_bytes": plan["max_mem"],
-            }
-        )
-    return {
-        "source": "https://github.com/eth-easl/sailor, commit cf2c8e3 (Strati et al., SOSP 2025)",
-        "licence": "MIT, Copyright the authors of eth-easl/sailor",
-        "times": "seconds of forward, backward, update; of layers 0, 1, 2 and the last",
-        "sizes": "numbers of parameters, outputs, stashed values; of the same layers",
-        "models": models,
-        "node_curve": network["inter"][KIND][str(TENSOR)][0],
-        "plans": plans,
-    }
-
-
-def _ends(table):
-    last = len(table) - 1
-    assert all(table[str(i)] == table["2"] for i in range(2, last))
-    return [table[str(i)] for i in (0, 1, 2, last)]
-
-
-def _spread(ends, num_layers):
-    first, second, rest, last = ends
-    return {
-        str(i): value for i, value in enumerate([first, second, *[rest] * (num_layers - 3), last])
-    }
-
-
-def load() -> Data:
-    """The shipped figures, which `test_sailor.py` holds against the repository's own."""
-    shipped = json.loads(SHIPPED.read_text())
-    tensor = str(TENSOR)
-    profiles = {}
-    for model, table in shipped["models"].items():
-        n = table["num_layers"]
-        times = {KIND: {b: {tensor: _spread(x, n)} for b, x in table["times"].items()}}
-        profiles[model] = profile_of(model, times, {tensor: _spread(table["sizes"], n)})
-    plans = tuple(Measured(**{**p, "cuts": tuple(p["cuts"])}) for p in shipped["plans"])
-    return Data(profiles=profiles, plans=plans, curve=tuple(shipped["node_curve"]))
+def rule_of(place: Place, rule: MemoryRule = PUBLISHED) -> MemoryRule:
+    """The rule on the place's machine."""
+    if place.kind == KIND:
+        return rule
+    return dataclasses.replace(rule, context_bytes=OTHER_CONTEXT_BYTES[place.tensor > 1])
 
 
 def predict_time(data: Data, plan: Measured) -> StepCost:
     """The step, as this runtime does it.
 
     What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B; activations
-    and their gradients are replicated over the 4 tensor ranks, each of which moves them over its
-    own network card; transfers are issued on the stream that computes, so they hold up both
-    stages; gradients are reduced once, after all microbatches and a barrier, in buckets of 500
-    million values (one here), nothing overlapped. The ring shares each card between sending and
-    receiving, as the repository's `mul_factor` of 2 for NCCL says.
+    and their gradients are replicated over the tensor ranks, each of which moves them over its own
+    share of the node's network; transfers are issued on the stream that computes, so they hold up
+    both stages; gradients are reduced once, after all microbatches and a barrier, in buckets of 500
+    million values, nothing overlapped. The ring shares a card between sending and receiving, as the
+    `mul_factor` of 2 for NCCL in the repository's `estimate_ar_time` says.
     """
     profile = monotone(data.profiles[plan.model])
     stages = plan.stages(len(profile.layers))
-    setting = Setting(KIND, plan.microbatch_size, TENSOR)
-    loads = stage_loads(profile, [setting] * len(stages), stages)
-    link = share_of_curve(data.curve, TENSOR)
-    reduction = [
-        ring_all_reduce_seconds(load.gradient_bytes, plan.num_replicas, link, duplex=False)
-        for load in loads
+    replicas = sorted(
+        {tuple(stage[r % len(stage)] for stage in plan.places) for r in range(plan.num_replicas)}
+    )
+    loads = [
+        stage_loads(
+            profile,
+            [Setting(place.kind, plan.microbatch_size, place.tensor) for place in places],
+            stages,
+        )
+        for places in replicas
     ]
-    return cost_of(
-        [loads],
-        [plan.num_microbatches],
-        [[link] * (len(loads) - 1)],
+    links = [[data.link(a, b) for a, b in itertools.pairwise(places)] for places in replicas]
+    reduction = []
+    for s, places in enumerate(plan.places):
+        # Shards of the smallest tensor-parallel group are the largest, and the slowest pair of the
+        # ring sets its pace.
+        num_bytes = max(stage_loads[s].gradient_bytes for stage_loads in loads)
+        pairs = set(zip(places, (*places[1:], places[0]), strict=True))
+        reduction.append(
+            max(
+                ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b), duplex=False)
+                for a, b in pairs
+            )
+        )
+    return step_cost(
+        loads,
+        [plan.num_microbatches] * len(loads),
+        links,
         reduction,
         blocking=True,
         barrier=True,
@@ -247,14 +94,17 @@ def predict_time(data: Data, plan: Measured) -> StepCost:
 def predict_memory(
     data: Data, plan: Measured, rule: MemoryRule = PUBLISHED
 ) -> tuple[DeviceMemory, ...]:
-    """Peak of one device of each stage."""
+    """Peak of one device of each stage, of the smallest tensor-parallel group where they differ."""
     profile = data.profiles[plan.model]
-    sizes = profile.sizes[plan.microbatch_size, TENSOR]
-    stages = plan.stages(len(sizes))
-    return pipeline_memory(
-        [[sizes[i] for i in layers] for layers in stages],
-        one_f_one_b(len(stages), plan.num_microbatches),
-        rule,
+    stages = plan.stages(len(profile.layers))
+    places = [min(stage, key=lambda place: (place.tensor, place)) for stage in plan.places]
+    parts = [
+        [profile.sizes[plan.microbatch_size, place.tensor][i] for i in layers]
+        for place, layers in zip(places, stages, strict=True)
+    ]
+    schedule = one_f_one_b(len(stages), plan.num_microbatches)
+    return tuple(
+        pipeline_memory(parts, schedule, rule_of(place, rule))[s] for s, place in enumerate(places)
     )
 
 
@@ -304,11 +154,6 @@ def leave_one_out(data: Data) -> dict[Measured, DeviceMemory]:
 
 
 def main():
-    if "--write" in sys.argv:
-        SHIPPED.parent.mkdir(exist_ok=True)
-        text = json.dumps(extract(SHARED), indent=1)
-        # One line per row of numbers.
-        SHIPPED.write_text(_short_rows(text) + "\n")
     data = load()
     left_out = leave_one_out(data)
     columns = ("plan", "s", "predicted", "", "GB", "predicted", "", "left out")
@@ -333,9 +178,14 @@ def main():
         print(f"{name:40}" + "".join(f"{cell:>11}" for cell in cells))
 
 
-def _short_rows(text):
-    return re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
+def predict(path, model, folder):
+    data = read(pathlib.Path(folder))
+    plan = {"real": math.nan, "max_mem": math.nan} | json.loads(pathlib.Path(path).read_text())
+    measured = read_plan(plan, model)
+    print(f"{measured.name}: {predict_time(data, measured).step_seconds:.3f} s")
+    for s, memory in enumerate(predict_memory(data, measured)):
+        print(f"  stage {s}: {memory.total_bytes / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":
-    main()
+    predict(*sys.argv[1:]) if len(sys.argv) > 1 else main()

@@ -9,11 +9,12 @@ import statistics
 
 import pytest
 import sailor
+import sailor_data
 
 from hxla._planner._cost import excess_per_example
 from hxla._profile._values import Setting
 
-DATA = sailor.load()
+DATA = sailor_data.load()
 POSSIBLE = [plan for plan in DATA.plans if sailor.is_possible(DATA, plan)]
 
 
@@ -27,15 +28,30 @@ def memory_error(plan, memory):
 
 def host_bound(plan):
     """Whether an example takes over 5 % longer than in twice the microbatch."""
-    setting = Setting(sailor.KIND, plan.microbatch_size, sailor.TENSOR)
+    setting = Setting(sailor_data.KIND, plan.microbatch_size, sailor_data.TENSOR)
     excess = excess_per_example(DATA.profiles[plan.model], setting)
     assert excess is not None
     return excess > 0.05
 
 
-@pytest.mark.skipif(not sailor.SHARED.exists(), reason=f"{sailor.SHARED} is not there")
+needs_shared = pytest.mark.skipif(
+    not sailor_data.SHARED.exists(), reason=f"{sailor_data.SHARED} is not there"
+)
+
+
+@needs_shared
 def test_the_shipped_figures_are_the_repositorys():
-    assert json.loads(sailor.SHIPPED.read_text()) == sailor.extract(sailor.SHARED)
+    shipped = json.loads(sailor_data.SHIPPED.read_text())
+    assert shipped == sailor_data.extract(sailor_data.SHARED)
+
+
+@needs_shared
+def test_predictions_from_all_the_repositorys_data_are_the_same():
+    whole = sailor_data.read(sailor_data.SHARED)
+    assert whole.plans == DATA.plans
+    for plan in whole.plans:
+        assert sailor.predict_time(whole, plan) == sailor.predict_time(DATA, plan)
+        assert sailor.predict_memory(whole, plan) == sailor.predict_memory(DATA, plan)
 
 
 def test_there_are_as_many_plans_as_were_measured():
