@@ -1,7 +1,7 @@
 """Predictions of the measured plans: what is known of the runtime that they ran on.
 
-`python tests/sailor.py` prints the table; `python tests/sailor.py PLAN MODEL FOLDER` what a plan file
-of the repository's form, mixed or not, is predicted to take, with the data in a folder.
+`python tests/sailor.py` prints the table, and with PLAN MODEL FOLDER what a plan file of the
+repository's form, mixed or not, is predicted to take, with the repository's data in a folder.
 """
 
 import dataclasses
