@@ -168,52 +168,61 @@ def _overlapped(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], lis
 
 
 def _blocking(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[Event]]:
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     events: list[Event] = []
     sends: list[Event] = []
     rows = schedule.rows
-    position = [0] * schedule.num_stages
-    free = [0.0] * schedule.num_stages
-    owed = [0] * schedule.num_stages  # transfers a stage still has to send before it goes on
+    position = [0] * num_stages
+    free = [0.0] * num_stages
+    owed = [0] * num_stages  # transfers a stage still has to send before it goes on
     computed: set[tuple[int, Op]] = set()
     received: set[tuple[int, Op]] = set()
     receivers = _receivers(schedule)
-    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
-        # Of all that could happen next, what can start first does; a transfer before a
-        # computation, as it is issued first.
-        choices: list[tuple[float, int, int, Op]] = []
-        for stage, row in enumerate(rows):
-            if position[stage] == len(row):
-                continue
-            op = row[position[stage]]
-            need = needs(op, stage, schedule.num_stages, schedule.num_chunks)
-            if need is not None and need[0] != stage and (stage, op) not in received:
-                if need in computed:
-                    choices.append((max(free[stage], free[need[0]]), 0, stage, op))
-            elif not owed[stage]:
-                choices.append((free[stage], 1, stage, op))
-        if not choices:
-            waiting = [row[p] for p, row in zip(position, rows, strict=True) if p < len(row)]
-            raise PlanError(
-                f"schedule {schedule.name} cannot go on with blocking transfers: its stages wait "
-                f"with {waiting}; replay it with blocking=False"
-            )
-        start, compute, stage, op = min(choices)
-        if compute:
-            took = seconds[op.kind][_part(schedule, stage, op)]
+
+    def choice(stage: int) -> tuple[float, bool, int] | None:
+        """What a stage could do next: from when, whether it is a computation, and the stage."""
+        if position[stage] == len(rows[stage]):
+            return None
+        op = rows[stage][position[stage]]
+        need = needs(op, stage, num_stages, num_chunks)
+        if need is not None and need[0] != stage and (stage, op) not in received:
+            return (max(free[stage], free[need[0]]), False, stage) if need in computed else None
+        return None if owed[stage] else (free[stage], True, stage)
+
+    choices = [choice(stage) for stage in range(num_stages)]
+    # Of all that could happen next, what can start first does; a transfer before a computation, as
+    # it is issued first.
+    while possible := [c for c in choices if c is not None]:
+        start, computes, stage = min(possible)
+        op = rows[stage][position[stage]]
+        part = _part(schedule, stage, op)
+        touched = [stage]
+        if computes:
+            took = seconds[op.kind][part]
             events.append(_event(stage, op.kind, op, start, took))
             free[stage] = start + took
             computed.add((stage, op))
             owed[stage] += (stage, op) in receivers
             position[stage] += 1
         else:
-            need = needs(op, stage, schedule.num_stages, schedule.num_chunks)
+            need = needs(op, stage, num_stages, num_chunks)
             assert need is not None
-            took = _send_seconds(schedule, seconds, need, _part(schedule, stage, op))
+            took = _send_seconds(schedule, seconds, need, part)
             if took:
                 sends.append(_event(need[0], SEND, op, start, took))
             free[stage] = free[need[0]] = start + took
             owed[need[0]] -= 1
             received.add((stage, op))
+            touched.append(need[0])
+        # Only a stage and its neighbours, around the end too, can have got another choice.
+        for near in {(t + step) % num_stages for t in touched for step in (-1, 0, 1)}:
+            choices[near] = choice(near)
+    waiting = [row[p] for p, row in zip(position, rows, strict=True) if p < len(row)]
+    if waiting:
+        raise PlanError(
+            f"schedule {schedule.name} cannot go on with blocking transfers: its stages wait with "
+            f"{waiting}; replay it with blocking=False"
+        )
     return events, sends
 
 

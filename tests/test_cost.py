@@ -56,6 +56,14 @@ def test_a_ring_moves_each_byte_twice_but_one_part():
     assert all_gather_seconds(8e8, 8, link) == pytest.approx(7 / 8 * 0.8 + 7e-5)
 
 
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"), [(-1, 1), (0, 0), (0, -1), (float("nan"), 1), (0, float("nan"))]
+)
+def test_a_link_refuses_what_is_none(latency, bandwidth):
+    with pytest.raises(PlanError, match="a bandwidth above 0"):
+        line(latency, bandwidth)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1e6])
 def test_one_device_reduces_nothing(num_bytes):
     assert ring_all_reduce_seconds(num_bytes, 1, line(1, 1)) == 0

@@ -54,6 +54,44 @@ def test_predictions_from_all_the_repositorys_data_are_the_same():
         assert sailor.predict_memory(whole, plan) == sailor.predict_memory(DATA, plan)
 
 
+@needs_shared
+def test_a_mixed_plan_lies_between_its_plain_ones():
+    """Two stages of A100s and V100s; half of the V100 replicas split 2 ways instead of 4."""
+    whole = sailor_data.read(sailor_data.SHARED)
+
+    def plan(*stages):
+        return sailor_data.read_plan(
+            {
+                "pipeline_list": [
+                    {
+                        "layers_per_stage": [list(range(13)), list(range(13, 26))],
+                        "tmp_per_stage": [
+                            [[[[kind, 4, "us-central1-a"]], tensor] for kind, tensor in stage]
+                            for stage in stages
+                        ],
+                    }
+                ],
+                "mbs": 2,
+                "gbs": 64,
+                "real": 1.0,
+                "max_mem": 1.0,
+            },
+            "OPT-350",
+        )
+
+    fast, slow = [("A100-40", 4)] * 2, [("V100-16", 4)] * 2
+    seconds = [
+        sailor.predict_time(whole, plan(*stages)).step_seconds
+        for stages in ((fast, fast), (fast, slow), (slow, slow), (fast, [slow[0], ("V100-16", 2)]))
+    ]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[1] < seconds[3]
+    narrow = sailor.predict_memory(whole, plan(fast, [slow[0], ("V100-16", 2)]))
+    wide = sailor.predict_memory(whole, plan(fast, slow))
+    assert narrow[0] == wide[0]
+    assert narrow[1].parameter_bytes > 1.9 * wide[1].parameter_bytes
+
+
 def test_there_are_as_many_plans_as_were_measured():
     assert len(DATA.plans) == 19
 

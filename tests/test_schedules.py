@@ -222,6 +222,12 @@ def test_blocking_transfers_hold_up_both_stages():
             assert event.end <= transfer.start + 1e-9 or event.start >= transfer.end - 1e-9
 
 
+def test_blocking_transfers_that_wait_in_a_circle_are_refused():
+    # Each stage wants to send its chunk around the end before it takes what the other sends.
+    with pytest.raises(PlanError, match="blocking=False"):
+        replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4, blocking=True)
+
+
 @pytest.mark.parametrize(
     ("forward", "says"),
     [([1.0], "give 2"), ([1.0, -1.0], "at least 0"), ([1.0, float("nan")], "finite")],

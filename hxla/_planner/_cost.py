@@ -21,9 +21,17 @@ _V = TypeVar("_V")
 def line(latency_seconds: float, bytes_per_second: float) -> Link:
     """A link of constant bandwidth.
 
+    Raises:
+        PlanError: If the latency is negative, the bandwidth not positive, or either no number.
+
     References:
         Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994: t = a + n / r.
     """
+    if not latency_seconds >= 0 or not bytes_per_second > 0:
+        raise PlanError(
+            f"a link of {latency_seconds} s latency and {bytes_per_second} bytes/s: give a latency "
+            "of at least 0 and a bandwidth above 0"
+        )
     return lambda num_bytes: latency_seconds + num_bytes / bytes_per_second
 
 
