@@ -133,7 +133,11 @@ def fitted(data: Data, plans: Iterable[Measured]) -> MemoryRule:
         largest = predict_memory(data, plan, unit)[at].workspace_bytes
         rows.append(np.array([1e9, 1e9 * (len(stages) > 1), largest]) / plan.peak_bytes)
         rest.append((plan.peak_bytes - base) / plan.peak_bytes)
-    context, communicator, layers = np.linalg.lstsq(np.array(rows), np.array(rest))[0]
+    table = np.array(rows)
+    pipelined = table[:, 1] > 0
+    if pipelined.all() or not pipelined.any():
+        table[:, 1] = 0.0  # what communicators take cannot be told from these plans
+    context, communicator, layers = map(float, np.linalg.lstsq(table, np.array(rest))[0])
     return dataclasses.replace(
         PUBLISHED,
         context_bytes=context * 1e9,
