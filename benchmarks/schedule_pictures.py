@@ -21,7 +21,7 @@ def main() -> None:
         blocking,
         FOLDER / "schedule-1f1b.svg",
         title="1F1B, unlike stages, blocking transfers",
-        step_seconds=blocking.makespan + 0.02,
+        step_seconds=blocking.makespan_seconds + 0.02,
     )
     # Forward, backward and weight gradient of a whole stage take 12 ms each.
     like = [0.012] * 4

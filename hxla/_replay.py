@@ -22,16 +22,16 @@ class Event:
         kind: `forward`, `backward`, `weight` or `send`.
         microbatch: Which.
         chunk: Of the stage.
-        start: Seconds from the start of the step.
-        end: The same.
+        start_seconds: From the start of the step.
+        end_seconds: The same.
     """
 
     stage: int
     kind: str
     microbatch: int
     chunk: int
-    start: float
-    end: float
+    start_seconds: float
+    end_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,16 @@ class Timeline:
     sends: tuple[Event, ...]
 
     @property
-    def makespan(self) -> float:
+    def makespan_seconds(self) -> float:
         """Seconds until the last operation or transfer has ended."""
-        return max(event.end for event in (*self.events, *self.sends))
+        return max(event.end_seconds for event in (*self.events, *self.sends))
 
     @property
     def finish_seconds(self) -> tuple[float, ...]:
         """When each stage ends its last operation."""
         ends = [0.0] * self.num_stages
         for event in self.events:
-            ends[event.stage] = max(ends[event.stage], event.end)
+            ends[event.stage] = max(ends[event.stage], event.end_seconds)
         return tuple(ends)
 
     @property
@@ -66,13 +66,13 @@ class Timeline:
         """Time that each stage computes."""
         busy = [0.0] * self.num_stages
         for event in self.events:
-            busy[event.stage] += event.end - event.start
+            busy[event.stage] += event.end_seconds - event.start_seconds
         return tuple(busy)
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
         """Time that each stage does not compute: bubbles and communication."""
-        return tuple(self.makespan - busy for busy in self.busy_seconds)
+        return tuple(self.makespan_seconds - busy for busy in self.busy_seconds)
 
 
 def replay(
@@ -243,6 +243,6 @@ def _event(stage: int, kind: str, op: Op, start: float, took: float) -> Event:
         kind=kind,
         microbatch=op.microbatch,
         chunk=op.chunk,
-        start=start,
-        end=start + took,
+        start_seconds=start,
+        end_seconds=start + took,
     )

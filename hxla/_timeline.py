@@ -32,10 +32,11 @@ def draw(
         step_seconds: End of the step, where it is later than the timeline's (reduction and
             update).
     """
+    import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    end = max(step_seconds, timeline.makespan)
+    end = max(step_seconds, timeline.makespan_seconds)
     scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     names = names or [f"stage {stage}" for stage in range(timeline.num_stages)]
     figure = Figure(figsize=(10, 1.3 + 0.42 * timeline.num_stages), dpi=150, layout="constrained")
@@ -43,7 +44,7 @@ def draw(
     for event in (*timeline.events, *timeline.sends):
         sent = event.kind == SEND
         ax.broken_barh(
-            [(event.start * scale, (event.end - event.start) * scale)],
+            [(event.start_seconds * scale, (event.end_seconds - event.start_seconds) * scale)],
             (event.stage + (0.36 if sent else -0.4), 0.1 if sent else 0.74),
             facecolor=_COLORS[event.kind],
             edgecolor="#fffffe",
@@ -51,9 +52,9 @@ def draw(
             hatch=_CHUNK_HATCH[event.chunk % len(_CHUNK_HATCH)] or None,
         )
         label = str(event.microbatch)
-        if not sent and event.end - event.start > _MIN_LABELLED * len(label) * end:
+        if not sent and event.end_seconds - event.start_seconds > _MIN_LABELLED * len(label) * end:
             ax.text(
-                (event.start + event.end) / 2 * scale,
+                (event.start_seconds + event.end_seconds) / 2 * scale,
                 event.stage - 0.03,
                 label,
                 ha="center",
@@ -63,8 +64,8 @@ def draw(
                 # A hatched bar needs a plain ground under its number.
                 bbox={"color": _COLORS[event.kind], "pad": 0.5} if event.chunk else None,
             )
-    if step_seconds > timeline.makespan:
-        ax.axvspan(timeline.makespan * scale, end * scale, color="#d3d9e2", linewidth=0)
+    if step_seconds > timeline.makespan_seconds:
+        ax.axvspan(timeline.makespan_seconds * scale, end * scale, color="#d3d9e2", linewidth=0)
     ax.set_yticks(range(timeline.num_stages), names)
     ax.set(xlim=(0, end * scale), ylim=(timeline.num_stages - 0.4, -0.55), xlabel=unit)
     for side in ("top", "right", "left"):
@@ -72,11 +73,13 @@ def draw(
     ax.tick_params(axis="y", length=0)
     kinds = {event.kind for event in (*timeline.events, *timeline.sends)}
     handles = [Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in kinds]
-    if step_seconds > timeline.makespan:
+    if step_seconds > timeline.makespan_seconds:
         handles.append(Patch(color="#d3d9e2", label="reduction and update"))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    # The same timeline gives the same bytes, and text stays text.
+    with mpl.rc_context({"svg.hashsalt": "hxla", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def perfetto(timeline: Timeline, names: Sequence[str] = ()) -> str:
@@ -114,7 +117,7 @@ def _record(event: Event) -> dict[str, object]:
         "tid": 2 * event.stage + (event.kind == SEND),
         "name": f"{event.kind} {event.microbatch}",
         "cat": event.kind,
-        "ts": event.start * 1e6,
-        "dur": (event.end - event.start) * 1e6,
+        "ts": event.start_seconds * 1e6,
+        "dur": (event.end_seconds - event.start_seconds) * 1e6,
         "args": {"microbatch": event.microbatch, "chunk": event.chunk},
     }

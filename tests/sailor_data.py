@@ -90,6 +90,7 @@ class Data:
         ]
         wanted = min(sender.tensor, receiver.tensor)
         count, coefficients = max((m for m in measured if m[0] <= wanted), default=measured[-1])
+        senders = max(count, wanted)
         powers = coefficients[::-1]
         falls = len(powers) == 3 and powers[2] < 0
         top = -powers[1] / (2 * powers[2]) if falls else math.inf
@@ -97,7 +98,7 @@ class Data:
         def seconds(num_bytes):
             log = min(max(math.log2(num_bytes / 1e6), 0.0), top)
             gigabytes_per_second = sum(c * log**i for i, c in enumerate(powers))
-            return count * num_bytes / 1e9 / gigabytes_per_second
+            return senders * num_bytes / 1e9 / gigabytes_per_second
 
         return seconds
 

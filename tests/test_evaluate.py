@@ -41,7 +41,7 @@ def test_time_is_pipeline_reduction_and_update():
     # Three fast layers, one slow layer: 9 s and 6 s a microbatch, transfers of 0.5 + 5 * 0.1 s.
     (timeline,) = cost.timelines
     assert timeline.busy_seconds == (54.0, 36.0)
-    assert {round(s.end - s.start, 9) for s in timeline.sends} == {1.0}
+    assert {round(s.end_seconds - s.start_seconds, 9) for s in timeline.sends} == {1.0}
     # The first stage ends last; its 30 bytes take 0.3 s and its update 0.75 s.
     assert cost.step_seconds == pytest.approx(timeline.finish_seconds[0] + 0.3 + 0.75)
 

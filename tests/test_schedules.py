@@ -153,12 +153,12 @@ def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, se
     for stage, row in enumerate(schedule.rows):
         events = [e for e in timeline.events if e.stage == stage]
         assert [Op(e.kind, e.microbatch, e.chunk) for e in events] == list(row)
-        assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+        assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(events))
     places = [(s, c) for c in range(schedule.num_chunks) for s in range(4)]
     for m in range(schedule.num_microbatches):
         for (s0, c0), (s1, c1) in itertools.pairwise(places):
-            down = at[s1, Op(FORWARD, m, c1)].start - at[s0, Op(FORWARD, m, c0)].end
-            up = at[s0, Op(BACKWARD, m, c0)].start - at[s1, Op(BACKWARD, m, c1)].end
+            down = at[s1, Op(FORWARD, m, c1)].start_seconds - at[s0, Op(FORWARD, m, c0)].end_seconds
+            up = at[s0, Op(BACKWARD, m, c0)].start_seconds - at[s1, Op(BACKWARD, m, c1)].end_seconds
             assert min(down, up) >= send - 1e-9
     work = schedule.num_microbatches * schedule.num_chunks
     has_weight = any(op.kind == WEIGHT for op in schedule.rows[0])
@@ -166,7 +166,7 @@ def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, se
         own = forward[s] + backward[s] + has_weight * weight[s]
         assert timeline.busy_seconds[s] == pytest.approx(work * own)
         assert timeline.idle_seconds[s] >= -1e-9
-        assert timeline.finish_seconds[s] <= timeline.makespan
+        assert timeline.finish_seconds[s] <= timeline.makespan_seconds
 
 
 @hypothesis.given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 3), st.floats(0.1, 3))
@@ -176,7 +176,7 @@ def test_1f1b_with_like_stages_has_the_bubble_of_the_formula(
     schedule = one_f_one_b(num_stages, num_microbatches)
     timeline = replay(schedule, [forward] * num_stages, [backward] * num_stages)
     wanted = (num_microbatches + num_stages - 1) * (forward + backward)
-    assert timeline.makespan == pytest.approx(wanted)
+    assert timeline.makespan_seconds == pytest.approx(wanted)
 
 
 @hypothesis.given(st.floats(0.1, 3), st.integers(4, 9))
@@ -190,13 +190,13 @@ def test_zero_bubble_h1_has_the_bubble_of_its_paper(seconds, num_microbatches):
 def test_a_slow_stage_sets_the_pace():
     timeline = replay(one_f_one_b(3, 10), [1.0, 1.0, 2.0], [2.0, 2.0, 4.0])
     # Two forwards to reach the last stage, ten microbatches there, two backwards from it.
-    assert timeline.makespan == 2 + 10 * 6 + 4
+    assert timeline.makespan_seconds == 2 + 10 * 6 + 4
 
 
 def test_a_stage_in_the_middle_fills_its_wait_with_the_next_forward():
     timeline = replay(one_f_one_b(3, 10), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0])
     # The usual estimate, all stages once and the slowest nine times more, is 2 s too long.
-    assert timeline.makespan == 64 < 12 + 9 * 6
+    assert timeline.makespan_seconds == 64 < 12 + 9 * 6
 
 
 @hypothesis.given(unlike, unlike, st.floats(0, 1), st.integers(1, 9))
@@ -206,7 +206,7 @@ def test_blocking_transfers_are_never_faster(forward, backward, send, num_microb
         replay(schedule, forward, backward, send_seconds_P=[send] * 3, blocking=blocking)
         for blocking in (False, True)
     )
-    assert held.makespan >= free.makespan - 1e-9
+    assert held.makespan_seconds >= free.makespan_seconds - 1e-9
     assert held.busy_seconds == pytest.approx(free.busy_seconds)
 
 
@@ -215,11 +215,14 @@ def test_blocking_transfers_hold_up_both_stages():
     timeline = replay(
         one_f_one_b(2, 8), [1.0, 1.0], [2.0, 2.0], send_seconds_P=[0.5], blocking=True
     )
-    assert timeline.makespan == pytest.approx(8 * (3 + 2 * 0.5) + 3)
+    assert timeline.makespan_seconds == pytest.approx(8 * (3 + 2 * 0.5) + 3)
     assert len(timeline.sends) == 16
     for transfer in timeline.sends:
         for event in timeline.events:
-            assert event.end <= transfer.start + 1e-9 or event.start >= transfer.end - 1e-9
+            assert (
+                event.end_seconds <= transfer.start_seconds + 1e-9
+                or event.start_seconds >= transfer.end_seconds - 1e-9
+            )
 
 
 def test_blocking_transfers_that_wait_in_a_circle_are_refused():
