@@ -15,7 +15,14 @@ from collections.abc import Iterable
 import numpy as np
 from sailor_data import KIND, Data, Measured, Place, load, read, read_plan
 
-from hxla._planner._cost import StepCost, monotone, ring_all_reduce_seconds, stage_loads, step_cost
+from hxla._planner._cost import (
+    Link,
+    StepCost,
+    monotone,
+    ring_all_reduce_seconds,
+    stage_loads,
+    step_cost,
+)
 from hxla._planner._memory import DeviceMemory, MemoryRule, pipeline_memory
 from hxla._profile._values import Setting
 from hxla._schedules import one_f_one_b
@@ -45,15 +52,27 @@ def rule_of(place: Place, rule: MemoryRule = PUBLISHED) -> MemoryRule:
     return dataclasses.replace(rule, context_bytes=OTHER_CONTEXT_BYTES[place.tensor > 1])
 
 
-def predict_time(data: Data, plan: Measured) -> StepCost:
+def predict_time(
+    data: Data, plan: Measured, *, whole: bool = True, duplex: bool = False
+) -> StepCost:
     """The step, as this runtime does it.
 
-    What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B; activations
-    and their gradients are replicated over the tensor ranks, each of which moves them over its own
-    share of the node's network; transfers are issued on the stream that computes, so they hold up
-    both stages; gradients are reduced once, after all microbatches and a barrier, in buckets of 500
-    million values, nothing overlapped. The ring shares a card between sending and receiving, as the
-    `mul_factor` of 2 for NCCL in the repository's `estimate_ar_time` says.
+    What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B; transfers
+    are issued on the stream that computes, so they hold up both stages; every tensor rank uses its
+    own share of the node's network; gradients are reduced once, after all microbatches and a
+    barrier, in buckets of 500 million values, nothing overlapped.
+
+    Two things are not known. The runs of either model alone choose `whole`, and the times that the
+    reductions took by themselves choose `duplex`.
+
+    Args:
+        data: Profiles and curves.
+        plan: What to predict.
+        whole: Whether a transfer costs a rank what the whole activation would. The engine cuts it
+            over the tensor ranks, sends the parts, and gathers them again with the host waiting
+            in between; False counts only the sending of the parts.
+        duplex: Whether a ring sends and receives at once at full bandwidth. The repository's
+            `estimate_ar_time` has a factor of 2 for it that is switched off.
     """
     profile = monotone(data.profiles[plan.model])
     stages = plan.stages(len(profile.layers))
@@ -68,7 +87,10 @@ def predict_time(data: Data, plan: Measured) -> StepCost:
         )
         for places in replicas
     ]
-    links = [[data.link(a, b) for a, b in itertools.pairwise(places)] for places in replicas]
+    links = [
+        [transfer(data.link(a, b), 1 if whole else a.tensor) for a, b in itertools.pairwise(places)]
+        for places in replicas
+    ]
     reduction = []
     for s, places in enumerate(plan.places):
         # Shards of the smallest tensor-parallel group are the largest, and the slowest pair of the
@@ -77,7 +99,7 @@ def predict_time(data: Data, plan: Measured) -> StepCost:
         pairs = set(zip(places, (*places[1:], places[0]), strict=True))
         reduction.append(
             max(
-                ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b), duplex=False)
+                ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b), duplex=duplex)
                 for a, b in pairs
             )
         )
@@ -89,6 +111,11 @@ def predict_time(data: Data, plan: Measured) -> StepCost:
         blocking=True,
         barrier=True,
     )
+
+
+def transfer(link: Link, num_parts: int) -> Link:
+    """The link of a transfer of which each rank moves one part."""
+    return lambda num_bytes: link(num_bytes / num_parts)
 
 
 def predict_memory(
@@ -184,7 +211,8 @@ def main():
 
 def predict(path, model, folder):
     data = read(pathlib.Path(folder))
-    plan = {"real": math.nan, "max_mem": math.nan} | json.loads(pathlib.Path(path).read_text())
+    plan = dict.fromkeys(("real", "red_grads", "max_mem"), math.nan)
+    plan |= json.loads(pathlib.Path(path).read_text())
     measured = read_plan(plan, model)
     print(f"{measured.name}: {predict_time(data, measured).step_seconds:.3f} s")
     for s, memory in enumerate(predict_memory(data, measured)):

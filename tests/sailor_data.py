@@ -45,6 +45,7 @@ class Measured:
     microbatch_size: int
     batch_size: int
     step_seconds: float
+    reduction_seconds: float
     peak_bytes: float
 
     @property
@@ -152,6 +153,7 @@ def read_plan(plan: Mapping, model: str) -> Measured:
         microbatch_size=plan["mbs"],
         batch_size=plan["gbs"],
         step_seconds=plan["real"],
+        reduction_seconds=plan["red_grads"],
         peak_bytes=plan["max_mem"],
     )
 
@@ -232,6 +234,7 @@ def extract(folder: pathlib.Path) -> dict:
                 "microbatch_size": plan.microbatch_size,
                 "batch_size": plan.batch_size,
                 "step_seconds": plan.step_seconds,
+                "reduction_seconds": plan.reduction_seconds,
                 "peak_bytes": plan.peak_bytes,
             }
             for plan in data.plans

@@ -18,8 +18,8 @@ DATA = sailor_data.load()
 POSSIBLE = [plan for plan in DATA.plans if sailor.is_possible(DATA, plan)]
 
 
-def time_error(plan):
-    return sailor.predict_time(DATA, plan).step_seconds / plan.step_seconds - 1
+def time_error(plan, **choices):
+    return sailor.predict_time(DATA, plan, **choices).step_seconds / plan.step_seconds - 1
 
 
 def memory_error(plan, memory):
@@ -74,6 +74,7 @@ def test_a_mixed_plan_lies_between_its_plain_ones():
                 "mbs": 2,
                 "gbs": 64,
                 "real": 1.0,
+                "red_grads": 0.1,
                 "max_mem": 1.0,
             },
             "OPT-350",
@@ -128,6 +129,30 @@ def test_transfers_that_block_explain_the_pipelines():
     ]
     estimate = (plan.num_microbatches - 1) * max(times) + sum(times)
     assert estimate / plan.step_seconds - 1 < -0.15
+
+
+@pytest.mark.parametrize("model", DATA.profiles)
+def test_the_runs_of_either_model_say_that_a_transfer_costs_the_whole_activation(model):
+    plans = [plan for plan in DATA.plans if plan.model == model]
+    whole, parts = (
+        statistics.mean(abs(time_error(plan, whole=choice)) for plan in plans)
+        for choice in (True, False)
+    )
+    assert whole < 0.65 * parts
+
+
+def test_every_measured_reduction_says_that_cards_are_shared_by_both_directions():
+    # One is given as nine tenths of its step, which holds the computation that it waited for.
+    plans = [
+        p for p in DATA.plans if p.num_replicas > 1 and p.reduction_seconds < p.step_seconds / 2
+    ]
+    assert len(plans) == 13
+    for plan in plans:
+        shared, apart = (
+            max(s.reduction_seconds for s in sailor.predict_time(DATA, plan, duplex=d).stages[0])
+            for d in (False, True)
+        )
+        assert abs(shared - plan.reduction_seconds) < abs(apart - plan.reduction_seconds)
 
 
 def test_one_measured_peak_is_less_than_its_state_and_stash():
