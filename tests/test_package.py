@@ -19,7 +19,9 @@ PACKAGE = ROOT / "hxla"
 LAYERS = [
     {"_types", "_errors"},
     {"_jaxpr", "_history", "_nvml"},
-    {"_config", "_catalog"},
+    {"_config", "_catalog", "_schedules"},
+    {"_replay"},
+    {"_timeline"},
     {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan"},

@@ -1,0 +1,314 @@
+"""What a step takes: compute, communication, bubbles, gradient reduction and update.
+
+A link is a function from bytes to seconds, so a line (`latency + bytes / bandwidth`) and a measured
+curve are the same thing here. Times of stages come from a profile; the schedule is replayed with
+them, so bubbles are counted and not estimated.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from .._errors import PlanError
+from .._profile._values import LayerTime, Profile, Setting
+from .._replay import Timeline, replay
+from .._schedules import Schedule, one_f_one_b
+
+Link = Callable[[float], float]
+_V = TypeVar("_V")
+
+
+def line(latency_seconds: float, bytes_per_second: float) -> Link:
+    """A link of constant bandwidth.
+
+    Raises:
+        PlanError: If the latency is negative, the bandwidth not positive, or either no number.
+
+    References:
+        Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994: t = a + n / r.
+    """
+    if not latency_seconds >= 0 or not bytes_per_second > 0:
+        raise PlanError(
+            f"a link of {latency_seconds} s latency and {bytes_per_second} bytes/s: give a latency "
+            "of at least 0 and a bandwidth above 0"
+        )
+    return lambda num_bytes: latency_seconds + num_bytes / bytes_per_second
+
+
+def ring_all_reduce_seconds(
+    num_bytes: float, num_devices: int, link: Link, *, duplex: bool = True
+) -> float:
+    """All-reduce over a ring: `2 (n - 1)` steps of one n-th of the bytes.
+
+    Args:
+        num_bytes: Of the array that every device holds.
+        num_devices: On the ring.
+        link: Of the ring's slowest pair.
+        duplex: False if a device's sends and receives share its link's bandwidth, which doubles
+            every step.
+
+    References:
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009, section 3;
+        NCCL computes its bus bandwidth with the same factor 2 (n - 1) / n.
+    """
+    return 2 * _ring_seconds(num_bytes, num_devices, link) * (1 if duplex else 2)
+
+
+def all_gather_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
+    """All-gather over a ring, or a reduce-scatter: `n - 1` steps of one n-th of the bytes.
+
+    Args:
+        num_bytes: Of the whole array.
+        num_devices: On the ring.
+        link: Of the ring's slowest pair.
+    """
+    return _ring_seconds(num_bytes, num_devices, link)
+
+
+def hierarchical_all_reduce_seconds(
+    num_bytes: float, num_local: int, num_nodes: int, local: Link, remote: Link
+) -> float:
+    """All-reduce over several nodes of like size.
+
+    Reduce-scatter within each node, an all-reduce of every device's part with its counterparts on
+    the other nodes, all-gather within each node.
+
+    Args:
+        num_bytes: Of the array that every device holds.
+        num_local: Devices of a node.
+        num_nodes: Nodes.
+        local: Link within a node.
+        remote: Link between nodes as one device sees it while all of its node send.
+
+    References:
+        Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4.
+    """
+    inside = 2 * _ring_seconds(num_bytes, num_local, local)
+    return inside + ring_all_reduce_seconds(num_bytes / num_local, num_nodes, remote)
+
+
+def _ring_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
+    if num_devices <= 1 or num_bytes == 0:
+        return 0.0
+    return (num_devices - 1) * link(num_bytes / num_devices)
+
+
+def exposed_reduction_seconds(
+    reduction_seconds: float, last_backward_seconds: float, num_buckets: int
+) -> float:
+    """Part of a gradient reduction that the last backward does not hide.
+
+    The gradients leave in buckets as the backward of the last microbatch finishes them. All but the
+    last bucket may be reduced under the rest of it; the last bucket never is. One bucket hides
+    nothing.
+
+    References:
+        Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3.
+    """
+    hidden = last_backward_seconds * (num_buckets - 1) / num_buckets
+    return max(reduction_seconds / num_buckets, reduction_seconds - hidden)
+
+
+def monotone(profile: Profile) -> Profile:
+    """The profile in which no layer's time falls when its microbatch grows.
+
+    More examples are never less work, so the least time over the larger microbatches bounds the
+    time of a smaller one, and where a measurement is above it, that measurement was disturbed.
+    """
+    times: dict[Setting, tuple[LayerTime, ...]] = {}
+    for setting, own in profile.times.items():
+        larger = [
+            layers
+            for other, layers in profile.times.items()
+            if (other.kind, other.tensor) == (setting.kind, setting.tensor)
+            and other.microbatch_size >= setting.microbatch_size
+        ]
+        times[setting] = tuple(
+            dataclasses.replace(
+                time,
+                forward=min(layers[i].forward for layers in larger),
+                backward=min(layers[i].backward for layers in larger),
+            )
+            for i, time in enumerate(own)
+        )
+    return dataclasses.replace(profile, times=times)
+
+
+def excess_per_example(profile: Profile, setting: Setting) -> float | None:
+    """How much more time an example takes than in twice the microbatch, as a share of the latter.
+
+    Near 0 the device is the limit and the profile can be trusted; well above it the host that
+    launches kernels is, and then a run's times depend on what else the host does: on a profiler's
+    hooks, on other processes, on logging. None if twice the microbatch was not measured.
+    """
+    double = dataclasses.replace(setting, microbatch_size=2 * setting.microbatch_size)
+    if double not in profile.times:
+        return None
+    own, twice = (
+        sum(time.forward + time.backward for time in profile.times[s]) for s in (setting, double)
+    )
+    return 2 * own / twice - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What one stage of one replica has to do.
+
+    Attributes:
+        forward_seconds: Of one microbatch.
+        backward_seconds: Of one microbatch.
+        update_seconds: Optimizer update, once a step.
+        gradient_bytes: Of one device, reduced over the replicas once a step.
+        send_bytes: Of one microbatch's output.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    gradient_bytes: float
+    send_bytes: float
+
+
+def stage_loads(
+    profile: Profile, settings: Sequence[Setting], stages: Sequence[Sequence[int]]
+) -> tuple[StageLoad, ...]:
+    """Loads of the stages of a pipeline.
+
+    Args:
+        profile: Sizes and times of the layers.
+        settings: Device kind, microbatch size and tensor parallelism of each stage.
+        stages: Indices of the layers of each stage.
+
+    Raises:
+        PlanError: If the profile has no times or sizes for a setting, naming what there is.
+    """
+    loads = []
+    for setting, layers in zip(settings, stages, strict=True):
+        times = _lookup(profile.times, setting, profile.model, "times")
+        key = (setting.microbatch_size, setting.tensor)
+        sizes = _lookup(profile.sizes, key, profile.model, "sizes")
+        loads.append(
+            StageLoad(
+                forward_seconds=sum(times[i].forward for i in layers),
+                backward_seconds=sum(times[i].backward for i in layers),
+                update_seconds=sum(times[i].update for i in layers),
+                gradient_bytes=sum(sizes[i].parameter_bytes for i in layers),
+                send_bytes=sizes[layers[-1]].output_bytes,
+            )
+        )
+    return tuple(loads)
+
+
+def _lookup(table: Mapping[Any, _V], key: Any, model: str, what: str) -> _V:
+    if key not in table:
+        known = ", ".join(sorted(map(str, table))) or "none"
+        raise PlanError(
+            f"the profile of {model} has no {what} for {key}, only for: {known}; profile it"
+        )
+    return table[key]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """Where the step's time of one stage goes; the fields add up to the step.
+
+    Attributes:
+        compute_seconds: Forwards and backwards.
+        wait_seconds: Bubbles, transfers, and other replicas and stages.
+        reduction_seconds: Of its gradients over the replicas, as far as exposed.
+        update_seconds: Optimizer update.
+    """
+
+    compute_seconds: float
+    wait_seconds: float
+    reduction_seconds: float
+    update_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Predicted time of a step.
+
+    Attributes:
+        step_seconds: From the first forward to the last update.
+        stages: Per replica and stage.
+        timelines: One per replica.
+    """
+
+    step_seconds: float
+    stages: tuple[tuple[StageCost, ...], ...]
+    timelines: tuple[Timeline, ...]
+
+
+def step_cost(
+    replicas: Sequence[Sequence[StageLoad]],
+    num_microbatches: Sequence[int],
+    links: Sequence[Sequence[Link]],
+    reduction_seconds: Sequence[float],
+    *,
+    make_schedule: Callable[[int, int], Schedule] = one_f_one_b,
+    blocking: bool = False,
+    num_buckets: int = 1,
+    barrier: bool = False,
+) -> StepCost:
+    """Time of a step of pipelines that train one model together.
+
+    A stage's reduction starts when the stage is done in every replica, its update when the
+    reduction is done.
+
+    Args:
+        replicas: Loads of each replica's stages; like replicas may be given once.
+        num_microbatches: Of each replica.
+        links: Per replica, the link from each stage to the next.
+        reduction_seconds: Of each stage's gradients over the replicas.
+        make_schedule: From stages and microbatches to a schedule of one chunk per stage.
+        blocking: Whether a transfer holds up both of its stages, see `replay`.
+        num_buckets: Of the gradient reduction, see `exposed_reduction_seconds`.
+        barrier: Whether all stages wait for one another before the reduction.
+
+    Returns:
+        The time of the step and where each stage's time goes.
+    """
+    timelines = tuple(
+        replay(
+            make_schedule(len(stages), count),
+            [stage.forward_seconds for stage in stages],
+            [stage.backward_seconds for stage in stages],
+            send_seconds_P=[
+                link(stage.send_bytes) for link, stage in zip(between, stages[:-1], strict=True)
+            ],
+            blocking=blocking,
+        )
+        for stages, count, between in zip(replicas, num_microbatches, links, strict=True)
+    )
+    num_stages = len(reduction_seconds)
+    done = [max(t.finish_seconds[s] for t in timelines) for s in range(num_stages)]
+    if barrier:
+        done = [max(done)] * num_stages
+    exposed = [
+        exposed_reduction_seconds(
+            seconds, min(stages[s].backward_seconds for stages in replicas), num_buckets
+        )
+        for s, seconds in enumerate(reduction_seconds)
+    ]
+    step = max(
+        done[s] + exposed[s] + stages[s].update_seconds
+        for stages in replicas
+        for s in range(num_stages)
+    )
+    costs = tuple(
+        tuple(
+            StageCost(
+                compute_seconds=timeline.busy_seconds[s],
+                wait_seconds=step
+                - timeline.busy_seconds[s]
+                - exposed[s]
+                - stages[s].update_seconds,
+                reduction_seconds=exposed[s],
+                update_seconds=stages[s].update_seconds,
+            )
+            for s in range(num_stages)
+        )
+        for stages, timeline in zip(replicas, timelines, strict=True)
+    )
+    return StepCost(step_seconds=step, stages=costs, timelines=timelines)

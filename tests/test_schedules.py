@@ -1,0 +1,240 @@
+"""Every schedule keeps the laws of a pipeline, and each its own figures."""
+
+import itertools
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from hxla._errors import PlanError
+from hxla._replay import replay
+from hxla._schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Op,
+    from_rows,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1": lambda s, m: interleaved(s, s * m, 1),
+    "interleaved-2": lambda s, m: interleaved(s, s * m, 2),
+    "interleaved-3": lambda s, m: interleaved(s, s * m, 3),
+    "zb-h1": zero_bubble_h1,
+}
+every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+sizes = hypothesis.given(st.integers(1, 6), st.integers(1, 9))
+
+
+def ticks(schedule):
+    return {
+        (stage, op): tick
+        for tick, ops in enumerate(schedule.table_TS)
+        for stage, op in enumerate(ops)
+        if op is not None
+    }
+
+
+@every_schedule
+@sizes
+def test_every_operation_happens_exactly_once(make, num_stages, num_microbatches):
+    schedule = make(num_stages, num_microbatches)
+    kinds = {op.kind for op in schedule.rows[0]}
+    wanted = [
+        Op(kind, m, c)
+        for kind in sorted(kinds)
+        for m in range(schedule.num_microbatches)
+        for c in range(schedule.num_chunks)
+    ]
+    assert kinds in ({FORWARD, BACKWARD}, {FORWARD, BACKWARD, WEIGHT})
+    for row in schedule.rows:
+        assert sorted(row) == sorted(wanted)
+
+
+@every_schedule
+@sizes
+def test_microbatches_go_down_the_parts_and_back_up(make, num_stages, num_microbatches):
+    schedule = make(num_stages, num_microbatches)
+    tick = ticks(schedule)
+    places = [(s, c) for c in range(schedule.num_chunks) for s in range(num_stages)]
+    for m in range(schedule.num_microbatches):
+        way = [tick[s, Op(FORWARD, m, c)] for s, c in places]
+        way += [tick[s, Op(BACKWARD, m, c)] for s, c in reversed(places)]
+        assert all(a < b for a, b in itertools.pairwise(way))
+        for s, c in places:
+            later = tick.get((s, Op(WEIGHT, m, c)), way[-1] + 1)
+            assert tick[s, Op(BACKWARD, m, c)] < later
+
+
+@sizes
+def test_gpipe_keeps_all_microbatches(num_stages, num_microbatches):
+    schedule = gpipe(num_stages, num_microbatches)
+    assert schedule.num_ticks == 2 * (num_microbatches + num_stages - 1)
+    assert schedule.peak_stash == (num_microbatches,) * num_stages
+
+
+@sizes
+def test_1f1b_takes_as_long_and_keeps_less(num_stages, num_microbatches):
+    schedule = one_f_one_b(num_stages, num_microbatches)
+    assert schedule.num_ticks == 2 * (num_microbatches + num_stages - 1)
+    assert schedule.peak_stash == tuple(
+        min(num_microbatches, num_stages - s) for s in range(num_stages)
+    )
+    share = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    assert schedule.bubble == pytest.approx(share)
+
+
+@hypothesis.given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_interleaving_divides_the_bubble(num_stages, groups, num_chunks):
+    num_microbatches = num_stages * groups
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    assert schedule.num_ticks == 2 * (num_microbatches * num_chunks + num_stages - 1)
+    if num_chunks == 1:
+        assert schedule.table_TS == one_f_one_b(num_stages, num_microbatches).table_TS
+    else:
+        assert schedule.peak_stash == tuple(
+            min(
+                num_microbatches * num_chunks,
+                2 * (num_stages - s - 1) + (num_chunks - 1) * num_stages + 1,
+            )
+            for s in range(num_stages)
+        )
+
+
+@sizes
+def test_zero_bubble_h1_fills_two_thirds_of_the_bubble(num_stages, more):
+    num_microbatches = num_stages + more - 1
+    schedule = zero_bubble_h1(num_stages, num_microbatches)
+    assert schedule.num_ticks == 3 * num_microbatches + num_stages - 1
+    assert max(schedule.peak_stash) <= num_stages
+
+
+def test_interleaving_refuses_a_rest_and_says_the_multiple():
+    with pytest.raises(PlanError, match="leave 2 over; use a multiple of 4"):
+        interleaved(4, 6, 2)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(0, 1), (1, 0), (-1, 4)])
+def test_a_pipeline_needs_stages_and_microbatches(num_stages, num_microbatches):
+    for make in (gpipe, one_f_one_b, zero_bubble_h1):
+        with pytest.raises(PlanError, match="use 1 or more"):
+            make(num_stages, num_microbatches)
+
+
+def test_rows_that_wait_for_one_another_are_refused():
+    backward_first = [[Op(BACKWARD, 0), Op(FORWARD, 0)]] * 2
+    with pytest.raises(PlanError, match="cannot go on"):
+        from_rows("wrong", backward_first)
+
+
+unlike = st.lists(st.floats(0.1, 5), min_size=4, max_size=4)
+
+
+@every_schedule
+@hypothesis.given(unlike, unlike, unlike, st.floats(0, 2))
+def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, send):
+    schedule = make(4, 5)
+    times = [values * schedule.num_chunks for values in (forward, backward, weight)]
+    num_parts = 4 * schedule.num_chunks
+    timeline = replay(
+        schedule,
+        times[0],
+        times[1],
+        weight_seconds_P=times[2],
+        send_seconds_P=[send] * (num_parts - 1),
+    )
+    at = {(e.stage, Op(e.kind, e.microbatch, e.chunk)): e for e in timeline.events}
+    for stage, row in enumerate(schedule.rows):
+        events = [e for e in timeline.events if e.stage == stage]
+        assert [Op(e.kind, e.microbatch, e.chunk) for e in events] == list(row)
+        assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(events))
+    places = [(s, c) for c in range(schedule.num_chunks) for s in range(4)]
+    for m in range(schedule.num_microbatches):
+        for (s0, c0), (s1, c1) in itertools.pairwise(places):
+            down = at[s1, Op(FORWARD, m, c1)].start_seconds - at[s0, Op(FORWARD, m, c0)].end_seconds
+            up = at[s0, Op(BACKWARD, m, c0)].start_seconds - at[s1, Op(BACKWARD, m, c1)].end_seconds
+            assert min(down, up) >= send - 1e-9
+    work = schedule.num_microbatches * schedule.num_chunks
+    has_weight = any(op.kind == WEIGHT for op in schedule.rows[0])
+    for s in range(4):
+        own = forward[s] + backward[s] + has_weight * weight[s]
+        assert timeline.busy_seconds[s] == pytest.approx(work * own)
+        assert timeline.idle_seconds[s] >= -1e-9
+        assert timeline.finish_seconds[s] <= timeline.makespan_seconds
+
+
+@hypothesis.given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_1f1b_with_like_stages_has_the_bubble_of_the_formula(
+    num_stages, num_microbatches, forward, backward
+):
+    schedule = one_f_one_b(num_stages, num_microbatches)
+    timeline = replay(schedule, [forward] * num_stages, [backward] * num_stages)
+    wanted = (num_microbatches + num_stages - 1) * (forward + backward)
+    assert timeline.makespan_seconds == pytest.approx(wanted)
+
+
+@hypothesis.given(st.floats(0.1, 3), st.integers(4, 9))
+def test_zero_bubble_h1_has_the_bubble_of_its_paper(seconds, num_microbatches):
+    like = [seconds] * 4
+    timeline = replay(zero_bubble_h1(4, num_microbatches), like, like, weight_seconds_P=like)
+    # (S - 1) (F + B - W), where the three take the same time.
+    assert timeline.idle_seconds == pytest.approx([3 * seconds] * 4)
+
+
+def test_a_slow_stage_sets_the_pace():
+    timeline = replay(one_f_one_b(3, 10), [1.0, 1.0, 2.0], [2.0, 2.0, 4.0])
+    # Two forwards to reach the last stage, ten microbatches there, two backwards from it.
+    assert timeline.makespan_seconds == 2 + 10 * 6 + 4
+
+
+def test_a_stage_in_the_middle_fills_its_wait_with_the_next_forward():
+    timeline = replay(one_f_one_b(3, 10), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0])
+    # The usual estimate, all stages once and the slowest nine times more, is 2 s too long.
+    assert timeline.makespan_seconds == 64 < 12 + 9 * 6
+
+
+@hypothesis.given(unlike, unlike, st.floats(0, 1), st.integers(1, 9))
+def test_blocking_transfers_are_never_faster(forward, backward, send, num_microbatches):
+    schedule = one_f_one_b(4, num_microbatches)
+    free, held = (
+        replay(schedule, forward, backward, send_seconds_P=[send] * 3, blocking=blocking)
+        for blocking in (False, True)
+    )
+    assert held.makespan_seconds >= free.makespan_seconds - 1e-9
+    assert held.busy_seconds == pytest.approx(free.busy_seconds)
+
+
+def test_blocking_transfers_hold_up_both_stages():
+    # Two stages: each microbatch's two transfers lie on both stages' way.
+    timeline = replay(
+        one_f_one_b(2, 8), [1.0, 1.0], [2.0, 2.0], send_seconds_P=[0.5], blocking=True
+    )
+    assert timeline.makespan_seconds == pytest.approx(8 * (3 + 2 * 0.5) + 3)
+    assert len(timeline.sends) == 16
+    for transfer in timeline.sends:
+        for event in timeline.events:
+            assert (
+                event.end_seconds <= transfer.start_seconds + 1e-9
+                or event.start_seconds >= transfer.end_seconds - 1e-9
+            )
+
+
+def test_blocking_transfers_that_wait_in_a_circle_are_refused():
+    # Each stage wants to send its chunk around the end before it takes what the other sends.
+    with pytest.raises(PlanError, match="blocking=False"):
+        replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4, blocking=True)
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [([1.0], "give 2"), ([1.0, -1.0], "at least 0"), ([1.0, float("nan")], "finite")],
+)
+def test_a_replay_refuses_times_that_are_none(forward, says):
+    with pytest.raises(PlanError, match=says):
+        replay(one_f_one_b(2, 2), forward, [1.0, 1.0])

@@ -1,0 +1,39 @@
+"""Pictures and traces show what was replayed."""
+
+import json
+import xml.etree.ElementTree as ET
+
+from hxla._replay import replay
+from hxla._schedules import interleaved, one_f_one_b
+from hxla._timeline import draw, perfetto
+
+TIMELINE = replay(one_f_one_b(3, 4), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0], send_seconds_P=[0.5, 0.5])
+
+
+def test_a_trace_has_every_event_on_its_stage():
+    records = json.loads(perfetto(TIMELINE, ["a", "b", "c"]))["traceEvents"]
+    tracks = {r["tid"]: r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    events = [r for r in records if r["ph"] == "X"]
+    assert set(tracks.values()) == {"a", "b", "c", "a: sends", "b: sends", "c: sends"}
+    assert len(events) == len(TIMELINE.events) + len(TIMELINE.sends)
+    busy = sum(r["dur"] for r in events if tracks[r["tid"]] == "b") / 1e6
+    assert busy == TIMELINE.busy_seconds[1] == 24.0
+    assert max(r["ts"] + r["dur"] for r in events) == TIMELINE.makespan_seconds * 1e6
+
+
+def test_a_picture_numbers_every_microbatch(tmp_path):
+    path = tmp_path / "timeline.svg"
+    draw(TIMELINE, path, title="a title", step_seconds=TIMELINE.makespan_seconds + 5)
+    texts = [e.text for e in ET.fromstring(path.read_text()).iter() if e.tag.endswith("text")]
+    # Forward and backward on each of the 3 stages; the axis may have a number 3 of its own.
+    assert all(texts.count(str(m)) >= 6 for m in range(4))
+    assert {"a title", "stage 2", "send", "reduction and update"} <= set(texts)
+    before = path.read_bytes()
+    draw(TIMELINE, path, title="a title", step_seconds=TIMELINE.makespan_seconds + 5)
+    assert path.read_bytes() == before
+
+
+def test_a_picture_of_chunks_is_a_png(tmp_path):
+    path = tmp_path / "timeline.png"
+    draw(replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4), path, names=["x", "y"])
+    assert path.read_bytes().startswith(b"\x89PNG")
