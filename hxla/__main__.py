@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import os
 import sys
 
 from . import _detect
@@ -23,18 +24,42 @@ def main(arguments: list[str] | None = None) -> int:
     devices = commands.add_parser("devices", help="what is here, how fast it is, and how joined")
     devices.add_argument("--measure", action="store_true", help="time products, copies and links")
     devices.add_argument("--write", metavar="FILE", help="write a mesh file of it")
+    profile = commands.add_parser("profile", help="measure a script's model on these devices")
+    profile.add_argument("--mesh", help="mesh file, or the name of a built-in one")
+    profile.add_argument("--write", metavar="FILE", default="profile.json", help="where to")
+    profile.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
+    profile.add_argument("--segments", type=int, default=8, help="most parts of the model")
+    profile.add_argument("script", help="Python script, followed by its own arguments")
+    profile.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
     try:
         if args.command == "devices":
             _detect.command(measured=args.measure, write=args.write)
             return 0
         command = [args.script, *args.arguments]
+        if args.command == "profile":
+            return _profile(args, command)
         if cluster_in_sight() and args.mesh is None and args.n is None:
             return _in_place(command)  # one task per accelerator is running already
         return _run.run(command, mesh=args.mesh, number=args.n, grace_seconds=args.grace)
     except HxlaError as error:
         print(f"hxla: {error}", file=sys.stderr)
         return 2
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _profile(args: argparse.Namespace, command: list[str]) -> int:
+    from ._train import _dry
+
+    os.environ[_dry.VARIABLE] = _dry.request_text(
+        file=os.path.abspath(args.write),
+        microbatch_sizes=args.microbatch_sizes,
+        num_segments=args.segments,
+    )
+    return _in_place(command) if args.mesh is None else _run.run(command, mesh=args.mesh)
 
 
 def _in_place(command: list[str]) -> int:

@@ -71,6 +71,12 @@ class Device(_Value):
     uuid: str | None = None
     source: str = ""
 
+    @property
+    def label(self) -> str:
+        """Devices of one label are alike: the kind, and what share of a core a CPU device gets."""
+        part = self.core_share not in (None, 1.0)
+        return f"{self.kind}@{self.core_share:g}" if part else self.kind
+
     def rate(self, dtype: str) -> Rate | None:
         """Matrix products of a dtype; None if not described."""
         return next((r for r in self.rates if r.dtype == dtype), None)

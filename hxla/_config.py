@@ -15,7 +15,15 @@ from ._errors import ConfigError
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 INTERNAL_VARIABLES = frozenset(
     f"HXLA_{name}"
-    for name in ("MESH", "COORDINATOR", "LAUNCHER_PID", "LIVE", "NUM_PROCESSES", "PROCESS_ID")
+    for name in (
+        "DRY",
+        "MESH",
+        "COORDINATOR",
+        "LAUNCHER_PID",
+        "LIVE",
+        "NUM_PROCESSES",
+        "PROCESS_ID",
+    )
 )
 
 

@@ -117,6 +117,13 @@ def described(devices: Sequence[jax.Device], cluster: Cluster | None) -> dict[ja
     return dict(zip(devices, cluster.devices, strict=True)) if cluster is not None else {}
 
 
+def device_label(device: jax.Device, known: Mapping[jax.Device, Device]) -> str:
+    """What kind of device it is, as profiles and plans call it."""
+    if device in known:
+        return known[device].label
+    return "cpu" if device.platform == "cpu" else device_kind(device)
+
+
 def replica_names(
     replicas: Sequence[Replica],
     devices: Sequence[jax.Device],

@@ -5,10 +5,11 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .._errors import PlanError
-from ._values import LayerSize, LayerTime, Profile, Setting
+from ._values import Profile
 
 _VERSION = 1
 
@@ -20,19 +21,7 @@ def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         profile: What was measured so far.
         path: Of the file; its folder is made.
     """
-    table = {
-        "version": _VERSION,
-        "model": profile.model,
-        "layers": list(profile.layers),
-        "sizes": [
-            {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in sizes]}
-            for (b, t), sizes in sorted(profile.sizes.items())
-        ],
-        "times": [
-            {**dataclasses.asdict(setting), "layers": [dataclasses.asdict(t) for t in times]}
-            for setting, times in sorted(profile.times.items())
-        ],
-    }
+    table = {"version": _VERSION, **profile.to_table()}
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
@@ -64,9 +53,14 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
             f"profile {file}: version {found!r}, this hxla reads {_VERSION}: measure again with "
             "hxla profile"
         )
-    faults: list[str] = []
-    profile = _parse(table, faults)
-    if faults or profile is None:
+    try:
+        profile = Profile.from_table(table)
+        faults = list(_faults(profile))
+    except KeyError as error:
+        faults = [f"{error.args[0]}: missing"]
+    except (TypeError, ValueError, AttributeError) as error:
+        faults = [str(error)]
+    if faults:
         raise PlanError(f"profile {file} has faults:\n" + "\n".join(f"  {f}" for f in faults))
     if model is not None and profile.model != model:
         raise PlanError(
@@ -76,34 +70,40 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
     return profile
 
 
-def _parse(table: dict[str, Any], faults: list[str]) -> Profile | None:
-    try:
-        names = tuple(str(name) for name in table["layers"])
-        sizes, times = {}, {}
-        for i, row in enumerate(table["sizes"]):
-            own = tuple(LayerSize(**layer) for layer in row["layers"])
-            _check(f"sizes.{i}", own, len(names), faults)
-            sizes[int(row["microbatch_size"]), int(row["tensor"])] = own
-        for i, row in enumerate(table["times"]):
-            measured = tuple(LayerTime(**layer) for layer in row["layers"])
-            _check(f"times.{i}", measured, len(names), faults)
-            setting = Setting(str(row["kind"]), int(row["microbatch_size"]), int(row["tensor"]))
-            times[setting] = measured
-        return Profile(model=str(table["model"]), layers=names, sizes=sizes, times=times)
-    except KeyError as error:
-        faults.append(f"{error.args[0]}: missing")
-    except (TypeError, ValueError, AttributeError) as error:
-        faults.append(str(error))
-    return None
+def merge_profiles(profiles: Iterable[Profile]) -> Profile:
+    """All that several profiles of one model hold; later ones win.
+
+    Raises:
+        PlanError: If they are of several models, or cut into other numbers of layers.
+    """
+    first, *others = profiles
+    for other in others:
+        if (other.model, len(other.layers)) != (first.model, len(first.layers)):
+            raise PlanError(
+                f"profiles of {first.model} in {len(first.layers)} layers and of {other.model} in "
+                f"{len(other.layers)} do not go together: measure one model, cut in one way"
+            )
+        first = dataclasses.replace(
+            first, sizes={**first.sizes, **other.sizes}, times={**first.times, **other.times}
+        )
+    return first
 
 
-def _check(where: str, layers: tuple[Any, ...], num: int, faults: list[str]) -> None:
-    if len(layers) != num:
-        faults.append(f"{where}.layers: {len(layers)} of {num} layers")
-    for k, layer in enumerate(layers):
-        for key, value in dataclasses.asdict(layer).items():
-            if key == "measured":
-                continue
-            number = isinstance(value, int | float)
-            if not number or not math.isfinite(value) or value < 0:
-                faults.append(f"{where}.layers.{k}.{key}: {value!r} is no finite number from 0 on")
+def _faults(profile: Profile) -> Iterator[str]:
+    rows: list[tuple[str, tuple[Any, ...]]] = [
+        *((f"sizes of microbatch {b}, tensor {t}", own) for (b, t), own in profile.sizes.items()),
+        *(
+            (f"times of {s.kind}, microbatch {s.microbatch_size}, tensor {s.tensor}", own)
+            for s, own in profile.times.items()
+        ),
+    ]
+    for where, layers in rows:
+        if len(layers) != len(profile.layers):
+            yield f"{where}: {len(layers)} of {len(profile.layers)} layers"
+        for k, layer in enumerate(layers):
+            for key, value in dataclasses.asdict(layer).items():
+                if key == "measured":
+                    continue
+                number = isinstance(value, int | float)
+                if not number or not math.isfinite(value) or value < 0:
+                    yield f"{where}: {key} of layer {k} is {value!r}, no finite number from 0 on"

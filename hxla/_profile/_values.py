@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,3 +69,38 @@ class Profile:
     layers: tuple[str, ...]
     sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
     times: Mapping[Setting, tuple[LayerTime, ...]]
+
+    def to_table(self) -> dict[str, Any]:
+        """As lists and dictionaries, for JSON."""
+        return {
+            "model": self.model,
+            "layers": list(self.layers),
+            "sizes": [
+                {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
+                for (b, t), own in sorted(self.sizes.items())
+            ],
+            "times": [
+                {**dataclasses.asdict(setting), "layers": [dataclasses.asdict(t) for t in times]}
+                for setting, times in sorted(self.times.items())
+            ],
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "Profile":
+        """Read what `to_table` made; raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            model=str(table["model"]),
+            layers=tuple(map(str, table["layers"])),
+            sizes={
+                (int(row["microbatch_size"]), int(row["tensor"])): tuple(
+                    LayerSize(**layer) for layer in row["layers"]
+                )
+                for row in table["sizes"]
+            },
+            times={
+                Setting(str(row["kind"]), int(row["microbatch_size"]), int(row["tensor"])): tuple(
+                    LayerTime(**layer) for layer in row["layers"]
+                )
+                for row in table["times"]
+            },
+        )

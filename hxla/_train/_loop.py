@@ -35,7 +35,7 @@ from .._plan import Plan
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _setup, _strategy
+from . import _dry, _setup, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
@@ -254,6 +254,10 @@ def train(
         callbacks=tuple(callbacks),
         settings=settings,
     )
+    request = _dry.requested()
+    if request is not None:
+        _dry.answer(request, run.job())
+        raise SystemExit(0)
     with contextlib.ExitStack() as stack:
         return run.run(stack)
 
@@ -322,6 +326,19 @@ class _Run:
     tensorboard: bool
     callbacks: tuple[Callback, ...]
     settings: Config
+
+    def job(self) -> _dry.Job:
+        """What `hxla profile` and `hxla plan` need to know."""
+        return _dry.Job(
+            model=self._read_model(0),
+            optimizer=self.optimizer,
+            batch=functools.partial(self._first_batch, 0),
+            batch_size=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            devices=self.devices,
+            known=_devices.described(self.devices, self.cluster),
+            reduction=self.reduction,
+        )
 
     def run(self, stack: contextlib.ExitStack) -> Result:
         """Set up, train, tidy up."""

@@ -1,0 +1,130 @@
+"""`hxla profile` measures a real script; its files are refused where they are wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hxla
+from hxla._profile._file import dump_profile, load_profile, merge_profiles
+from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
+
+SCRIPT = """
+import numpy as np, optax, hxla
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(4)])
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=1)
+
+data = {"x": np.ones((32, 64), np.float32), "y": np.zeros((32, 64), np.float32)}
+hxla.train(Net(nnx.Rngs(0)), data, loss, optax.adam(1e-3), batch_size=16, steps=3)
+print("trained")
+"""
+
+
+def profile_command(tmp_path, *options):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "hxla", "profile", "--write", str(tmp_path / "p.json")]
+    return subprocess.run(
+        [*command, *options, str(script)], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes(tmp_path):
+    first = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2")
+    assert first.returncode == 0, first.stderr
+    assert "trained" not in first.stdout
+    before = load_profile(tmp_path / "p.json")
+    assert len(before.layers) == 4
+    assert set(before.times) == {Setting("cpu", 2)}
+    times = before.times[Setting("cpu", 2)]
+    assert all(t.measured and t.forward > 0 and t.update > 0 for t in times)
+    assert sum(s.parameter_bytes for s in before.sizes[2, 1]) == 4 * (64 * 64 + 64) * 4
+    again = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2,4")
+    assert again.returncode == 0, again.stderr
+    after = load_profile(tmp_path / "p.json")
+    assert after.times[Setting("cpu", 2)] == times  # not measured anew
+    assert set(after.times) == {Setting("cpu", 2), Setting("cpu", 4)}
+    assert "microbatch of 2" not in again.stderr
+    wrong = profile_command(tmp_path, "--segments", "2")
+    assert wrong.returncode != 0
+    assert "use the same number" in wrong.stderr
+    odd = profile_command(tmp_path, "--microbatch-sizes", "3")
+    assert "do not divide the script's batch_size=16" in odd.stderr
+
+
+def example(**changes):
+    time = LayerTime(forward=0.1, backward=0.2, update=0.01)
+    size = LayerSize(parameter_bytes=8.0, output_bytes=4.0, stash_bytes=4.0)
+    values = {
+        "model": "net",
+        "layers": ("a", "b"),
+        "sizes": {(2, 1): (size, size)},
+        "times": {Setting("cpu", 2): (time, time)},
+    }
+    return Profile(**{**values, **changes})
+
+
+def test_a_profile_is_read_back_equal(tmp_path):
+    dump_profile(example(), tmp_path / "new" / "p.json")
+    assert load_profile(tmp_path / "new" / "p.json", model="net") == example()
+
+
+def broken(change):
+    table = {"version": 1, **example().to_table()}
+    change(table)
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        (broken(lambda t: t.update(version=9)), "version 9, this hxla reads 1"),
+        (broken(lambda t: t.pop("layers")), "layers: missing"),
+        (
+            broken(lambda t: t["times"][0]["layers"][1].update(forward=float("nan"))),
+            "times of cpu, microbatch 2, tensor 1: forward of layer 1 is nan",
+        ),
+        (
+            broken(lambda t: t["times"][0]["layers"][0].update(backward=-1.0)),
+            "backward of layer 0 is -1.0",
+        ),
+        (
+            broken(lambda t: t["sizes"][0]["layers"][0].update(stash_bytes="much")),
+            "stash_bytes of layer 0 is 'much'",
+        ),
+        (broken(lambda t: t["times"][0]["layers"].pop()), "1 of 2 layers"),
+        (broken(lambda t: t["times"][0]["layers"][0].update(colour=1)), "colour"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, text, message):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(hxla.PlanError, match=message) as caught:
+        load_profile(path)
+    assert "wrong.json" in str(caught.value)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    dump_profile(example(), tmp_path / "p.json")
+    with pytest.raises(hxla.PlanError, match="another model: net, not other"):
+        load_profile(tmp_path / "p.json", model="other")
+    with pytest.raises(hxla.PlanError, match="do not go together"):
+        merge_profiles([example(), dataclasses.replace(example(), model="other")])
+
+
+def test_a_missing_profile_is_refused(tmp_path):
+    with pytest.raises(hxla.PlanError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")
