@@ -31,6 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
     profile.add_argument("--segments", type=int, default=8, help="most parts of the model")
     profile.add_argument("script", help="Python script, followed by its own arguments")
     profile.add_argument("arguments", nargs=argparse.REMAINDER)
+    plan = commands.add_parser("plan", help="plan a script's training for any cluster")
+    plan.add_argument("--mesh", required=True, help="mesh file, or the name of a built-in one")
+    plan.add_argument("--compare", metavar="MESH", help="another mesh to set beside it")
+    plan.add_argument("--profile", metavar="FILE", help="from hxla profile; default: estimates")
+    plan.add_argument("--write", metavar="FOLDER", help="plans, pictures, Perfetto traces")
+    plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
+    plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
+    plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
+    plan.add_argument("script", help="Python script, followed by its own arguments")
+    plan.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
     try:
         if args.command == "devices":
@@ -39,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         command = [args.script, *args.arguments]
         if args.command == "profile":
             return _profile(args, command)
+        if args.command == "plan":
+            return _plan(args, command)
         if cluster_in_sight() and args.mesh is None and args.n is None:
             return _in_place(command)  # one task per accelerator is running already
         return _run.run(command, mesh=args.mesh, number=args.n, grace_seconds=args.grace)
@@ -54,12 +66,29 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _profile(args: argparse.Namespace, command: list[str]) -> int:
     from ._train import _dry
 
-    os.environ[_dry.VARIABLE] = _dry.request_text(
+    os.environ[_dry.VARIABLE] = _dry.ProfileRequest(
         file=os.path.abspath(args.write),
         microbatch_sizes=args.microbatch_sizes,
         num_segments=args.segments,
-    )
+    ).model_dump_json()
     return _in_place(command) if args.mesh is None else _run.run(command, mesh=args.mesh)
+
+
+def _plan(args: argparse.Namespace, command: list[str]) -> int:
+    import jax
+
+    from ._train import _dry
+
+    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
+    os.environ[_dry.VARIABLE] = _dry.PlanRequest(
+        meshes=(args.mesh,) if args.compare is None else (args.mesh, args.compare),
+        profile=args.profile,
+        folder=args.write,
+        microbatch_sizes=args.microbatch_sizes,
+        num_segments=args.segments,
+        seconds=args.seconds,
+    ).model_dump_json()
+    return _in_place(command)
 
 
 def _in_place(command: list[str]) -> int:

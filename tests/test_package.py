@@ -24,7 +24,7 @@ LAYERS = [
     {"_timeline"},
     {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
     {"_profile"},
-    {"_model", "_loss", "_graph", "_graph_picture", "_plan"},
+    {"_model", "_loss", "_graph", "_graph_picture", "_plan", "_proposal"},
     {"_trace", "_evaluate"},
     {"_segments"},
     {"_measure"},
