@@ -49,6 +49,21 @@ class Stages:
     parts: tuple[Pipelines, ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alive:
+    """Periods of pipelines that a plan faster than some time can have.
+
+    Attributes:
+        first: [W] Least period of each interval.
+        last: [W] Longest.
+        excess: [W] Microbatches that a pipeline can run more than its devices are worth.
+    """
+
+    first: Array
+    last: Array
+    excess: Array
+
+
 class Bound:
     """Lower bounds by number of stages; the bound of the chain is the least of them.
 
@@ -88,11 +103,12 @@ class Bound:
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
         self.floor = work_bound(t, num_microbatches) + self._tails(self.max_stages)[0][2]
 
-    def refute(self, seconds: float, prices: Sequence[float]) -> dict[int, "_Excess"]:
+    def refute(self, seconds: float, prices: Sequence[float]) -> dict[int, "Alive"]:
         """Numbers of stages that may take less than `seconds`: with what is known of periods."""
         t = self.t
         left = seconds - self._tails(self.max_stages)[0][2]
-        parts = [(self.max_stages, self._num)] + self._shallow(self.max_stages)
+        parts = [(self.max_stages, self._num), *self._shallow(self.max_stages)]
+        prices = self._worth_batch(prices)
         worth = float(np.dot(prices, t.num_devices))
         found = []
         for depth, most in parts:
@@ -113,10 +129,24 @@ class Bound:
             if others + greatest >= self._num * (1 - 1e-9):
                 excess, first, last = found[0]
                 kept = others + excess[:, num - 1] >= self._num * (1 - 1e-9)
-                alive[num] = _Excess(first=first[kept], last=last[kept], seconds=seconds)
+                kept &= np.isfinite(excess[:, num - 1])
+                alive[num] = Alive(first=first[kept], last=last[kept], excess=excess[kept, num - 1])
         return alive
 
-    def stages(self, num_stages: int, seconds: float, known: "_Excess | None") -> Stages | None:
+    def _worth_batch(self, prices: Sequence[float]) -> list[float]:
+        """Prices lowered by the same amount until all devices are worth the global batch.
+
+        A fill costs every device the same share of a microbatch, however fast it is.
+        """
+        low, high = 0.0, max(prices)
+        for _ in range(60):
+            middle = (low + high) / 2
+            worth = sum(n * max(0.0, p - middle) for n, p in
+                        zip(self.t.num_devices, prices, strict=True))  # fmt: skip
+            low, high = (low, middle) if worth < self._num * (1 - 1e-6) else (middle, high)
+        return [max(0.0, p - high) for p in prices]
+
+    def stages(self, num_stages: int, seconds: float, known: "Alive | None") -> Stages | None:
         """Relaxed pipelines for plans of less than `seconds` (None: too many mixes)."""
         t, r = self.t, self.relaxation
         low = max(r.least_period(), self._least / num_stages)
@@ -214,15 +244,6 @@ class Bound:
 
         update = least(t.update)
         return [(tuple(range(t.num_kinds)), least(t.reduce) + update, update)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Excess:
-    """Intervals of periods that a plan of less than `seconds` can have."""
-
-    first: Array
-    last: Array
-    seconds: float
 
 
 def _count_mixes(total: int, available: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """One cut of the chain, shared by all replicas: which kinds on which stages, and how many."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from ._packing import best_packing, fractional_packing
 from ._pipeline import Array, Tables, fill_and_period, tail_seconds
 from ._relaxed import Relaxation, mixes_of
 
-_MAX_PERIODS = 48
+_MAX_PERIODS = 24
+_ANY = 1 << 40  # microbatches, where memory sets no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,8 @@ class CutPipelines:
         period: [W] Limits.
         fill: [W, C] Least fill (inf: no such pipeline).
         most: [W] Microbatches that it can run at most, for its memory.
-        kinds: [W][C] The kinds of its stages.
+        first: [W, C] Kind of the first stage.
+        after: Per stage and mix of it and its successors, [W, before, own]: kind of the next.
     """
 
     cuts: tuple[int, ...]
@@ -32,7 +34,8 @@ class CutPipelines:
     period: Array
     fill: Array
     most: Array
-    kinds: Array
+    first: Array
+    after: tuple[Mapping[tuple[int, ...], Array], ...]
 
     def microbatches(self, seconds: float) -> tuple[Array, Array]:
         """[C] The most that each mix runs in `seconds`, as a real number, and [C] at which limit."""
@@ -40,6 +43,18 @@ class CutPipelines:
         count = np.minimum(np.where(self.fill <= seconds, count, 0.0), self.most[:, None])
         at = count.argmax(axis=0)
         return np.take_along_axis(count, at[None], 0)[0], at
+
+    def kinds(self, limit: int, mix: int) -> tuple[int, ...]:
+        """Kind of each stage of the pipeline of a mix with the least fill at a limit."""
+        left = tuple(int(n) for n in self.used[mix])
+        before, kind = len(left), int(self.first[limit, mix])
+        kinds = [kind]
+        for after in self.after[:-1]:
+            following = int(after[left][limit, before, kind])
+            left = (*left[:kind], left[kind] - 1, *left[kind + 1 :])
+            before, kind = kind, following
+            kinds.append(kind)
+        return tuple(kinds)
 
 
 def cut_pipelines(t: Tables, cuts: tuple[int, ...], num_microbatches: int) -> CutPipelines:
@@ -61,14 +76,18 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], num_microbatches: int) -> Cu
         # The full depth comes first: a lesser one matters only where more fits.
         if fits.tobytes() not in seen:
             seen.add(fits.tobytes())
-            parts.append(_solve(t, cuts, fits, num_microbatches if depth == num else depth))
+            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth))
     return CutPipelines(
         cuts=cuts,
         used=parts[0].used,
         period=np.concatenate([p.period for p in parts]),
         fill=np.concatenate([p.fill for p in parts]),
         most=np.concatenate([p.most for p in parts]),
-        kinds=np.concatenate([p.kinds for p in parts]),
+        first=np.concatenate([p.first for p in parts]),
+        after=tuple(
+            {mix: np.concatenate([p.after[i][mix] for p in parts]) for mix in parts[0].after[i]}
+            for i in range(num)
+        ),
     )
 
 
@@ -81,20 +100,23 @@ def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipel
     period = busy[:, None, :, None] + into[:, :, :kinds, None] + out[:, None, :kinds, :]
     values = np.unique(np.where(fits[:, None, :, None], period, 0.0))
     longest = float(np.where(fits, period.min(axis=(1, 3)), np.inf).min(axis=1).max())
-    limits = values[values >= longest]
-    if not len(limits):
-        limits = values[-1:]
+    limits = values[values >= longest] if (values >= longest).any() else values[-1:]
     if len(limits) > _MAX_PERIODS:
-        limits = limits[np.unique(np.linspace(0, len(limits) - 1, _MAX_PERIODS).astype(int))]
+        pure = [
+            max(period[i, a if i else kinds, a, a if i + 1 < num else kinds] for i in range(num))
+            for a in range(kinds)
+            if fits[:, a].all()
+        ]
+        limits = _thinned(limits, [x for x in pure if x >= longest])
     mixes = [(0,) * kinds]
     rest = np.full((len(limits), 1, kinds + 1, kinds + 1), np.inf)  # [W, C, before, first]
     rest[:, :, :, kinds] = 0.0
-    paths = np.zeros((*rest.shape, 0), np.int8)
+    after: list[dict[tuple[int, ...], Array]] = []
     for i in reversed(range(num)):
         index = {mix: j for j, mix in enumerate(mixes)}
         mixes = mixes_of(num - i, t.num_devices)
         here = np.full((len(limits), len(mixes), kinds + 1, kinds + 1), np.inf)
-        way = np.zeros((*here.shape, num - i), np.int8)
+        way = np.zeros(here.shape, np.int8)
         for a in range(kinds):
             rows = [j for j, mix in enumerate(mixes) if mix[a]]
             if not rows or not fits[i, a]:
@@ -105,12 +127,9 @@ def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipel
             total = rest[:, before, a, None, :] + cost[:, None]  # [W, R, b, n]
             at = total.argmin(axis=3)
             here[:, :, :, a][:, rows] = np.take_along_axis(total, at[..., None], 3)[..., 0]
-            own = way[:, :, :, a]
-            own[:, rows, :, 0] = a
-            if num - i > 1:
-                after = paths[:, before, a]  # [W, R, n, S - i - 1]
-                own[:, rows, :, 1:] = np.take_along_axis(after, at[:, :, :, None], 2)
-        rest, paths = here, way
+            way[:, :, :, a][:, rows] = at
+        rest = here
+        after.append({mix: way[:, j] for j, mix in enumerate(mixes)})
     at = rest[:, :, kinds].argmin(axis=2)
     return CutPipelines(
         cuts=cuts,
@@ -118,18 +137,52 @@ def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipel
         period=limits,
         fill=np.take_along_axis(rest[:, :, kinds], at[:, :, None], 2)[..., 0],
         most=np.full(len(limits), most),
-        kinds=np.take_along_axis(paths[:, :, kinds], at[:, :, None, None], 2)[:, :, 0],
+        first=at,
+        after=tuple(reversed(after)),
     )
 
 
+def _thinned(values: Array, kept: Sequence[float]) -> Array:
+    """Few of many periods: the last of each cluster, and those to be kept."""
+    ratio = 1.0005
+    while True:
+        at, lasts = 0, []
+        while at < len(values) and len(lasts) <= _MAX_PERIODS:
+            at = int(np.searchsorted(values, values[at] * ratio, side="right"))
+            lasts.append(values[at - 1])
+        if len(lasts) <= _MAX_PERIODS:
+            return np.union1d(lasts, kept)
+        ratio = 1 + 1.5 * (ratio - 1)
+
+
 def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatches: int) -> float:
-    """Time of the pipelines if their numbers and microbatches could be fractions (inf: none)."""
+    """Time of the pipelines if their numbers and microbatches could be fractions (inf: none).
 
-    def enough(seconds: float) -> bool:
-        value, _ = p.microbatches(seconds)
-        return fractional_packing(p.used, value, available)[2] >= num_microbatches
-
-    return least(enough, float(p.fill.min()), 1e-4)
+    The most microbatches in a time is a convex function of the time while no pipeline is added,
+    so Newton's steps from above meet the global batch in a few linear programmes.
+    """
+    start = float(p.fill.min())
+    if not np.isfinite(start):
+        return np.inf
+    seconds = start
+    for turn in range(60):
+        value, at = p.microbatches(seconds)
+        shares, _, most = fractional_packing(p.used, value, available)
+        if most >= num_microbatches * (1 - 1e-9):
+            break
+        # A chord of slope at least that of now: never more than a few turns from enough.
+        seconds *= max(1.5, min(4.0, num_microbatches / most if most else 4.0))
+    else:
+        return np.inf
+    for _ in range(turn * 10 + 1):
+        rate = float(shares @ np.where((value > 0) & (value < p.most[at]), 1 / p.period[at], 0.0))
+        step = (most - num_microbatches) / rate if rate else 0.0
+        if step <= 1e-5 * seconds:
+            break
+        seconds = max(seconds - step, start)
+        value, at = p.microbatches(seconds)
+        shares, _, most = fractional_packing(p.used, value, available)
+    return seconds
 
 
 def best_replicas(
@@ -137,6 +190,7 @@ def best_replicas(
     p: CutPipelines,
     num_microbatches: int,
     kinds: Sequence[int],
+    start: float,
     tolerance: float,
 ) -> tuple[float, tuple[Replica, ...]] | None:
     """The fastest step with one cut, on devices of some kinds.
@@ -150,25 +204,27 @@ def best_replicas(
     def enough(seconds: float) -> bool:
         nonlocal best
         value, at = p.microbatches(seconds * (1 + 1e-12))
-        value = np.floor(value + 1e-9)
+        value = np.minimum(np.floor(value + 1e-9), num_microbatches)
         chosen, _ = best_packing(p.used, value, available)
         if sum(value[c] * y for c, y in chosen.items()) < num_microbatches:
             return False
-        sorts = [(p.kinds[at[c], c], int(p.most[at[c]]), y) for c, y in sorted(chosen.items())]
+        sorts = [(p.kinds(int(at[c]), c), int(p.most[at[c]]), y) for c, y in sorted(chosen.items())]
         dealt = _deal(t, p.cuts, sorts, num_microbatches)
         best = dealt if best is None else min(best, dealt, key=lambda x: x[0])
         return True
 
-    least(enough, float(p.fill.min()), tolerance)
+    least(enough, start, tolerance)
     return best
 
 
 def _deal(
-    t: Tables, cuts: tuple[int, ...], sorts: list[tuple[Array, int, int]], num_microbatches: int
+    t: Tables,
+    cuts: tuple[int, ...],
+    sorts: list[tuple[tuple[int, ...], int, int]],
+    num_microbatches: int,
 ) -> tuple[float, tuple[Replica, ...]]:
     rows = []
-    for kinds, most, count in sorts:
-        groups = tuple(int(k) for k in kinds)
+    for groups, most, count in sorts:
         fill, period = fill_and_period(t, cuts, groups)
         rows += [(groups, fill, period, most)] * count
     counts = best_counts(
@@ -236,12 +292,14 @@ def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] 
 
 
 def least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:
-    """The least time that is enough, to a relative tolerance, from above (inf: none is)."""
+    """The least time from `start` on that is enough, to a relative tolerance (inf: none is)."""
     if not np.isfinite(start) or not enough(start * 2.0**60):
         return np.inf
-    low = high = start
-    while not enough(high):
-        low, high = high, 2 * high
+    if enough(start):
+        return start
+    low, step = start, 4 * tolerance
+    while not enough(high := low * (1 + step)):
+        low, step = high, 2 * step
     while high - low > tolerance * high:
         middle = (low + high) / 2
         if enough(middle):

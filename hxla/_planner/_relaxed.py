@@ -84,14 +84,15 @@ class Relaxation:
             most: Microbatches that such a pipeline runs at most.
         """
         t = self.t
+        bands = self._bands(num_stages, float(last.max()), depth)
         mixes = [(0,) * t.num_kinds]
         rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
         rest[:, :, -1] = 0.0
+        size, longest = t.num_layers + 1, last.max()
+        before_low, before_high = t.num_layers, size
         for position in range(1, num_stages + 1):
             fits = t.fits(min(position, depth))
-            # Layers must be left for the stages on both sides.
-            low, high = num_stages - position, t.num_layers - position + 1
-            low, high = (0, 1) if position == num_stages else (low, high)
+            low, high = bands[position - 1]
             index = {mix: i for i, mix in enumerate(mixes)}
             mixes = mixes_of(position, t.num_devices)
             here = np.full((len(last), len(mixes), t.num_layers + 1), np.inf)
@@ -103,20 +104,43 @@ class Relaxation:
                 source = rest[:, before]
                 best = np.full((len(last), len(rows), high - low), np.inf)
                 start = np.arange(low, high)
-                for length in range(1, t.num_layers - low + 1):
-                    lows = start[start + length <= t.num_layers]
+                shortest = max(1, before_low - high + 1)
+                for length in range(shortest, before_high - low):
+                    lows = start[start + length < size]
                     ok = fits[k, lows, lows + length]
+                    ok = ok & (self.period[k, lows, lows + length] <= longest)
                     if not ok.any():
                         continue
                     ok = ok & (self.period[k, lows, lows + length] <= last[:, None])
-                    if not ok.any():
-                        continue
                     cost = np.where(ok, self.cost[k, lows, lows + length], np.inf)
                     total = source[:, :, lows + length] + cost[:, None, :]
                     np.minimum(best[:, :, : len(lows)], total, out=best[:, :, : len(lows)])
                 here[:, rows, low:high] = np.minimum(here[:, rows, low:high], best)
-            rest = here
+            rest, before_low, before_high = here, low, high
         return Pipelines(used=np.array(mixes), period=first, fill=rest[:, :, 0], most=most)
+
+    def _bands(self, num_stages: int, longest: float, depth: int) -> list[tuple[int, int]]:
+        """Per position from the end, where its stage can begin: within reach from both ends."""
+        size = self.t.num_layers + 1
+        allowed = np.isfinite(self.cost) & (self.period <= longest)
+        reach = []  # [L+1] how far a stage that begins there can go
+        for position in range(1, num_stages + 1):
+            ok = (allowed & self.t.fits(min(position, depth))).any(axis=0)
+            reach.append(np.where(ok, np.arange(size)[None, :], -1).max(axis=1))
+        lows, low = [], size - 1
+        for far in reach:
+            begins = np.flatnonzero(far >= low)
+            low = int(begins[0]) if len(begins) else size - 1
+            lows.append(low)
+        highs, high = [0], 0
+        for far in reversed(reach[1:]):
+            high = max(high, int(far[: high + 1].max()))
+            highs.append(high)
+        bands = []
+        for position, (low, high) in enumerate(zip(lows, reversed(highs), strict=True), 1):
+            low = max(low, num_stages - position)
+            bands.append((low, max(low, min(high, size - 1 - position)) + 1))
+        return [*bands[:-1], (0, 1)]
 
     def excess(
         self, max_stages: int, prices: Sequence[float], seconds: float, *, depth: int, most: int
@@ -154,6 +178,29 @@ class Relaxation:
                 1 + seconds / first - rest[:, 0], most - position * min(prices)
             )
         return found, first, last
+
+    def cut(
+        self, num_stages: int, prices: Sequence[float], period: float, limit: float
+    ) -> tuple[int, ...] | None:
+        """The cut of the pipeline with the least fill / period + prices, of periods up to a limit."""
+        t = self.t
+        size = t.num_layers + 1
+        price = np.array(prices)[:, None, None]
+        allowed = np.where(self.period <= limit, self.cost / period + price, np.inf)
+        rest = np.full(size, np.inf)
+        rest[-1] = 0.0
+        ends = []
+        for position in range(1, num_stages + 1):
+            own = np.where(t.fits(position), allowed, np.inf).min(axis=0)
+            total = own + rest[None, :]
+            ends.append(total.argmin(axis=1))
+            rest = total.min(axis=1)
+        if not np.isfinite(rest[0]):
+            return None
+        cuts = [0]
+        for after in reversed(ends[1:]):
+            cuts.append(int(after[cuts[-1]]))
+        return tuple(cuts)
 
 
 def mixes_of(total: int, available: Sequence[int]) -> list[tuple[int, ...]]:

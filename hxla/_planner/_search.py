@@ -8,15 +8,16 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 
 from .._errors import PlanError
-from ._bound import Bound, Stages
+from ._bound import Alive, Bound, Stages
 from ._chain import Chain, Replica, Staging
 from ._cuts import best_replicas, cut_pipelines, even_cut, fractional_seconds, pure_periods
+from ._packing import fractional_packing
 from ._pipeline import tables
 from ._relaxed import subsets
 from ._stages import best_pipeline, explain_infeasible
 
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
-_MAX_MOVES = 24
+_MAX_SCORED = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,34 +154,28 @@ class _Search:
 
     def run(self, fastest: float) -> None:
         """Find plans; `fastest` is that of other alternatives."""
-        for num in self._order[:2]:
-            self._improve(num, None)
+        known: dict[int, Alive] | None = None
+        prices: list[float] | None = None
+        for num in self._order[:3]:
+            before = self.fastest
+            found = self._improve(num, None, None)
+            prices = found if prices is None or self.fastest < before else prices
         limit = min(fastest, self.fastest)
-        known = None
-        if limit < math.inf and not self._small:
-            first = self._order[0]
-            self._stages[first] = self.bound.stages(first, limit, None)
-            stages = self._stages[first]
-            if stages is not None:
-                known = self.bound.refute(limit, self.bound.prices(stages, limit))
+        if limit < math.inf and prices is not None and not self._small:
+            known = self.bound.refute(limit, prices)
         for num in self._order:
             if known is not None and num not in known:
                 self._bounds[num] = limit
                 continue
             if self._late():
                 return
-            if num not in self._stages:
-                self._stages[num] = self.bound.stages(
-                    num, min(fastest, self.fastest, 1e300), known[num] if known else None
-                )
-            stages = self._stages[num]
             target = min(fastest, self.fastest)
-            if stages is None:
-                self._bounds[num] = self.bound.floor
-            elif not self.bound.possible(stages, target * (1 - 1e-9)):
+            alive = known[num] if known else None
+            self._stages[num] = stages = self.bound.stages(num, min(target, 1e300), alive)
+            if stages is not None and not self.bound.possible(stages, target * (1 - 1e-9)):
                 self._bounds[num] = target
                 continue
-            self._improve(num, stages)
+            self._improve(num, alive, prices)
 
     def bound_seconds(self, fastest: float) -> float:
         """No plan of this chain is faster."""
@@ -215,9 +210,15 @@ class _Search:
                 work += (n // num) * (fill / period - 1)
         return (self._num + work) / speed if speed else math.inf
 
-    def _improve(self, num: int, stages: Stages | None) -> None:
-        """The best plan of so many stages, from several cuts by moving boundaries."""
-        t = self.t
+    def _improve(
+        self, num: int, alive: Alive | None, prices: list[float] | None
+    ) -> list[float] | None:
+        """The best plan of so many stages, from several cuts by moving boundaries.
+
+        Returns:
+            What a device of each kind is worth in it, in microbatches of a step.
+        """
+        t, r = self.t, self.bound.relaxation
         scored: dict[tuple[int, ...], float] = {}
 
         def score(cuts: tuple[int, ...]) -> float:
@@ -226,34 +227,43 @@ class _Search:
                 scored[cuts] = fractional_seconds(pipelines, t.num_devices, self._num)
             return scored[cuts]
 
-        starts = [even_cut(self.bound.relaxation, num, self._pure[:, num - 1])]
-        if stages is not None:
-            starts += self._relaxed_cuts(stages)
+        starts = [even_cut(r, num, self._pure[:, num - 1])]
+        if alive is not None and prices is not None:
+            for i in np.argsort(-alive.excess, kind="stable")[:2]:
+                starts.append(r.cut(num, prices, float(alive.first[i]), float(alive.last[i])))
+        if starts == [None]:
+            even = [1 / float(total) for total in t.seconds[:, 0, -1]]
+            for k in range(t.num_kinds):
+                period = float(t.seconds[k, 0, -1]) / num
+                for slack in (1.05, 1.2, 1.5, 2.5, math.inf):
+                    starts.append(r.cut(num, even, period, period * slack))
         for cuts in starts:
             if cuts is not None:
                 score(cuts)
         if not scored:
-            return
+            return None
         cuts = min(scored, key=lambda cuts: (scored[cuts], cuts))
-        moves = 0
-        while moves < _MAX_MOVES and not self._late():
-            moves += 1
+        while len(scored) < _MAX_SCORED and not self._late():
             near = min(_neighbours(cuts, t.num_layers), key=lambda x: (score(x), x), default=cuts)
             if score(near) >= score(cuts) * (1 - 1e-9):
                 break
             cuts = near
-        for cuts in sorted(scored, key=lambda cuts: (scored[cuts], cuts))[:3]:
+        prices = None
+        for cuts in sorted(scored, key=lambda cuts: (scored[cuts], cuts))[:2]:
             if scored[cuts] == math.inf:
                 continue
             pipelines = cut_pipelines(t, cuts, self._num)
+            if prices is None:
+                value, _ = pipelines.microbatches(1.05 * scored[cuts])
+                prices = fractional_packing(pipelines.used, value, t.num_devices)[1].tolist()
             for kinds in subsets(t.num_kinds) if self._small else [tuple(range(t.num_kinds))]:
-                found = best_replicas(t, pipelines, self._num, kinds, 1e-9 if self._small else 1e-4)
+                start = float(pipelines.fill.min()) if self._small else scored[cuts]
+                found = best_replicas(
+                    t, pipelines, self._num, kinds, start, 1e-9 if self._small else 2e-4
+                )
                 if found and (num not in self.plans or found[0] < self.plans[num][0]):
                     self.plans[num] = (found[0], cuts, found[1])
-
-    def _relaxed_cuts(self, stages: Stages) -> list[tuple[int, ...]]:
-        """Cuts of the pipelines that the bound's own solution would build."""
-        return []
+        return prices
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
