@@ -1,0 +1,222 @@
+"""Pipelines freed of what couples them: for each mix of devices the least fill at each period."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from ._pipeline import Array, Tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipelines:
+    """What a pipeline of some number of stages can be at best.
+
+    Attributes:
+        used: [C, K] Devices of each kind.
+        period: [W] Periods are at least this.
+        fill: [W, C] Fill is at least this (inf: no such pipeline).
+        most: Microbatches it can run at most, because its memory was counted for so few.
+    """
+
+    used: Array
+    period: Array
+    fill: Array
+    most: int
+
+    def microbatches(self, seconds: float) -> Array:
+        """[C] The most that each mix can run in `seconds`: never too few."""
+        count = np.floor(1 + (seconds - self.fill) / self.period[:, None] * (1 + 1e-12) + 1e-9)
+        count = np.where(self.fill <= seconds * (1 + 1e-12), count, 0.0)
+        return np.minimum(count.max(axis=0), self.most)
+
+
+class Relaxation:
+    """A chain with every boundary crossed at the speed of the fastest pair of kinds."""
+
+    def __init__(self, t: Tables):
+        self.t = t
+        kinds, size = t.num_kinds, t.num_layers + 1
+        cross = t.cross[:, :kinds, :kinds].min(axis=(1, 2))
+        after = np.triu(np.ones((size, size), bool), 1)
+        self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
+        self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
+        # Periods of stages that fit at all.
+        self._values = np.unique(self.period[t.fits(1) & after])
+
+    def periods(self, low: float, high: float, ratio: float) -> tuple[Array, Array]:
+        """Intervals that hold every period there can be from `low` on: first and last member.
+
+        Longer periods than `high` share one interval: such a pipeline runs one microbatch.
+        """
+        values = self._values[self._values >= low * (1 - 1e-12)]
+        short = values[values <= high]
+        first, last, at = [], [], 0
+        while at < len(short):
+            end = int(np.searchsorted(short, short[at] * ratio, side="right"))
+            first.append(short[at])
+            last.append(short[end - 1])
+            at = end
+        if len(short) < len(values):
+            first.append(values[len(short)])
+            last.append(values[-1])
+        return np.array(first), np.array(last)
+
+    def least_period(self) -> float:
+        """Some stage holds the longest layer."""
+        layers = np.arange(self.t.num_layers)
+        return float(self.period[:, layers, layers + 1].min(axis=0).max())
+
+    def pipelines(
+        self, num_stages: int, first: Array, last: Array, *, depth: int, most: int
+    ) -> Pipelines:
+        """All mixes of devices over `num_stages` stages.
+
+        A dynamic programme from the last stage to the first; its state is (devices used per kind,
+        first layer). All periods are solved at once.
+
+        Args:
+            num_stages: Stages.
+            first: [W] Least period of each interval.
+            last: [W] Longest period of each interval.
+            depth: Microbatches in flight that memory is counted for at most.
+            most: Microbatches that such a pipeline runs at most.
+        """
+        t = self.t
+        bands = self._bands(num_stages, float(last.max()), depth)
+        mixes = [(0,) * t.num_kinds]
+        rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
+        rest[:, :, -1] = 0.0
+        size, longest = t.num_layers + 1, last.max()
+        before_low, before_high = t.num_layers, size
+        for position in range(1, num_stages + 1):
+            fits = t.fits(min(position, depth))
+            low, high = bands[position - 1]
+            index = {mix: i for i, mix in enumerate(mixes)}
+            mixes = mixes_of(position, t.num_devices)
+            here = np.full((len(last), len(mixes), t.num_layers + 1), np.inf)
+            for k in range(t.num_kinds):
+                rows = [i for i, mix in enumerate(mixes) if mix[k]]
+                before = [index[(*mixes[i][:k], mixes[i][k] - 1, *mixes[i][k + 1 :])] for i in rows]
+                if not rows:
+                    continue
+                source = rest[:, before]
+                best = np.full((len(last), len(rows), high - low), np.inf)
+                start = np.arange(low, high)
+                shortest = max(1, before_low - high + 1)
+                for length in range(shortest, before_high - low):
+                    lows = start[start + length < size]
+                    ok = fits[k, lows, lows + length]
+                    ok = ok & (self.period[k, lows, lows + length] <= longest)
+                    if not ok.any():
+                        continue
+                    ok = ok & (self.period[k, lows, lows + length] <= last[:, None])
+                    cost = np.where(ok, self.cost[k, lows, lows + length], np.inf)
+                    total = source[:, :, lows + length] + cost[:, None, :]
+                    np.minimum(best[:, :, : len(lows)], total, out=best[:, :, : len(lows)])
+                here[:, rows, low:high] = np.minimum(here[:, rows, low:high], best)
+            rest, before_low, before_high = here, low, high
+        return Pipelines(used=np.array(mixes), period=first, fill=rest[:, :, 0], most=most)
+
+    def _bands(self, num_stages: int, longest: float, depth: int) -> list[tuple[int, int]]:
+        """Per position from the end, where its stage can begin: within reach from both ends."""
+        size = self.t.num_layers + 1
+        allowed = np.isfinite(self.cost) & (self.period <= longest)
+        reach = []  # [L+1] how far a stage that begins there can go
+        for position in range(1, num_stages + 1):
+            ok = (allowed & self.t.fits(min(position, depth))).any(axis=0)
+            reach.append(np.where(ok, np.arange(size)[None, :], -1).max(axis=1))
+        lows, low = [], size - 1
+        for far in reach:
+            begins = np.flatnonzero(far >= low)
+            low = int(begins[0]) if len(begins) else size - 1
+            lows.append(low)
+        highs, high = [0], 0
+        for far in reversed(reach[1:]):
+            high = max(high, int(far[: high + 1].max()))
+            highs.append(high)
+        bands = []
+        for position, (low, high) in enumerate(zip(lows, reversed(highs), strict=True), 1):
+            low = max(low, num_stages - position)
+            bands.append((low, max(low, min(high, size - 1 - position)) + 1))
+        return [*bands[:-1], (0, 1)]
+
+    def excess(
+        self, max_stages: int, prices: Sequence[float], seconds: float, *, depth: int, most: int
+    ) -> tuple[Array, Array, Array]:
+        """How many microbatches more than its devices are worth a pipeline can run.
+
+        With a price per device the fill and the prices add up stage by stage, so that one pass
+        serves every number of stages.
+
+        Returns:
+            [W, max_stages] the excess (never too little), and the intervals of periods [W], [W].
+        """
+        t = self.t
+        low = self.least_period()
+        high = min(seconds, max(low, float(self._values[-1])))
+        first, last = self.periods(low, seconds, max(1.01, (high / low) ** (1 / 100)))
+        rest = np.full((len(last), t.num_layers + 1), np.inf)
+        rest[:, -1] = 0.0
+        found = np.full((len(last), max_stages), -np.inf)
+        for position in range(1, max_stages + 1):
+            fits = t.fits(min(position, depth))
+            here = np.full_like(rest, np.inf)
+            for k in range(t.num_kinds):
+                for length in range(1, t.num_layers + 1):
+                    lows = np.arange(t.num_layers + 1 - length)
+                    ok = fits[k, lows, lows + length]
+                    if not ok.any():
+                        break
+                    ok = ok & (self.period[k, lows, lows + length] <= last[:, None])
+                    cost = np.where(ok, self.cost[k, lows, lows + length], np.inf)
+                    total = rest[:, length:] + cost / first[:, None] + prices[k]
+                    np.minimum(here[:, : len(lows)], total, out=here[:, : len(lows)])
+            rest = here
+            found[:, position - 1] = np.minimum(
+                1 + seconds / first - rest[:, 0], most - position * min(prices)
+            )
+        return found, first, last
+
+    def cut(
+        self, num_stages: int, prices: Sequence[float], period: float, limit: float
+    ) -> tuple[int, ...] | None:
+        """The cut of the pipeline with the least fill / period + prices, of periods up to a limit."""
+        t = self.t
+        size = t.num_layers + 1
+        price = np.array(prices)[:, None, None]
+        allowed = np.where(self.period <= limit, self.cost / period + price, np.inf)
+        rest = np.full(size, np.inf)
+        rest[-1] = 0.0
+        ends = []
+        for position in range(1, num_stages + 1):
+            own = np.where(t.fits(position), allowed, np.inf).min(axis=0)
+            total = own + rest[None, :]
+            ends.append(total.argmin(axis=1))
+            rest = total.min(axis=1)
+        if not np.isfinite(rest[0]):
+            return None
+        cuts = [0]
+        for after in reversed(ends[1:]):
+            cuts.append(int(after[cuts[-1]]))
+        return tuple(cuts)
+
+
+def mixes_of(total: int, available: Sequence[int]) -> list[tuple[int, ...]]:
+    if len(available) == 1:
+        return [(total,)] if total <= available[0] else []
+    return [
+        (n, *rest)
+        for n in range(min(total, available[0]) + 1)
+        for rest in mixes_of(total - n, available[1:])
+    ]
+
+
+def subsets(num_kinds: int) -> list[tuple[int, ...]]:
+    """Sets of kinds, none of them empty."""
+    return [
+        kinds
+        for num in range(1, num_kinds + 1)
+        for kinds in itertools.combinations(range(num_kinds), num)
+    ]

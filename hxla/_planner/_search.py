@@ -1,0 +1,277 @@
+"""Search over everything at once: stages, replicas, kinds and the settings that the caller lists."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from .._errors import PlanError
+from ._bound import Alive, Bound, Stages
+from ._chain import Chain, Replica, Staging
+from ._cuts import best_replicas, cut_pipelines, even_cut, fractional_seconds, pure_periods
+from ._packing import fractional_packing
+from ._pipeline import tables
+from ._relaxed import subsets
+from ._stages import best_pipeline, explain_infeasible
+
+_SMALL_DEVICES, _SMALL_LAYERS = 8, 16
+_MAX_SCORED = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan and where it comes from.
+
+    Attributes:
+        alternative: Key of the chain.
+        staging: The plan; its bound is that of its own chain.
+    """
+
+    alternative: Hashable
+    staging: Staging
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search found.
+
+    Attributes:
+        ranked: Plans, the fastest first: at most one for each alternative and number of stages.
+        bound_seconds: No plan of any alternative is faster.
+        exhausted: Whether time ran out: the plans and the bound hold, but more time may better
+            them, and another run may find others.
+        infeasible: Alternatives that no plan fits, and why.
+    """
+
+    ranked: tuple[Found, ...]
+    bound_seconds: float
+    exhausted: bool
+    infeasible: Mapping[Hashable, str]
+
+    @property
+    def gap(self) -> float:
+        """Certified distance from the optimum: the best plan's step over the bound, minus one."""
+        return self.ranked[0].staging.step_seconds / self.bound_seconds - 1
+
+
+def search(
+    chains: Mapping[Hashable, Chain], *, time_budget_seconds: float = 10.0, num_ranked: int = 8
+) -> Searched:
+    """Find the fastest plan over data x stage parallelism, for any of several chains.
+
+    Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
+    recomputation. The plan space of one chain is that of `Bound`. Numbers of stages are tried in
+    the order of what whole pipelines of one kind would take; those that `Bound` refutes are not.
+    For each a cut that suits all kinds is improved by moving its boundaries, each cut being given
+    the replicas that suit it best.
+
+    Args:
+        chains: Alternative to chain; all must stand for the same global batch.
+        time_budget_seconds: Where it runs out, what is known by then is returned.
+        num_ranked: Most plans to return.
+
+    Returns:
+        Plans, the bound, and whether time ran out. Without that the result depends on the input
+        alone, not on the machine.
+
+    Raises:
+        PlanError: If no alternative has a plan: why not, for each.
+
+    References:
+        Whale, USENIX ATC 2022, section 3.3; Strati et al., "Sailor", SOSP 2025, section 4.
+    """
+    if not chains:
+        raise PlanError("there is nothing to search: give at least one chain")
+    if not time_budget_seconds > 0:
+        raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
+    deadline = time.monotonic() + time_budget_seconds
+    infeasible: dict[Hashable, str] = {}
+    searches: dict[Hashable, _Search] = {}
+    for key, chain in chains.items():
+        searches[key] = _Search(chain, deadline)
+    fastest = math.inf
+    # The most promising first, so that the others are refuted by its plan.
+    for key in sorted(searches, key=lambda key: searches[key].estimate):
+        searches[key].run(fastest)
+        if not searches[key].plans:
+            infeasible[key] = searches[key].why_not()
+        else:
+            fastest = min(fastest, searches[key].fastest)
+    if len(infeasible) == len(chains):
+        raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
+    feasible = {key: s for key, s in searches.items() if key not in infeasible}
+    bounds = {key: s.bound_seconds(fastest) for key, s in feasible.items()}
+    plans = [
+        (seconds, order, num, key, cuts, replicas)
+        for order, (key, s) in enumerate(feasible.items())
+        for num, (seconds, cuts, replicas) in s.plans.items()
+    ]
+    ranked = tuple(
+        Found(
+            alternative=key,
+            staging=Staging(
+                cuts=cuts, replicas=replicas, step_seconds=seconds, bound_seconds=bounds[key]
+            ),
+        )
+        for seconds, _, _, key, cuts, replicas in sorted(plans, key=lambda plan: plan[:3])
+    )
+    return Searched(
+        ranked=ranked[:num_ranked],
+        bound_seconds=min(bounds.values()),
+        exhausted=any(s.exhausted for s in searches.values()),
+        infeasible=infeasible,
+    )
+
+
+class _Search:
+    """One chain: the best plan known and the bound for each number of stages."""
+
+    def __init__(self, chain: Chain, deadline: float):
+        self.chain = chain
+        self.t = tables(chain)
+        self.bound = Bound(self.t, chain.num_microbatches)
+        self.plans: dict[int, tuple[float, tuple[int, ...], tuple[Replica, ...]]] = {}
+        self.exhausted = False
+        self._deadline = deadline
+        self._num = chain.num_microbatches
+        self._bounds: dict[int, float] = {}
+        self._stages: dict[int, Stages | None] = {}
+        self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
+        self._small = (
+            sum(self.t.num_devices) <= _SMALL_DEVICES and self.t.num_layers <= _SMALL_LAYERS
+        )
+        self._order = sorted(
+            range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
+        )
+        self.estimate = self._estimate(self._order[0])
+
+    @property
+    def fastest(self) -> float:
+        """Of the plans known."""
+        return min((seconds for seconds, _, _ in self.plans.values()), default=math.inf)
+
+    def run(self, fastest: float) -> None:
+        """Find plans; `fastest` is that of other alternatives."""
+        known: dict[int, Alive] | None = None
+        prices: list[float] | None = None
+        for num in self._order[:3]:
+            before = self.fastest
+            found = self._improve(num, None, None)
+            prices = found if prices is None or self.fastest < before else prices
+        limit = min(fastest, self.fastest)
+        if limit < math.inf and prices is not None and not self._small:
+            known = self.bound.refute(limit, prices)
+        for num in self._order:
+            if known is not None and num not in known:
+                self._bounds[num] = limit
+                continue
+            if self._late():
+                return
+            target = min(fastest, self.fastest)
+            alive = known[num] if known else None
+            self._stages[num] = stages = self.bound.stages(num, min(target, 1e300), alive)
+            if stages is not None and not self.bound.possible(stages, target * (1 - 1e-9)):
+                self._bounds[num] = target
+                continue
+            self._improve(num, alive, prices)
+
+    def bound_seconds(self, fastest: float) -> float:
+        """No plan of this chain is faster."""
+        for num in self._order:
+            stages = self._stages.get(num)
+            if num in self._bounds and self._bounds[num] > self.bound.floor:
+                continue
+            if stages is None or self._late():
+                self._bounds[num] = self.bound.floor
+            else:
+                self._bounds[num] = self.bound.least_seconds(
+                    stages, self.bound.floor, max(self.bound.floor, fastest)
+                )
+        return min(min(self._bounds.values()), self.fastest)
+
+    def why_not(self) -> str:
+        """Why no plan was found."""
+        return explain_infeasible(self.chain)
+
+    def _late(self) -> bool:
+        self.exhausted |= time.monotonic() > self._deadline
+        return self.exhausted
+
+    def _estimate(self, num: int) -> float:
+        """Time of whole pipelines of one kind each, with the least period of each kind."""
+        speed = work = 0.0
+        for k, n in enumerate(self.t.num_devices):
+            period = self._pure[k, num - 1]
+            if math.isfinite(period) and n >= num:
+                fill = self.t.seconds[k, 0, -1]
+                speed += (n // num) / period
+                work += (n // num) * (fill / period - 1)
+        return (self._num + work) / speed if speed else math.inf
+
+    def _improve(
+        self, num: int, alive: Alive | None, prices: list[float] | None
+    ) -> list[float] | None:
+        """The best plan of so many stages, from several cuts by moving boundaries.
+
+        Returns:
+            What a device of each kind is worth in it, in microbatches of a step.
+        """
+        t, r = self.t, self.bound.relaxation
+        scored: dict[tuple[int, ...], float] = {}
+
+        def score(cuts: tuple[int, ...]) -> float:
+            if cuts not in scored:
+                pipelines = cut_pipelines(t, cuts, self._num)
+                scored[cuts] = fractional_seconds(pipelines, t.num_devices, self._num)
+            return scored[cuts]
+
+        starts = [even_cut(r, num, self._pure[:, num - 1])]
+        if alive is not None and prices is not None:
+            for i in np.argsort(-alive.excess, kind="stable")[:2]:
+                starts.append(r.cut(num, prices, float(alive.first[i]), float(alive.last[i])))
+        if starts == [None]:
+            even = [1 / float(total) for total in t.seconds[:, 0, -1]]
+            for k in range(t.num_kinds):
+                period = float(t.seconds[k, 0, -1]) / num
+                for slack in (1.05, 1.2, 1.5, 2.5, math.inf):
+                    starts.append(r.cut(num, even, period, period * slack))
+        for cuts in starts:
+            if cuts is not None:
+                score(cuts)
+        if not scored:
+            return None
+        cuts = min(scored, key=lambda cuts: (scored[cuts], cuts))
+        while len(scored) < _MAX_SCORED and not self._late():
+            near = min(_neighbours(cuts, t.num_layers), key=lambda x: (score(x), x), default=cuts)
+            if score(near) >= score(cuts) * (1 - 1e-9):
+                break
+            cuts = near
+        prices = None
+        for cuts in sorted(scored, key=lambda cuts: (scored[cuts], cuts))[:2]:
+            if scored[cuts] == math.inf:
+                continue
+            pipelines = cut_pipelines(t, cuts, self._num)
+            if prices is None:
+                value, _ = pipelines.microbatches(1.05 * scored[cuts])
+                prices = fractional_packing(pipelines.used, value, t.num_devices)[1].tolist()
+            for kinds in subsets(t.num_kinds) if self._small else [tuple(range(t.num_kinds))]:
+                start = float(pipelines.fill.min()) if self._small else scored[cuts]
+                found = best_replicas(
+                    t, pipelines, self._num, kinds, start, 1e-9 if self._small else 2e-4
+                )
+                if found and (num not in self.plans or found[0] < self.plans[num][0]):
+                    self.plans[num] = (found[0], cuts, found[1])
+        return prices
+
+
+def _neighbours(cuts: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
+    """Cuts with one boundary moved by one layer."""
+    edges = (*cuts, num_layers)
+    return [
+        (*cuts[:i], cuts[i] + move, *cuts[i + 1 :])
+        for i in range(1, len(cuts))
+        for move in (-1, 1)
+        if edges[i - 1] < cuts[i] + move < edges[i + 1]
+    ]
