@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from .._cluster import Cluster, Device, Link
 from .._errors import PlanError
@@ -14,6 +14,7 @@ from ._chain import Chain, Group, Staging
 from ._evaluate import staging_cost, staging_memory
 from ._search import Searched, search
 
+_UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
 _BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
 
 
@@ -65,7 +66,7 @@ def propose(
     chains = {
         size: _chain(work, size, cluster, kinds, profile, reasons) for size in sorted(work.sizes)
     }
-    found = search(chains, time_budget_seconds=time_budget_seconds)
+    found = search(dict[Hashable, Chain](chains), time_budget_seconds=time_budget_seconds)
     best = found.ranked[0]
     size = int(str(best.alternative))
     chain, staging = chains[size], best.staging
@@ -93,7 +94,7 @@ def propose(
                         reduction_seconds=spent.reduction_seconds,
                         update_seconds=spent.update_seconds,
                         memory_bytes=held.total_bytes,
-                        capacity_bytes=_finite(chain.groups[group].memory_bytes),
+                        capacity_bytes=_described(chain.groups[group].memory_bytes),
                     )
                 )
             number += 1
@@ -113,6 +114,7 @@ def propose(
             layers=work.layers,
             devices=tuple(devices),
             step_seconds=cost.step_seconds,
+            closed_form_seconds=staging.step_seconds,
             bound_seconds=found.bound_seconds,
             runners_up=_runners_up(found),
             reasons=tuple(reasons),
@@ -121,8 +123,8 @@ def propose(
     )
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+def _described(capacity: float) -> float:
+    return capacity if capacity < _UNBOUNDED else 0.0
 
 
 def _runners_up(found: Searched) -> tuple[RunnerUp, ...]:
@@ -173,7 +175,7 @@ def _chain(
             Group(
                 kind=label,
                 num_devices=len(own),
-                memory_bytes=math.inf if device.memory_bytes is None else device.memory_bytes,
+                memory_bytes=_UNBOUNDED if device.memory_bytes is None else device.memory_bytes,
                 forward_seconds=tuple(t.forward for t in times),
                 backward_seconds=tuple(t.backward for t in times),
                 update_seconds=tuple(t.update for t in times),
@@ -255,4 +257,3 @@ def _times(
         )
 
     return tuple(of(layer) for layer in sizes)
-

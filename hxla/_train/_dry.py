@@ -166,9 +166,7 @@ def _plan(request: PlanRequest, job: Job) -> None:
     )
     proposals = []
     for cluster in clusters:
-        proposal, timelines = propose(
-            work, cluster, profile, time_budget_seconds=request.seconds
-        )
+        proposal, timelines = propose(work, cluster, profile, time_budget_seconds=request.seconds)
         proposals.append(proposal)
         print(proposal.explain())
         if request.folder is not None:
@@ -184,21 +182,19 @@ def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timelin
     first = {d.num_microbatches: d.replica for d in reversed(proposal.devices)}
     for i, timeline in enumerate(timelines):
         replica = sorted(first.values())[i] if i < len(first) else i
-        names = [
-            f"{d.kind} (device {d.device})" for d in proposal.devices if d.replica == replica
-        ]
-        base = folder / f"{proposal.cluster}-replica{replica}"
+        names = [f"{d.kind} (device {d.device})" for d in proposal.devices if d.replica == replica]
+        name = f"{proposal.cluster}-replica{replica}"
+        picture, trace = folder / f"{name}.png", folder / f"{name}.perfetto.json"
         title = f"{proposal.cluster}, replica {replica}: step {proposal.step_seconds:.4g} s"
         draw(
             timeline,
-            base.with_suffix(".png"),
+            picture,
             names=names,
             title=title,
             step_seconds=proposal.step_seconds,
         )
-        trace = folder / f"{base.name}.perfetto.json"
         trace.write_text(perfetto(timeline, names))
-        files += [base.with_suffix(".png"), trace]
+        files += [picture, trace]
     print("written: " + ", ".join(map(str, files)))
 
 
@@ -279,5 +275,3 @@ def _show(profile: Profile, file: str) -> None:
         seconds = " ".join(f"{1e3 * s:>7.2f} ms" for s in row)
         print(f"{setting.kind:<24} {setting.microbatch_size:>10} {seconds}")
     print(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")
-
-
