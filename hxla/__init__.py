@@ -36,6 +36,9 @@ from ._mesh_file import load_cluster as load_cluster
 from ._partition import Partition as Partition
 from ._partition import partition as partition
 from ._plan import Plan as Plan
+from ._profile._file import load_profile as load_profile
+from ._profile._values import Profile as Profile
+from ._proposal import Proposal as Proposal
 from ._rules import Rule as Rule
 from ._rules import RuleSet as RuleSet
 from ._rules import load_rules as load_rules

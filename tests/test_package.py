@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import pathlib
 import re
 import subprocess
@@ -101,12 +102,24 @@ def test_a_model_needs_four_lines_of_hxla_at_most(model):
     ],
 )
 def test_an_example_runs(script, wanted):
+    _runs([str(ROOT / "examples" / script), "--steps", "3"], wanted)
+
+
+@pytest.mark.slow
+def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
+    script = str(ROOT / "examples" / "05_auto.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
+    _runs(command, ["auto_parallel: 2 devices a copy", "up/kernel: P(None, 'tensor')", "1 copies"])
+
+
+def _runs(command, wanted):
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), "--steps", "3"],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 import hxla
 from hxla._profile._file import dump_profile, load_profile, merge_profiles
 from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
+
+# Without the fake devices of this process.
+ALONE = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
 SCRIPT = """
 import numpy as np, optax, hxla
@@ -37,7 +41,12 @@ def profile_command(tmp_path, *options):
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "hxla", "profile", "--write", str(tmp_path / "p.json")]
     return subprocess.run(
-        [*command, *options, str(script)], capture_output=True, text=True, check=False, timeout=300
+        [*command, *options, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=ALONE,
     )
 
 
