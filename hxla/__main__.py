@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--write", metavar="FOLDER", help="plans, pictures, Perfetto traces")
     plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
+    plan.add_argument("--stages", type=int, help="most stages; 1: what hxla.train runs today")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
     plan.add_argument("script", help="Python script, followed by its own arguments")
     plan.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -87,6 +88,7 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
         microbatch_sizes=args.microbatch_sizes,
         num_segments=args.segments,
         seconds=args.seconds,
+        max_stages=args.stages,
     ).model_dump_json()
     return _in_place(command)
 

@@ -7,14 +7,16 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from .._cluster import Cluster, Device, Link
 from .._errors import PlanError
-from .._profile._values import LayerSize, LayerTime, Profile, Setting
+from .._profile._values import LayerSize, LayerTime, Profile, Setting, together_key
 from .._proposal import DevicePlan, Proposal, RunnerUp
 from .._replay import Timeline
 from ._chain import Chain, Group, Staging
 from ._evaluate import staging_cost, staging_memory
-from ._search import Searched, search
+from ._search import Found, search
 
 _UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
+_NUM_RUNNERS_UP = 7
+_NUM_RANKED = 1000  # all: stages may be limited afterwards
 _BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
 
 
@@ -42,7 +44,12 @@ class Work:
 
 
 def propose(
-    work: Work, cluster: Cluster, profile: Profile | None, *, time_budget_seconds: float = 10.0
+    work: Work,
+    cluster: Cluster,
+    profile: Profile | None,
+    *,
+    max_stages: int | None = None,
+    time_budget_seconds: float = 10.0,
 ) -> tuple[Proposal, tuple[Timeline, ...]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
 
@@ -50,6 +57,7 @@ def propose(
         work: The model's chain at every microbatch size to try.
         cluster: Described.
         profile: Measured times; what it lacks is estimated from the mesh file's rates.
+        max_stages: Most stages of a plan; None: any number.
         time_budget_seconds: Of the search.
 
     Returns:
@@ -63,11 +71,17 @@ def propose(
     """
     reasons: dict[str, None] = {}
     kinds = _kinds(cluster)
-    chains = {
+    chains: dict[Hashable, Chain] = {
         size: _chain(work, size, cluster, kinds, profile, reasons) for size in sorted(work.sizes)
     }
-    found = search(dict[Hashable, Chain](chains), time_budget_seconds=time_budget_seconds)
-    best = found.ranked[0]
+    found = search(chains, time_budget_seconds=time_budget_seconds, num_ranked=_NUM_RANKED)
+    ranked = [f for f in found.ranked if len(f.staging.cuts) <= (max_stages or len(work.layers))]
+    if not ranked:
+        raise PlanError(
+            f"no plan of at most {max_stages} stages was found; the best has "
+            f"{len(found.ranked[0].staging.cuts)}: {found.ranked[0].staging.step_seconds:.4g} s"
+        )
+    best = ranked[0]
     size = int(str(best.alternative))
     chain, staging = chains[size], best.staging
     cost = staging_cost(chain, staging)
@@ -116,7 +130,7 @@ def propose(
             step_seconds=cost.step_seconds,
             closed_form_seconds=staging.step_seconds,
             bound_seconds=found.bound_seconds,
-            runners_up=_runners_up(found),
+            runners_up=_runners_up([f for f in found.ranked if f is not best]),
             reasons=tuple(reasons),
         ),
         cost.timelines,
@@ -127,13 +141,13 @@ def _described(capacity: float) -> float:
     return capacity if capacity < _UNBOUNDED else 0.0
 
 
-def _runners_up(found: Searched) -> tuple[RunnerUp, ...]:
+def _runners_up(found: Sequence[Found]) -> tuple[RunnerUp, ...]:
     return tuple(
         RunnerUp(
             description=f"microbatches of {other.alternative}, {_in_words(other.staging)}",
             step_seconds=other.staging.step_seconds,
         )
-        for other in found.ranked[1:]
+        for other in found[:_NUM_RUNNERS_UP]
     )
 
 
@@ -186,6 +200,11 @@ def _chain(
     links = [[_slowest_link(cluster, a, b) for b in ranks] for a in ranks]
     if len(cluster.devices) > 1 and any(link is None for row in links for link in row):
         reasons["some links are not described: their communication is not counted"] = None
+    together = together_key(d.label for d in cluster.devices)
+    whole_bytes = sum(s.parameter_bytes for s in sizes)
+    measured = profile.reductions.get(together) if profile is not None else None
+    if measured is not None:
+        reasons[f"the sum over all devices: measured, {measured:.4g} s"] = None
     slowest = max(
         (1 / link.bytes_per_second for row in links for link in row if link is not None),
         default=0.0,
@@ -203,7 +222,10 @@ def _chain(
             tuple(0.0 if link is None else link.latency_seconds for link in row) for row in links
         ),
         # Twice over the slowest link: a ring's reduce-scatter and all-gather with many devices.
-        reduce_seconds=(2 * work.reduce_factor * slowest,) * len(groups),
+        reduce_seconds=(
+            2 * work.reduce_factor * slowest if measured is None else measured / whole_bytes,
+        )
+        * len(groups),
     )
 
 

@@ -84,7 +84,10 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
                 f"{len(other.layers)} do not go together: measure one model, cut in one way"
             )
         first = dataclasses.replace(
-            first, sizes={**first.sizes, **other.sizes}, times={**first.times, **other.times}
+            first,
+            sizes={**first.sizes, **other.sizes},
+            times={**first.times, **other.times},
+            reductions={**first.reductions, **other.reductions},
         )
     return first
 
@@ -97,6 +100,9 @@ def _faults(profile: Profile) -> Iterator[str]:
             for s, own in profile.times.items()
         ),
     ]
+    for key, seconds in profile.reductions.items():
+        if not math.isfinite(seconds) or seconds < 0:
+            yield f"reductions of {key}: {seconds!r} is no finite number from 0 on"
     for where, layers in rows:
         if len(layers) != len(profile.layers):
             yield f"{where}: {len(layers)} of {len(profile.layers)} layers"

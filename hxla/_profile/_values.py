@@ -1,7 +1,7 @@
 """A model as the planner sees it: a chain of layers, their sizes and their measured times."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -63,12 +63,15 @@ class Profile:
         layers: Names, in the order of the chain.
         sizes: (microbatch size, tensor) to one size per layer.
         times: Setting to one time per layer.
+        reductions: Devices that train together (see `together_key`) to the seconds of a step that
+            are neither microbatches nor updates: the sum of gradients over all of them.
     """
 
     model: str
     layers: tuple[str, ...]
     sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
     times: Mapping[Setting, tuple[LayerTime, ...]]
+    reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_table(self) -> dict[str, Any]:
         """As lists and dictionaries, for JSON."""
@@ -83,6 +86,7 @@ class Profile:
                 {**dataclasses.asdict(setting), "layers": [dataclasses.asdict(t) for t in times]}
                 for setting, times in sorted(self.times.items())
             ],
+            "reductions": dict(sorted(self.reductions.items())),
         }
 
     @classmethod
@@ -103,4 +107,10 @@ class Profile:
                 )
                 for row in table["times"]
             },
+            reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
         )
+
+
+def together_key(labels: Iterable[str]) -> str:
+    """Names a set of devices that train together, by their kinds."""
+    return " + ".join(sorted(labels))

@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -20,6 +22,7 @@ from .._cluster import Device
 from .._errors import ConfigError, PlanError
 from .._launch import _coordination
 from .._lower._devices import device_label
+from .._lower._reduce import Reducer
 from .._lower._replicate import Reduction, compiler_options
 from .._measure import fingerprint, layer_sizes, measure
 from .._mesh_file import load_cluster
@@ -27,15 +30,19 @@ from .._model import Functional
 from .._planner._microbatch import candidate_sizes
 from .._planner._propose import Work, propose
 from .._profile._file import dump_profile, load_profile, merge_profiles
-from .._profile._values import Profile, Setting
+from .._profile._values import LayerTime, Profile, Setting, together_key
 from .._proposal import Proposal, compare
 from .._replay import Timeline
 from .._segments import segments
 from .._timeline import draw, perfetto
 from .._trace import trace_functional
 from .._types import PyTree
+from ._setup import check_batch, own_ids
+from ._step import Engine
 
 VARIABLE = "HXLA_DRY"
+_TRIAL_STEPS = 5
+_TRIAL_MICROBATCHES = 4
 
 
 class ProfileRequest(pydantic.BaseModel):
@@ -64,6 +71,7 @@ class PlanRequest(pydantic.BaseModel):
         microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
         num_segments: Most segments of the chain, where no profile says.
         seconds: Time budget of the search.
+        max_stages: Most stages of a plan; None: any number.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -74,6 +82,7 @@ class PlanRequest(pydantic.BaseModel):
     microbatch_sizes: tuple[pydantic.PositiveInt, ...] = ()
     num_segments: pydantic.PositiveInt = 8
     seconds: pydantic.PositiveFloat = 10.0
+    max_stages: pydantic.PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,14 +121,6 @@ def requested() -> Request | None:
     return pydantic.TypeAdapter[Request](Request).validate_json(text)
 
 
-def answer(request: Request, job: Job) -> None:
-    """Measure or plan, write, and say where."""
-    if isinstance(request, ProfileRequest):
-        _profile(request, job)
-    else:
-        _plan(request, job)
-
-
 def _sizes(asked: tuple[int, ...], job: Job, num_devices: int) -> tuple[int, ...]:
     sizes = asked or (
         (job.microbatch_size,)
@@ -134,7 +135,8 @@ def _sizes(asked: tuple[int, ...], job: Job, num_devices: int) -> tuple[int, ...
     return tuple(sorted(sizes))
 
 
-def _plan(request: PlanRequest, job: Job) -> None:
+def plan(request: PlanRequest, job: Job) -> None:
+    """Plan, print, write."""
     profile = load_profile(request.profile) if request.profile else None
     clusters = [load_cluster(mesh) for mesh in request.meshes]
     asked = request.microbatch_sizes
@@ -166,7 +168,13 @@ def _plan(request: PlanRequest, job: Job) -> None:
     )
     proposals = []
     for cluster in clusters:
-        proposal, timelines = propose(work, cluster, profile, time_budget_seconds=request.seconds)
+        proposal, timelines = propose(
+            work,
+            cluster,
+            profile,
+            max_stages=request.max_stages,
+            time_budget_seconds=request.seconds,
+        )
         proposals.append(proposal)
         print(proposal.explain())
         if request.folder is not None:
@@ -198,32 +206,114 @@ def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timelin
     print("written: " + ", ".join(map(str, files)))
 
 
-def _profile(request: ProfileRequest, job: Job) -> None:
+def profile(
+    request: ProfileRequest, job: Job, reducer: Reducer, make_engine: Callable[[int], Engine]
+) -> None:
+    """Measure, write, and say where; every process of the job takes part."""
     sizes = _sizes(request.microbatch_sizes, job, len(job.devices))
+    for size in sizes:
+        check_batch(job.batch_size, size, len(job.devices))
     own = next(d for d in job.devices if d.process_index == jax.process_index())
     label = device_label(own, job.known)
-    profile: Profile | None = None
+    labels = _everywhere("labels", label)
+    found: Profile | None = None
     if pathlib.Path(request.file).exists():
-        profile = load_profile(request.file)
+        found = load_profile(request.file)
     for size in sizes:
-        mine = _measured(request, job, profile, own, Setting(label, size))
-        parts = _coordination.gather(
-            "profile",
-            json.dumps(mine.to_table()),
-            rank=jax.process_index(),
-            num_processes=jax.process_count(),
-            timeout_seconds=3600.0,
-        )
-        profile = merge_profiles(Profile.from_table(json.loads(p)) for p in parts)
+        trial = None
+        if found is None or _is_new(found, labels, size):
+            trial = _trial(make_engine(size), reducer, job.batch(size), job.batch_size // size)
+        mine = _measured(request, job, found, own, Setting(label, size), trial)
+        if trial is not None:
+            together = {**mine.reductions, together_key(labels): trial.reduction_seconds}
+            mine = dataclasses.replace(mine, reductions=together)
+        parts = _everywhere("profile", json.dumps(mine.to_table()))
+        found = merge_profiles(Profile.from_table(json.loads(p)) for p in parts)
         if jax.process_index() == 0:
-            dump_profile(profile, request.file)  # after each size: an interrupted run resumes
-    assert profile is not None
+            dump_profile(found, request.file)  # after each size: an interrupted run resumes
+    assert found is not None
     if jax.process_index() == 0:
-        _show(profile, request.file)
+        _show(found, request.file)
+
+
+def _everywhere(what: str, text: str) -> tuple[str, ...]:
+    return _coordination.gather(
+        what,
+        text,
+        rank=jax.process_index(),
+        num_processes=jax.process_count(),
+        timeout_seconds=3600.0,
+    )
+
+
+def _is_new(profile: Profile, labels: Sequence[str], size: int) -> bool:
+    settings = {Setting(label, size) for label in labels}
+    return not settings <= profile.times.keys() or together_key(labels) not in profile.reductions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """What whole steps of training take: no cut between segments, with sums and update.
+
+    Attributes:
+        micro_seconds: One microbatch on this process's device, forward and backward.
+        update_seconds: Update on this process's device.
+        reduction_seconds: The rest of a step: the sum over devices and what the host does.
+    """
+
+    micro_seconds: float
+    update_seconds: float
+    reduction_seconds: float
+
+
+def _trial(engine: Engine, reducer: Reducer, batch: PyTree, num_microbatches: int) -> _Trial:
+    """Train some steps on one batch; every process takes part."""
+    num = len(reducer.replicas)
+    each = max(1, min(_TRIAL_MICROBATCHES, num_microbatches // num))
+    ids = own_ids((each,) * num, reducer)
+    engine.calibrate(batch, repeats=0)
+    own = next(r.index for r in reducer.replicas if r.is_led_here)
+    micro, update, rest = [], [], []
+    for step in range(_TRIAL_STEPS + 1):
+        begin = time.perf_counter()
+        outcome = engine.accumulate(step, ids, [[batch] * len(i) for i in ids])
+        summed = time.perf_counter()
+        engine.update(outcome)
+        engine.wait()
+        micro.append(outcome.busy_seconds[own] / each)
+        update.append(time.perf_counter() - summed)
+        rest.append(summed - begin - max(outcome.busy_seconds))
+    engine.close()
+    median = statistics.median
+    return _Trial(
+        micro_seconds=median(micro[1:]),
+        update_seconds=median(update[1:]),
+        reduction_seconds=max(0.0, median(rest[1:])),
+    )
+
+
+def _scaled(times: Sequence[LayerTime], trial: _Trial) -> tuple[LayerTime, ...]:
+    """Segments measured alone, in proportion to what all of them take together."""
+    alone = sum(t.forward + t.backward for t in times) or 1.0
+    updates = sum(t.update for t in times) or 1.0
+    return tuple(
+        dataclasses.replace(
+            t,
+            forward=t.forward * trial.micro_seconds / alone,
+            backward=t.backward * trial.micro_seconds / alone,
+            update=t.update * trial.update_seconds / updates,
+        )
+        for t in times
+    )
 
 
 def _measured(
-    request: ProfileRequest, job: Job, before: Profile | None, device: jax.Device, setting: Setting
+    request: ProfileRequest,
+    job: Job,
+    before: Profile | None,
+    device: jax.Device,
+    setting: Setting,
+    trial: _Trial | None,
 ) -> Profile:
     """The profile so far with one setting more."""
     batch = job.batch(setting.microbatch_size)
@@ -263,7 +353,7 @@ def _measured(
         model=model,
         layers=names if before is None else before.layers,
         sizes={(setting.microbatch_size, 1): layer_sizes(chain)},
-        times={setting: times},
+        times={setting: times if trial is None else _scaled(times, trial)},
     )
     return own if before is None else merge_profiles([before, own])
 

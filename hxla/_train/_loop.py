@@ -255,8 +255,8 @@ def train(
         settings=settings,
     )
     request = _dry.requested()
-    if request is not None:
-        _dry.answer(request, run.job())
+    if isinstance(request, _dry.PlanRequest):
+        _dry.plan(request, run.job())
         raise SystemExit(0)
     with contextlib.ExitStack() as stack:
         return run.run(stack)
@@ -394,6 +394,11 @@ class _Run:
             self.strategy, reasons=(*self.strategy.reasons, *reasons)
         )
         self.names = _devices.replica_names(replicas, self.devices, self.known)
+        request = _dry.requested()
+        if isinstance(request, _dry.ProfileRequest):
+            make = functools.partial(self._make_engine, start)
+            _dry.profile(request, self.job(), self.reducer, make)
+            raise SystemExit(0)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
             self._build(start, stack)
             self.progress = Progress(
@@ -523,29 +528,28 @@ class _Run:
             return {}
         return {f"clip_{communication.clip}": communication.clip_norm}
 
+    def _make_engine(self, start: int, size: int) -> Engine:
+        engine = Engine(
+            self._functional,
+            self.optimizer,
+            self.reducer,
+            batch=self._first_batch(start, size),
+            num_microbatches=self.batch_size // size,
+            microbatch_size=size,
+            seed=self.seed,
+            reduction=self.reduction,
+            shard=self.strategy.shard,
+            gradient=self.settings.communication.gradient,
+            clip=self._clip(),
+            rows=self.rows,
+        )
+        engine.broadcast()
+        return engine
+
     def _build(self, start: int, stack: contextlib.ExitStack) -> None:
         first = functools.partial(self._first_batch, start)
-
-        def make(size: int) -> Engine:
-            engine = Engine(
-                self._functional,
-                self.optimizer,
-                self.reducer,
-                batch=first(size),
-                num_microbatches=self.batch_size // size,
-                microbatch_size=size,
-                seed=self.seed,
-                reduction=self.reduction,
-                shard=self.strategy.shard,
-                gradient=self.settings.communication.gradient,
-                clip=self._clip(),
-                rows=self.rows,
-            )
-            engine.broadcast()
-            return engine
-
         chosen = _setup.choose(
-            make,
+            functools.partial(self._make_engine, start),
             first,
             self.reducer,
             batch_size=self.batch_size,

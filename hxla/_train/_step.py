@@ -488,6 +488,11 @@ class Engine:
         if self._exact and (self._next_exponents != self.exponents).any():
             self._set_exponents(self._next_exponents)
 
+    def wait(self) -> None:
+        """Until the last update is done on every local device."""
+        for update in self._updates:
+            update.result()
+
     # -- evaluation ----------------------------------------------------------------------------
 
     def evaluate(
