@@ -209,7 +209,17 @@ def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timelin
 def profile(
     request: ProfileRequest, job: Job, reducer: Reducer, make_engine: Callable[[int], Engine]
 ) -> None:
-    """Measure, write, and say where; every process of the job takes part."""
+    """Measure, write, and say where; every process of the job takes part.
+
+    Raises:
+        PlanError: If a copy of the model takes several devices, or the file is of another model.
+    """
+    if reducer.replicas[0].axes:
+        raise PlanError(
+            "hxla profile measures a model on one device, but annotations, rules or "
+            f"auto.auto_parallel put a copy of this one on {len(reducer.replicas[0].devices)}: "
+            "profile it without them"
+        )
     sizes = _sizes(request.microbatch_sizes, job, len(job.devices))
     for size in sizes:
         check_batch(job.batch_size, size, len(job.devices))
