@@ -36,9 +36,9 @@ print("trained")
 """
 
 
-def profile_command(tmp_path, *options):
+def profile_command(tmp_path, *options, text=SCRIPT, flags=""):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     command = [sys.executable, "-m", "hxla", "profile", "--write", str(tmp_path / "p.json")]
     return subprocess.run(
         [*command, *options, str(script)],
@@ -46,7 +46,7 @@ def profile_command(tmp_path, *options):
         text=True,
         check=False,
         timeout=300,
-        env=ALONE,
+        env={**ALONE, "XLA_FLAGS": flags},
     )
 
 
@@ -71,6 +71,14 @@ def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes
     assert "use the same number" in wrong.stderr
     odd = profile_command(tmp_path, "--microbatch-sizes", "3")
     assert "do not divide the script's batch_size=16" in odd.stderr
+
+
+def test_a_copy_on_several_devices_is_not_profiled(tmp_path):
+    text = SCRIPT.replace("data, loss, optax", "data, hxla.split()(loss), optax")
+    flags = "--xla_force_host_platform_device_count=2"
+    ran = profile_command(tmp_path, text=text, flags=flags)
+    assert ran.returncode != 0
+    assert "put a copy of this one on 2: profile it without them" in ran.stderr
 
 
 def example(**changes):
