@@ -2,8 +2,6 @@
 
 import functools
 import hashlib
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +11,10 @@ import optax
 
 from ._evaluate import Env
 from ._graph import Graph
+from ._profile._hardware import median_seconds
 from ._profile._values import LayerSize, LayerTime
 from ._segments import Segment, run_segment
 from ._types import PyTree
-
-_REPEATS = 5
 
 
 def fingerprint(graph: Graph) -> str:
@@ -86,9 +83,9 @@ def measure(
         run = run_segment(graph, segment)
         forward = jax.jit(run, compiler_options=options)
         outputs = forward(own, inputs, rest)
-        forward_seconds = _seconds(functools.partial(forward, own, inputs, rest))
+        forward_seconds = median_seconds(functools.partial(forward, own, inputs, rest))
         both = jax.jit(_with_backward(run), compiler_options=options)
-        both_seconds = _seconds(functools.partial(both, own, inputs, rest))
+        both_seconds = median_seconds(functools.partial(both, own, inputs, rest))
         crossing |= dict(zip(segment.outputs, outputs, strict=True))
         times.append(
             LayerTime(
@@ -131,15 +128,4 @@ def _update_seconds(
         return optax.apply_updates(params, updates), state
 
     compiled = jax.jit(step, compiler_options=options)
-    return _seconds(lambda: compiled(grads, state, params))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Median of some runs after one that compiles."""
-    jax.block_until_ready(run())
-    taken = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+    return median_seconds(lambda: compiled(grads, state, params))

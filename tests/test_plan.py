@@ -11,6 +11,7 @@ import test_profile
 import hxla
 from hxla._mesh_file import load_cluster
 from hxla._planner._propose import Work, propose
+from hxla._profile._file import load_profile
 from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
 from hxla._proposal import Proposal, compare
 
@@ -63,6 +64,22 @@ def test_a_measured_profile_is_planned_with(tmp_path):
     ran = plan_command(tmp_path, "--mesh", "cpu-1.0-0.5", "--profile", str(tmp_path / "p.json"))
     assert ran.returncode == 0, ran.stderr
     assert "cpu@0.5: measured" in ran.stdout
+    alone = plan_command(
+        tmp_path,
+        *("--mesh", "cpu-1.0-0.5", "--profile", str(tmp_path / "p.json"), "--stages", "1"),
+        *("--write", str(tmp_path / "out")),
+    )
+    assert "memory from the compiled programs" in alone.stdout
+    found = Proposal.from_json((tmp_path / "out" / "cpu-1.0-0.5.json").read_text())
+    assert found.num_stages == 1
+    whole = load_profile(tmp_path / "p.json")
+    for d in found.devices:
+        inputs = d.num_microbatches * found.microbatch_size * 2 * 64 * 4
+        peak = whole.peaks[Setting(d.kind, found.microbatch_size)]
+        assert d.memory_bytes == peak + inputs
+        micro = whole.times[Setting(d.kind, found.microbatch_size)]
+        busy = d.num_microbatches * sum(t.forward + t.backward for t in micro)
+        assert d.compute_seconds == pytest.approx(busy)
     other = plan_command(tmp_path, "--mesh", "cpu-1.0-0.33", "--profile", str(tmp_path / "p.json"))
     assert other.returncode != 0
     assert "device kind 'cpu@0.33': the profile has no times" in other.stderr
@@ -81,7 +98,12 @@ def work(num_layers=4, parameter_bytes=2.0**20):
     size = LayerSize(parameter_bytes=parameter_bytes, output_bytes=8.0, stash_bytes=2.0**10)
     names = tuple(f"layer{i}" for i in range(num_layers))
     return Work(
-        model="net", layers=names, sizes={1: (size,) * num_layers}, batch_size=12, state_factor=4.0
+        model="net",
+        layers=names,
+        sizes={1: (size,) * num_layers},
+        input_bytes={1: 0},
+        batch_size=12,
+        state_factor=4.0,
     )
 
 

@@ -28,6 +28,7 @@ class Work:
         model: Fingerprint.
         layers: Names of the chain's parts.
         sizes: Microbatch size to one size per layer.
+        input_bytes: Microbatch size to the bytes of its inputs, all of which a device holds.
         batch_size: Examples of a global batch.
         state_factor: Bytes kept per byte of parameters: itself, its gradient, its sums and the
             optimizer's state.
@@ -38,6 +39,7 @@ class Work:
     model: str
     layers: tuple[str, ...]
     sizes: Mapping[int, tuple[LayerSize, ...]]
+    input_bytes: Mapping[int, int]
     batch_size: int
     state_factor: float
     reduce_factor: float = 1.0
@@ -86,6 +88,13 @@ def propose(
     chain, staging = chains[size], best.staging
     cost = staging_cost(chain, staging)
     memory = staging_memory(chain, staging)
+    measured: dict[tuple[int, int], float] = {}  # (group, stage): what compiled programs say
+    if profile is not None and len(staging.cuts) == 1:
+        for k, (label, ranks) in enumerate(kinds.items()):
+            setting = Setting(cluster.devices[ranks[0]].label, size)
+            if setting in profile.peaks:
+                measured[k, 0] = profile.peaks[setting]
+                reasons[f"{label}: memory from the compiled programs"] = None
     free = {k: list(ranks) for k, ranks in enumerate(kinds.values())}
     ends = (*staging.cuts[1:], len(work.layers))
     devices: list[DevicePlan] = []
@@ -107,7 +116,8 @@ def propose(
                         wait_seconds=spent.wait_seconds,
                         reduction_seconds=spent.reduction_seconds,
                         update_seconds=spent.update_seconds,
-                        memory_bytes=held.total_bytes,
+                        memory_bytes=measured.get((group, stage), held.total_bytes)
+                        + replica.num_microbatches * work.input_bytes[size],
                         capacity_bytes=_described(chain.groups[group].memory_bytes),
                     )
                 )

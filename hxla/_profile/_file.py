@@ -88,6 +88,7 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
             sizes={**first.sizes, **other.sizes},
             times={**first.times, **other.times},
             reductions={**first.reductions, **other.reductions},
+            peaks={**first.peaks, **other.peaks},
         )
     return first
 

@@ -4,6 +4,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
     while True:
         # Not constants: GPUs run those at a higher clock than real data.
         x = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
-        seconds = _seconds(functools.partial(product, x, x))
+        seconds = median_seconds(functools.partial(product, x, x))
         if seconds >= _MIN_SECONDS or size >= _LARGEST:
             return 2 * size**3 / seconds
         size *= 2
@@ -45,7 +46,7 @@ def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
         x = increment(x)
         return x
 
-    return 2 * x.nbytes / _seconds(again)
+    return 2 * x.nbytes / median_seconds(again)
 
 
 def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, float], ...]:
@@ -53,11 +54,13 @@ def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, flo
     points = []
     for size in _MESSAGE_BYTES:
         x = jax.device_put(jnp.zeros(size, jnp.uint8), source)
-        points.append((float(size), size / _seconds(functools.partial(jax.device_put, x, target))))
+        points.append(
+            (float(size), size / median_seconds(functools.partial(jax.device_put, x, target)))
+        )
     return tuple(points)
 
 
-def _seconds(run: Callable[[], jax.Array]) -> float:
+def median_seconds(run: Callable[[], Any]) -> float:
     """Median time, after a first run that compiles and warms up."""
     jax.block_until_ready(run())
     times = []

@@ -65,6 +65,8 @@ class Profile:
         times: Setting to one time per layer.
         reductions: Devices that train together (see `together_key`) to the seconds of a step that
             are neither microbatches nor updates: the sum of gradients over all of them.
+        peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
+            microbatches: state, sums, and what the compiled programs say of themselves.
     """
 
     model: str
@@ -72,6 +74,7 @@ class Profile:
     sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
     times: Mapping[Setting, tuple[LayerTime, ...]]
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
 
     def to_table(self) -> dict[str, Any]:
         """As lists and dictionaries, for JSON."""
@@ -87,6 +90,10 @@ class Profile:
                 for setting, times in sorted(self.times.items())
             ],
             "reductions": dict(sorted(self.reductions.items())),
+            "peaks": [
+                {**dataclasses.asdict(setting), "bytes": peak}
+                for setting, peak in sorted(self.peaks.items())
+            ],
         }
 
     @classmethod
@@ -102,13 +109,16 @@ class Profile:
                 for row in table["sizes"]
             },
             times={
-                Setting(str(row["kind"]), int(row["microbatch_size"]), int(row["tensor"])): tuple(
-                    LayerTime(**layer) for layer in row["layers"]
-                )
+                _setting(row): tuple(LayerTime(**layer) for layer in row["layers"])
                 for row in table["times"]
             },
             reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
+            peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
         )
+
+
+def _setting(row: Mapping[str, Any]) -> Setting:
+    return Setting(str(row["kind"]), int(row["microbatch_size"]), int(row["tensor"]))
 
 
 def together_key(labels: Iterable[str]) -> str:

@@ -161,6 +161,10 @@ def plan(request: PlanRequest, job: Job) -> None:
         model=model,
         layers=tuple(s.name for s in next(iter(chains.values()))),
         sizes={size: layer_sizes(chain) for size, chain in chains.items()},
+        input_bytes={
+            size: sum(x.nbytes for x in map(np.asarray, jax.tree.leaves(job.batch(size))))
+            for size in chains
+        },
         batch_size=job.batch_size,
         # Itself, its gradient, what gradients are summed in, the optimizer's state.
         state_factor=2 + (2 if exact else 1) + state_bytes / max(1, param_bytes),
@@ -269,11 +273,13 @@ class _Trial:
         micro_seconds: One microbatch on this process's device, forward and backward.
         update_seconds: Update on this process's device.
         reduction_seconds: The rest of a step: the sum over devices and what the host does.
+        peak_bytes: See `Profile.peaks`.
     """
 
     micro_seconds: float
     update_seconds: float
     reduction_seconds: float
+    peak_bytes: int
 
 
 def _trial(engine: Engine, reducer: Reducer, batch: PyTree, num_microbatches: int) -> _Trial:
@@ -299,6 +305,7 @@ def _trial(engine: Engine, reducer: Reducer, batch: PyTree, num_microbatches: in
         micro_seconds=median(micro[1:]),
         update_seconds=median(update[1:]),
         reduction_seconds=max(0.0, median(rest[1:])),
+        peak_bytes=engine.memory_bytes(),
     )
 
 
@@ -364,6 +371,7 @@ def _measured(
         layers=names if before is None else before.layers,
         sizes={(setting.microbatch_size, 1): layer_sizes(chain)},
         times={setting: times if trial is None else _scaled(times, trial)},
+        peaks={} if trial is None else {setting: trial.peak_bytes},
     )
     return own if before is None else merge_profiles([before, own])
 
