@@ -10,9 +10,9 @@ from ._packing import best_packing, fractional_packing
 from ._pipeline import Array, Tables
 from ._relaxed import Pipelines, Relaxation, subsets
 
-_MAX_INTERVALS = 120
+_MAX_INTERVALS = 80
+_RATIO = 1.003
 _MAX_WORK = 1.5e9  # elements of the dynamic programme over mixes
-_LEVELS = (1.0, 0.995, 0.99, 0.98, 0.96, 0.92, 0.85, 0.7)
 
 
 def work_bound(t: Tables, num_microbatches: int) -> float:
@@ -49,19 +49,21 @@ class Stages:
     parts: tuple[Pipelines, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Alive:
     """Periods of pipelines that a plan faster than some time can have.
 
     Attributes:
         first: [W] Least period of each interval.
         last: [W] Longest.
+        shallow: Depths of pipelines of fewer microbatches than stages that such a plan can have.
         excess: [W] Microbatches that a pipeline can run more than its devices are worth.
     """
 
     first: Array
     last: Array
-    excess: Array
+    shallow: frozenset[int]
+    excess: Array = dataclasses.field(default_factory=lambda: np.zeros(0))
 
 
 class Bound:
@@ -103,35 +105,78 @@ class Bound:
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
         self.floor = work_bound(t, num_microbatches) + self._tails(self.max_stages)[0][2]
 
-    def refute(self, seconds: float, prices: Sequence[float]) -> dict[int, "Alive"]:
-        """Numbers of stages that may take less than `seconds`: with what is known of periods."""
-        t = self.t
+    def refute(
+        self, seconds: float, prices: Sequence[float], known: "dict[int, Alive] | None" = None
+    ) -> dict[int, Alive]:
+        """Numbers of stages that may take less than `seconds`, with what is known of them.
+
+        Args:
+            seconds: Of a step.
+            prices: Of a device of each kind, in any unit.
+            known: What the same has found for a longer time.
+        """
+        t, r = self.t, self.relaxation
         left = seconds - self._tails(self.max_stages)[0][2]
-        parts = [(self.max_stages, self._num), *self._shallow(self.max_stages)]
+        low = r.least_period()
+        if known is None:
+            whole = Alive(*r.periods(low, left, 1.06), shallow=frozenset(self._depths()))
+            known = self._survivors(
+                left, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
+            )
+        if not known:
+            return known
+        spans = {(a, b) for x in known.values() for a, b in zip(x.first, x.last, strict=True)}
+        firsts, lasts = (np.array(x) for x in zip(*sorted(spans), strict=True))
+        fine = r.within(low, left, _RATIO, (firsts, lasts))
+        shallow = frozenset().union(*(x.shallow for x in known.values()))
+        return self._survivors(
+            left, prices, dict.fromkeys(known, Alive(*fine, shallow=frozenset(shallow)))
+        )
+
+    def _survivors(
+        self, seconds: float, prices: Sequence[float], known: "dict[int, Alive]"
+    ) -> "dict[int, Alive]":
+        t = self.t
         prices = self._worth_batch(prices)
         worth = float(np.dot(prices, t.num_devices))
-        found = []
-        for depth, most in parts:
-            if (
-                depth < self.max_stages
-                and worth + sum(t.num_devices) * (1 - min(prices)) < self._num
-            ):
-                continue
-            excess, first, last = self.relaxation.excess(
-                self.max_stages, prices, left, depth=depth, most=most
-            )
-            found.append((excess, first, last))
+        most = max(known)
+        some = next(iter(known.values()))
+        intervals = (some.first, some.last)
+        deep = self.relaxation.excess(
+            most, prices, seconds, intervals, depth=self.max_stages, most=self._num
+        )
+        shallow = {}
+        for depth, limit in self._shallow(most):
+            # Few microbatches in deep pipelines: where devices are dear they cannot pay.
+            dear = worth + sum(t.num_devices) * (1 - min(prices)) < self._num
+            if depth in some.shallow and not dear:
+                coarse = self.relaxation.periods(intervals[0].min(initial=np.inf), seconds, 1.06)
+                shallow[depth] = self.relaxation.excess(
+                    most, prices, seconds, coarse, depth=depth, most=limit
+                ).max(axis=0, initial=-np.inf)
         alive = {}
-        for num in range(1, self.max_stages + 1):
+        for num in known:
             replicas = sum(t.num_devices) // num
-            greatest = max(float(excess[:, num - 1].max()) for excess, _, _ in found)
+            own = deep[:, num - 1]
+            greatest = max(
+                [own.max(initial=-np.inf), *(float(e[num - 1]) for e in shallow.values())]
+            )
             others = worth + (replicas - 1) * max(0.0, greatest)
-            if others + greatest >= self._num * (1 - 1e-9):
-                excess, first, last = found[0]
-                kept = others + excess[:, num - 1] >= self._num * (1 - 1e-9)
-                kept &= np.isfinite(excess[:, num - 1])
-                alive[num] = Alive(first=first[kept], last=last[kept], excess=excess[kept, num - 1])
+            wanted = self._num * (1 - 1e-9)
+            if others + greatest >= wanted:
+                kept = (others + own >= wanted) & np.isfinite(own)
+                alive[num] = Alive(
+                    first=some.first[kept],
+                    last=some.last[kept],
+                    shallow=frozenset(
+                        d for d, e in shallow.items() if others + e[num - 1] >= wanted
+                    ),
+                    excess=own[kept],
+                )
         return alive
+
+    def _depths(self) -> list[int]:
+        return [depth for depth, _ in self._shallow(self.max_stages)]
 
     def _worth_batch(self, prices: Sequence[float]) -> list[float]:
         """Prices lowered by the same amount until all devices are worth the global batch.
@@ -153,12 +198,10 @@ class Bound:
         mixes = sum(_count_mixes(n, t.num_devices) for n in range(1, num_stages + 1))
         ratio = 1.0005
         while True:
-            first, last = r.periods(low, seconds, ratio)
-            if known is not None:
-                inside = np.zeros(len(first), bool)
-                for a, b in zip(known.first, known.last, strict=True):
-                    inside |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
-                first, last = first[inside], last[inside]
+            if known is None:
+                first, last = r.periods(low, seconds, ratio)
+            else:
+                first, last = r.within(low, seconds, ratio, (known.first, known.last))
             if len(first) <= _MAX_INTERVALS:
                 break
             ratio = 1 + 1.5 * (ratio - 1)
@@ -168,8 +211,9 @@ class Bound:
         if len(first):
             parts.append(r.pipelines(num_stages, first, last, depth=num_stages, most=self._num))
         for depth, most in self._shallow(num_stages):
-            first, last = r.periods(low, seconds, 1.02)
-            parts.append(r.pipelines(num_stages, first, last, depth=depth, most=most))
+            if known is None or depth in known.shallow:
+                first, last = r.periods(low, seconds, 1.05)
+                parts.append(r.pipelines(num_stages, first, last, depth=depth, most=most))
         return Stages(num_stages=num_stages, parts=tuple(parts))
 
     def possible(self, stages: Stages, seconds: float) -> bool:

@@ -63,6 +63,16 @@ class Relaxation:
             last.append(values[-1])
         return np.array(first), np.array(last)
 
+    def within(
+        self, low: float, high: float, ratio: float, coarse: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Of the intervals those that meet a coarser one."""
+        first, last = self.periods(low, high, ratio)
+        meets = np.zeros(len(first), bool)
+        for a, b in zip(*coarse, strict=True):
+            meets |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
+        return first[meets], last[meets]
+
     def least_period(self) -> float:
         """Some stage holds the longest layer."""
         layers = np.arange(self.t.num_layers)
@@ -143,20 +153,25 @@ class Relaxation:
         return [*bands[:-1], (0, 1)]
 
     def excess(
-        self, max_stages: int, prices: Sequence[float], seconds: float, *, depth: int, most: int
-    ) -> tuple[Array, Array, Array]:
+        self,
+        max_stages: int,
+        prices: Sequence[float],
+        seconds: float,
+        intervals: tuple[Array, Array],
+        *,
+        depth: int,
+        most: int,
+    ) -> Array:
         """How many microbatches more than its devices are worth a pipeline can run.
 
         With a price per device the fill and the prices add up stage by stage, so that one pass
         serves every number of stages.
 
         Returns:
-            [W, max_stages] the excess (never too little), and the intervals of periods [W], [W].
+            [W, max_stages] the excess, never too little.
         """
         t = self.t
-        low = self.least_period()
-        high = min(seconds, max(low, float(self._values[-1])))
-        first, last = self.periods(low, seconds, max(1.01, (high / low) ** (1 / 100)))
+        first, last = intervals
         rest = np.full((len(last), t.num_layers + 1), np.inf)
         rest[:, -1] = 0.0
         found = np.full((len(last), max_stages), -np.inf)
@@ -177,7 +192,7 @@ class Relaxation:
             found[:, position - 1] = np.minimum(
                 1 + seconds / first - rest[:, 0], most - position * min(prices)
             )
-        return found, first, last
+        return found
 
     def cut(
         self, num_stages: int, prices: Sequence[float], period: float, limit: float

@@ -8,16 +8,23 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 
 from .._errors import PlanError
-from ._bound import Alive, Bound, Stages
+from ._bound import Alive, Bound
 from ._chain import Chain, Replica, Staging
-from ._cuts import best_replicas, cut_pipelines, even_cut, fractional_seconds, pure_periods
+from ._cuts import (
+    CutPipelines,
+    best_replicas,
+    cut_pipelines,
+    even_cut,
+    fractional_seconds,
+    pure_periods,
+)
 from ._packing import fractional_packing
 from ._pipeline import tables
 from ._relaxed import subsets
-from ._stages import best_pipeline, explain_infeasible
+from ._stages import explain_infeasible
 
-_SMALL_DEVICES, _SMALL_LAYERS = 8, 16
-_MAX_SCORED = 40
+_LEVELS = (1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.25, 1.5)
+_SMALL_DEVICES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,11 @@ class Searched:
 
 
 def search(
-    chains: Mapping[Hashable, Chain], *, time_budget_seconds: float = 10.0, num_ranked: int = 8
+    chains: Mapping[Hashable, Chain],
+    *,
+    time_budget_seconds: float = 10.0,
+    good_enough: float = 0.005,
+    num_ranked: int = 8,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -70,6 +81,7 @@ def search(
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
         time_budget_seconds: Where it runs out, what is known by then is returned.
+        good_enough: Certified gap at which the search may end.
         num_ranked: Most plans to return.
 
     Returns:
@@ -94,7 +106,7 @@ def search(
     fastest = math.inf
     # The most promising first, so that the others are refuted by its plan.
     for key in sorted(searches, key=lambda key: searches[key].estimate):
-        searches[key].run(fastest)
+        searches[key].run(fastest, good_enough)
         if not searches[key].plans:
             infeasible[key] = searches[key].why_not()
         else:
@@ -102,7 +114,7 @@ def search(
     if len(infeasible) == len(chains):
         raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
-    bounds = {key: s.bound_seconds(fastest) for key, s in feasible.items()}
+    bounds = {key: s.bound_seconds() for key, s in feasible.items()}
     plans = [
         (seconds, order, num, key, cuts, replicas)
         for order, (key, s) in enumerate(feasible.items())
@@ -137,11 +149,9 @@ class _Search:
         self._deadline = deadline
         self._num = chain.num_microbatches
         self._bounds: dict[int, float] = {}
-        self._stages: dict[int, Stages | None] = {}
+        self._target = math.inf
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
-        self._small = (
-            sum(self.t.num_devices) <= _SMALL_DEVICES and self.t.num_layers <= _SMALL_LAYERS
-        )
+        self._small = sum(self.t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(
             range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
         )
@@ -152,44 +162,58 @@ class _Search:
         """Of the plans known."""
         return min((seconds for seconds, _, _ in self.plans.values()), default=math.inf)
 
-    def run(self, fastest: float) -> None:
-        """Find plans; `fastest` is that of other alternatives."""
-        known: dict[int, Alive] | None = None
+    def run(self, fastest: float, good_enough: float) -> None:
+        """Find plans and bounds; `fastest` is that of other alternatives."""
+        self._target = fastest
         prices: list[float] | None = None
         for num in self._order[:3]:
             before = self.fastest
-            found = self._improve(num, None, None)
+            found = self._improve(num, None, None, moves=0)
             prices = found if prices is None or self.fastest < before else prices
-        limit = min(fastest, self.fastest)
-        if limit < math.inf and prices is not None and not self._small:
-            known = self.bound.refute(limit, prices)
-        for num in self._order:
-            if known is not None and num not in known:
-                self._bounds[num] = limit
-                continue
-            if self._late():
-                return
-            target = min(fastest, self.fastest)
-            alive = known[num] if known else None
-            self._stages[num] = stages = self.bound.stages(num, min(target, 1e300), alive)
-            if stages is not None and not self.bound.possible(stages, target * (1 - 1e-9)):
-                self._bounds[num] = target
-                continue
-            self._improve(num, alive, prices)
-
-    def bound_seconds(self, fastest: float) -> float:
-        """No plan of this chain is faster."""
-        for num in self._order:
-            stages = self._stages.get(num)
-            if num in self._bounds and self._bounds[num] > self.bound.floor:
-                continue
-            if stages is None or self._late():
-                self._bounds[num] = self.bound.floor
-            else:
-                self._bounds[num] = self.bound.least_seconds(
-                    stages, self.bound.floor, max(self.bound.floor, fastest)
+        for num in self._order[3:]:
+            if prices is None and not self._late():
+                prices = self._improve(num, None, None, moves=0)
+        known = self._first_bounds(prices)
+        done: set[int] = set()
+        # What bounds the chain least goes first: its bound is raised, or its plan bettered.
+        while len(done) < len(self._order) and not self._late():
+            num = min(self._bounds, key=lambda num: (num in done, self._bounds[num], num))
+            if self._best() <= self._bounds[num] * (1 + good_enough):
+                break
+            done.add(num)
+            stages = self.bound.stages(num, min(self._best(), 1e300), known.get(num))
+            if stages is not None:
+                self._bounds[num] = max(
+                    self._bounds[num],
+                    self.bound.least_seconds(stages, self._bounds[num], self._best()),
                 )
-        return min(min(self._bounds.values()), self.fastest)
+            if self._best() > self._bounds[num] * (1 + good_enough):
+                self._improve(num, known.get(num), prices, moves=3)
+
+    def bound_seconds(self) -> float:
+        """No plan of this chain is faster."""
+        return min(*self._bounds.values(), self.fastest)
+
+    def _best(self) -> float:
+        return min(self.fastest, self._target)
+
+    def _first_bounds(self, prices: list[float] | None) -> dict[int, Alive]:
+        """Bounds for every number of stages at once, by levels below the best plan known."""
+        self._bounds = dict.fromkeys(self._order, self.bound.floor)
+        known: dict[int, Alive] = {}
+        if prices is None or self._best() == math.inf:
+            return known
+        left = set(self._order)
+        for level in _LEVELS:
+            alive = self.bound.refute(self._best() / level, prices, known or None)
+            for num in left - set(alive):
+                self._bounds[num] = max(self.bound.floor, self._best() / level)
+            left &= set(alive)
+            if level == 1.0:
+                known = alive
+            if not left or self._late():
+                break
+        return known
 
     def why_not(self) -> str:
         """Why no plan was found."""
@@ -211,7 +235,7 @@ class _Search:
         return (self._num + work) / speed if speed else math.inf
 
     def _improve(
-        self, num: int, alive: Alive | None, prices: list[float] | None
+        self, num: int, alive: Alive | None, prices: list[float] | None, *, moves: int
     ) -> list[float] | None:
         """The best plan of so many stages, from several cuts by moving boundaries.
 
@@ -243,7 +267,9 @@ class _Search:
         if not scored:
             return None
         cuts = min(scored, key=lambda cuts: (scored[cuts], cuts))
-        while len(scored) < _MAX_SCORED and not self._late():
+        for _ in range(moves):
+            if self._late():
+                break
             near = min(_neighbours(cuts, t.num_layers), key=lambda x: (score(x), x), default=cuts)
             if score(near) >= score(cuts) * (1 - 1e-9):
                 break
@@ -255,15 +281,28 @@ class _Search:
             pipelines = cut_pipelines(t, cuts, self._num)
             if prices is None:
                 value, _ = pipelines.microbatches(1.05 * scored[cuts])
-                prices = fractional_packing(pipelines.used, value, t.num_devices)[1].tolist()
-            for kinds in subsets(t.num_kinds) if self._small else [tuple(range(t.num_kinds))]:
-                start = float(pipelines.fill.min()) if self._small else scored[cuts]
-                found = best_replicas(
-                    t, pipelines, self._num, kinds, start, 1e-9 if self._small else 2e-4
-                )
-                if found and (num not in self.plans or found[0] < self.plans[num][0]):
-                    self.plans[num] = (found[0], cuts, found[1])
+                prices = fractional_packing(pipelines.used, value, t.num_devices, whole=False)[
+                    1
+                ].tolist()
+            self._build(pipelines, scored[cuts])
         return prices
+
+    def _build(self, pipelines: CutPipelines, seconds: float) -> None:
+        """Replicas for one cut, on all kinds and where it may pay on some of them."""
+        t, num = self.t, len(pipelines.cuts)
+        tolerance = 1e-6 if self._small else 2e-4
+        for kinds in reversed(subsets(t.num_kinds)):
+            best = self.plans[num][0] if num in self.plans else math.inf
+            if len(kinds) < t.num_kinds:
+                available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
+                if sum(available) < num:
+                    continue
+                seconds = fractional_seconds(pipelines, available, self._num)
+                if seconds >= best:
+                    continue
+            found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
+            if found and found[0] < best:
+                self.plans[num] = (found[0], pipelines.cuts, found[1])
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
