@@ -82,6 +82,9 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
+    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the least
+    of their bounds holds: then no relaxation of the shared cut is left.
+
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most
     `prices @ devices + replicas * (greatest excess)` microbatches, whatever the prices, and the
@@ -191,7 +194,13 @@ class Bound:
             low, high = (low, middle) if worth < self._num * (1 - 1e-6) else (middle, high)
         return [max(0.0, p - high) for p in prices]
 
-    def stages(self, num_stages: int, seconds: float, known: "Alive | None") -> Stages | None:
+    def stages(
+        self,
+        num_stages: int,
+        seconds: float,
+        known: Alive | None,
+        cuts: tuple[int, ...] | None = None,
+    ) -> Stages | None:
         """Relaxed pipelines for plans of less than `seconds` (None: too many mixes)."""
         t, r = self.t, self.relaxation
         low = max(r.least_period(), self._least / num_stages)
@@ -209,11 +218,15 @@ class Bound:
             return None
         parts = []
         if len(first):
-            parts.append(r.pipelines(num_stages, first, last, depth=num_stages, most=self._num))
+            parts.append(
+                r.pipelines(num_stages, first, last, depth=num_stages, most=self._num, cuts=cuts)
+            )
         for depth, most in self._shallow(num_stages):
             if known is None or depth in known.shallow:
                 first, last = r.periods(low, seconds, 1.05)
-                parts.append(r.pipelines(num_stages, first, last, depth=depth, most=most))
+                parts.append(
+                    r.pipelines(num_stages, first, last, depth=depth, most=most, cuts=cuts)
+                )
         return Stages(num_stages=num_stages, parts=tuple(parts))
 
     def possible(self, stages: Stages, seconds: float) -> bool:

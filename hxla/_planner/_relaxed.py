@@ -79,7 +79,14 @@ class Relaxation:
         return float(self.period[:, layers, layers + 1].min(axis=0).max())
 
     def pipelines(
-        self, num_stages: int, first: Array, last: Array, *, depth: int, most: int
+        self,
+        num_stages: int,
+        first: Array,
+        last: Array,
+        *,
+        depth: int,
+        most: int,
+        cuts: tuple[int, ...] | None = None,
     ) -> Pipelines:
         """All mixes of devices over `num_stages` stages.
 
@@ -92,9 +99,13 @@ class Relaxation:
             last: [W] Longest period of each interval.
             depth: Microbatches in flight that memory is counted for at most.
             most: Microbatches that such a pipeline runs at most.
+            cuts: The first layer of each stage (default: free).
         """
         t = self.t
-        bands = self._bands(num_stages, float(last.max()), depth)
+        if cuts is None:
+            bands = self._bands(num_stages, float(last.max()), depth)
+        else:
+            bands = [(cut, cut + 1) for cut in reversed(cuts)]
         mixes = [(0,) * t.num_kinds]
         rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
         rest[:, :, -1] = 0.0

@@ -1,6 +1,7 @@
 """Search over everything at once: stages, replicas, kinds and the settings that the caller lists."""
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Hashable, Mapping
@@ -21,10 +22,11 @@ from ._cuts import (
 from ._packing import fractional_packing
 from ._pipeline import tables
 from ._relaxed import subsets
-from ._stages import explain_infeasible
+from ._stages import best_pipeline, explain_infeasible
 
 _LEVELS = (1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.25, 1.5)
-_SMALL_DEVICES = 8
+_SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40
+_MAX_CUTS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,10 @@ class _Search:
         for num in self._order[3:]:
             if prices is None and not self._late():
                 prices = self._improve(num, None, None, moves=0)
+        if self._small and self.t.num_layers <= _SMALL_LAYERS:
+            self._try_single()
+        if self._best() == math.inf:
+            return
         known = self._first_bounds(prices)
         done: set[int] = set()
         # What bounds the chain least goes first: its bound is raised, or its plan bettered.
@@ -187,8 +193,42 @@ class _Search:
                     self._bounds[num],
                     self.bound.least_seconds(stages, self._bounds[num], self._best()),
                 )
-            if self._best() > self._bounds[num] * (1 + good_enough):
+            if self._best() > self._bounds[num] * (1 + good_enough) and self._has_few_cuts(num):
+                self._cut_by_cut(num, known.get(num))
+            elif self._best() > self._bounds[num] * (1 + good_enough):
                 self._improve(num, known.get(num), prices, moves=3)
+
+    def _has_few_cuts(self, num: int) -> bool:
+        return 1 < num and math.comb(self.t.num_layers - 1, num - 1) <= _MAX_CUTS
+
+    def _cut_by_cut(self, num: int, alive: Alive | None) -> None:
+        """Bound and plan for each cut of so many stages."""
+        least = math.inf
+        for inner in itertools.combinations(range(1, self.t.num_layers), num - 1):
+            if self._late():
+                return
+            cuts, best = (0, *inner), self._best()
+            stages = self.bound.stages(num, best, alive, cuts)
+            if stages is not None and self.bound.possible(stages, best * (1 - 1e-9)):
+                pipelines = cut_pipelines(self.t, cuts, self._num)
+                seconds = fractional_seconds(pipelines, self.t.num_devices, self._num)
+                if seconds < math.inf:
+                    self._build(pipelines, seconds)
+                least = min(
+                    least, self.bound.least_seconds(stages, self._bounds[num], self._best())
+                )
+            least = min(least, self._best())
+        self._bounds[num] = max(self._bounds[num], least)
+
+    def _try_single(self) -> None:
+        """The best single pipeline."""
+        try:
+            staging = best_pipeline(self.chain)
+        except PlanError:
+            return
+        num = len(staging.cuts)
+        if num not in self.plans or staging.step_seconds < self.plans[num][0]:
+            self.plans[num] = (staging.step_seconds, staging.cuts, staging.replicas)
 
     def bound_seconds(self) -> float:
         """No plan of this chain is faster."""
@@ -252,6 +292,9 @@ class _Search:
             return scored[cuts]
 
         starts = [even_cut(r, num, self._pure[:, num - 1])]
+        if self._small and math.comb(t.num_layers - 1, num - 1) <= _FEW_CUTS:
+            inner = itertools.combinations(range(1, t.num_layers), num - 1)
+            starts += [(0, *cut) for cut in inner]
         if alive is not None and prices is not None:
             for i in np.argsort(-alive.excess, kind="stable")[:2]:
                 starts.append(r.cut(num, prices, float(alive.first[i]), float(alive.last[i])))
