@@ -9,7 +9,7 @@ from hxla._planner import _search, _stages
 
 
 def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
-    """A GPT: embedding, equal layers, head. Kinds differ in speed, and in the head's share of it."""
+    """Embedding, equal layers, head. Kinds differ in speed, and in the head's share of it."""
     num_kinds = len(devices)
     groups = []
     for k, (num, size, speed) in enumerate(zip(devices, memory, speeds, strict=True)):
@@ -21,7 +21,7 @@ def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
                 memory_bytes=size * 1e9,
                 forward_seconds=tuple(shape * 0.02 / 3 / speed),
                 backward_seconds=tuple(shape * 0.04 / 3 / speed),
-                update_seconds=tuple(np.array([0.5] + [1.0] * layers + [0.5]) * 0.002 / speed),
+                update_seconds=tuple(np.array([0.5] + [1.0] * layers + [0.5]) * 0.0005 / speed),
                 parameter_bytes=tuple(np.array([0.35] + [1.0] * layers + [0.35]) * parameters),
                 stash_bytes=tuple(np.array([0.1] + [1.0] * layers + [0.3]) * stash),
             )

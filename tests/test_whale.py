@@ -62,13 +62,13 @@ def test_whale_is_never_faster_than_the_exact_counts_and_sometimes_slower():
 
 def test_larger_memory_comes_first_and_the_exact_pipeline_is_never_slower():
     rng = np.random.default_rng(1)
-    fitting = 0
+    fitting = refused = 0
     for _ in range(200):
         chain = chains.random_chain(rng, max_devices=6, max_layers=10, max_microbatches=16)
         try:
             whale = _whale.whale_staging(chain)
         except _errors.PlanError as error:
-            assert "lacks" in str(error)
+            refused += "lacks" in str(error)
             continue
         fitting += 1
         memory = [chain.groups[k].memory_bytes for k in whale.replicas[0].groups]
@@ -77,3 +77,4 @@ def test_larger_memory_comes_first_and_the_exact_pipeline_is_never_slower():
         best = _stages.best_pipeline(chain).step_seconds
         assert best <= whale.step_seconds * (1 + 1e-9)
     assert fitting > 50
+    assert fitting + refused == 200

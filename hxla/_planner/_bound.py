@@ -43,10 +43,12 @@ class Stages:
     Attributes:
         num_stages: Stages.
         parts: Relaxed pipelines, together all that can matter.
+        cuts: The cut, if it is only about one.
     """
 
     num_stages: int
     parts: tuple[Pipelines, ...]
+    cuts: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
-    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the least
-    of their bounds holds: then no relaxation of the shared cut is left.
+    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the
+    least of their bounds holds: then no relaxation of the shared cut is left.
 
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most
@@ -118,7 +120,7 @@ class Bound:
             prices: Of a device of each kind, in any unit.
             known: What the same has found for a longer time.
         """
-        t, r = self.t, self.relaxation
+        r = self.relaxation
         left = seconds - self._tails(self.max_stages)[0][2]
         low = r.least_period()
         if known is None:
@@ -227,11 +229,11 @@ class Bound:
                 parts.append(
                     r.pipelines(num_stages, first, last, depth=depth, most=most, cuts=cuts)
                 )
-        return Stages(num_stages=num_stages, parts=tuple(parts))
+        return Stages(num_stages=num_stages, parts=tuple(parts), cuts=cuts)
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
-        for kinds, several, single in self._tails(stages.num_stages):
+        for kinds, several, single in self._tails(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
                 mine = (part.used <= np.array(available)).all(axis=1)
@@ -280,27 +282,33 @@ class Bound:
             depth *= 2
         return [x for x in depths if x[0] <= self._num]
 
-    def _tails(self, num_stages: int) -> list[tuple[tuple[int, ...], float, float]]:
+    def _tails(
+        self, num_stages: int, cuts: tuple[int, ...] | None = None
+    ) -> list[tuple[tuple[int, ...], float, float]]:
         """Sets of kinds, with the least reduction and update of several replicas, and of one."""
         t = self.t
         if num_stages == 1:
-            return [
-                (
-                    kinds,
-                    max(float(t.reduce[k, 0, -1]) for k in kinds)
-                    + max(float(t.update[k, 0, -1]) for k in kinds),
-                    max(float(t.update[k, 0, -1]) for k in kinds),
-                )
-                for kinds in subsets(t.num_kinds)
-            ]
+            cuts = (0,)
+        if cuts is not None:
+            ends = (*cuts[1:], t.num_layers)
+            cases = []
+            for kinds in subsets(t.num_kinds):
+                # Each kind has some stage, and each stage some kind.
+                least = []
+                for table in (t.reduce, t.update):
+                    own = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
+                                    for k in kinds])  # fmt: skip
+                    least.append(max(float(own.min(axis=1).max()), float(own.min(axis=0).max())))
+                cases.append((kinds, least[0] + least[1], least[1]))
+            return cases
         layers = np.arange(t.num_layers)
 
-        def least(table: Array) -> float:
+        def shortest(table: Array) -> float:
             own = table[:, layers, layers + 1].min(axis=0)
             return max(float(own.max()), float(own.sum()) / num_stages)
 
-        update = least(t.update)
-        return [(tuple(range(t.num_kinds)), least(t.reduce) + update, update)]
+        update = shortest(t.update)
+        return [(tuple(range(t.num_kinds)), shortest(t.reduce) + update, update)]
 
 
 def _count_mixes(total: int, available: Sequence[int]) -> int:

@@ -208,7 +208,7 @@ class Relaxation:
     def cut(
         self, num_stages: int, prices: Sequence[float], period: float, limit: float
     ) -> tuple[int, ...] | None:
-        """The cut of the pipeline with the least fill / period + prices, of periods up to a limit."""
+        """The cut with the least fill / period + prices, of periods up to a limit."""
         t = self.t
         size = t.num_layers + 1
         price = np.array(prices)[:, None, None]

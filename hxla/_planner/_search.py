@@ -1,4 +1,4 @@
-"""Search over everything at once: stages, replicas, kinds and the settings that the caller lists."""
+"""Search over everything at once: stages, replicas, kinds, and what the caller lists."""
 
 import dataclasses
 import itertools
@@ -199,7 +199,7 @@ class _Search:
                 self._improve(num, known.get(num), prices, moves=3)
 
     def _has_few_cuts(self, num: int) -> bool:
-        return 1 < num and math.comb(self.t.num_layers - 1, num - 1) <= _MAX_CUTS
+        return num > 1 and math.comb(self.t.num_layers - 1, num - 1) <= _MAX_CUTS
 
     def _cut_by_cut(self, num: int, alive: Alive | None) -> None:
         """Bound and plan for each cut of so many stages."""

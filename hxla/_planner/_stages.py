@@ -39,8 +39,9 @@ def best_pipeline(chain: Chain) -> Staging:
             lacks least.
 
     References:
-        Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (cuts by dynamic programming); Tarnawski
-        et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020.
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (cuts by dynamic programming);
+        Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+        NeurIPS 2020.
     """
     t = tables(chain)
     num = chain.num_microbatches
@@ -68,7 +69,7 @@ def best_pipeline(chain: Chain) -> Staging:
 
 
 def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, _Plan] | None:
-    """The least fill + (num - 1) * period with updates up to `update`; the plan's update; itself."""
+    """The least fill + (num - 1) * period with updates up to a limit, its update, and the plan."""
     first = solver.solve(math.inf, update)
     if first is None:
         return None
@@ -102,7 +103,7 @@ def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, 
 
 
 class _Solver:
-    """The dynamic programme. Axes: l and e boundaries, b, a, n kinds (before, this, next; K: none)."""
+    """The dynamic programme. Axes: boundaries l, e; kinds b before, a, n next (K: none)."""
 
     def __init__(self, t: Tables, num_microbatches: int):
         self.t = t
@@ -214,11 +215,11 @@ def explain_infeasible(chain: Chain) -> str:
         ]
         suffix[used] = np.minimum.reduce(options)
         best = min(best, (float(suffix[used][0]), used))
-    worst, used = best
+    _, used = best
     layer, lines, num = 0, [], sum(used)
     while layer < t.num_layers:
         depth = sum(used)
-        missing, kind, end = min(
+        _, kind, end = min(
             (max(float(lacking(depth)[k, layer, e]), float(suffix[_less(used, k)][e])), k, e)
             for k in range(kinds)
             if used[k]
