@@ -108,7 +108,7 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self.floor = work_bound(t, num_microbatches) + self._tails(self.max_stages)[0][2]
+        self.floor = work_bound(t, num_microbatches) + self.tails(self.max_stages)[0][2]
 
     def refute(
         self, seconds: float, prices: Sequence[float], known: "dict[int, Alive] | None" = None
@@ -121,7 +121,7 @@ class Bound:
             known: What the same has found for a longer time.
         """
         r = self.relaxation
-        left = seconds - self._tails(self.max_stages)[0][2]
+        left = seconds - self.tails(self.max_stages)[0][2]
         low = r.least_period()
         if known is None:
             whole = Alive(*r.periods(low, left, 1.06), shallow=frozenset(self._depths()))
@@ -130,13 +130,20 @@ class Bound:
             )
         if not known:
             return known
-        spans = {(a, b) for x in known.values() for a, b in zip(x.first, x.last, strict=True)}
-        firsts, lasts = (np.array(x) for x in zip(*sorted(spans), strict=True))
-        fine = r.within(low, left, _RATIO, (firsts, lasts))
-        shallow = frozenset().union(*(x.shallow for x in known.values()))
-        return self._survivors(
-            left, prices, dict.fromkeys(known, Alive(*fine, shallow=frozenset(shallow)))
-        )
+        # Few stages have long periods: finer intervals, by numbers of stages that are alike.
+        alive: dict[int, Alive] = {}
+        start = 1
+        while start <= self.max_stages:
+            members = {num: x for num, x in known.items() if start <= num < 1.5 * start + 1}
+            start = int(1.5 * start + 1)
+            spans = {(a, b) for x in members.values() for a, b in zip(x.first, x.last, strict=True)}
+            shallow = frozenset(depth for x in members.values() for depth in x.shallow)
+            if spans or shallow:
+                coarse = np.array(sorted(spans)).reshape(-1, 2).T
+                fine = r.within(low, left, _RATIO, (coarse[0], coarse[1]))
+                some = Alive(*fine, shallow=shallow)
+                alive |= self._survivors(left, prices, dict.fromkeys(members, some))
+        return alive
 
     def _survivors(
         self, seconds: float, prices: Sequence[float], known: "dict[int, Alive]"
@@ -233,7 +240,7 @@ class Bound:
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
-        for kinds, several, single in self._tails(stages.num_stages, stages.cuts):
+        for kinds, several, single in self.tails(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
                 mine = (part.used <= np.array(available)).all(axis=1)
@@ -282,7 +289,7 @@ class Bound:
             depth *= 2
         return [x for x in depths if x[0] <= self._num]
 
-    def _tails(
+    def tails(
         self, num_stages: int, cuts: tuple[int, ...] | None = None
     ) -> list[tuple[tuple[int, ...], float, float]]:
         """Sets of kinds, with the least reduction and update of several replicas, and of one."""

@@ -185,6 +185,14 @@ def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatch
     return seconds
 
 
+def enough_for(
+    p: CutPipelines, available: Sequence[int], num_microbatches: int, seconds: float
+) -> bool:
+    """Whether the devices might run all microbatches in a time."""
+    value = np.minimum(np.floor(p.microbatches(seconds)[0] + 1e-9), num_microbatches)
+    return best_packing(p.used, value, available)[1] >= num_microbatches
+
+
 def best_replicas(
     t: Tables,
     p: CutPipelines,
@@ -297,7 +305,7 @@ def least(enough: Callable[[float], bool], start: float, tolerance: float) -> fl
         return np.inf
     if enough(start):
         return start
-    low, step = start, 4 * tolerance
+    low, step = start, 0.01
     while not enough(high := low * (1 + step)):
         low, step = high, 2 * step
     while high - low > tolerance * high:

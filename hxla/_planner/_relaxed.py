@@ -42,6 +42,10 @@ class Relaxation:
         after = np.triu(np.ones((size, size), bool), 1)
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
+        # The shortest period of any stage of a kind and a number of layers.
+        self._shortest = np.array(
+            [[self.period[k].diagonal(n).min() for n in range(size)] for k in range(kinds)]
+        )
         # Periods of stages that fit at all.
         self._values = np.unique(self.period[t.fits(1) & after])
 
@@ -183,6 +187,7 @@ class Relaxation:
         """
         t = self.t
         first, last = intervals
+        longest = last.max(initial=0.0)
         rest = np.full((len(last), t.num_layers + 1), np.inf)
         rest[:, -1] = 0.0
         found = np.full((len(last), max_stages), -np.inf)
@@ -192,6 +197,8 @@ class Relaxation:
             for k in range(t.num_kinds):
                 for length in range(1, t.num_layers + 1):
                     lows = np.arange(t.num_layers + 1 - length)
+                    if self._shortest[k, length] > longest:
+                        continue
                     ok = fits[k, lows, lows + length]
                     if not ok.any():
                         break

@@ -15,6 +15,7 @@ from ._cuts import (
     CutPipelines,
     best_replicas,
     cut_pipelines,
+    enough_for,
     even_cut,
     fractional_seconds,
     pure_periods,
@@ -24,7 +25,7 @@ from ._pipeline import tables
 from ._relaxed import subsets
 from ._stages import best_pipeline, explain_infeasible
 
-_LEVELS = (1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.06, 1.1, 1.15, 1.25, 1.5)
+_LEVELS = (1.05, 1.12, 1.3)
 _SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40
 _MAX_CUTS = 128
 
@@ -179,7 +180,7 @@ class _Search:
             self._try_single()
         if self._best() == math.inf:
             return
-        known = self._first_bounds(prices)
+        known = self._first_bounds(prices, good_enough)
         done: set[int] = set()
         # What bounds the chain least goes first: its bound is raised, or its plan bettered.
         while len(done) < len(self._order) and not self._late():
@@ -237,17 +238,17 @@ class _Search:
     def _best(self) -> float:
         return min(self.fastest, self._target)
 
-    def _first_bounds(self, prices: list[float] | None) -> dict[int, Alive]:
+    def _first_bounds(self, prices: list[float] | None, good_enough: float) -> dict[int, Alive]:
         """Bounds for every number of stages at once, by levels below the best plan known."""
         self._bounds = dict.fromkeys(self._order, self.bound.floor)
         known: dict[int, Alive] = {}
         if prices is None or self._best() == math.inf:
             return known
-        left = set(self._order)
-        for level in _LEVELS:
-            alive = self.bound.refute(self._best() / level, prices, known or None)
+        left, best = set(self._order), self._best()
+        for level in (1.0, 1.0 + good_enough, *_LEVELS):
+            alive = self.bound.refute(best / level, prices, known or None)
             for num in left - set(alive):
-                self._bounds[num] = max(self.bound.floor, self._best() / level)
+                self._bounds[num] = max(self.bound.floor, best / level)
             left &= set(alive)
             if level == 1.0:
                 known = alive
@@ -292,7 +293,11 @@ class _Search:
             return scored[cuts]
 
         starts = [even_cut(r, num, self._pure[:, num - 1])]
-        if self._small and math.comb(t.num_layers - 1, num - 1) <= _FEW_CUTS:
+        if (
+            self._small
+            and t.num_layers <= _SMALL_LAYERS
+            and math.comb(t.num_layers - 1, num - 1) <= _FEW_CUTS
+        ):
             inner = itertools.combinations(range(1, t.num_layers), num - 1)
             starts += [(0, *cut) for cut in inner]
         if alive is not None and prices is not None:
@@ -334,14 +339,18 @@ class _Search:
         """Replicas for one cut, on all kinds and where it may pay on some of them."""
         t, num = self.t, len(pipelines.cuts)
         tolerance = 1e-6 if self._small else 2e-4
+        tails = {kinds: tail for kinds, _, tail in self.bound.tails(num, pipelines.cuts)}
         for kinds in reversed(subsets(t.num_kinds)):
             best = self.plans[num][0] if num in self.plans else math.inf
+            tail = tails[kinds]
             if len(kinds) < t.num_kinds:
+                # Fewer kinds pay only by a shorter reduction or update.
                 available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-                if sum(available) < num:
-                    continue
-                seconds = fractional_seconds(pipelines, available, self._num)
-                if seconds >= best:
+                if (
+                    sum(available) < num
+                    or seconds + tail >= best
+                    or not enough_for(pipelines, available, self._num, best - tail)
+                ):
                     continue
             found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
             if found and found[0] < best:
