@@ -159,13 +159,17 @@ class Bound:
         )
         shallow = {}
         for depth, limit in self._shallow(most):
-            # Few microbatches in deep pipelines: where devices are dear they cannot pay.
-            dear = worth + sum(t.num_devices) * (1 - min(prices)) < self._num
-            if depth in some.shallow and not dear:
-                coarse = self.relaxation.periods(intervals[0].min(initial=np.inf), seconds, 1.06)
-                shallow[depth] = self.relaxation.excess(
+            if depth not in some.shallow:
+                continue
+            # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
+            number = np.arange(1, most + 1)
+            shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
+            if min(prices) < 1:
+                coarse = self.relaxation.periods(self.relaxation.least_period(), seconds, 1.06)
+                closer = self.relaxation.excess(
                     most, prices, seconds, coarse, depth=depth, most=limit
-                ).max(axis=0, initial=-np.inf)
+                )
+                shallow[depth] = np.minimum(shallow[depth], closer.max(axis=0, initial=-np.inf))
         alive = {}
         for num in known:
             replicas = sum(t.num_devices) // num
