@@ -199,6 +199,10 @@ class _Search:
             elif self._best() > self._bounds[num] * (1 + good_enough):
                 self._improve(num, known.get(num), prices, moves=3)
 
+    def _room(self, alive: Alive, num: int) -> float:
+        excess = float(alive.excess.max(initial=0.0))
+        return excess * (sum(self.t.num_devices) // num)
+
     def _has_few_cuts(self, num: int) -> bool:
         return num > 1 and math.comb(self.t.num_layers - 1, num - 1) <= _MAX_CUTS
 
@@ -244,14 +248,18 @@ class _Search:
         known: dict[int, Alive] = {}
         if prices is None or self._best() == math.inf:
             return known
-        left, best = set(self._order), self._best()
+        left = set(self._order)
         for level in (1.0, 1.0 + good_enough, *_LEVELS):
+            best = self._best()
             alive = self.bound.refute(best / level, prices, known or None)
             for num in left - set(alive):
                 self._bounds[num] = max(self.bound.floor, best / level)
             left &= set(alive)
             if level == 1.0:
                 known = alive
+                # Where all devices together might run most, better plans are likeliest.
+                for num in sorted(left, key=lambda num: (-self._room(known[num], num), num))[:4]:
+                    self._improve(num, known[num], prices, moves=0)
             if not left or self._late():
                 break
         return known
