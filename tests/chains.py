@@ -83,6 +83,11 @@ def brute_pipeline(chain):
     update = sums([g.update_seconds for g in chain.groups])
     parameters = sums([g.parameter_bytes for g in chain.groups])
     stash = sums([g.stash_bytes for g in chain.groups])
+    pairs = itertools.product(range(len(available)), repeat=2)
+    trip = {
+        (a, b): np.array([round_trip(chain, layer, a, b) for layer in range(num_layers)])
+        for a, b in pairs
+    }
     best = math.inf
     for num in range(1, min(num_layers, sum(available)) + 1):
         cuts = np.array(list(all_cuts(num_layers, num)))
@@ -92,10 +97,7 @@ def brute_pipeline(chain):
                 continue
             fill, ok = np.zeros(len(cuts)), np.ones(len(cuts), bool)
             period, slowest = np.zeros(len(cuts)), np.zeros(len(cuts))
-            trips = [
-                np.array([round_trip(chain, c, kinds[i - 1], kinds[i]) for c in cuts[:, i]])
-                for i in range(1, num)
-            ]
+            trips = [trip[kinds[i - 1], kinds[i]][cuts[:, i]] for i in range(1, num)]
             for i, k in enumerate(kinds):
                 a, b = edges[:, i], edges[:, i + 1]
                 own = busy[k][b] - busy[k][a]
@@ -110,3 +112,101 @@ def brute_pipeline(chain):
             if ok.any():
                 best = min(best, (fill + (m - 1) * period + slowest)[ok].min())
     return None if best == math.inf else float(best)
+
+
+def brute_search(chain):
+    """Least step over the whole plan space; None if nothing fits."""
+    num_layers, m = len(chain.output_bytes), chain.num_microbatches
+    available = [g.num_devices for g in chain.groups]
+    best = math.inf
+    for num in range(1, min(num_layers, sum(available)) + 1):
+        orders = list(itertools.product(range(len(available)), repeat=num))
+        for cuts in all_cuts(num_layers, num):
+            spans = list(zip(cuts, (*cuts[1:], num_layers), strict=True))
+            costs = {kinds: pipeline_costs(chain, spans, kinds) for kinds in orders}
+            for count in range(1, min(sum(available) // num, m) + 1):
+                for replicas in itertools.combinations_with_replacement(orders, count):
+                    used = [k for kinds in replicas for k in kinds]
+                    if any(used.count(k) > n for k, n in enumerate(available)):
+                        continue
+                    best = min(best, best_deal(chain, spans, replicas, costs, m))
+    return None if best == math.inf else best
+
+
+def pipeline_costs(chain, spans, kinds):
+    """Fill, period and the most microbatches that fit (a longer pipeline holds more at once)."""
+    busy = [
+        sum(chain.groups[k].forward_seconds[a:b]) + sum(chain.groups[k].backward_seconds[a:b])
+        for k, (a, b) in zip(kinds, spans, strict=True)
+    ]
+    trips = [0.0]
+    trips += [round_trip(chain, spans[i][0], kinds[i - 1], kinds[i]) for i in range(1, len(kinds))]
+    trips += [0.0]
+    fitting = []
+    for m in range(1, chain.num_microbatches + 1):
+        need = [
+            chain.state_factor * sum(chain.groups[k].parameter_bytes[a:b])
+            + min(len(kinds) - i, m) * sum(chain.groups[k].stash_bytes[a:b])
+            + chain.workspace_bytes
+            for i, (k, (a, b)) in enumerate(zip(kinds, spans, strict=True))
+        ]
+        if all(x <= chain.groups[k].memory_bytes for x, k in zip(need, kinds, strict=True)):
+            fitting.append(m)
+    period = max(x + trips[i] + trips[i + 1] for i, x in enumerate(busy))
+    return sum(busy) + sum(trips), period, max(fitting, default=0)
+
+
+def best_deal(chain, spans, replicas, costs, m):
+    """Least step over every way to deal microbatches to these replicas, at least one to each."""
+    stages = [(k, span) for kinds in replicas for k, span in zip(kinds, spans, strict=True)]
+    groups = chain.groups
+    tail = max(sum(groups[k].update_seconds[a:b]) for k, (a, b) in stages)
+    if len(replicas) > 1 and chain.reduce_seconds:
+        tail += max(
+            chain.reduce_seconds[k] * sum(groups[k].parameter_bytes[a:b]) for k, (a, b) in stages
+        )
+    best = math.inf
+    for inner in itertools.combinations(range(1, m), len(replicas) - 1):
+        counts = [b - a for a, b in itertools.pairwise((0, *inner, m))]
+        if all(c <= costs[kinds][2] for c, kinds in zip(counts, replicas, strict=True)):
+            times = [
+                costs[kinds][0] + (c - 1) * costs[kinds][1]
+                for c, kinds in zip(counts, replicas, strict=True)
+            ]
+            best = min(best, max(times) + tail)
+    return best
+
+
+def faults(chain, staging):
+    """What is wrong with a plan, by its own arithmetic."""
+    num_layers, found = len(chain.output_bytes), []
+    spans = list(zip(staging.cuts, (*staging.cuts[1:], num_layers), strict=True))
+    if staging.cuts[0] != 0 or any(a >= b for a, b in spans):
+        found.append(f"cuts {staging.cuts}")
+    if sum(r.count * r.num_microbatches for r in staging.replicas) != chain.num_microbatches:
+        found.append("microbatches")
+    for k, g in enumerate(chain.groups):
+        if sum(r.count * r.groups.count(k) for r in staging.replicas) > g.num_devices:
+            found.append(f"too many of {g.kind}")
+    slowest = 0.0
+    for r in staging.replicas:
+        for i, (k, (a, b)) in enumerate(zip(r.groups, spans, strict=True)):
+            g = chain.groups[k]
+            in_flight = min(len(spans) - i, r.num_microbatches)
+            need = chain.state_factor * sum(g.parameter_bytes[a:b]) + chain.workspace_bytes
+            if need + in_flight * sum(g.stash_bytes[a:b]) > g.memory_bytes * (1 + 1e-12):
+                found.append(f"stage {i} on {g.kind} does not fit")
+        busy = [
+            sum(chain.groups[k].forward_seconds[a:b]) + sum(chain.groups[k].backward_seconds[a:b])
+            for k, (a, b) in zip(r.groups, spans, strict=True)
+        ]
+        trips = [
+            round_trip(chain, spans[i][0], r.groups[i - 1], r.groups[i])
+            for i in range(1, len(spans))
+        ]
+        ends = [0.0, *trips, 0.0]
+        period = max(x + ends[i] + ends[i + 1] for i, x in enumerate(busy))
+        slowest = max(slowest, sum(busy) + sum(trips) + (r.num_microbatches - 1) * period)
+    if slowest > staging.step_seconds * (1 + 1e-9):
+        found.append(f"{slowest} s of pipelines in a step of {staging.step_seconds} s")
+    return found

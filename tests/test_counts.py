@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla import _errors
-from hxla._planner import _counts
+from hxla._planner import _balance, _counts
 
 
 def compositions(total, parts):
@@ -57,3 +57,86 @@ def test_rounded_proportions_would_be_worse():
 
 def test_even_counts_differ_by_one():
     assert _counts.even_counts(8, 3) == (3, 3, 2)
+
+
+tables = st.integers(1, 8).flatmap(
+    lambda devices: st.lists(
+        st.lists(st.sampled_from([0.5, 1, 1.5, 2, 3, 5, 8]), min_size=1, max_size=5),
+        min_size=devices,
+        max_size=devices,
+    )
+)
+
+
+def exhaustive(num, seconds, memory, limits):
+    """The least time of the slowest device over every product of counts, dealt recursively."""
+
+    def rest(d, left):
+        if d == len(seconds):
+            return 0.0 if left == 0 else float("inf")
+        found = float("inf")
+        for c, second in enumerate(seconds[d]):
+            if c <= left and memory[d][c] <= limits[d]:
+                found = min(found, max(second, rest(d + 1, left - c)))
+        return found
+
+    return rest(0, num)
+
+
+@settings(max_examples=600, deadline=None)
+@given(data=st.data(), seconds=tables, num=st.integers(1, 12))
+def test_counts_from_any_table_are_the_optimum_of_exhaustive_search(data, seconds, num):
+    sizes = st.integers(1, 9)
+    memory = [[data.draw(sizes) for _ in row] for row in seconds]
+    limits = [data.draw(st.integers(1, 9)) for _ in seconds]
+    best = exhaustive(num, seconds, memory, limits)
+    if best == float("inf"):
+        with pytest.raises(_errors.PlanError, match="do not fit"):
+            _balance.balanced_counts(num, seconds, memory, limits)
+        return
+    counts = _balance.balanced_counts(num, seconds, memory, limits)
+    assert sum(counts) == num
+    assert all(memory[d][c] <= limits[d] for d, c in enumerate(counts))
+    assert max(seconds[d][c] for d, c in enumerate(counts)) == best
+
+
+def test_counts_from_a_linear_table_are_those_of_the_fast_path():
+    seconds = [1.0, 2.5, 4.0]
+    table = [[c * s for c in range(101)] for s in seconds]
+    slowest = max(c * s for c, s in zip(_counts.best_counts(100, seconds), seconds, strict=True))
+    exact = _balance.balanced_counts(100, table)
+    assert max(table[d][c] for d, c in enumerate(exact)) == slowest
+
+
+def test_a_count_that_is_faster_than_a_smaller_one_is_used():
+    # Seven microbatches take longer than eight: greedy shares would stop at six.
+    odd = [0, 1, 2, 3, 4, 5, 6, 9, 6.5]
+    assert _balance.balanced_counts(10, [odd, [0, 4, 6.4, 9]]) == (8, 2)
+
+
+def test_missing_bytes_are_named_per_device():
+    memory = [[10, 20, 30, 40], [10, 25, 40, 55]]
+    seconds = [[0, 1, 2, 3]] * 2
+    with pytest.raises(_errors.PlanError) as error:
+        _balance.balanced_counts(4, seconds, memory, [35, 30])
+    assert "device 0 takes 2 at most and lacks 5 bytes for 3" in str(error.value)
+    assert "device 1 takes 1 at most and lacks 10 bytes for 2" in str(error.value)
+    with pytest.raises(_errors.PlanError, match="device 1 has 4 bytes and lacks 6 for any count"):
+        _balance.balanced_counts(2, seconds, memory, [35, 4])
+
+
+def test_hostile_tables_are_refused_with_every_fault():
+    nan = float("nan")
+    with pytest.raises(_errors.PlanError) as error:
+        _balance.balanced_counts(0, [[0, -1], [nan, 1], []], [[1, 1], [1], [1]], [0, 5, 5])
+    for part in (
+        "num_microbatches is 0",
+        "seconds[0][1] is -1",
+        "seconds[1][0] is nan",
+        "seconds[2] is empty",
+        "device 1 has seconds for 2 counts and memory_bytes for 1",
+        "limit_bytes[0] is 0",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(_errors.PlanError, match="there are no devices"):
+        _balance.balanced_counts(1, [])

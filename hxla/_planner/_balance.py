@@ -119,8 +119,8 @@ def _infeasible(
             more = [c for c in range(len(memory_bytes[d])) if c > counts[-1]]
             line = f"device {d} takes {counts[-1]} at most"
             if more:
-                c = min(more, key=lambda c, d=d: (memory_bytes[d][c], c))
-                missing = memory_bytes[d][c] - limit_bytes[d]
+                least, c = min((memory_bytes[d][c], c) for c in more)
+                missing = least - limit_bytes[d]
                 line += f" and lacks {missing:,.0f} bytes for {c}"
             lines.append(line)
         lines.append(f"that is {most} in all")

@@ -10,9 +10,9 @@ from ._packing import best_packing, fractional_packing
 from ._pipeline import Array, Tables
 from ._relaxed import Pipelines, Relaxation, subsets
 
-_MAX_INTERVALS = 120
+_MAX_INTERVALS = 80
+_RATIO = 1.003
 _MAX_WORK = 1.5e9  # elements of the dynamic programme over mixes
-_LEVELS = (1.0, 0.995, 0.99, 0.98, 0.96, 0.92, 0.85, 0.7)
 
 
 def work_bound(t: Tables, num_microbatches: int) -> float:
@@ -43,25 +43,29 @@ class Stages:
     Attributes:
         num_stages: Stages.
         parts: Relaxed pipelines, together all that can matter.
+        cuts: The cut, if it is only about one.
     """
 
     num_stages: int
     parts: tuple[Pipelines, ...]
+    cuts: tuple[int, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Alive:
     """Periods of pipelines that a plan faster than some time can have.
 
     Attributes:
         first: [W] Least period of each interval.
         last: [W] Longest.
+        shallow: Depths of pipelines of fewer microbatches than stages that such a plan can have.
         excess: [W] Microbatches that a pipeline can run more than its devices are worth.
     """
 
     first: Array
     last: Array
-    excess: Array
+    shallow: frozenset[int]
+    excess: Array = dataclasses.field(default_factory=lambda: np.zeros(0))
 
 
 class Bound:
@@ -79,6 +83,9 @@ class Bound:
     microbatches that all devices run in T (its solver's own dual bound is used, not its solution).
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
+
+    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the
+    least of their bounds holds: then no relaxation of the shared cut is left.
 
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most
@@ -101,37 +108,91 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self.floor = work_bound(t, num_microbatches) + self._tails(self.max_stages)[0][2]
+        self.floor = work_bound(t, num_microbatches) + self.tails(self.max_stages)[0][2]
 
-    def refute(self, seconds: float, prices: Sequence[float]) -> dict[int, "Alive"]:
-        """Numbers of stages that may take less than `seconds`: with what is known of periods."""
+    def refute(
+        self, seconds: float, prices: Sequence[float], known: "dict[int, Alive] | None" = None
+    ) -> dict[int, Alive]:
+        """Numbers of stages that may take less than `seconds`, with what is known of them.
+
+        Args:
+            seconds: Of a step.
+            prices: Of a device of each kind, in any unit.
+            known: What the same has found for a longer time.
+        """
+        r = self.relaxation
+        left = seconds - self.tails(self.max_stages)[0][2]
+        low = r.least_period()
+        if known is None:
+            whole = Alive(*r.periods(low, left, 1.06), shallow=frozenset(self._depths()))
+            known = self._survivors(
+                left, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
+            )
+        if not known:
+            return known
+        # Few stages have long periods: finer intervals, by numbers of stages that are alike.
+        alive: dict[int, Alive] = {}
+        start = 1
+        while start <= self.max_stages:
+            members = {num: x for num, x in known.items() if start <= num < 1.5 * start + 1}
+            start = int(1.5 * start + 1)
+            spans = {(a, b) for x in members.values() for a, b in zip(x.first, x.last, strict=True)}
+            shallow = frozenset(depth for x in members.values() for depth in x.shallow)
+            if spans or shallow:
+                coarse = np.array(sorted(spans)).reshape(-1, 2).T
+                fine = r.within(low, left, _RATIO, (coarse[0], coarse[1]))
+                some = Alive(*fine, shallow=shallow)
+                alive |= self._survivors(left, prices, dict.fromkeys(members, some))
+        return alive
+
+    def _survivors(
+        self, seconds: float, prices: Sequence[float], known: "dict[int, Alive]"
+    ) -> "dict[int, Alive]":
         t = self.t
-        left = seconds - self._tails(self.max_stages)[0][2]
-        parts = [(self.max_stages, self._num), *self._shallow(self.max_stages)]
         prices = self._worth_batch(prices)
         worth = float(np.dot(prices, t.num_devices))
-        found = []
-        for depth, most in parts:
-            if (
-                depth < self.max_stages
-                and worth + sum(t.num_devices) * (1 - min(prices)) < self._num
-            ):
+        most = max(known)
+        some = next(iter(known.values()))
+        intervals = (some.first, some.last)
+        deep = self.relaxation.excess(
+            most, prices, seconds, intervals, depth=self.max_stages, most=self._num
+        )
+        shallow = {}
+        for depth, limit in self._shallow(most):
+            if depth not in some.shallow:
                 continue
-            excess, first, last = self.relaxation.excess(
-                self.max_stages, prices, left, depth=depth, most=most
-            )
-            found.append((excess, first, last))
+            # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
+            number = np.arange(1, most + 1)
+            shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
+            if min(prices) < 1:
+                coarse = self.relaxation.periods(self.relaxation.least_period(), seconds, 1.06)
+                closer = self.relaxation.excess(
+                    most, prices, seconds, coarse, depth=depth, most=limit
+                )
+                shallow[depth] = np.minimum(shallow[depth], closer.max(axis=0, initial=-np.inf))
         alive = {}
-        for num in range(1, self.max_stages + 1):
+        for num in known:
             replicas = sum(t.num_devices) // num
-            greatest = max(float(excess[:, num - 1].max()) for excess, _, _ in found)
+            own = deep[:, num - 1]
+            greatest = max(
+                [own.max(initial=-np.inf), *(float(e[num - 1]) for e in shallow.values())]
+            )
             others = worth + (replicas - 1) * max(0.0, greatest)
-            if others + greatest >= self._num * (1 - 1e-9):
-                excess, first, last = found[0]
-                kept = others + excess[:, num - 1] >= self._num * (1 - 1e-9)
-                kept &= np.isfinite(excess[:, num - 1])
-                alive[num] = Alive(first=first[kept], last=last[kept], excess=excess[kept, num - 1])
+            wanted = self._num * (1 - 1e-9)
+            if others + greatest >= wanted:
+                kept = (others + own >= wanted) & np.isfinite(own)
+                alive[num] = Alive(
+                    first=some.first[kept],
+                    last=some.last[kept],
+                    shallow=frozenset(
+                        d for d, e in shallow.items() if others + e[num - 1] >= wanted
+                    ),
+                    excess=own[kept],
+                )
         return alive
+
+    def _depths(self) -> list[int]:
+        return [depth for depth, _ in self._shallow(self.max_stages)]
 
     def _worth_batch(self, prices: Sequence[float]) -> list[float]:
         """Prices lowered by the same amount until all devices are worth the global batch.
@@ -146,19 +207,23 @@ class Bound:
             low, high = (low, middle) if worth < self._num * (1 - 1e-6) else (middle, high)
         return [max(0.0, p - high) for p in prices]
 
-    def stages(self, num_stages: int, seconds: float, known: "Alive | None") -> Stages | None:
+    def stages(
+        self,
+        num_stages: int,
+        seconds: float,
+        known: Alive | None,
+        cuts: tuple[int, ...] | None = None,
+    ) -> Stages | None:
         """Relaxed pipelines for plans of less than `seconds` (None: too many mixes)."""
         t, r = self.t, self.relaxation
         low = max(r.least_period(), self._least / num_stages)
         mixes = sum(_count_mixes(n, t.num_devices) for n in range(1, num_stages + 1))
         ratio = 1.0005
         while True:
-            first, last = r.periods(low, seconds, ratio)
-            if known is not None:
-                inside = np.zeros(len(first), bool)
-                for a, b in zip(known.first, known.last, strict=True):
-                    inside |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
-                first, last = first[inside], last[inside]
+            if known is None:
+                first, last = r.periods(low, seconds, ratio)
+            else:
+                first, last = r.within(low, seconds, ratio, (known.first, known.last))
             if len(first) <= _MAX_INTERVALS:
                 break
             ratio = 1 + 1.5 * (ratio - 1)
@@ -166,15 +231,20 @@ class Bound:
             return None
         parts = []
         if len(first):
-            parts.append(r.pipelines(num_stages, first, last, depth=num_stages, most=self._num))
+            parts.append(
+                r.pipelines(num_stages, first, last, depth=num_stages, most=self._num, cuts=cuts)
+            )
         for depth, most in self._shallow(num_stages):
-            first, last = r.periods(low, seconds, 1.02)
-            parts.append(r.pipelines(num_stages, first, last, depth=depth, most=most))
-        return Stages(num_stages=num_stages, parts=tuple(parts))
+            if known is None or depth in known.shallow:
+                first, last = r.periods(low, seconds, 1.05)
+                parts.append(
+                    r.pipelines(num_stages, first, last, depth=depth, most=most, cuts=cuts)
+                )
+        return Stages(num_stages=num_stages, parts=tuple(parts), cuts=cuts)
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
-        for kinds, several, single in self._tails(stages.num_stages):
+        for kinds, several, single in self.tails(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
                 mine = (part.used <= np.array(available)).all(axis=1)
@@ -223,27 +293,33 @@ class Bound:
             depth *= 2
         return [x for x in depths if x[0] <= self._num]
 
-    def _tails(self, num_stages: int) -> list[tuple[tuple[int, ...], float, float]]:
+    def tails(
+        self, num_stages: int, cuts: tuple[int, ...] | None = None
+    ) -> list[tuple[tuple[int, ...], float, float]]:
         """Sets of kinds, with the least reduction and update of several replicas, and of one."""
         t = self.t
         if num_stages == 1:
-            return [
-                (
-                    kinds,
-                    max(float(t.reduce[k, 0, -1]) for k in kinds)
-                    + max(float(t.update[k, 0, -1]) for k in kinds),
-                    max(float(t.update[k, 0, -1]) for k in kinds),
-                )
-                for kinds in subsets(t.num_kinds)
-            ]
+            cuts = (0,)
+        if cuts is not None:
+            ends = (*cuts[1:], t.num_layers)
+            cases = []
+            for kinds in subsets(t.num_kinds):
+                # Each kind has some stage, and each stage some kind.
+                least = []
+                for table in (t.reduce, t.update):
+                    own = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
+                                    for k in kinds])  # fmt: skip
+                    least.append(max(float(own.min(axis=1).max()), float(own.min(axis=0).max())))
+                cases.append((kinds, least[0] + least[1], least[1]))
+            return cases
         layers = np.arange(t.num_layers)
 
-        def least(table: Array) -> float:
+        def shortest(table: Array) -> float:
             own = table[:, layers, layers + 1].min(axis=0)
             return max(float(own.max()), float(own.sum()) / num_stages)
 
-        update = least(t.update)
-        return [(tuple(range(t.num_kinds)), least(t.reduce) + update, update)]
+        update = shortest(t.update)
+        return [(tuple(range(t.num_kinds)), shortest(t.reduce) + update, update)]
 
 
 def _count_mixes(total: int, available: Sequence[int]) -> int:

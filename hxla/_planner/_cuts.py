@@ -38,7 +38,7 @@ class CutPipelines:
     after: tuple[Mapping[tuple[int, ...], Array], ...]
 
     def microbatches(self, seconds: float) -> tuple[Array, Array]:
-        """[C] The most that each mix runs in `seconds`, as a real number, and [C] at which limit."""
+        """[C] The most that each mix runs in `seconds`, a real number, and [C] at which limit."""
         count = 1 + (seconds - self.fill) / self.period[:, None]
         count = np.minimum(np.where(self.fill <= seconds, count, 0.0), self.most[:, None])
         at = count.argmax(axis=0)
@@ -146,7 +146,8 @@ def _thinned(values: Array, kept: Sequence[float]) -> Array:
     """Few of many periods: the last of each cluster, and those to be kept."""
     ratio = 1.0005
     while True:
-        at, lasts = 0, []
+        at = 0
+        lasts: list[float] = []
         while at < len(values) and len(lasts) <= _MAX_PERIODS:
             at = int(np.searchsorted(values, values[at] * ratio, side="right"))
             lasts.append(values[at - 1])
@@ -165,16 +166,15 @@ def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatch
     if not np.isfinite(start):
         return np.inf
     seconds = start
-    for turn in range(60):
+    for _ in range(60):
         value, at = p.microbatches(seconds)
         shares, _, most = fractional_packing(p.used, value, available)
         if most >= num_microbatches * (1 - 1e-9):
             break
-        # A chord of slope at least that of now: never more than a few turns from enough.
         seconds *= max(1.5, min(4.0, num_microbatches / most if most else 4.0))
     else:
         return np.inf
-    for _ in range(turn * 10 + 1):
+    for _ in range(30):
         rate = float(shares @ np.where((value > 0) & (value < p.most[at]), 1 / p.period[at], 0.0))
         step = (most - num_microbatches) / rate if rate else 0.0
         if step <= 1e-5 * seconds:
@@ -183,6 +183,14 @@ def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatch
         value, at = p.microbatches(seconds)
         shares, _, most = fractional_packing(p.used, value, available)
     return seconds
+
+
+def enough_for(
+    p: CutPipelines, available: Sequence[int], num_microbatches: int, seconds: float
+) -> bool:
+    """Whether the devices might run all microbatches in a time."""
+    value = np.minimum(np.floor(p.microbatches(seconds)[0] + 1e-9), num_microbatches)
+    return best_packing(p.used, value, available)[1] >= num_microbatches
 
 
 def best_replicas(
@@ -297,7 +305,7 @@ def least(enough: Callable[[float], bool], start: float, tolerance: float) -> fl
         return np.inf
     if enough(start):
         return start
-    low, step = start, 4 * tolerance
+    low, step = start, 0.01
     while not enough(high := low * (1 + step)):
         low, step = high, 2 * step
     while high - low > tolerance * high:

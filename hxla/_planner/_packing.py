@@ -52,10 +52,17 @@ def best_packing(
 
 
 def fractional_packing(
-    used: Array, value: Array, available: Sequence[int]
+    used: Array, value: Array, available: Sequence[int], *, whole: bool = True
 ) -> tuple[Array, Array, float]:
-    """The same with fractions: counts, price of a device of each kind, and the maximum."""
-    most = sum(available) // int(used[0].sum())
+    """The same with fractions: counts, price of a device of each kind, and the maximum.
+
+    Args:
+        used: As above.
+        value: As above.
+        available: As above.
+        whole: Whether to cut the number of columns to what whole columns could be.
+    """
+    most = sum(available) // int(used[0].sum()) if whole else sum(available)
     rows = np.vstack([used.T, np.ones(len(used))])
     right = np.array([*available, most], float)
     scale = float(value.max()) or 1.0

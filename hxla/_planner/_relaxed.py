@@ -42,6 +42,10 @@ class Relaxation:
         after = np.triu(np.ones((size, size), bool), 1)
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
+        # The shortest period of any stage of a kind and a number of layers.
+        self._shortest = np.array(
+            [[self.period[k].diagonal(n).min() for n in range(size)] for k in range(kinds)]
+        )
         # Periods of stages that fit at all.
         self._values = np.unique(self.period[t.fits(1) & after])
 
@@ -63,13 +67,30 @@ class Relaxation:
             last.append(values[-1])
         return np.array(first), np.array(last)
 
+    def within(
+        self, low: float, high: float, ratio: float, coarse: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Of the intervals those that meet a coarser one."""
+        first, last = self.periods(low, high, ratio)
+        meets = np.zeros(len(first), bool)
+        for a, b in zip(*coarse, strict=True):
+            meets |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
+        return first[meets], last[meets]
+
     def least_period(self) -> float:
         """Some stage holds the longest layer."""
         layers = np.arange(self.t.num_layers)
         return float(self.period[:, layers, layers + 1].min(axis=0).max())
 
     def pipelines(
-        self, num_stages: int, first: Array, last: Array, *, depth: int, most: int
+        self,
+        num_stages: int,
+        first: Array,
+        last: Array,
+        *,
+        depth: int,
+        most: int,
+        cuts: tuple[int, ...] | None = None,
     ) -> Pipelines:
         """All mixes of devices over `num_stages` stages.
 
@@ -82,9 +103,13 @@ class Relaxation:
             last: [W] Longest period of each interval.
             depth: Microbatches in flight that memory is counted for at most.
             most: Microbatches that such a pipeline runs at most.
+            cuts: The first layer of each stage (default: free).
         """
         t = self.t
-        bands = self._bands(num_stages, float(last.max()), depth)
+        if cuts is None:
+            bands = self._bands(num_stages, float(last.max()), depth)
+        else:
+            bands = [(cut, cut + 1) for cut in reversed(cuts)]
         mixes = [(0,) * t.num_kinds]
         rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
         rest[:, :, -1] = 0.0
@@ -143,20 +168,26 @@ class Relaxation:
         return [*bands[:-1], (0, 1)]
 
     def excess(
-        self, max_stages: int, prices: Sequence[float], seconds: float, *, depth: int, most: int
-    ) -> tuple[Array, Array, Array]:
+        self,
+        max_stages: int,
+        prices: Sequence[float],
+        seconds: float,
+        intervals: tuple[Array, Array],
+        *,
+        depth: int,
+        most: int,
+    ) -> Array:
         """How many microbatches more than its devices are worth a pipeline can run.
 
         With a price per device the fill and the prices add up stage by stage, so that one pass
         serves every number of stages.
 
         Returns:
-            [W, max_stages] the excess (never too little), and the intervals of periods [W], [W].
+            [W, max_stages] the excess, never too little.
         """
         t = self.t
-        low = self.least_period()
-        high = min(seconds, max(low, float(self._values[-1])))
-        first, last = self.periods(low, seconds, max(1.01, (high / low) ** (1 / 100)))
+        first, last = intervals
+        longest = last.max(initial=0.0)
         rest = np.full((len(last), t.num_layers + 1), np.inf)
         rest[:, -1] = 0.0
         found = np.full((len(last), max_stages), -np.inf)
@@ -166,6 +197,8 @@ class Relaxation:
             for k in range(t.num_kinds):
                 for length in range(1, t.num_layers + 1):
                     lows = np.arange(t.num_layers + 1 - length)
+                    if self._shortest[k, length] > longest:
+                        continue
                     ok = fits[k, lows, lows + length]
                     if not ok.any():
                         break
@@ -177,12 +210,12 @@ class Relaxation:
             found[:, position - 1] = np.minimum(
                 1 + seconds / first - rest[:, 0], most - position * min(prices)
             )
-        return found, first, last
+        return found
 
     def cut(
         self, num_stages: int, prices: Sequence[float], period: float, limit: float
     ) -> tuple[int, ...] | None:
-        """The cut of the pipeline with the least fill / period + prices, of periods up to a limit."""
+        """The cut with the least fill / period + prices, of periods up to a limit."""
         t = self.t
         size = t.num_layers + 1
         price = np.array(prices)[:, None, None]

@@ -1,6 +1,7 @@
-"""Search over everything at once: stages, replicas, kinds and the settings that the caller lists."""
+"""Search over everything at once: stages, replicas, kinds, and what the caller lists."""
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Hashable, Mapping
@@ -8,16 +9,25 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 
 from .._errors import PlanError
-from ._bound import Alive, Bound, Stages
+from ._bound import Alive, Bound
 from ._chain import Chain, Replica, Staging
-from ._cuts import best_replicas, cut_pipelines, even_cut, fractional_seconds, pure_periods
+from ._cuts import (
+    CutPipelines,
+    best_replicas,
+    cut_pipelines,
+    enough_for,
+    even_cut,
+    fractional_seconds,
+    pure_periods,
+)
 from ._packing import fractional_packing
 from ._pipeline import tables
 from ._relaxed import subsets
 from ._stages import best_pipeline, explain_infeasible
 
-_SMALL_DEVICES, _SMALL_LAYERS = 8, 16
-_MAX_SCORED = 40
+_LEVELS = (1.05, 1.12, 1.3)
+_SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40
+_MAX_CUTS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,11 @@ class Searched:
 
 
 def search(
-    chains: Mapping[Hashable, Chain], *, time_budget_seconds: float = 10.0, num_ranked: int = 8
+    chains: Mapping[Hashable, Chain],
+    *,
+    time_budget_seconds: float = 10.0,
+    good_enough: float = 0.005,
+    num_ranked: int = 8,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -70,6 +84,7 @@ def search(
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
         time_budget_seconds: Where it runs out, what is known by then is returned.
+        good_enough: Certified gap at which the search may end.
         num_ranked: Most plans to return.
 
     Returns:
@@ -94,7 +109,7 @@ def search(
     fastest = math.inf
     # The most promising first, so that the others are refuted by its plan.
     for key in sorted(searches, key=lambda key: searches[key].estimate):
-        searches[key].run(fastest)
+        searches[key].run(fastest, good_enough)
         if not searches[key].plans:
             infeasible[key] = searches[key].why_not()
         else:
@@ -102,7 +117,7 @@ def search(
     if len(infeasible) == len(chains):
         raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
-    bounds = {key: s.bound_seconds(fastest) for key, s in feasible.items()}
+    bounds = {key: s.bound_seconds() for key, s in feasible.items()}
     plans = [
         (seconds, order, num, key, cuts, replicas)
         for order, (key, s) in enumerate(feasible.items())
@@ -137,11 +152,9 @@ class _Search:
         self._deadline = deadline
         self._num = chain.num_microbatches
         self._bounds: dict[int, float] = {}
-        self._stages: dict[int, Stages | None] = {}
+        self._target = math.inf
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
-        self._small = (
-            sum(self.t.num_devices) <= _SMALL_DEVICES and self.t.num_layers <= _SMALL_LAYERS
-        )
+        self._small = sum(self.t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(
             range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
         )
@@ -152,44 +165,104 @@ class _Search:
         """Of the plans known."""
         return min((seconds for seconds, _, _ in self.plans.values()), default=math.inf)
 
-    def run(self, fastest: float) -> None:
-        """Find plans; `fastest` is that of other alternatives."""
-        known: dict[int, Alive] | None = None
+    def run(self, fastest: float, good_enough: float) -> None:
+        """Find plans and bounds; `fastest` is that of other alternatives."""
+        self._target = fastest
         prices: list[float] | None = None
         for num in self._order[:3]:
             before = self.fastest
-            found = self._improve(num, None, None)
+            found = self._improve(num, None, None, moves=0)
             prices = found if prices is None or self.fastest < before else prices
-        limit = min(fastest, self.fastest)
-        if limit < math.inf and prices is not None and not self._small:
-            known = self.bound.refute(limit, prices)
-        for num in self._order:
-            if known is not None and num not in known:
-                self._bounds[num] = limit
-                continue
+        for num in self._order[3:]:
+            if prices is None and not self._late():
+                prices = self._improve(num, None, None, moves=0)
+        if self._small and self.t.num_layers <= _SMALL_LAYERS:
+            self._try_single()
+        if self._best() == math.inf:
+            return
+        known = self._first_bounds(prices, good_enough)
+        done: set[int] = set()
+        # What bounds the chain least goes first: its bound is raised, or its plan bettered.
+        while len(done) < len(self._order) and not self._late():
+            num = min(self._bounds, key=lambda num: (num in done, self._bounds[num], num))
+            if self._best() <= self._bounds[num] * (1 + good_enough):
+                break
+            done.add(num)
+            stages = self.bound.stages(num, min(self._best(), 1e300), known.get(num))
+            if stages is not None:
+                self._bounds[num] = max(
+                    self._bounds[num],
+                    self.bound.least_seconds(stages, self._bounds[num], self._best()),
+                )
+            if self._best() > self._bounds[num] * (1 + good_enough) and self._has_few_cuts(num):
+                self._cut_by_cut(num, known.get(num))
+            elif self._best() > self._bounds[num] * (1 + good_enough):
+                self._improve(num, known.get(num), prices, moves=3)
+
+    def _room(self, alive: Alive, num: int) -> float:
+        excess = float(alive.excess.max(initial=0.0))
+        return excess * (sum(self.t.num_devices) // num)
+
+    def _has_few_cuts(self, num: int) -> bool:
+        return num > 1 and math.comb(self.t.num_layers - 1, num - 1) <= _MAX_CUTS
+
+    def _cut_by_cut(self, num: int, alive: Alive | None) -> None:
+        """Bound and plan for each cut of so many stages."""
+        least = math.inf
+        for inner in itertools.combinations(range(1, self.t.num_layers), num - 1):
             if self._late():
                 return
-            target = min(fastest, self.fastest)
-            alive = known[num] if known else None
-            self._stages[num] = stages = self.bound.stages(num, min(target, 1e300), alive)
-            if stages is not None and not self.bound.possible(stages, target * (1 - 1e-9)):
-                self._bounds[num] = target
-                continue
-            self._improve(num, alive, prices)
-
-    def bound_seconds(self, fastest: float) -> float:
-        """No plan of this chain is faster."""
-        for num in self._order:
-            stages = self._stages.get(num)
-            if num in self._bounds and self._bounds[num] > self.bound.floor:
-                continue
-            if stages is None or self._late():
-                self._bounds[num] = self.bound.floor
-            else:
-                self._bounds[num] = self.bound.least_seconds(
-                    stages, self.bound.floor, max(self.bound.floor, fastest)
+            cuts, best = (0, *inner), self._best()
+            stages = self.bound.stages(num, best, alive, cuts)
+            if stages is not None and self.bound.possible(stages, best * (1 - 1e-9)):
+                pipelines = cut_pipelines(self.t, cuts, self._num)
+                seconds = fractional_seconds(pipelines, self.t.num_devices, self._num)
+                if seconds < math.inf:
+                    self._build(pipelines, seconds)
+                least = min(
+                    least, self.bound.least_seconds(stages, self._bounds[num], self._best())
                 )
-        return min(min(self._bounds.values()), self.fastest)
+            least = min(least, self._best())
+        self._bounds[num] = max(self._bounds[num], least)
+
+    def _try_single(self) -> None:
+        """The best single pipeline."""
+        try:
+            staging = best_pipeline(self.chain)
+        except PlanError:
+            return
+        num = len(staging.cuts)
+        if num not in self.plans or staging.step_seconds < self.plans[num][0]:
+            self.plans[num] = (staging.step_seconds, staging.cuts, staging.replicas)
+
+    def bound_seconds(self) -> float:
+        """No plan of this chain is faster."""
+        return min(*self._bounds.values(), self.fastest)
+
+    def _best(self) -> float:
+        return min(self.fastest, self._target)
+
+    def _first_bounds(self, prices: list[float] | None, good_enough: float) -> dict[int, Alive]:
+        """Bounds for every number of stages at once, by levels below the best plan known."""
+        self._bounds = dict.fromkeys(self._order, self.bound.floor)
+        known: dict[int, Alive] = {}
+        if prices is None or self._best() == math.inf:
+            return known
+        left = set(self._order)
+        for level in (1.0, 1.0 + good_enough, *_LEVELS):
+            best = self._best()
+            alive = self.bound.refute(best / level, prices, known or None)
+            for num in left - set(alive):
+                self._bounds[num] = max(self.bound.floor, best / level)
+            left &= set(alive)
+            if level == 1.0:
+                known = alive
+                # Where all devices together might run most, better plans are likeliest.
+                for num in sorted(left, key=lambda num: (-self._room(known[num], num), num))[:4]:
+                    self._improve(num, known[num], prices, moves=0)
+            if not left or self._late():
+                break
+        return known
 
     def why_not(self) -> str:
         """Why no plan was found."""
@@ -211,7 +284,7 @@ class _Search:
         return (self._num + work) / speed if speed else math.inf
 
     def _improve(
-        self, num: int, alive: Alive | None, prices: list[float] | None
+        self, num: int, alive: Alive | None, prices: list[float] | None, *, moves: int
     ) -> list[float] | None:
         """The best plan of so many stages, from several cuts by moving boundaries.
 
@@ -228,6 +301,13 @@ class _Search:
             return scored[cuts]
 
         starts = [even_cut(r, num, self._pure[:, num - 1])]
+        if (
+            self._small
+            and t.num_layers <= _SMALL_LAYERS
+            and math.comb(t.num_layers - 1, num - 1) <= _FEW_CUTS
+        ):
+            inner = itertools.combinations(range(1, t.num_layers), num - 1)
+            starts += [(0, *cut) for cut in inner]
         if alive is not None and prices is not None:
             for i in np.argsort(-alive.excess, kind="stable")[:2]:
                 starts.append(r.cut(num, prices, float(alive.first[i]), float(alive.last[i])))
@@ -243,7 +323,9 @@ class _Search:
         if not scored:
             return None
         cuts = min(scored, key=lambda cuts: (scored[cuts], cuts))
-        while len(scored) < _MAX_SCORED and not self._late():
+        for _ in range(moves):
+            if self._late():
+                break
             near = min(_neighbours(cuts, t.num_layers), key=lambda x: (score(x), x), default=cuts)
             if score(near) >= score(cuts) * (1 - 1e-9):
                 break
@@ -255,15 +337,32 @@ class _Search:
             pipelines = cut_pipelines(t, cuts, self._num)
             if prices is None:
                 value, _ = pipelines.microbatches(1.05 * scored[cuts])
-                prices = fractional_packing(pipelines.used, value, t.num_devices)[1].tolist()
-            for kinds in subsets(t.num_kinds) if self._small else [tuple(range(t.num_kinds))]:
-                start = float(pipelines.fill.min()) if self._small else scored[cuts]
-                found = best_replicas(
-                    t, pipelines, self._num, kinds, start, 1e-9 if self._small else 2e-4
-                )
-                if found and (num not in self.plans or found[0] < self.plans[num][0]):
-                    self.plans[num] = (found[0], cuts, found[1])
+                prices = fractional_packing(pipelines.used, value, t.num_devices, whole=False)[
+                    1
+                ].tolist()
+            self._build(pipelines, scored[cuts])
         return prices
+
+    def _build(self, pipelines: CutPipelines, seconds: float) -> None:
+        """Replicas for one cut, on all kinds and where it may pay on some of them."""
+        t, num = self.t, len(pipelines.cuts)
+        tolerance = 1e-6 if self._small else 2e-4
+        tails = {kinds: tail for kinds, _, tail in self.bound.tails(num, pipelines.cuts)}
+        for kinds in reversed(subsets(t.num_kinds)):
+            best = self.plans[num][0] if num in self.plans else math.inf
+            tail = tails[kinds]
+            if len(kinds) < t.num_kinds:
+                # Fewer kinds pay only by a shorter reduction or update.
+                available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
+                if (
+                    sum(available) < num
+                    or seconds + tail >= best
+                    or not enough_for(pipelines, available, self._num, best - tail)
+                ):
+                    continue
+            found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
+            if found and found[0] < best:
+                self.plans[num] = (found[0], pipelines.cuts, found[1])
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from .._errors import PlanError
 from ._chain import Chain, Replica, Staging
 from ._pipeline import Array, Tables, step_seconds, tables
 
+_FEW = 4000  # states, for a message
 _Plan = tuple[tuple[int, ...], tuple[int, ...]]  # cuts, kind of each stage
 
 
@@ -39,8 +40,9 @@ def best_pipeline(chain: Chain) -> Staging:
             lacks least.
 
     References:
-        Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (cuts by dynamic programming); Tarnawski
-        et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020.
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (cuts by dynamic programming);
+        Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+        NeurIPS 2020.
     """
     t = tables(chain)
     num = chain.num_microbatches
@@ -68,7 +70,7 @@ def best_pipeline(chain: Chain) -> Staging:
 
 
 def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, _Plan] | None:
-    """The least fill + (num - 1) * period with updates up to `update`; the plan's update; itself."""
+    """The least fill + (num - 1) * period with updates up to a limit, its update, and the plan."""
     first = solver.solve(math.inf, update)
     if first is None:
         return None
@@ -102,7 +104,7 @@ def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, 
 
 
 class _Solver:
-    """The dynamic programme. Axes: l and e boundaries, b, a, n kinds (before, this, next; K: none)."""
+    """The dynamic programme. Axes: boundaries l, e; kinds b before, a, n next (K: none)."""
 
     def __init__(self, t: Tables, num_microbatches: int):
         self.t = t
@@ -187,13 +189,28 @@ def _least_update(t: Tables) -> float:
 
 
 def explain_infeasible(chain: Chain) -> str:
-    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks."""
+    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks.
+
+    Of many devices the numbers of each kind are left out: there are more of them than stages.
+    """
     t, num_microbatches = tables(chain), chain.num_microbatches
     kinds, size = t.num_kinds, t.num_layers + 1
+    most = min(sum(t.num_devices), t.num_layers)
+    few = math.prod(n + 1 for n in t.num_devices) <= _FEW
+    if few:
+        states = sorted(itertools.product(*(range(n + 1) for n in t.num_devices)), key=sum)
+    else:
+        states = [(num,) for num in range(most + 1)]
+
+    def choices(used: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+        """Kinds that the first stage can have, and what is used without it."""
+        if few:
+            return [(k, _less(used, k)) for k in range(kinds) if used[k]]
+        return [(k, (used[0] - 1,)) for k in range(kinds) if t.num_devices[k]]
+
     start = np.full(size, math.inf)
     start[-1] = -math.inf
-    suffix = {(0,) * kinds: start}
-    rank = sorted(itertools.product(*(range(n + 1) for n in t.num_devices)), key=sum)
+    suffix = {states[0]: start}
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
     after = np.triu(np.ones((size, size), bool), 1)
     lack: dict[int, Array] = {}
@@ -204,24 +221,21 @@ def explain_infeasible(chain: Chain) -> str:
             lack[depth] = np.where(after, need - t.memory[:, None, None], math.inf)
         return lack[depth]
 
-    for used in rank:
-        if not 0 < sum(used) <= t.num_layers:
-            continue
-        options = [
-            np.maximum(lacking(sum(used))[k], suffix[_less(used, k)][None, :]).min(axis=1)
-            for k in range(kinds)
-            if used[k]
-        ]
-        suffix[used] = np.minimum.reduce(options)
-        best = min(best, (float(suffix[used][0]), used))
-    worst, used = best
+    for used in states[1:]:
+        if sum(used) <= most:
+            options = [
+                np.maximum(lacking(sum(used))[k], suffix[rest][None, :]).min(axis=1)
+                for k, rest in choices(used)
+            ]
+            suffix[used] = np.minimum.reduce(options)
+            best = min(best, (float(suffix[used][0]), used))
+    _, used = best
     layer, lines, num = 0, [], sum(used)
     while layer < t.num_layers:
         depth = sum(used)
-        missing, kind, end = min(
-            (max(float(lacking(depth)[k, layer, e]), float(suffix[_less(used, k)][e])), k, e)
-            for k in range(kinds)
-            if used[k]
+        _, kind, end, rest = min(
+            (max(float(lacking(depth)[k, layer, e]), float(suffix[rest][e])), k, e, rest)
+            for k, rest in choices(used)
             for e in range(layer + 1, size)
         )
         own = float(lacking(depth)[kind, layer, end])
@@ -230,9 +244,10 @@ def explain_infeasible(chain: Chain) -> str:
                 f"stage {num - depth} of {num} (layers {layer} to {end - 1} on "
                 f"{chain.groups[kind].kind} of {t.memory[kind]:,.0f} bytes) lacks {own:,.0f} bytes"
             )
-        used, layer = _less(used, kind), end
+        used, layer = rest, end
+    remedy = "Use a smaller microbatch_size, recomputation, a larger tensor group or more devices"
+    if not lines:
+        return f"a pipeline fits, but none was found that takes the whole batch. {remedy}"
     return (
-        "no pipeline fits these devices. In the one that lacks least, "
-        f"{'; '.join(lines)}. Use a smaller microbatch_size, recomputation, a larger tensor group "
-        "or more devices"
+        f"no pipeline fits these devices. In the one that lacks least, {'; '.join(lines)}. {remedy}"
     )

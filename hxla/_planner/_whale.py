@@ -1,5 +1,6 @@
 """Whale's own load balance, as published: the reference that the exact planners are held to."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,11 +47,13 @@ def whale_counts(
     References:
         Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 and Algorithm 1.
     """
-    if num_microbatches < 1 or not seconds or min(seconds) <= 0 or min(limit_bytes) <= 0:
-        raise PlanError(
-            f"{num_microbatches} microbatches over devices of {list(seconds)} seconds and "
-            f"{list(limit_bytes)} bytes: give positive numbers and at least one device"
-        )
+    _check(
+        num_microbatches,
+        seconds=seconds,
+        microbatch_bytes=microbatch_bytes,
+        fixed_bytes=fixed_bytes,
+        limit_bytes=limit_bytes,
+    )
     speed = 1 / np.array(seconds)
     share = num_microbatches * speed / speed.sum()
     counts = np.floor(share).astype(int)
@@ -132,3 +135,20 @@ def whale_staging(chain: Chain) -> Staging:
         replicas=(replica,),
         step_seconds=step_seconds(chain, cuts, [replica]),
     )
+
+
+def _check(num_microbatches: int, **rows: Sequence[float]) -> None:
+    faults = []
+    if num_microbatches < 1:
+        faults.append(f"num_microbatches is {num_microbatches}: give at least one")
+    if not rows["seconds"]:
+        faults.append("there are no devices: give seconds for at least one")
+    for name, row in rows.items():
+        if len(row) != len(rows["seconds"]):
+            faults.append(f"{name} has {len(row)} values for {len(rows['seconds'])} devices")
+        least = "positive" if name in ("seconds", "limit_bytes") else "no less than 0"
+        for d, x in enumerate(row):
+            if not math.isfinite(x) or x < 0 or (x == 0 and least == "positive"):
+                faults.append(f"{name}[{d}] is {x}: give a number that is {least}")
+    if faults:
+        raise PlanError("the load cannot be balanced:\n" + "\n".join(f"  {f}" for f in faults))

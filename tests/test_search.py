@@ -1,0 +1,198 @@
+import dataclasses
+
+import chains
+import numpy as np
+import pytest
+
+from hxla import _errors
+from hxla._planner import _packing, _search, _stages
+
+
+def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
+    """Embedding, equal layers, head. Kinds differ in speed, and in the head's share of it."""
+    num_kinds = len(devices)
+    groups = []
+    for k, (num, size, speed) in enumerate(zip(devices, memory, speeds, strict=True)):
+        shape = np.array([0.3] + [1.0] * layers + [1.5 * (1 + 0.25 * k)])
+        groups.append(
+            chains.Group(
+                kind="ABC"[k],
+                num_devices=num,
+                memory_bytes=size * 1e9,
+                forward_seconds=tuple(shape * 0.02 / 3 / speed),
+                backward_seconds=tuple(shape * 0.04 / 3 / speed),
+                update_seconds=tuple(np.array([0.5] + [1.0] * layers + [0.5]) * 0.0005 / speed),
+                parameter_bytes=tuple(np.array([0.35] + [1.0] * layers + [0.35]) * parameters),
+                stash_bytes=tuple(np.array([0.1] + [1.0] * layers + [0.3]) * stash),
+            )
+        )
+    return chains.Chain(
+        groups=tuple(groups),
+        num_microbatches=microbatches,
+        output_bytes=(2.0 * 2560 * 2048,) * (layers + 2),
+        state_factor=8.0,
+        workspace_bytes=2e9,
+        send_seconds=tuple(
+            tuple(1e-11 if a == b else 4e-11 for b in range(num_kinds)) for a in range(num_kinds)
+        ),
+        send_latency_seconds=((2e-5,) * num_kinds,) * num_kinds,
+        reduce_seconds=(5e-11,) * num_kinds,
+    )
+
+
+@pytest.mark.slow
+def test_plans_and_bounds_hold_against_exhaustive_search():
+    equal = feasible = 0
+    ratios = []
+    for seed in range(150):
+        chain = chains.random_chain(
+            np.random.default_rng(1000 + seed),
+            max_devices=6 if seed % 10 == 0 else 4,
+            max_layers=4,
+            max_microbatches=6,
+        )
+        best = chains.brute_search(chain)
+        if best is None:
+            with pytest.raises(_errors.PlanError):
+                _search.search({"only": chain})
+            continue
+        found = _search.search({"only": chain}, good_enough=0.0)
+        plan = found.ranked[0].staging
+        assert not chains.faults(chain, plan), seed
+        assert found.bound_seconds <= best * (1 + 1e-9), seed
+        assert plan.step_seconds >= best * (1 - 1e-9), seed
+        assert plan.step_seconds == pytest.approx(found.bound_seconds * (1 + found.gap), rel=1e-9)
+        feasible += 1
+        equal += plan.step_seconds <= best * (1 + 1e-6)
+        ratios.append(plan.step_seconds / best)
+    assert feasible > 75
+    assert equal >= 0.95 * feasible, (equal, feasible, max(ratios))
+
+
+@pytest.mark.slow
+def test_bounds_hold_where_devices_are_too_many_for_exact_packing(monkeypatch):
+    monkeypatch.setattr(_packing, "_SMALL", 0)
+    monkeypatch.setattr(_search, "_SMALL_LAYERS", 0)
+    feasible = 0
+    for seed in range(60):
+        chain = chains.random_chain(
+            np.random.default_rng(5000 + seed), max_devices=4, max_layers=4, max_microbatches=6
+        )
+        best = chains.brute_search(chain)
+        try:
+            found = _search.search({"only": chain}, good_enough=0.0)
+        except _errors.PlanError:
+            continue
+        feasible += 1
+        assert found.bound_seconds <= best * (1 + 1e-9), seed
+        assert found.ranked[0].staging.step_seconds >= best * (1 - 1e-9), seed
+        assert not chains.faults(chain, found.ranked[0].staging), seed
+    assert feasible > 25
+
+
+LARGE = {
+    "deep": {
+        "devices": (256, 256, 256),
+        "memory": (80, 40, 32),
+        "speeds": (1.0, 0.6, 0.35),
+        "microbatches": 4096,
+        "parameters": 2.7e9 / 96 * 2,
+        "stash": 2560 * 2048 * 4.0,
+    },
+    "shallow": {
+        "devices": (256, 256, 256),
+        "memory": (80, 40, 32),
+        "speeds": (1.0, 0.6, 0.35),
+        "microbatches": 4096,
+        "parameters": 1.3e9 / 96 * 2,
+        "stash": 1024 * 2048 * 2.0,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_768_devices_of_three_kinds_are_planned_within_two_per_cent(name):
+    chain = gpt(**LARGE[name])
+    found = _search.search({"only": chain}, time_budget_seconds=120, good_enough=0.0195)
+    assert found.gap <= 0.02
+    assert not found.exhausted
+    assert not chains.faults(chain, found.ranked[0].staging)
+    # A model that fits one device of each kind needs no stages.
+    assert (len(found.ranked[0].staging.cuts) == 1) == (name == "shallow")
+
+
+def test_the_same_input_gives_the_same_plans():
+    rng = np.random.default_rng(5)
+    chain = chains.random_chain(rng, max_devices=6, max_layers=6, max_microbatches=12, tight=False)
+    assert _search.search({"a": chain}) == _search.search({"a": chain})
+
+
+def test_alternatives_are_ranked_together_and_one_that_does_not_fit_is_said():
+    chain = gpt(
+        devices=(2, 2),
+        memory=(80, 40),
+        speeds=(1.0, 0.5),
+        microbatches=32,
+        parameters=1e8,
+        stash=1e7,
+        layers=8,
+    )
+    double = dataclasses.replace(
+        chain,
+        num_microbatches=16,
+        groups=tuple(
+            dataclasses.replace(
+                g,
+                forward_seconds=tuple(1.6 * x for x in g.forward_seconds),
+                backward_seconds=tuple(1.6 * x for x in g.backward_seconds),
+            )
+            for g in chain.groups
+        ),
+    )
+    small = dataclasses.replace(
+        chain, groups=tuple(dataclasses.replace(g, memory_bytes=2.1e9) for g in chain.groups)
+    )
+    found = _search.search({"single": chain, "double": double, "small": small})
+    assert found.ranked[0].alternative == "double"
+    assert list(found.infeasible) == ["small"]
+    assert "lacks" in found.infeasible["small"]
+    steps = [f.staging.step_seconds for f in found.ranked]
+    assert steps == sorted(steps)
+    assert found.bound_seconds <= steps[0]
+
+
+def test_many_devices_that_are_too_small_are_said_to_be_so_with_the_missing_bytes():
+    chain = gpt(**{**LARGE["deep"], "memory": (2.2, 2.1, 2.1)})
+    with pytest.raises(_errors.PlanError, match=r"stage \d+ of \d+ .* lacks [\d,]+ bytes"):
+        _search.search({"only": chain})
+
+
+def test_time_that_runs_out_is_said_and_the_bound_still_holds():
+    chain = gpt(**LARGE["deep"])
+    found = _search.search({"only": chain}, time_budget_seconds=0.01)
+    assert found.exhausted
+    assert 0 < found.bound_seconds <= found.ranked[0].staging.step_seconds
+    assert not chains.faults(chain, found.ranked[0].staging)
+
+
+def test_one_replica_is_never_faster_than_what_the_search_finds():
+    rng = np.random.default_rng(6)
+    for _ in range(20):
+        chain = chains.random_chain(
+            rng, max_devices=5, max_layers=6, max_microbatches=8, tight=False
+        )
+        found = _search.search({"only": chain}).ranked[0].staging
+        assert found.step_seconds <= _stages.best_pipeline(chain).step_seconds * 1.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [({"chains": {}}, "nothing to search"), ({"time_budget_seconds": 0}, "time_budget_seconds")],
+)
+def test_a_search_for_nothing_is_refused(arguments, part):
+    chain = chains.random_chain(
+        np.random.default_rng(0), max_devices=2, max_layers=2, max_microbatches=2
+    )
+    with pytest.raises(_errors.PlanError, match=part):
+        _search.search(**{"chains": {"only": chain}, **arguments})
