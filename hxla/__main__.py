@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
     plan.add_argument("--stages", type=int, help="most stages; 1: what hxla.train runs today")
+    plan.add_argument("--tensor", type=_sizes, default=(), metavar="2,4", help="default: all")
+    plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
     plan.add_argument("script", help="Python script, followed by its own arguments")
     plan.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -89,6 +91,8 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
         num_segments=args.segments,
         seconds=args.seconds,
         max_stages=args.stages,
+        tensors=args.tensor,
+        recompute=not args.no_recompute,
     ).model_dump_json()
     return _in_place(command)
 

@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 
 from ._evaluate import Env
 from ._graph import Graph
+from ._lower._shard import Sharded
 from ._profile._hardware import median_seconds
 from ._profile._values import LayerSize, LayerTime
 from ._segments import Segment, run_segment
@@ -23,14 +25,29 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def layer_sizes(chain: Sequence[Segment]) -> tuple[LayerSize, ...]:
-    """What the planner needs of each segment's size, on one device."""
+def layer_sizes(
+    graph: Graph, chain: Sequence[Segment], cut: Sharded | None = None
+) -> tuple[LayerSize, ...]:
+    """What the planner needs of each segment's size, on one device of a tensor-parallel group.
+
+    Args:
+        graph: Traced.
+        chain: Its segments.
+        cut: How the group's devices share the arrays; None: a group of one.
+    """
+
+    def own(values: Iterable[int]) -> int:
+        return sum(
+            graph.values[v].num_bytes // (1 if cut is None else cut.num_parts(v)) for v in values
+        )
+
+    num = 1 if cut is None else math.prod(axis.num_devices for axis in cut.axes.values())
     return tuple(
         LayerSize(
-            parameter_bytes=s.param_bytes,
+            parameter_bytes=own(graph.param_values[p] for p in s.params),
             output_bytes=s.output_bytes,
-            stash_bytes=s.stash_bytes,
-            flops=s.flops,
+            stash_bytes=own(s.stashed(graph)),
+            flops=s.flops / num,
         )
         for s in chain
     )

@@ -20,12 +20,12 @@ class DevicePlan:
         first_layer: Of the chain.
         last_layer: Of the chain, included.
         num_microbatches: In a step.
+        memory_bytes: Predicted peak.
+        capacity_bytes: Of its memory (0: not described).
         compute_seconds: Forwards and backwards; with the next three the whole step.
         wait_seconds: Bubbles, transfers and other devices.
         reduction_seconds: Of gradients, as far as exposed.
         update_seconds: Of the optimizer.
-        memory_bytes: Predicted peak.
-        capacity_bytes: Of its memory (0: not described).
     """
 
     device: int
@@ -35,12 +35,12 @@ class DevicePlan:
     first_layer: int
     last_layer: int
     num_microbatches: int
-    compute_seconds: float
-    wait_seconds: float
-    reduction_seconds: float
-    update_seconds: float
     memory_bytes: float
     capacity_bytes: float
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    update_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,8 @@ class Proposal:
         cluster: Name of the mesh file.
         batch_size: Examples of a global batch.
         microbatch_size: Examples of a microbatch.
+        tensor: Devices that share each stage of each replica.
+        recompute: Whether segments keep their inputs only and run forward again.
         layers: Names of the chain's parts.
         devices: Those that take part.
         step_seconds: Predicted, by replay of the schedule.
@@ -80,6 +82,8 @@ class Proposal:
     cluster: str
     batch_size: int
     microbatch_size: int
+    tensor: int
+    recompute: bool
     layers: tuple[str, ...]
     devices: tuple[DevicePlan, ...]
     step_seconds: float
@@ -131,8 +135,9 @@ class Proposal:
     def explain(self) -> str:
         """The plan in words: what each device does, its time and memory, and why."""
         lines = [
-            f"{self.cluster}: {self.num_replicas} replicas of {self.num_stages} stages, "
-            f"{self.batch_size} examples a step in microbatches of {self.microbatch_size}",
+            f"{self.cluster}: {self.num_replicas} replicas of {self.num_stages} stages of "
+            f"{self.tensor} devices, {self.batch_size} examples a step in microbatches of "
+            f"{self.microbatch_size}{', recomputed' if self.recompute else ''}",
             f"predicted step {self.step_seconds:.4g} s, "
             f"{self.batch_size / self.step_seconds:.4g} examples/s; "
             f"by closed form {self.closed_form_seconds:.4g} s where no plan is under "
@@ -176,7 +181,11 @@ def compare(first: Proposal, second: Proposal) -> str:
     rows = [
         ("cluster", first.cluster, second.cluster),
         ("devices in use", len(first.devices), len(second.devices)),
-        ("replicas x stages", *(f"{p.num_replicas} x {p.num_stages}" for p in (first, second))),
+        (
+            "data x stage x tensor",
+            *(f"{p.num_replicas} x {p.num_stages} x {p.tensor}" for p in (first, second)),
+        ),
+        ("recomputed", *("yes" if p.recompute else "no" for p in (first, second))),
         ("microbatch size", first.microbatch_size, second.microbatch_size),
         ("microbatches", counts(first), counts(second)),
         ("predicted step", f"{first.step_seconds:.4g} s", f"{second.step_seconds:.4g} s"),
@@ -188,7 +197,7 @@ def compare(first: Proposal, second: Proposal) -> str:
         ("fullest device", memory(first), memory(second)),
     ]
     width = max(len(str(row[1])) for row in rows)
-    lines = [f"{name:<18} {a!s:>{width}}  {b!s}" for name, a, b in rows]
+    lines = [f"{name:<21} {a!s:>{width}}  {b!s}" for name, a, b in rows]
     ratio = first.step_seconds / second.step_seconds
     faster = ("second", ratio) if ratio >= 1 else ("first", 1 / ratio)
     return "\n".join([*lines, f"the {faster[0]} is {faster[1]:.2f}x as fast"])

@@ -31,7 +31,6 @@ class Segment:
         flops: Forward operations of one microbatch.
         param_bytes: Of its parameters.
         output_bytes: Of its outputs.
-        stash_bytes: Of every array in it that a gradient flows through.
     """
 
     name: str
@@ -43,7 +42,15 @@ class Segment:
     flops: float
     param_bytes: int
     output_bytes: int
-    stash_bytes: int
+
+    def stashed(self, graph: Graph) -> tuple[int, ...]:
+        """Every array in it that a gradient flows through, parameters and their casts left out."""
+        return tuple(
+            v
+            for op in leaves(self.ops)
+            for v in op.outputs
+            if graph.values[v].differentiable and graph.values[v].param is None
+        )
 
 
 def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
@@ -178,7 +185,6 @@ def _segment(
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
     outputs = tuple(v for op in chunk for v in op.outputs if last_use.get(v, -1) >= end)
-    inner = [v for op in leaves(tuple(chunk)) for v in op.outputs if values[v].differentiable]
     stacks = [op.stack for op in chunk if op.stack]
     sources = [op.source.rsplit("/", 1)[-1] for op in chunk if op.source]
     labels = stacks if len(set(stacks)) > 1 else sources or [str(index)]
@@ -195,5 +201,4 @@ def _segment(
         flops=sum(map(_flops, chunk)),
         param_bytes=sum(values[graph.param_values[p]].num_bytes for p in params),
         output_bytes=sum(values[v].num_bytes for v in outputs),
-        stash_bytes=sum(values[v].num_bytes for v in inner),
     )

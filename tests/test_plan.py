@@ -44,6 +44,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
         found.batch_size // found.microbatch_size
     )
     assert len({d.device for d in found.devices}) == len(found.devices)
+    assert len(found.devices) == found.num_replicas * found.num_stages * found.tensor
     assert found.closed_form_seconds >= found.bound_seconds * (1 - 1e-9)
     for d in found.devices:
         parts = (d.compute_seconds, d.wait_seconds, d.reduction_seconds, d.update_seconds)
@@ -100,7 +101,8 @@ def work(num_layers=4, parameter_bytes=2.0**20):
     return Work(
         model="net",
         layers=names,
-        sizes={1: (size,) * num_layers},
+        sizes={(1, 1): (size,) * num_layers},
+        sent_bytes={},
         input_bytes={1: 0},
         batch_size=12,
         state_factor=4.0,

@@ -109,12 +109,13 @@ class Sharded:
 
     def param_bytes(self) -> int:
         """Bytes of one device's part of the parameters."""
-        sizes = {name: axis.num_devices for name, axis in self.axes.items()}
-        total = 0
-        for v in self.graph.param_values:
-            cuts = [sizes[name] for name, dim in self.made(v).items() if dim is not None]
-            total += self.graph.values[v].num_bytes // math.prod(cuts)
-        return total
+        values = self.graph.values
+        return sum(values[v].num_bytes // self.num_parts(v) for v in self.graph.param_values)
+
+    def num_parts(self, value: int) -> int:
+        """Into how many parts a value is cut."""
+        made = self.made(value)
+        return math.prod(a.num_devices for n, a in self.axes.items() if made[n] is not None)
 
     def aux_specs(self) -> list[P]:
         """PartitionSpec of every other variable, in the order of the leaves."""

@@ -2,22 +2,23 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Hashable, Mapping, Sequence
 
-from .._cluster import Cluster, Device, Link
+from .._cluster import Cluster, Link
 from .._errors import PlanError
-from .._profile._values import LayerSize, LayerTime, Profile, Setting, together_key
+from .._profile._values import LayerSize, Profile, Setting, together_key
 from .._proposal import DevicePlan, Proposal, RunnerUp
 from .._replay import Timeline
 from ._chain import Chain, Group, Staging
+from ._estimate import Alternative, layer_times
 from ._evaluate import staging_cost, staging_memory
 from ._search import Found, search
 
 _UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
 _NUM_RUNNERS_UP = 7
 _NUM_RANKED = 1000  # all: stages may be limited afterwards
-_BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
+
+Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,9 @@ class Work:
     Attributes:
         model: Fingerprint.
         layers: Names of the chain's parts.
-        sizes: Microbatch size to one size per layer.
+        sizes: (microbatch size, tensor) to one size per layer, on one device of the group.
+        sent_bytes: The same keys to what one device of the group sends to the others in each
+            layer's forward and backward; none for a tensor of 1.
         input_bytes: Microbatch size to the bytes of its inputs, all of which a device holds.
         batch_size: Examples of a global batch.
         state_factor: Bytes kept per byte of parameters: itself, its gradient, its sums and the
@@ -38,7 +41,8 @@ class Work:
 
     model: str
     layers: tuple[str, ...]
-    sizes: Mapping[int, tuple[LayerSize, ...]]
+    sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
+    sent_bytes: Mapping[tuple[int, int], tuple[float, ...]]
     input_bytes: Mapping[int, int]
     batch_size: int
     state_factor: float
@@ -51,15 +55,17 @@ def propose(
     profile: Profile | None,
     *,
     max_stages: int | None = None,
+    recompute: bool = True,
     time_budget_seconds: float = 10.0,
 ) -> tuple[Proposal, tuple[Timeline, ...]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
 
     Args:
-        work: The model's chain at every microbatch size to try.
+        work: The model's chain at every microbatch size and tensor parallelism to try.
         cluster: Described.
         profile: Measured times; what it lacks is estimated from the mesh file's rates.
         max_stages: Most stages of a plan; None: any number.
+        recompute: Whether plans that run forwards again are tried.
         time_budget_seconds: Of the search.
 
     Returns:
@@ -67,15 +73,19 @@ def propose(
 
     Raises:
         PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
-
-    References:
-        Williams et al., "Roofline", CACM 2009 (estimates where nothing was measured).
     """
     reasons: dict[str, None] = {}
-    kinds = _kinds(cluster)
-    chains: dict[Hashable, Chain] = {
-        size: _chain(work, size, cluster, kinds, profile, reasons) for size in sorted(work.sizes)
-    }
+    chains: dict[Hashable, Chain] = {}
+    places: dict[Hashable, list[list[Ranks]]] = {}
+    for size, tensor in sorted(work.sizes):
+        kinds = _kinds(cluster, tensor)
+        if not kinds:
+            reasons[f"tensor {tensor}: no node has so many devices of one kind"] = None
+            continue
+        for again in (False, True) if recompute else (False,):
+            key = Alternative(size, tensor, again)
+            chains[key] = _chain(work, key, cluster, kinds, profile, reasons)
+            places[key] = list(kinds.values())
     found = search(chains, time_budget_seconds=time_budget_seconds, num_ranked=_NUM_RANKED)
     ranked = [f for f in found.ranked if len(f.staging.cuts) <= (max_stages or len(work.layers))]
     if not ranked:
@@ -84,115 +94,157 @@ def propose(
             f"{len(found.ranked[0].staging.cuts)}: {found.ranked[0].staging.step_seconds:.4g} s"
         )
     best = ranked[0]
-    size = int(str(best.alternative))
-    chain, staging = chains[size], best.staging
+    assert isinstance(best.alternative, Alternative)
+    chain, staging = chains[best.alternative], best.staging
     cost = staging_cost(chain, staging)
-    memory = staging_memory(chain, staging)
-    measured: dict[tuple[int, int], float] = {}  # (group, stage): what compiled programs say
-    if profile is not None and len(staging.cuts) == 1:
-        for k, (label, ranks) in enumerate(kinds.items()):
-            setting = Setting(cluster.devices[ranks[0]].label, size)
-            if setting in profile.peaks:
-                measured[k, 0] = profile.peaks[setting]
-                reasons[f"{label}: memory from the compiled programs"] = None
-    free = {k: list(ranks) for k, ranks in enumerate(kinds.values())}
-    ends = (*staging.cuts[1:], len(work.layers))
-    devices: list[DevicePlan] = []
-    number = 0
-    for sort, replica in enumerate(staging.replicas):
-        for _ in range(replica.count):
-            for stage, group in enumerate(replica.groups):
-                spent, held = cost.stages[sort][stage], memory[sort][stage]
-                devices.append(
-                    DevicePlan(
-                        device=free[group].pop(0),
-                        kind=chain.groups[group].kind,
-                        replica=number,
-                        stage=stage,
-                        first_layer=staging.cuts[stage],
-                        last_layer=ends[stage] - 1,
-                        num_microbatches=replica.num_microbatches,
-                        compute_seconds=spent.compute_seconds,
-                        wait_seconds=spent.wait_seconds,
-                        reduction_seconds=spent.reduction_seconds,
-                        update_seconds=spent.update_seconds,
-                        memory_bytes=measured.get((group, stage), held.total_bytes)
-                        + replica.num_microbatches * work.input_bytes[size],
-                        capacity_bytes=_described(chain.groups[group].memory_bytes),
-                    )
-                )
-            number += 1
-    idle = sorted(rank for ranks in free.values() for rank in ranks)
+    devices = _devices(
+        work, best.alternative, chain, staging, places[best.alternative], cluster, profile, reasons
+    )
+    timed = tuple(
+        dataclasses.replace(
+            d,
+            compute_seconds=spent.compute_seconds,
+            wait_seconds=spent.wait_seconds,
+            reduction_seconds=spent.reduction_seconds,
+            update_seconds=spent.update_seconds,
+        )
+        for d, sort in devices
+        for spent in [cost.stages[sort][d.stage]]
+    )
+    idle = sorted(set(range(len(cluster.devices))) - {d.device for d in timed})
     if idle:
         reasons[f"devices {idle} have no part: with them the step would not be shorter"] = None
     if found.exhausted:
         reasons["the search ran out of time: the bound holds, a longer search may find more"] = None
-    for key, why in found.infeasible.items():
-        reasons[f"microbatches of {key}: {why}"] = None
+    for which, why in found.infeasible.items():
+        reasons[f"{which}: {why}"] = None
+    others = [f for f in found.ranked if f is not best][:_NUM_RUNNERS_UP]
     return (
         Proposal(
             model=work.model,
             cluster=cluster.name,
             batch_size=work.batch_size,
-            microbatch_size=size,
+            microbatch_size=best.alternative.microbatch_size,
+            tensor=best.alternative.tensor,
+            recompute=best.alternative.recompute,
             layers=work.layers,
-            devices=tuple(devices),
+            devices=timed,
             step_seconds=cost.step_seconds,
             closed_form_seconds=staging.step_seconds,
             bound_seconds=found.bound_seconds,
-            runners_up=_runners_up([f for f in found.ranked if f is not best]),
+            runners_up=tuple(map(_runner_up, others)),
             reasons=tuple(reasons),
         ),
         cost.timelines,
     )
 
 
-def _described(capacity: float) -> float:
-    return capacity if capacity < _UNBOUNDED else 0.0
+def _devices(
+    work: Work,
+    alternative: Alternative,
+    chain: Chain,
+    staging: Staging,
+    places: Sequence[Sequence[Ranks]],
+    cluster: Cluster,
+    profile: Profile | None,
+    reasons: dict[str, None],
+) -> list[tuple[DevicePlan, int]]:
+    """What each device does, without times, and its sort of replica."""
+    size = alternative.microbatch_size
+    memory = staging_memory(chain, staging)
+    peaks = profile.peaks if profile is not None and len(staging.cuts) == 1 else {}
+    free = [list(groups) for groups in places]
+    ends = (*staging.cuts[1:], len(work.layers))
+    out: list[tuple[DevicePlan, int]] = []
+    number = 0
+    for sort, replica in enumerate(staging.replicas):
+        inputs = replica.num_microbatches * work.input_bytes[size]
+        for _ in range(replica.count):
+            for stage, group in enumerate(replica.groups):
+                for rank in free[group].pop(0):
+                    label = cluster.devices[rank].label
+                    peak = peaks.get(Setting(label, size, alternative.tensor))
+                    if peak is not None and not alternative.recompute:
+                        reasons[f"{label}: memory from the compiled programs"] = None
+                        held = float(peak)
+                    else:
+                        held = memory[sort][stage].total_bytes
+                    capacity = chain.groups[group].memory_bytes
+                    plan = DevicePlan(
+                        device=rank,
+                        kind=chain.groups[group].kind,
+                        replica=number,
+                        stage=stage,
+                        first_layer=staging.cuts[stage],
+                        last_layer=ends[stage] - 1,
+                        num_microbatches=replica.num_microbatches,
+                        memory_bytes=held + inputs,
+                        capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
+                    )
+                    out.append((plan, sort))
+            number += 1
+    return out
 
 
-def _runners_up(found: Sequence[Found]) -> tuple[RunnerUp, ...]:
-    return tuple(
-        RunnerUp(
-            description=f"microbatches of {other.alternative}, {_in_words(other.staging)}",
-            step_seconds=other.staging.step_seconds,
-        )
-        for other in found[:_NUM_RUNNERS_UP]
-    )
+def _runner_up(found: Found) -> RunnerUp:
+    stages = len(found.staging.cuts)
+    parts = [f"{r.count} x {r.num_microbatches} microbatches" for r in found.staging.replicas]
+    words = f"{found.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(parts)}"
+    return RunnerUp(description=words, step_seconds=found.staging.step_seconds)
 
 
-def _in_words(staging: Staging) -> str:
-    stages = len(staging.cuts)
-    parts = [f"{r.count} x {r.num_microbatches} microbatches" for r in staging.replicas]
-    return f"{stages} stage{'s' * (stages > 1)}, {', '.join(parts)}"
-
-
-def _kinds(cluster: Cluster) -> dict[str, list[int]]:
-    """Ranks of like devices: of one kind, and with the same memory."""
-    found: dict[tuple[str, int | None], list[int]] = {}
+def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
+    """Groups of like devices of one node: of one kind, and with the same memory."""
+    found: dict[tuple[str, int | None], dict[int, list[int]]] = {}
     for rank, device in enumerate(cluster.devices):
-        found.setdefault((device.label, device.memory_bytes), []).append(rank)
-    labels: dict[str, list[int]] = {}
-    for (label, memory), ranks in found.items():
+        nodes = found.setdefault((device.label, device.memory_bytes), {})
+        nodes.setdefault(device.node, []).append(rank)
+    out: dict[str, list[Ranks]] = {}
+    for (label, memory), nodes in found.items():
+        groups = [
+            tuple(ranks[i : i + tensor])
+            for ranks in nodes.values()
+            for i in range(0, len(ranks) - tensor + 1, tensor)
+        ]
         twice = sum(other == label for other, _ in found) > 1
-        labels[f"{label} {memory}" if twice else label] = ranks
-    return labels
+        if groups:
+            out[f"{label} {memory}" if twice else label] = groups
+    return out
 
 
 def _chain(
     work: Work,
-    size: int,
+    key: Alternative,
     cluster: Cluster,
-    kinds: Mapping[str, Sequence[int]],
+    kinds: Mapping[str, Sequence[Ranks]],
     profile: Profile | None,
     reasons: dict[str, None],
 ) -> Chain:
-    sizes = work.sizes[size]
-    ranks = list(kinds.values())
+    sizes = work.sizes[key.microbatch_size, key.tensor]
+    stash = tuple(s.stash_bytes for s in sizes)
+    workspace = 0.0
+    if key.recompute:  # what runs again is there one segment at a time
+        workspace = max(stash)
+        first = float(work.input_bytes[key.microbatch_size])
+        stash = (first, *(s.output_bytes for s in sizes[:-1]))
     groups = []
     for label, own in kinds.items():
-        device = cluster.devices[own[0]]
-        times = _times(device, size, sizes, work, profile, reasons)
+        device = cluster.devices[own[0][0]]
+        inside = cluster.link(own[0][0], own[0][1]) if key.tensor > 1 else None
+        if key.tensor > 1 and inside is None:
+            reasons[f"{label}: no link described, tensor parallelism's transfers not counted"] = (
+                None
+            )
+        times, how = layer_times(
+            device,
+            key,
+            sizes,
+            profile,
+            state_factor=work.state_factor,
+            sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), (0.0,) * len(sizes)),
+            link=inside,
+        )
+        reasons[how] = None
         if device.memory_bytes is None:
             reasons[f"{label}: memory not described, taken to be enough"] = None
         groups.append(
@@ -204,32 +256,27 @@ def _chain(
                 backward_seconds=tuple(t.backward for t in times),
                 update_seconds=tuple(t.update for t in times),
                 parameter_bytes=tuple(s.parameter_bytes for s in sizes),
-                stash_bytes=tuple(s.stash_bytes for s in sizes),
+                stash_bytes=stash,
             )
         )
-    links = [[_slowest_link(cluster, a, b) for b in ranks] for a in ranks]
-    if len(cluster.devices) > 1 and any(link is None for row in links for link in row):
-        reasons["some links are not described: their communication is not counted"] = None
+    leaders = [[group[0] for group in own] for own in kinds.values()]
+    links = [[_slowest_link(cluster, a, b, reasons) for b in leaders] for a in leaders]
     together = together_key(d.label for d in cluster.devices)
-    whole_bytes = sum(s.parameter_bytes for s in sizes)
     measured = profile.reductions.get(together) if profile is not None else None
     if measured is not None:
         reasons[f"the sum over all devices: measured, {measured:.4g} s"] = None
-    slowest = max(
-        (1 / link.bytes_per_second for row in links for link in row if link is not None),
-        default=0.0,
-    )
+    per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in links]
+    slowest = max(map(max, per_byte))
+    whole_bytes = sum(s.parameter_bytes for s in work.sizes[key.microbatch_size, 1])
     return Chain(
         groups=tuple(groups),
-        num_microbatches=work.batch_size // size,
+        num_microbatches=work.batch_size // key.microbatch_size,
         output_bytes=tuple(s.output_bytes for s in sizes),
         state_factor=work.state_factor,
-        send_seconds=tuple(
-            tuple(0.0 if link is None else 1 / link.bytes_per_second for link in row)
-            for row in links
-        ),
+        workspace_bytes=workspace,
+        send_seconds=tuple(map(tuple, per_byte)),
         send_latency_seconds=tuple(
-            tuple(0.0 if link is None else link.latency_seconds for link in row) for row in links
+            tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in links
         ),
         # Twice over the slowest link: a ring's reduce-scatter and all-gather with many devices.
         reduce_seconds=(
@@ -239,53 +286,25 @@ def _chain(
     )
 
 
-def _slowest_link(cluster: Cluster, a: Sequence[int], b: Sequence[int]) -> Link | None:
-    """Between any device of one group and any of another; None if one pair has none."""
-    pairs = [(i, j) for i, j in itertools.product(a, b) if i != j]
-    found: dict[tuple[int, int], Link | None] = {}
-    for i, j in pairs:
-        nodes = cluster.devices[i].node, cluster.devices[j].node
-        if nodes not in found:
-            found[nodes] = cluster.link(i, j)
-    links = [link for link in found.values() if link is not None]
-    if len(links) < len(found) or not links:
-        return None
-    return min(links, key=lambda link: link.bytes_per_second)
-
-
-def _times(
-    device: Device,
-    size: int,
-    sizes: Sequence[LayerSize],
-    work: Work,
-    profile: Profile | None,
-    reasons: dict[str, None],
-) -> tuple[LayerTime, ...]:
-    setting = Setting(device.label, size)
-    if profile is not None and setting in profile.times:
-        reasons[f"{device.label}: measured"] = None
-        return profile.times[setting]
-    rate = device.rate("tensorfloat32") or device.rate("float32")
-    if rate is None:
-        raise PlanError(
-            f"device kind {device.label!r}: the profile has no times for microbatches of {size}, "
-            "and the mesh file gives no rate to estimate them from: measure with hxla profile, or "
-            "add [device.rates] float32 to the mesh file"
-        )
-    how = "measured" if rate.measured else "data-sheet"
-    reasons[
-        f"{device.label}: not measured, estimated from FLOPs at the {how} rate of {rate.dtype}"
-    ] = None
-    bandwidth = device.memory_bytes_per_second or math.inf
-
-    def of(layer: LayerSize) -> LayerTime:
-        moved = layer.parameter_bytes + layer.stash_bytes
-        forward = max(layer.flops / rate.flops_per_second, moved / bandwidth)
-        return LayerTime(
-            forward=forward,
-            backward=_BACKWARD_FLOPS * forward,
-            update=(work.state_factor + 1) * layer.parameter_bytes / bandwidth,
-            measured=False,
-        )
-
-    return tuple(of(layer) for layer in sizes)
+def _slowest_link(
+    cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: dict[str, None]
+) -> Link | None:
+    """Between any device of one group and any other of another."""
+    by_node: dict[int, list[int]] = {}
+    for rank in dict.fromkeys((*a, *b)):
+        by_node.setdefault(cluster.devices[rank].node, []).append(rank)
+    found = []
+    for i, j in itertools.product(
+        dict.fromkeys(cluster.devices[r].node for r in a),
+        dict.fromkeys(cluster.devices[r].node for r in b),
+    ):
+        first = by_node[i][0]
+        second = next((r for r in by_node[j] if r != first), None)
+        if second is None:
+            continue  # one device has nobody to talk to
+        link = cluster.link(first, second)
+        if link is None:
+            reasons["some links are not described: their communication is not counted"] = None
+        else:
+            found.append(link)
+    return min(found, key=lambda link: link.bytes_per_second, default=None)

@@ -4,6 +4,7 @@ Both run the user's script up to its first `hxla.train`, which finds the request
 answers it and ends the script.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -18,30 +19,35 @@ import numpy as np
 import optax
 import pydantic
 
-from .._cluster import Device
-from .._errors import ConfigError, PlanError
+from .._cluster import Cluster, Device
+from .._errors import AnnotationError, ConfigError, PlanError
+from .._graph import Graph
 from .._launch import _coordination
 from .._lower._devices import device_label
 from .._lower._reduce import Reducer
 from .._lower._replicate import Reduction, compiler_options
+from .._lower._shard import Sharded
 from .._measure import fingerprint, layer_sizes, measure
 from .._mesh_file import load_cluster
 from .._model import Functional
+from .._partition import shard_graph
+from .._planner._assign import Role
 from .._planner._microbatch import candidate_sizes
 from .._planner._propose import Work, propose
 from .._profile._file import dump_profile, load_profile, merge_profiles
-from .._profile._values import LayerTime, Profile, Setting, together_key
+from .._profile._values import LayerSize, LayerTime, Profile, Setting, together_key
 from .._proposal import Proposal, compare
 from .._replay import Timeline
 from .._segments import segments
 from .._timeline import draw, perfetto
 from .._trace import trace_functional
-from .._types import PyTree
+from .._types import TENSOR_AXIS, PyTree
 from ._setup import check_batch, own_ids
 from ._step import Engine
 
 VARIABLE = "HXLA_DRY"
 _TRIAL_STEPS = 5
+_MAX_TENSOR = 8  # a node of NVLinked cards
 _TRIAL_MICROBATCHES = 4
 
 
@@ -72,6 +78,9 @@ class PlanRequest(pydantic.BaseModel):
         num_segments: Most segments of the chain, where no profile says.
         seconds: Time budget of the search.
         max_stages: Most stages of a plan; None: any number.
+        tensors: Sizes of tensor-parallel groups to try besides 1; empty: powers of two that a node
+            has like devices for.
+        recompute: Whether to try plans that run forwards again.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +92,8 @@ class PlanRequest(pydantic.BaseModel):
     num_segments: pydantic.PositiveInt = 8
     seconds: pydantic.PositiveFloat = 10.0
     max_stages: pydantic.PositiveInt | None = None
+    tensors: tuple[pydantic.PositiveInt, ...] = ()
+    recompute: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,10 +154,26 @@ def plan(request: PlanRequest, job: Job) -> None:
     if profile is not None and not asked and not job.microbatch_size:
         asked = tuple({s.microbatch_size for s in profile.times})
     num_segments = len(profile.layers) if profile is not None else request.num_segments
-    chains = {}
+    sizes: dict[tuple[int, int], tuple[LayerSize, ...]] = {}
+    sent: dict[tuple[int, int], tuple[float, ...]] = {}
+    inputs: dict[int, int] = {}
+    names: tuple[str, ...] = ()
     for size in _sizes(asked, job, len(clusters[0].devices)):
-        graph = trace_functional(job.model, job.batch(size))
-        chains[size] = segments(graph, num_segments)
+        batch = job.batch(size)
+        inputs[size] = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+        graph = trace_functional(job.model, batch)
+        chain = segments(graph, num_segments)
+        names = names or tuple(s.name for s in chain)
+        for tensor in _tensors(request, clusters):
+            try:
+                cut = _cut(graph, tensor)
+            except (AnnotationError, PlanError) as error:
+                print(f"tensor {tensor}: not tried: {error}", file=sys.stderr)
+                continue
+            sizes[size, tensor] = layer_sizes(graph, chain, cut)
+            total = sum(s.flops for s in chain) or 1.0
+            bytes_sent = 0.0 if cut is None else cut.axes[TENSOR_AXIS].sent_bytes
+            sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
     model = fingerprint(graph)
     if profile is not None and profile.model != model:
         raise PlanError(
@@ -159,12 +186,10 @@ def plan(request: PlanRequest, job: Job) -> None:
     exact = job.reduction == "exact"
     work = Work(
         model=model,
-        layers=tuple(s.name for s in next(iter(chains.values()))),
-        sizes={size: layer_sizes(chain) for size, chain in chains.items()},
-        input_bytes={
-            size: sum(x.nbytes for x in map(np.asarray, jax.tree.leaves(job.batch(size))))
-            for size in chains
-        },
+        layers=names,
+        sizes=sizes,
+        sent_bytes=sent,
+        input_bytes=inputs,
         batch_size=job.batch_size,
         # Itself, its gradient, what gradients are summed in, the optimizer's state.
         state_factor=2 + (2 if exact else 1) + state_bytes / max(1, param_bytes),
@@ -177,6 +202,7 @@ def plan(request: PlanRequest, job: Job) -> None:
             cluster,
             profile,
             max_stages=request.max_stages,
+            recompute=request.recompute,
             time_budget_seconds=request.seconds,
         )
         proposals.append(proposal)
@@ -187,6 +213,26 @@ def plan(request: PlanRequest, job: Job) -> None:
         print(compare(*proposals))
 
 
+def _tensors(request: PlanRequest, clusters: Sequence[Cluster]) -> tuple[int, ...]:
+    """Sizes of tensor-parallel groups: powers of two of like devices of a node."""
+    if request.tensors:
+        return tuple(sorted({1, *request.tensors}))
+    largest = max(
+        max(collections.Counter((d.label, d.memory_bytes, d.node) for d in c.devices).values())
+        for c in clusters
+    )
+    return tuple(2**k for k in range(min(largest, _MAX_TENSOR).bit_length()))
+
+
+def _cut(graph: Graph, tensor: int) -> Sharded | None:
+    """All TaskGraphs split over a tensor-parallel group; None for a group of one."""
+    if tensor == 1:
+        return None
+    split: Role = "split"
+    axes = ((TENSOR_AXIS, tensor),)
+    return shard_graph(graph, axes, {TENSOR_AXIS: (split,) * len(graph.task_graphs)}, None)
+
+
 def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timeline]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{proposal.cluster}.json"]
@@ -194,7 +240,8 @@ def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timelin
     first = {d.num_microbatches: d.replica for d in reversed(proposal.devices)}
     for i, timeline in enumerate(timelines):
         replica = sorted(first.values())[i] if i < len(first) else i
-        names = [f"{d.kind} (device {d.device})" for d in proposal.devices if d.replica == replica]
+        own = {d.stage: d for d in reversed(proposal.devices) if d.replica == replica}
+        names = [f"{own[s].kind} (device {own[s].device})" for s in sorted(own)]
         name = f"{proposal.cluster}-replica{replica}"
         picture, trace = folder / f"{name}.png", folder / f"{name}.perfetto.json"
         title = f"{proposal.cluster}, replica {replica}: step {proposal.step_seconds:.4g} s"
@@ -369,7 +416,7 @@ def _measured(
     own = Profile(
         model=model,
         layers=names if before is None else before.layers,
-        sizes={(setting.microbatch_size, 1): layer_sizes(chain)},
+        sizes={(setting.microbatch_size, 1): layer_sizes(graph, chain)},
         times={setting: times if trial is None else _scaled(times, trial)},
         peaks={} if trial is None else {setting: trial.peak_bytes},
     )
