@@ -5,7 +5,8 @@
 Eight fake devices on this machine's cores: only the ratio means anything. The plain step is one
 `jax.jit` over the same mesh, with Megatron's PartitionSpecs written out and constraints on the
 activations between heads and MLP. The runs take turns of four steps, of which the first is not
-counted: it finds the caches full of another program. Also the time that tracing and choosing
+counted: it finds the caches full of another program. Each with one microbatch per copy and step,
+and with four. Also the time that tracing and choosing
 patterns adds to compilation. Writes benchmarks/results/hand_sharded.json.
 """
 
@@ -93,8 +94,8 @@ def batch_of(step):
 optimizer = optax.adamw(1e-3)
 
 
-def plain():
-    """By hand: the specs that the rule set `decoder` gives, written out."""
+def plain(num_cuts):
+    """By hand: the specs that the rule set `decoder` gives, written out; gradients accumulated."""
     graphdef, params = nnx.split(Net(nnx.Rngs(0)))
     column, row = ("query", "key", "value", "up", "head"), ("out", "down", "tok")
 
@@ -111,10 +112,15 @@ def plain():
     state = optimizer.init(params)
 
     def step(params, state, tokens):
-        def value(p):
-            return loss(nnx.merge(graphdef, p), {"tokens": tokens})
+        def loss_of(p, part):
+            return loss(nnx.merge(graphdef, p), {"tokens": part})
 
-        value, grads = jax.value_and_grad(value)(params)
+        parts = tokens.reshape(-1, num_cuts, LENGTH + 1)  # a part has examples of every device
+        value, grads = jax.value_and_grad(loss_of)(params, parts[:, 0])
+        for i in range(1, num_cuts):
+            more, own = jax.value_and_grad(loss_of)(params, parts[:, i])
+            value, grads = value + more, jax.tree.map(jnp.add, grads, own)
+        value, grads = jax.tree.map(lambda x: x / num_cuts, (value, grads))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -130,8 +136,8 @@ def plain():
     return once
 
 
-def ours(reduction, times):
-    size = BATCH // DATA
+def ours(reduction, num_cuts, times):
+    size = BATCH // DATA // num_cuts
     first = {"tokens": batch_of(0)["tokens"][:size]}
     model = functional(Net(nnx.Rngs(0)), loss, loss, variables=None, seed=0, example=first)
     begun = time.perf_counter()
@@ -151,7 +157,7 @@ def ours(reduction, times):
         optimizer,
         reducer,
         batch=first,
-        num_microbatches=DATA,
+        num_microbatches=DATA * num_cuts,
         microbatch_size=size,
         seed=0,
         reduction=reduction,
@@ -159,7 +165,7 @@ def ours(reduction, times):
     )
     engine.calibrate(first, repeats=0)
     times["all of it, compilation included"] = time.perf_counter() - begun
-    ids = _setup.own_ids((1,) * DATA, reducer)
+    ids = _setup.own_ids((num_cuts,) * DATA, reducer)
 
     def once(n):
         tokens = batch_of(n)["tokens"]
@@ -173,10 +179,15 @@ def ours(reduction, times):
 
 
 by_hand = False
-exact_times, float_times = {}, {}
-runs = {"hxla exact": ours("exact", exact_times), "hxla float": ours("float", float_times)}
-runs["by hand"] = plain()
+exact_times = {}
+runs = {
+    "hxla exact, 1": ours("exact", 1, exact_times),
+    "hxla exact, 4": ours("exact", 4, {}),
+    "hxla float, 1": ours("float", 1, {}),
+    "hxla float, 4": ours("float", 4, {}),
+}
 by_hand = True  # the others are traced already
+runs |= {"by hand, 1": plain(1), "by hand, 4": plain(4)}
 seconds = {name: [] for name in runs}
 losses = {name: [] for name in runs}
 for turn in range(TURNS):
@@ -193,8 +204,13 @@ rows = {
     "mesh": {"data": DATA, "tensor": TENSOR},
     "seconds_per_step": median,
     "last_losses": {name: round(values[-1], 4) for name, values in losses.items()},
-    "hxla exact over by hand": round(median["by hand"] / median["hxla exact"], 3),
-    "hxla float over by hand": round(median["by hand"] / median["hxla float"], 3),
+    **{
+        f"hxla {r}, {n} over by hand, {n}": round(
+            median[f"by hand, {n}"] / median[f"hxla {r}, {n}"], 3
+        )
+        for r in ("exact", "float")
+        for n in (1, 4)
+    },
     "tracing_and_planning_seconds": round(planning, 3),
     "compilation_seconds": round(compiling, 3),
     "tracing and planning over compilation": round(planning / compiling, 4),

@@ -101,7 +101,7 @@ def test_a_killed_job_resumes_to_the_same_bits_on_other_devices(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_frozen_process_ends_the_job_and_is_named(tmp_path, rank):
     running = job(tmp_path, "-n", "2", steps=500, pause=0.2)
-    wait_for(running, "[1] done 3")
+    wait_for(running, "[1] done 15")  # long enough for the watchdogs to have told each other a step
     children = [p for p in psutil.Process(running.pid).children() if "train.py" in str(p.cmdline())]
     children[rank].send_signal(signal.SIGSTOP)
     begun = time.monotonic()
