@@ -8,40 +8,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ._evaluate import Env
 from ._graph import Graph
 from ._lower._shard import Sharded
+from ._model import leaf_names
 from ._profile._hardware import median_seconds
 from ._profile._values import LayerSize, LayerTime
 from ._segments import Segment, run_segment
 from ._types import PyTree
 
 
-def fingerprint(graph: Graph) -> str:
-    """Names a model by its parameters and their shapes, the same at every microbatch size."""
-    text = "\n".join(f"{n} {s}" for n, s in zip(graph.param_names, graph.param_shapes, strict=True))
+def fingerprint(params: PyTree) -> str:
+    """Names a model by its parameters and their shapes."""
+    named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    text = "\n".join(f"{name} {x.shape}" for name, x in named)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def layer_sizes(
-    graph: Graph, chain: Sequence[Segment], cut: Sharded | None = None
-) -> tuple[LayerSize, ...]:
+def layer_sizes(graph: Graph, chain: Sequence[Segment], cut: Sharded) -> tuple[LayerSize, ...]:
     """What the planner needs of each segment's size, on one device of a tensor-parallel group.
 
     Args:
         graph: Traced.
         chain: Its segments.
-        cut: How the group's devices share the arrays; None: a group of one.
+        cut: How the group's devices share the arrays.
     """
 
     def own(values: Iterable[int]) -> int:
-        return sum(
-            graph.values[v].num_bytes // (1 if cut is None else cut.num_parts(v)) for v in values
-        )
+        return sum(graph.values[v].num_bytes // cut.num_parts(v) for v in values)
 
-    num = 1 if cut is None else math.prod(axis.num_devices for axis in cut.axes.values())
+    num = math.prod(axis.num_devices for axis in cut.axes.values())
     return tuple(
         LayerSize(
             parameter_bytes=own(graph.param_values[p] for p in s.params),
@@ -60,15 +57,13 @@ def measure(
     params: PyTree,
     aux: PyTree,
     batch: PyTree,
-    optimizer: optax.GradientTransformation,
     device: jax.Device,
     options: dict[str, Any],
     done: Callable[[int], None] = lambda _: None,
 ) -> tuple[LayerTime, ...]:
     """Run every segment forward, and forward and backward, on real data.
 
-    A segment's backward is the time of both less that of the forward. The optimizer's update is
-    measured for the whole model and shared out by bytes of parameters.
+    A segment's backward is the time of both less that of the forward.
 
     Args:
         graph: Traced for a microbatch like `batch`.
@@ -76,21 +71,18 @@ def measure(
         params: Arrays.
         aux: Other variables.
         batch: One microbatch.
-        optimizer: The user's own.
         device: Where.
         options: XLA's, those of training.
         done: Called with the number of segments measured so far.
 
     Returns:
-        One time per segment.
+        One time per segment, without the optimizer's update.
     """
     put = functools.partial(jax.device_put, device=device)
     leaves = put(jax.tree.leaves(params))
     given: Env = dict(zip(graph.aux_values, put(jax.tree.leaves(aux)), strict=True))
     given[graph.key_value] = put(jax.random.key(0))
     given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
-    update = _update_seconds(optimizer, put(params), options)
-    total_bytes = max(1, sum(s.param_bytes for s in chain))
     crossing: Env = {}
     times = []
     for i, segment in enumerate(chain):
@@ -108,7 +100,6 @@ def measure(
             LayerTime(
                 forward=forward_seconds,
                 backward=max(0.0, both_seconds - forward_seconds),
-                update=update * segment.param_bytes / total_bytes,
             )
         )
         done(i + 1)
@@ -132,17 +123,3 @@ def _with_backward(run: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _update_seconds(
-    optimizer: optax.GradientTransformation, params: PyTree, options: dict[str, Any]
-) -> float:
-    state = jax.jit(optimizer.init)(params)
-    grads = jax.tree.map(lambda x: jnp.full_like(x, 1e-3), params)
-
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    compiled = jax.jit(step, compiler_options=options)
-    return median_seconds(lambda: compiled(grads, state, params))

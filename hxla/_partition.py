@@ -190,6 +190,13 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
     return roles
 
 
+def split_over(graph: Graph, num_devices: int) -> tuple[Axes, Roles]:
+    """The one axis and its roles with which every TaskGraph is split; none for a single device."""
+    split: Role = "split"
+    axes: Axes = ((TENSOR_AXIS, num_devices),) if num_devices > 1 else ()
+    return axes, {name: (split,) * len(graph.task_graphs) for name, _ in axes}
+
+
 def shard_graph(
     graph: Graph,
     axes: Sequence[tuple[str, int]],

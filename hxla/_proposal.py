@@ -37,10 +37,10 @@ class DevicePlan:
     num_microbatches: int
     memory_bytes: float
     capacity_bytes: float
-    compute_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    reduction_seconds: float = 0.0
-    update_seconds: float = 0.0
+    compute_seconds: float
+    wait_seconds: float
+    reduction_seconds: float
+    update_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

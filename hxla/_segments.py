@@ -29,7 +29,6 @@ class Segment:
         inputs: Values that earlier segments made, differentiable ones and others.
         outputs: Values that later segments, or the loss, read.
         flops: Forward operations of one microbatch.
-        param_bytes: Of its parameters.
         output_bytes: Of its outputs.
     """
 
@@ -40,7 +39,6 @@ class Segment:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: float
-    param_bytes: int
     output_bytes: int
 
     def stashed(self, graph: Graph) -> tuple[int, ...]:
@@ -77,8 +75,7 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
     chunks = [ops[a:b] for a, b in itertools.pairwise(cuts)]
     for i, chunk in enumerate(chunks):
         made_in.update({v: i for op in chunk for v in op.outputs})
-    last_use = _last_use(ops)
-    last_use.update({v: len(ops) for v in graph.result_values if isinstance(v, int)})
+    last_use = _last_use(graph, ops)
     ends = list(itertools.accumulate(map(len, chunks)))
     return tuple(
         _segment(graph, i, chunk, views, made_in, last_use, ends[i])
@@ -118,15 +115,16 @@ def _reads(op: Op) -> list[int]:
     return [v for v in op.inputs if isinstance(v, int)]
 
 
-def _last_use(ops: Sequence[Op]) -> dict[int, int]:
-    return {v: i for i, op in enumerate(ops) for v in _reads(op)}
+def _last_use(graph: Graph, ops: Sequence[Op]) -> dict[int, int]:
+    """The last operation that reads a value; the results are read after all."""
+    last = {v: i for i, op in enumerate(ops) for v in _reads(op)}
+    return last | {v: len(ops) for v in graph.result_values if isinstance(v, int)}
 
 
 def _crossing(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
     """Bytes that cross before each operation, int64[num ops + 1]."""
     change = np.zeros(len(ops) + 2, np.int64)
-    last = _last_use(ops)
-    last.update({v: len(ops) for v in graph.result_values if isinstance(v, int)})
+    last = _last_use(graph, ops)
     for i, op in enumerate(ops):
         for v in op.outputs:
             if last.get(v, i) > i:
@@ -199,6 +197,5 @@ def _segment(
         inputs=tuple(v for v in outside if made_in.get(v, index) < index),
         outputs=outputs,
         flops=sum(map(_flops, chunk)),
-        param_bytes=sum(values[graph.param_values[p]].num_bytes for p in params),
         output_bytes=sum(values[v].num_bytes for v in outputs),
     )

@@ -99,7 +99,7 @@ def assign_devices(
     else:
         need = sum(asked)
     if need > num_devices or num_devices % need:
-        listed = ", ".join(f"{r.label or r.kind}: {r.num_devices or 'all'}" for r in requests)
+        listed = _listed(requests)
         fitting = [k * need for k in range(1, 5)]
         how = "together (they share devices)" if share else "one after another"
         hint = ""
@@ -121,6 +121,10 @@ def assign_devices(
                 start += count
         replicas.append(tuple(tasks))
     return VirtualDevices(devices=tuple(replicas))
+
+
+def _listed(requests: Sequence[Request]) -> str:
+    return ", ".join(f"{r.label or r.kind}: {r.num_devices or 'all'}" for r in requests)
 
 
 def _layout_groups(layout: Layout, sizes: Sequence[int]) -> list[list[int]]:
@@ -152,7 +156,7 @@ def _in_groups(
     """The same placement within each group."""
     inside = assign_devices(requests, len(groups[0]), share=share)
     if one_copy and inside.num_replicas > 1:
-        asked = ", ".join(f"{r.label or r.kind}: {r.num_devices or 'all'}" for r in requests)
+        asked = _listed(requests)
         raise PlanError(
             f"cluster.layout='all' is one copy of the model over {len(groups[0])} devices, but its "
             f"TaskGraphs ({asked}) make {inside.num_replicas}: give no counts, or use layout='auto'"

@@ -4,6 +4,7 @@ import difflib
 import threading
 from typing import Any
 
+import jax
 from jax._src import distributed as _distributed
 
 from .._errors import LaunchError
@@ -32,24 +33,25 @@ def entries(prefix: str) -> dict[str, str]:
     return dict(client().key_value_dir_get(prefix))
 
 
-def gather(
-    what: str, text: str, *, rank: int, num_processes: int, timeout_seconds: float
-) -> tuple[str, ...]:
+def _next_round(what: str) -> int:
+    with _lock:
+        number = _rounds[what] = _rounds.get(what, -1) + 1
+    return number
+
+
+def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     """What every process says, in the order of ranks; each must call this equally often.
 
     Args:
         what: Name of what is gathered.
         text: This process's part.
-        rank: This process.
-        num_processes: All of them.
         timeout_seconds: How long to wait for the slowest.
     """
-    if num_processes == 1:
+    if jax.process_count() == 1:
         return (text,)
-    with _lock:
-        number = _rounds[what] = _rounds.get(what, -1) + 1
-    put(f"hxla/gather/{what}/{number}/{rank}", text)
-    keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(num_processes)]
+    number = _next_round(what)
+    put(f"hxla/gather/{what}/{number}/{jax.process_index()}", text)
+    keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(jax.process_count())]
     return tuple(get(key, timeout_seconds) for key in keys)
 
 
@@ -68,8 +70,7 @@ def same_everywhere(
     Raises:
         LaunchError: With a short diff against process 0.
     """
-    with _lock:
-        number = _rounds[what] = _rounds.get(what, -1) + 1
+    number = _next_round(what)
     key = f"hxla/same/{what}/{number}"
     if rank == 0:
         put(key, text)

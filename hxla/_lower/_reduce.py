@@ -159,7 +159,7 @@ class Reducer:
         num = len(self.replicas)
         ring = self.devices[0].platform == "cpu"
         flat = not self._inner
-        sparse = dict(rows or {}) if num > 1 and flat else {}
+        sparse = dict(rows or {})
 
         def all_reduce(parts: list[jax.Array]) -> jax.Array:
             size = parts[0].size
@@ -182,7 +182,7 @@ class Reducer:
             groups = buckets([parts[0].size for parts in values], self.bucket_elements, sparse)
             totals = [
                 combine(*self._sum_rows(values[b[0]], sparse[b[0]])).reshape(-1)
-                if b[0] in sparse
+                if num > 1 and b[0] in sparse
                 else all_reduce(
                     [_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)]
                 )

@@ -39,6 +39,11 @@ class Sums(NamedTuple):
     ints: list[jax.Array]
 
 
+def num_parts(reduction: Reduction) -> int:
+    """Arrays of its size in which a tensor is summed: two limbs, or the floats themselves."""
+    return 2 if reduction == "exact" else 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the leaves lie on the mesh of a replica of several devices.
@@ -164,6 +169,7 @@ def build(
     others = [x for x, f in zip(aux_leaves, float_aux, strict=True) if not f]
     num_tensors = len(floats)
     exact = reduction == "exact"
+    parts = num_parts(reduction)
     bits = _exact.num_bits(num_microbatches) if exact else 0
     options = compiler_options(platform, reduction)
 
@@ -180,7 +186,7 @@ def build(
         return Sums(
             jnp.zeros((num_microbatches, num_sums), jnp.int32),
             jnp.zeros(num_tensors, jnp.int32),
-            [tuple(jnp.zeros(shape(x), dtype) for _ in range(1 + exact)) for x in floats],
+            [tuple(jnp.zeros(shape(x), dtype) for _ in range(parts)) for x in floats],
             [jnp.zeros(shape(x), jnp.int32) for x in others],
         )
 
@@ -300,7 +306,7 @@ def build(
     of_update: Any = None
     if layout is not None:
         opt_def = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-        each: Any = [(s,) * (1 + exact) for s in specs]
+        each: Any = [(s,) * parts for s in specs]
         whole: Any = P()
         of_sums = Sums(whole, whole, each, [whole] * len(others))
         of_micro = layout.shardings((of_sums, P()))
@@ -320,7 +326,7 @@ def build(
             out_shardings=of_update,
         ),
         specs=tuple(specs),
-        num_parts=1 + exact,
+        num_parts=parts,
         combine=combine,
         zeros=zeros,
         num_tensors=num_tensors,

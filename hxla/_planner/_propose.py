@@ -10,6 +10,7 @@ from .._profile._values import LayerSize, Profile, Setting, together_key
 from .._proposal import DevicePlan, Proposal, RunnerUp
 from .._replay import Timeline
 from ._chain import Chain, Group, Staging
+from ._cost import StepCost
 from ._estimate import Alternative, layer_times
 from ._evaluate import staging_cost, staging_memory
 from ._search import Found, search
@@ -57,7 +58,7 @@ def propose(
     max_stages: int | None = None,
     recompute: bool = True,
     time_budget_seconds: float = 10.0,
-) -> tuple[Proposal, tuple[Timeline, ...]]:
+) -> tuple[Proposal, dict[int, Timeline]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
 
     Args:
@@ -69,7 +70,7 @@ def propose(
         time_budget_seconds: Of the search.
 
     Returns:
-        The proposal, and the replayed timeline of each sort of replicas.
+        The proposal, and the replayed timeline of the first replica of each sort, by its number.
 
     Raises:
         PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
@@ -97,27 +98,18 @@ def propose(
     assert isinstance(best.alternative, Alternative)
     chain, staging = chains[best.alternative], best.staging
     cost = staging_cost(chain, staging)
+    place = places[best.alternative]
     devices = _devices(
-        work, best.alternative, chain, staging, places[best.alternative], cluster, profile, reasons
+        work, best.alternative, chain, staging, cost, place, cluster, profile, reasons
     )
-    timed = tuple(
-        dataclasses.replace(
-            d,
-            compute_seconds=spent.compute_seconds,
-            wait_seconds=spent.wait_seconds,
-            reduction_seconds=spent.reduction_seconds,
-            update_seconds=spent.update_seconds,
-        )
-        for d, sort in devices
-        for spent in [cost.stages[sort][d.stage]]
-    )
-    idle = sorted(set(range(len(cluster.devices))) - {d.device for d in timed})
+    idle = sorted(set(range(len(cluster.devices))) - {d.device for d in devices})
     if idle:
         reasons[f"devices {idle} have no part: with them the step would not be shorter"] = None
     if found.exhausted:
         reasons["the search ran out of time: the bound holds, a longer search may find more"] = None
     for which, why in found.infeasible.items():
         reasons[f"{which}: {why}"] = None
+    firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
     others = [f for f in found.ranked if f is not best][:_NUM_RUNNERS_UP]
     return (
         Proposal(
@@ -128,14 +120,14 @@ def propose(
             tensor=best.alternative.tensor,
             recompute=best.alternative.recompute,
             layers=work.layers,
-            devices=timed,
+            devices=devices,
             step_seconds=cost.step_seconds,
             closed_form_seconds=staging.step_seconds,
             bound_seconds=found.bound_seconds,
             runners_up=tuple(map(_runner_up, others)),
             reasons=tuple(reasons),
         ),
-        cost.timelines,
+        dict(zip(firsts, cost.timelines, strict=False)),
     )
 
 
@@ -144,18 +136,19 @@ def _devices(
     alternative: Alternative,
     chain: Chain,
     staging: Staging,
+    cost: StepCost,
     places: Sequence[Sequence[Ranks]],
     cluster: Cluster,
     profile: Profile | None,
     reasons: dict[str, None],
-) -> list[tuple[DevicePlan, int]]:
-    """What each device does, without times, and its sort of replica."""
+) -> tuple[DevicePlan, ...]:
+    """What each device does."""
     size = alternative.microbatch_size
     memory = staging_memory(chain, staging)
     peaks = profile.peaks if profile is not None and len(staging.cuts) == 1 else {}
     free = [list(groups) for groups in places]
     ends = (*staging.cuts[1:], len(work.layers))
-    out: list[tuple[DevicePlan, int]] = []
+    out: list[DevicePlan] = []
     number = 0
     for sort, replica in enumerate(staging.replicas):
         inputs = replica.num_microbatches * work.input_bytes[size]
@@ -170,6 +163,7 @@ def _devices(
                     else:
                         held = memory[sort][stage].total_bytes
                     capacity = chain.groups[group].memory_bytes
+                    spent = cost.stages[sort][stage]
                     plan = DevicePlan(
                         device=rank,
                         kind=chain.groups[group].kind,
@@ -180,10 +174,14 @@ def _devices(
                         num_microbatches=replica.num_microbatches,
                         memory_bytes=held + inputs,
                         capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
+                        compute_seconds=spent.compute_seconds,
+                        wait_seconds=spent.wait_seconds,
+                        reduction_seconds=spent.reduction_seconds,
+                        update_seconds=spent.update_seconds,
                     )
-                    out.append((plan, sort))
+                    out.append(plan)
             number += 1
-    return out
+    return tuple(out)
 
 
 def _runner_up(found: Found) -> RunnerUp:

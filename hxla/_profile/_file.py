@@ -65,7 +65,7 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
     if model is not None and profile.model != model:
         raise PlanError(
             f"profile {file} is of another model: {profile.model}, not {model}; measure this one "
-            "with hxla profile"
+            "with hxla profile, into a file of its own"
         )
     return profile
 

@@ -25,24 +25,22 @@ from .._graph import Graph
 from .._launch import _coordination
 from .._lower._devices import device_label
 from .._lower._reduce import Reducer
-from .._lower._replicate import Reduction, compiler_options
-from .._lower._shard import Sharded
+from .._lower._replicate import Reduction, compiler_options, num_parts
 from .._measure import fingerprint, layer_sizes, measure
 from .._mesh_file import load_cluster
 from .._model import Functional
-from .._partition import shard_graph
-from .._planner._assign import Role
+from .._partition import shard_graph, split_over
 from .._planner._microbatch import candidate_sizes
 from .._planner._propose import Work, propose
 from .._profile._file import dump_profile, load_profile, merge_profiles
 from .._profile._values import LayerSize, LayerTime, Profile, Setting, together_key
 from .._proposal import Proposal, compare
 from .._replay import Timeline
-from .._segments import segments
+from .._segments import Segment, segments
 from .._timeline import draw, perfetto
 from .._trace import trace_functional
-from .._types import TENSOR_AXIS, PyTree
-from ._setup import check_batch, own_ids
+from .._types import PyTree
+from ._setup import check_batch, optimizer_bytes, own_ids
 from ._step import Engine
 
 VARIABLE = "HXLA_DRY"
@@ -148,7 +146,8 @@ def _sizes(asked: tuple[int, ...], job: Job, num_devices: int) -> tuple[int, ...
 
 def plan(request: PlanRequest, job: Job) -> None:
     """Plan, print, write."""
-    profile = load_profile(request.profile) if request.profile else None
+    model = fingerprint(job.model.params)
+    profile = load_profile(request.profile, model=model) if request.profile else None
     clusters = [load_cluster(mesh) for mesh in request.meshes]
     asked = request.microbatch_sizes
     if profile is not None and not asked and not job.microbatch_size:
@@ -166,24 +165,16 @@ def plan(request: PlanRequest, job: Job) -> None:
         names = names or tuple(s.name for s in chain)
         for tensor in _tensors(request, clusters):
             try:
-                cut = _cut(graph, tensor)
+                cut = shard_graph(graph, *split_over(graph, tensor), None)
             except (AnnotationError, PlanError) as error:
                 print(f"tensor {tensor}: not tried: {error}", file=sys.stderr)
                 continue
             sizes[size, tensor] = layer_sizes(graph, chain, cut)
             total = sum(s.flops for s in chain) or 1.0
-            bytes_sent = 0.0 if cut is None else cut.axes[TENSOR_AXIS].sent_bytes
+            bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
-    model = fingerprint(graph)
-    if profile is not None and profile.model != model:
-        raise PlanError(
-            f"profile {request.profile} is of another model ({profile.model}, this one is "
-            f"{model}): measure this one with hxla profile"
-        )
-    state = jax.eval_shape(job.optimizer.init, job.model.params)
     param_bytes = sum(x.nbytes for x in jax.tree.leaves(job.model.params))
-    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    exact = job.reduction == "exact"
+    state_bytes = optimizer_bytes(job.optimizer, job.model.params)
     work = Work(
         model=model,
         layers=names,
@@ -192,8 +183,8 @@ def plan(request: PlanRequest, job: Job) -> None:
         input_bytes=inputs,
         batch_size=job.batch_size,
         # Itself, its gradient, what gradients are summed in, the optimizer's state.
-        state_factor=2 + (2 if exact else 1) + state_bytes / max(1, param_bytes),
-        reduce_factor=1.5 if exact else 1.0,
+        state_factor=2 + num_parts(job.reduction) + state_bytes / max(1, param_bytes),
+        reduce_factor=1.5 if job.reduction == "exact" else 1.0,
     )
     proposals = []
     for cluster in clusters:
@@ -224,22 +215,11 @@ def _tensors(request: PlanRequest, clusters: Sequence[Cluster]) -> tuple[int, ..
     return tuple(2**k for k in range(min(largest, _MAX_TENSOR).bit_length()))
 
 
-def _cut(graph: Graph, tensor: int) -> Sharded | None:
-    """All TaskGraphs split over a tensor-parallel group; None for a group of one."""
-    if tensor == 1:
-        return None
-    split: Role = "split"
-    axes = ((TENSOR_AXIS, tensor),)
-    return shard_graph(graph, axes, {TENSOR_AXIS: (split,) * len(graph.task_graphs)}, None)
-
-
-def _write(folder: pathlib.Path, proposal: Proposal, timelines: Sequence[Timeline]) -> None:
+def _write(folder: pathlib.Path, proposal: Proposal, timelines: Mapping[int, Timeline]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{proposal.cluster}.json"]
     files[0].write_text(proposal.to_json() + "\n")
-    first = {d.num_microbatches: d.replica for d in reversed(proposal.devices)}
-    for i, timeline in enumerate(timelines):
-        replica = sorted(first.values())[i] if i < len(first) else i
+    for replica, timeline in timelines.items():
         own = {d.stage: d for d in reversed(proposal.devices) if d.replica == replica}
         names = [f"{own[s].kind} (device {own[s].device})" for s in sorted(own)]
         name = f"{proposal.cluster}-replica{replica}"
@@ -277,17 +257,39 @@ def profile(
     own = next(d for d in job.devices if d.process_index == jax.process_index())
     label = device_label(own, job.known)
     labels = _everywhere("labels", label)
+    model = fingerprint(job.model.params)
     found: Profile | None = None
     if pathlib.Path(request.file).exists():
-        found = load_profile(request.file)
+        found = load_profile(request.file, model=model)
     for size in sizes:
-        trial = None
-        if found is None or _is_new(found, labels, size):
-            trial = _trial(make_engine(size), reducer, job.batch(size), job.batch_size // size)
-        mine = _measured(request, job, found, own, Setting(label, size), trial)
-        if trial is not None:
-            together = {**mine.reductions, together_key(labels): trial.reduction_seconds}
-            mine = dataclasses.replace(mine, reductions=together)
+        graph = trace_functional(job.model, job.batch(size))
+        chain = segments(graph, request.num_segments)
+        if found is not None and len(found.layers) != len(chain):
+            raise PlanError(
+                f"profile {request.file} has {len(found.layers)} segments, now there are "
+                f"{len(chain)}: use the same number, or write to another file"
+            )
+        if found is not None and not _is_new(found, labels, size):
+            continue
+        trial = _trial(make_engine(size), reducer, job.batch(size), job.batch_size // size)
+        setting = Setting(label, size)
+        mine = Profile(
+            model=model,
+            layers=tuple(s.name for s in chain),
+            sizes={},
+            times={},
+            reductions={together_key(labels): trial.reduction_seconds},
+        )
+        mine = merge_profiles([*([found] if found is not None else []), mine])
+        if setting not in mine.times:
+            whole = layer_sizes(graph, chain, shard_graph(graph, (), {}, None))
+            times = _scaled(_measured(job, graph, chain, own, setting), whole, trial)
+            mine = dataclasses.replace(
+                mine,
+                sizes={**mine.sizes, (size, 1): whole},
+                times={**mine.times, setting: times},
+                peaks={**mine.peaks, setting: trial.peak_bytes},
+            )
         parts = _everywhere("profile", json.dumps(mine.to_table()))
         found = merge_profiles(Profile.from_table(json.loads(p)) for p in parts)
         if jax.process_index() == 0:
@@ -298,13 +300,7 @@ def profile(
 
 
 def _everywhere(what: str, text: str) -> tuple[str, ...]:
-    return _coordination.gather(
-        what,
-        text,
-        rank=jax.process_index(),
-        num_processes=jax.process_count(),
-        timeout_seconds=3600.0,
-    )
+    return _coordination.gather(what, text, timeout_seconds=3600.0)
 
 
 def _is_new(profile: Profile, labels: Sequence[str], size: int) -> bool:
@@ -356,71 +352,44 @@ def _trial(engine: Engine, reducer: Reducer, batch: PyTree, num_microbatches: in
     )
 
 
-def _scaled(times: Sequence[LayerTime], trial: _Trial) -> tuple[LayerTime, ...]:
-    """Segments measured alone, in proportion to what all of them take together."""
+def _scaled(
+    times: Sequence[LayerTime], sizes: Sequence[LayerSize], trial: _Trial
+) -> tuple[LayerTime, ...]:
+    """Segments measured alone, in proportion to what all of them take together.
+
+    The update is shared out by bytes of parameters.
+    """
     alone = sum(t.forward + t.backward for t in times) or 1.0
-    updates = sum(t.update for t in times) or 1.0
+    whole_bytes = sum(s.parameter_bytes for s in sizes) or 1.0
     return tuple(
-        dataclasses.replace(
-            t,
+        LayerTime(
             forward=t.forward * trial.micro_seconds / alone,
             backward=t.backward * trial.micro_seconds / alone,
-            update=t.update * trial.update_seconds / updates,
+            update=trial.update_seconds * s.parameter_bytes / whole_bytes,
         )
-        for t in times
+        for t, s in zip(times, sizes, strict=True)
     )
 
 
 def _measured(
-    request: ProfileRequest,
-    job: Job,
-    before: Profile | None,
-    device: jax.Device,
-    setting: Setting,
-    trial: _Trial | None,
-) -> Profile:
-    """The profile so far with one setting more."""
-    batch = job.batch(setting.microbatch_size)
-    graph = trace_functional(job.model, batch)
-    model = fingerprint(graph)
-    chain = segments(graph, request.num_segments)
-    names = tuple(s.name for s in chain)
-    if before is not None and before.model != model:
-        raise PlanError(
-            f"profile {request.file} is of another model ({before.model}, this one is {model}): "
-            "write to another file"
-        )
-    if before is not None and len(before.layers) != len(names):
-        raise PlanError(
-            f"profile {request.file} has {len(before.layers)} segments, now there are "
-            f"{len(names)}: use the same number, or write to another file"
-        )
-    if before is not None and setting in before.times:
-        return before
+    job: Job, graph: Graph, chain: Sequence[Segment], device: jax.Device, setting: Setting
+) -> tuple[LayerTime, ...]:
+    """The segments on one device, with progress on stderr."""
 
     def said(num: int) -> None:
         where = f"{setting.kind}, microbatch of {setting.microbatch_size}"
         print(f"{where}: {num} of {len(chain)} segments", file=sys.stderr, flush=True)
 
-    times = measure(
+    return measure(
         graph,
         chain,
         params=job.model.params,
         aux=job.model.aux,
-        batch=jax.tree.map(np.asarray, batch),
-        optimizer=job.optimizer,
+        batch=jax.tree.map(np.asarray, job.batch(setting.microbatch_size)),
         device=device,
         options=compiler_options(device.platform, job.reduction),
         done=said,
     )
-    own = Profile(
-        model=model,
-        layers=names if before is None else before.layers,
-        sizes={(setting.microbatch_size, 1): layer_sizes(graph, chain)},
-        times={setting: times if trial is None else _scaled(times, trial)},
-        peaks={} if trial is None else {setting: trial.peak_bytes},
-    )
-    return own if before is None else merge_profiles([before, own])
 
 
 def _show(profile: Profile, file: str) -> None:

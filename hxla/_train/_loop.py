@@ -28,7 +28,7 @@ from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
-from .._lower._replicate import Reduction
+from .._lower._replicate import Reduction, num_parts
 from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
 from .._plan import Plan
@@ -491,14 +491,13 @@ class _Run:
         hosts = self._gather("hosts", platform.node())
         if self.settings.auto.auto_parallel:
             sizes = self._gather("memory", str(_setup.smallest_memory(self.devices, self.known)))
-            state = jax.eval_shape(self.optimizer.init, self._functional.params)
             return _strategy.automatic(
                 graph,
                 self.devices,
                 hosts=hosts,
                 memory_bytes=min((int(s) for s in sizes if s != "None"), default=None),
-                optimizer_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
-                parts=2 if self.reduction == "exact" else 1,
+                optimizer_bytes=_setup.optimizer_bytes(self.optimizer, self._functional.params),
+                parts=num_parts(self.reduction),
                 num_microbatches=self.batch_size // size,
             )
         return _strategy.from_annotations(
@@ -519,7 +518,7 @@ class _Run:
             self.rows_read,
             self._functional.params,
             num_replicas=len(self.strategy.replicas),
-            num_parts=2 if self.reduction == "exact" else 1,
+            num_parts=num_parts(self.reduction),
         )
 
     def _clip(self) -> dict[str, float]:
@@ -585,13 +584,8 @@ class _Run:
         )
 
     def _gather(self, what: str, text: str) -> tuple[str, ...]:
-        return _coordination.gather(
-            what,
-            text,
-            rank=jax.process_index(),
-            num_processes=jax.process_count(),
-            timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
-        )
+        timeout_seconds = self.settings.watchdog.progress_timeout_seconds
+        return _coordination.gather(what, text, timeout_seconds=timeout_seconds)
 
     def _agree(self, what: str, text: str) -> None:
         if jax.process_count() > 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from .._cluster import Device
 from .._errors import ConfigError, PlanError
@@ -67,6 +68,12 @@ def size_of_microbatches(batch_size: int, num: int, microbatch_size: int | None)
             f"{batch_size} examples in {num} microbatches are {batch_size // num} each; give one"
         )
     return batch_size // num
+
+
+def optimizer_bytes(optimizer: optax.GradientTransformation, params: PyTree) -> int:
+    """Bytes of the optimizer's state for the whole model."""
+    state = jax.eval_shape(optimizer.init, params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def rows_to_send(

@@ -14,11 +14,17 @@ from .._factors import PATTERNS, Patterns
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
-from .._partition import Axes, axes_of_annotations, resolve_rules, roles_of_mesh, shard_graph
+from .._partition import (
+    axes_of_annotations,
+    resolve_rules,
+    roles_of_mesh,
+    shard_graph,
+    split_over,
+)
 from .._planner._assign import Role
 from .._rules import RuleSet
 from .._trace import trace_sums
-from .._types import DATA_AXIS, TENSOR_AXIS, PyTree
+from .._types import DATA_AXIS, PyTree
 from .._virtual import Layout
 from ._format import num_bytes
 
@@ -128,9 +134,7 @@ def automatic(
     node = min(_nodes(devices, hosts))
     tried: list[str] = []
     for size in (s for s in range(1, len(devices) + 1) if len(devices) % s == 0):
-        axes: Axes = ((TENSOR_AXIS, size),) if size > 1 else ()
-        split: Role = "split"
-        roles = {name: (split,) * len(graph.task_graphs) for name, _ in axes}
+        axes, roles = split_over(graph, size)
         try:
             share = shard_graph(graph, axes, roles, None).param_bytes() / max(1, param_bytes)
         except AnnotationError as error:
