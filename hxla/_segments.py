@@ -67,10 +67,30 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
     Raises:
         PlanError: If `num` is below 1.
     """
+    return segments_at(graph, cut_points(graph, num))
+
+
+def cut_points(graph: Graph, num: int) -> tuple[int, ...]:
+    """Where `segments` cuts: numbers of operations, those that only recast parameters left out.
+
+    Raises:
+        PlanError: If `num` is below 1.
+    """
     if num < 1:
         raise PlanError(f"a chain has at least one segment, not {num}")
+    return tuple(_cuts(graph, _parameter_views(graph)[1], num))
+
+
+def task_points(graph: Graph) -> tuple[int, ...]:
+    """Where one TaskGraph ends and the next begins, as `segments_at` takes it."""
+    ops = _parameter_views(graph)[1]
+    return tuple(i for i in range(1, len(ops)) if ops[i].task != ops[i - 1].task)
+
+
+def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
+    """The chain with the given cuts: see `cut_points`."""
     views, ops = _parameter_views(graph)
-    cuts = [0, *_cuts(graph, ops, num), len(ops)]
+    cuts = [0, *points, len(ops)]
     made_in: dict[int, int] = {}
     chunks = [ops[a:b] for a, b in itertools.pairwise(cuts)]
     for i, chunk in enumerate(chunks):

@@ -10,6 +10,9 @@ DATA_AXIS = "data"
 #: Mesh axis over which the devices of a copy cut it.
 TENSOR_AXIS = "tensor"
 
+#: Mesh axis over which the stages of a pipeline lie.
+STAGE_AXIS = "stage"
+
 #: Exit codes of a training process, documented in docs/running.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or stood still: the watchdog ended the job

@@ -219,7 +219,7 @@ def build(
 
         def loss(leaves: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             if platform == "cpu":
-                leaves = [_upright(x) for x in leaves]
+                leaves = [upright(x) for x in leaves]
             tree = jax.tree.unflatten(param_def, leaves)
             value, sums_S, new_aux = sums_of(tree, jax.tree.unflatten(aux_def, aux), key, batch)
             return value, (sums_S, new_aux)
@@ -336,7 +336,7 @@ def build(
     )
 
 
-def _upright(x: jax.Array) -> jax.Array:
+def upright(x: jax.Array) -> jax.Array:
     """The same matrix; its gradient is computed from operands that lie along the contraction.
 
     XLA folds the transposition at the end of a dense layer's gradient into its dot, and the CPU's

@@ -1,0 +1,500 @@
+"""A pipeline as one SPMD program: a `shard_map` over the stages, a loop over the schedule's ticks.
+
+In a tick every stage does what its row of the table says: for each action that a stage could have
+to do there is a loop that runs once or not at all, so that buffers are updated in place, which no
+conditional promises. Then arrays travel to the neighbours: two permutes over the boundaries of the
+table's set for that tick. The table, the number of ticks and the numbers of the microbatches are
+arguments: another schedule or count of microbatches compiles nothing.
+
+Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks, S stages,
+F fields of a table, W 32-bit words.
+
+References:
+    Huang et al., "GPipe", NeurIPS 2019. Narayanan et al., SC 2021 (1F1B, interleaved).
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._evaluate import Env
+from .._graph import Graph
+from .._parts import Part
+from .._schedules import BACKWARD, FORWARD, Schedule
+from .._types import STAGE_AXIS, PyTree
+from . import _actions, _exact
+from ._actions import FIELDS, Actions
+from ._replica import Replica
+from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
+from ._slots import Slots
+from ._stage import StagePart
+
+
+class _Accumulated(NamedTuple):
+    """What each stage adds up over a step; every array has a leading dimension of stages."""
+
+    small_MS: jax.Array
+    peaks: jax.Array
+    slots: list[tuple[jax.Array, ...]]
+    aux: list[tuple[jax.Array, ...]]
+    ints: list[jax.Array]
+
+
+class _Buffers(NamedTuple):
+    """What waits between ticks; every array has a leading dimension of stages."""
+
+    inputs: jax.Array
+    grads: jax.Array
+    residuals: jax.Array
+    down: jax.Array
+    up: jax.Array
+
+
+class _Carry(NamedTuple):
+    buffers: _Buffers
+    acc: _Accumulated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a pipeline's programs are made from.
+
+    Attributes:
+        graph: Of the loss, for one microbatch.
+        parts: Of the chain: part `c * S + s` is chunk c of stage s.
+        slots: Where the stages find their parameters.
+        schedule: From a number of microbatches to a schedule of S stages.
+        most: Microbatches that one pipeline may be given.
+        num_microbatches: M, of a step.
+        num_sums: Columns of a microbatch's sums.
+        seed: Root of all random keys.
+        reduction: `exact` or `float`.
+        recompute: Whether backwards run forwards again from kept inputs.
+    """
+
+    graph: Graph
+    parts: tuple[Part, ...]
+    slots: Slots
+    schedule: Callable[[int], Schedule]
+    most: int
+    num_microbatches: int
+    num_sums: int
+    seed: int
+    reduction: Reduction
+    recompute: bool
+
+    @property
+    def num_terms(self) -> int:
+        """Terms of one element's sum: a parameter that several stages read has more."""
+        return self.num_microbatches * self.slots.most_readers
+
+
+class Pipeline:
+    """The programs of one pipeline on its devices.
+
+    Args:
+        spec: What to run.
+        replica: Its devices, one per stage.
+        aux: Other variables, for shapes.
+        batch: One microbatch, for shapes.
+    """
+
+    def __init__(self, spec: PipelineSpec, replica: Replica, aux: PyTree, batch: PyTree):
+        self.spec = spec
+        self._replica = replica
+        self._mesh = replica.mesh
+        graph, slots = spec.graph, spec.slots
+        platform = replica.devices[0].platform
+        self._options = compiler_options(platform, spec.reduction)
+        wrap = upright if platform == "cpu" else lambda x: x
+        self._stages = [StagePart(graph, part, wrap) for part in spec.parts]
+        self._aux = jax.tree.leaves(aux)
+        self._batch_shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
+        ]
+        self._float_aux = [bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in self._aux]
+        self._parts = num_parts(spec.reduction)
+        self._exact = spec.reduction == "exact"
+        self._bits = _exact.num_bits(spec.num_terms) if self._exact else 0
+        self._sum_dtype = jnp.int32 if self._exact else jnp.float32
+        self._num_tensors = len(slots.dims) + sum(self._float_aux)
+        self._programs = self._shared()
+        self._actions = functools.cache(self._lower)
+        self._num_ticks = len(self._actions(spec.most).table_TSF)
+        self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
+        of_stage = P(STAGE_AXIS)
+        out_sums = Sums(
+            P(),
+            P(),
+            [(s,) * self._parts for s in [*slots.specs, *[P()] * sum(self._float_aux)]],
+            [P()] * (len(self._aux) - sum(self._float_aux)),
+        )
+        self._fill = self._jit(slots_fill(slots), ([*slots.specs],), [of_stage] * len(slots.slots))
+        self._ticks = self._jit(
+            self._run_ticks,
+            (of_stage, P(), of_stage, P(), P(), P(), P()),
+            (of_stage, P()),
+            donate=(2,),
+        )
+        self._finish = self._jit(self._run_finish, (of_stage,), (out_sums, of_stage), donate=(0,))
+        self._state: _Carry | None = None
+
+    def _jit(self, run: Any, ins: Any, outs: Any, donate: tuple[int, ...] = ()) -> Any:
+        mapped = jax.shard_map(run, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        ins, outs = jax.tree.map(
+            lambda s: NamedSharding(self._mesh, s), (ins, outs), is_leaf=lambda s: isinstance(s, P)
+        )
+        return jax.jit(
+            mapped,
+            in_shardings=ins,
+            out_shardings=outs,
+            donate_argnums=donate,
+            compiler_options=self._options,
+        )
+
+    def _lower(self, count: int) -> Actions:
+        return _actions.lower(
+            self.spec.schedule(count), recompute=self.spec.recompute, programs=self._programs
+        )
+
+    def _shared(self) -> tuple[int, ...]:
+        """For each part the first that computes the same in the same slots."""
+        num = self.spec.slots.num_stages
+        seen: dict[Any, int] = {}
+        out = []
+        for p, stage in enumerate(self._stages):
+            held = self.spec.slots.of[p % num]
+            key = stage.signature(recompute=self.spec.recompute), *(held[i] for i in stage.params)
+            out.append(seen.setdefault(key, p))
+        return tuple(out)
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    def _shapes(self) -> _Carry:
+        spec, num = self.spec, self.spec.slots.num_stages
+
+        def each(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num, *shape), dtype)
+
+        def sums(shape: tuple[int, ...]) -> tuple[Any, ...]:
+            return tuple(each(shape, self._sum_dtype) for _ in range(self._parts))
+
+        most = self._actions(spec.most)
+        down = max(s.below.words.size for s in self._stages)
+        up = max(s.above.float_words.size for s in self._stages)
+        kept = max((s.residuals.size for s in self._stages), default=0)
+        buffers = _Buffers(
+            inputs=each((most.num_inputs, down)),
+            grads=each((most.num_grads, up)),
+            residuals=each((most.num_residuals, kept)),
+            down=each((down,)),
+            up=each((up,)),
+        )
+        acc = _Accumulated(
+            small_MS=each((spec.num_microbatches, spec.num_sums), jnp.int32),
+            peaks=each((len(spec.slots.slots) + sum(self._float_aux),), jnp.int32),
+            slots=[sums(slot.shape) for slot in spec.slots.slots],
+            aux=[
+                sums(x.shape or (1,)) for x, f in zip(self._aux, self._float_aux, strict=True) if f
+            ],
+            ints=[
+                each(x.shape or (1,), jnp.int32)
+                for x, f in zip(self._aux, self._float_aux, strict=True)
+                if not f
+            ],
+        )
+        return _Carry(buffers, acc)
+
+    def _zeros(self) -> _Carry:
+        sharding = NamedSharding(self._mesh, P(STAGE_AXIS))
+        shapes = self._shapes()
+        make = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=sharding,
+        )
+        return make()  # type: ignore[no-any-return]
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def _run_ticks(
+        self,
+        slots: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        carry: _Carry,
+        exponents: jax.Array,
+        table_TSF: jax.Array,
+        where: jax.Array,
+        batch_K: Sequence[jax.Array],
+    ) -> tuple[_Carry, jax.Array]:
+        """Run the ticks from `where[2]` to `where[3]`; the first two are step and microbatch."""
+        me = jax.lax.axis_index(STAGE_AXIS)
+        own_slots = [x[0] for x in slots]
+        exponents = exponents[self._tensors()[me]]
+        inner = jax.tree.map(lambda x: x[0], carry)
+
+        def tick(t: jax.Array, carry: _Carry) -> _Carry:
+            row_F = table_TSF[t, me]
+            field = {name: row_F[i] for i, name in enumerate(FIELDS)}
+            index = where[1] + field["microbatch"]
+            given = self._given(aux, batch_K, where[0], index, field["microbatch"])
+            for number, action in self._all_actions():
+
+                own = (own_slots, given, field, index, exponents)
+                carry = _when(field["action"] == number, action, carry, own)
+            return self._exchange(carry, field)
+
+        inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
+        return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[:1, :1].sum()[None].sum()
+
+    def _tensors(self) -> jax.Array:
+        """For each stage the tensor of every slot, and the other variables; tensor 0: padding."""
+        slots = self.spec.slots
+        num_params, num_aux = len(slots.dims), sum(self._float_aux)
+        rows = [
+            [slot.params[s] or 0 for slot in slots.slots] + [num_params + i for i in range(num_aux)]
+            for s in range(slots.num_stages)
+        ]
+        return jnp.array(rows, jnp.int32)
+
+    def _given(
+        self,
+        aux: Sequence[jax.Array],
+        batch_K: Sequence[jax.Array],
+        step: jax.Array,
+        index: jax.Array,
+        local: jax.Array,
+    ) -> Env:
+        graph = self.spec.graph
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.spec.seed), step), index)
+        batch = [jax.lax.dynamic_index_in_dim(x, local, keepdims=False) for x in batch_K]
+        given: Env = dict(zip(graph.aux_values, aux, strict=True))
+        given |= dict(zip(graph.batch_values, batch, strict=True))
+        given[graph.key_value] = key
+        return given
+
+    def _all_actions(self) -> list[tuple[int, Any]]:
+        out: list[tuple[int, Any]] = []
+        for p in sorted(set(self._programs)):
+            stage = self._stages[p]
+            if not (self.spec.recompute and stage.part.is_last):
+                out.append((_actions.number(p, FORWARD), self._forward(p, stage)))
+            out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
+        return out
+
+    def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
+        held = self.spec.slots.of[p % self.spec.slots.num_stages]
+        return [slots[held[i]] for i in stage.params]
+
+    def _forward(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            buffers, acc = carry
+            inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
+            params = self._params(p, stage, slots)
+            if self.spec.recompute:
+                made = stage.forward(params, inputs, given)
+            else:
+                made, saved = stage.forward_and_residuals(params, inputs, given)
+                kept = stage.residuals.pack(saved, buffers.residuals.shape[-1])
+                buffers = buffers._replace(
+                    residuals=_set(buffers.residuals, kept, field["residual"])
+                )
+            if stage.part.is_last:
+                acc = self._record(acc, made, given, index, exponents)
+            else:
+                packed = stage.below.words.pack(made, buffers.down.size)
+                buffers = buffers._replace(down=packed)
+            return _Carry(buffers, acc)
+
+        return run
+
+    def _backward(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            buffers, acc = carry
+            params = self._params(p, stage, slots)
+            grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
+            if self.spec.recompute:
+                inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
+                d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
+                if stage.part.is_last:
+                    acc = self._record(acc, made, given, index, exponents)
+            else:
+                saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+                d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
+            acc = self._add_grads(p, stage, acc, d_params, exponents)
+            packed = stage.above.float_words.pack(d_inputs, buffers.up.size)
+            return _Carry(buffers._replace(up=packed), acc)
+
+        return run
+
+    def _add_grads(
+        self, p: int, stage: StagePart, acc: _Accumulated, grads: Sequence[Any], exponents: Any
+    ) -> _Accumulated:
+        held = self.spec.slots.of[p % self.spec.slots.num_stages]
+        slots, peaks = list(acc.slots), acc.peaks
+        for param, grad in zip(stage.params, grads, strict=True):
+            slot = held[param]
+            peaks = _peak(peaks, slot, grad)
+            slots[slot] = self._add(slots[slot], grad, exponents[slot])
+        return acc._replace(slots=slots, peaks=peaks)
+
+    def _add(self, before: Sequence[Any], x: jax.Array, exponent: Any) -> tuple[Any, ...]:
+        x = x.astype(jnp.float32).reshape(before[0].shape)
+        terms = _exact.encode(x, exponent, self._bits) if self._exact else (x,)
+        return tuple(old + new for old, new in zip(before, terms, strict=True))
+
+    def _record(
+        self, acc: _Accumulated, results: list[Any], given: Env, index: jax.Array, exponents: Any
+    ) -> _Accumulated:
+        """Sums of a microbatch and what it did to other variables, on the last stage."""
+        _, sums_S, *new_aux = results
+        peaks, floats, ints = acc.peaks, [], []
+        for old_value, new, is_float in zip(
+            self.spec.graph.aux_values, new_aux, self._float_aux, strict=True
+        ):
+            if is_float:
+                tensor = len(self.spec.slots.slots) + len(floats)
+                delta = new.astype(jnp.float32) - given[old_value].astype(jnp.float32)
+                peaks = _peak(peaks, tensor, delta)
+                floats.append(self._add(acc.aux[len(floats)], delta, exponents[tensor]))
+            else:
+                before = acc.ints[len(ints)]
+                mine = jnp.where(index == 0, new.astype(jnp.int32), 0)
+                ints.append(before + mine.reshape(before.shape))
+        bits = jax.lax.bitcast_convert_type(jnp.asarray(sums_S, jnp.float32), jnp.int32)
+        return acc._replace(
+            small_MS=acc.small_MS.at[index].set(bits), peaks=peaks, aux=floats, ints=ints
+        )
+
+    def _exchange(self, carry: _Carry, field: Any) -> _Carry:
+        """Arrays to the neighbours, over the boundaries of this tick."""
+        buffers = carry.buffers
+        num = self.spec.slots.num_stages
+
+        def over(boundaries: Sequence[int]) -> Any:
+            downward = [(b, (b + 1) % num) for b in boundaries]
+            upward = [(b, a) for a, b in downward]
+
+            def run(buffers: _Buffers) -> _Buffers:
+                down = jax.lax.ppermute(buffers.down, STAGE_AXIS, downward)
+                up = jax.lax.ppermute(buffers.up, STAGE_AXIS, upward)
+                return buffers._replace(
+                    inputs=_set(buffers.inputs, down, field["down"]),
+                    grads=_set(buffers.grads, up, field["up"]),
+                )
+
+            return run
+
+        for i, boundaries in enumerate(self._exchanges):
+            if boundaries:  # every stage does the same, for the set is the tick's
+                buffers = _when(field["exchange"] == i, over(boundaries), buffers, ())
+        return carry._replace(buffers=buffers)
+
+    def _run_finish(self, carry: _Carry) -> tuple[Sums, _Carry]:
+        """Sums of all stages in the pieces of storage, and the accumulators empty again."""
+        acc = jax.tree.map(lambda x: x[0], carry.acc)
+        small = [acc.small_MS, acc.peaks, *acc.ints, *(x for parts in acc.aux for x in parts)]
+        values, (small_MS, peaks, *others) = self.spec.slots.collect(acc.slots, small)
+        num_ints = len(acc.ints)
+        totals = [x.sum(0) for x in others]  # zero on all stages but the last
+        aux = [
+            tuple(totals[num_ints + i * self._parts :][: self._parts]) for i in range(len(acc.aux))
+        ]
+        values = [tuple(x.reshape(x.shape or (1,)) for x in parts) for parts in values]
+        tensors = self._tensors().reshape(-1)
+        peaks_T = jnp.zeros(self._num_tensors, jnp.int32).at[tensors].max(peaks.reshape(-1))
+        sums = Sums(small_MS.sum(0), peaks_T, [*values, *aux], totals[:num_ints])
+        empty = jax.tree.map(jnp.zeros_like, carry.acc)
+        return sums, carry._replace(acc=empty)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def run(
+        self,
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        exponents: jax.Array,
+        step: int,
+        ids: range,
+        batches: Sequence[PyTree],
+    ) -> tuple[Sums, jax.Array]:
+        """Run a step's microbatches.
+
+        Args:
+            params: As stored.
+            aux: Other variables.
+            exponents: Scales, int32[tensors].
+            step: Number of the step.
+            ids: Microbatches of this pipeline, at least one.
+            batches: Their arrays.
+
+        Returns:
+            What the stages added up, and a small array to wait on.
+        """
+        if self._state is None:
+            self._state = self._zeros()
+        actions = self._actions(len(ids))
+        table = np.zeros((self._num_ticks, *actions.table_TSF.shape[1:]), np.int32)
+        table[: len(actions.table_TSF)] = actions.table_TSF
+        slots = self._fill(list(params))
+        where = np.array([step, ids.start, 0, len(actions.table_TSF)], np.int32)
+        batch = self._stack(batches)
+        carry, tick = self._ticks(
+            slots, list(aux), self._state, exponents, self._put(table), self._put(where), batch
+        )
+        sums, self._state = self._finish(carry)
+        return sums, tick
+
+    def _put(self, x: np.ndarray) -> jax.Array:
+        return self._replica.put(x)
+
+    def _stack(self, batches: Sequence[PyTree]) -> list[jax.Array]:
+        leaves = [jax.tree.leaves(b) for b in batches]
+        out = []
+        for i, like in enumerate(self._batch_shapes):
+            stacked = np.zeros((self.spec.most, *like.shape), like.dtype)
+            for k, own in enumerate(leaves):
+                stacked[k] = own[i]
+            out.append(self._put(stacked))
+        return out
+
+
+def slots_fill(slots: Slots) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """`Slots.fill` with a leading dimension of stages."""
+
+    def run(stored: Sequence[jax.Array]) -> list[jax.Array]:
+        return [x[None] for x in slots.fill(stored)]
+
+    return run
+
+
+def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:
+    """`run(carry, *operands)` once or not at all, in place."""
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        # XLA takes what does not vary out of a loop, even out of one that may never run.
+        _, carry, own = jax.lax.optimization_barrier((i, carry, operands))
+        return run(carry, *own)
+
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
+
+
+def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffers, value, index, 0)
+
+
+def _peak(peaks: jax.Array, tensor: int, x: jax.Array) -> jax.Array:
+    largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    return peaks.at[tensor].max(bits)

@@ -1,0 +1,234 @@
+"""Parameters on the stages of a pipeline: slots of like shapes, filled from evenly cut storage.
+
+Between steps every parameter is cut over all stages in one of its own dimensions, so the optimizer
+sees the user's tree, its state is even on unlike stages, and a checkpoint knows nothing of stages.
+For a step each stage holds the whole of the parameters it reads, in *slots*: arrays of which each
+stage has one of the same shape, as SPMD asks. One all-to-all fills them and one brings back what
+was summed in them. A slot that a stage has no use for is padding.
+
+Legend of shape suffixes: S stages.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._types import STAGE_AXIS
+from ._words import Words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """An array that every stage has.
+
+    Attributes:
+        shape: Of a parameter in it.
+        dtype: Of the same.
+        dim: Dimension in which those parameters are stored cut; None: every stage stores them.
+        params: For each stage the parameter in it, or None: padding.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int | None
+    params: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where each stage finds its parameters.
+
+    Attributes:
+        num_stages: S.
+        slots: All of them.
+        of: For each stage its parameters and their slots.
+        dims: For each parameter the dimension in which it is stored cut, or None.
+    """
+
+    num_stages: int
+    slots: tuple[Slot, ...]
+    of: tuple[Mapping[int, int], ...]
+    dims: tuple[int | None, ...]
+
+    @property
+    def specs(self) -> list[P]:
+        """PartitionSpec of each parameter between steps."""
+        return [P() if d is None else P(*(None,) * d, STAGE_AXIS) for d in self.dims]
+
+    @property
+    def most_readers(self) -> int:
+        """Stages that read the most widely read parameter."""
+        counts = np.zeros(len(self.dims), int)
+        for held in self.of:
+            counts[list(held)] += 1
+        return int(counts.max(initial=1))
+
+    @property
+    def padding(self) -> float:
+        """Share of the slots' bytes that hold no parameter."""
+        sizes = [math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in self.slots]
+        total = sum(sizes) * self.num_stages
+        used = sum(
+            n * sum(p is not None for p in s.params) for n, s in zip(sizes, self.slots, strict=True)
+        )
+        return 1 - used / total if total else 0.0
+
+    def fill(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """The slots of this stage from its pieces of all parameters; inside a `shard_map`.
+
+        Args:
+            stored: Each parameter as this device stores it.
+        """
+        me = jax.lax.axis_index(STAGE_AXIS)
+        cut = [slot for slot in self.slots if slot.dim is not None]
+        pieces = {slot: self._piece(slot, stored) for slot in cut}
+        words = [Words.like([pieces[slot][0]]) for slot in cut]
+        received: dict[Slot, jax.Array] = {}
+        if cut:
+            to_stage = jnp.stack(
+                [
+                    jnp.concatenate(
+                        [w.pack([pieces[s][i]]) for s, w in zip(cut, words, strict=True)]
+                    )
+                    for i in range(self.num_stages)
+                ]
+            )
+            from_stage = jax.lax.all_to_all(to_stage, STAGE_AXIS, 0, 0, tiled=True)
+            start = 0
+            for slot, w in zip(cut, words, strict=True):
+                own = from_stage[:, start : start + w.size]
+                parts = [w.unpack(own[i])[0] for i in range(self.num_stages)]
+                received[slot] = jnp.concatenate(parts, slot.dim)
+                start += w.size
+        out = []
+        for slot in self.slots:
+            if slot.dim is not None:
+                out.append(received[slot])
+                continue
+            choices = jnp.stack(self._piece(slot, stored))
+            out.append(jax.lax.dynamic_index_in_dim(choices, me, keepdims=False))
+        return out
+
+    def _piece(self, slot: Slot, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """For each stage what this device stores of its parameter, zeros where it has none."""
+        some = next(p for p in slot.params if p is not None)
+        empty = jnp.zeros(stored[some].shape, slot.dtype)
+        return [empty if p is None else stored[p] for p in slot.params]
+
+    def collect(
+        self, sums: Sequence[Sequence[jax.Array]], small: Sequence[jax.Array]
+    ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
+        """What all stages summed, back in the pieces of storage; inside a `shard_map`.
+
+        Args:
+            sums: For each slot its sums, in one or more parts of the parameter's shape.
+            small: Arrays that every stage is to see of every stage.
+
+        Returns:
+            For each parameter its parts, as this device stores it, added over the stages that read
+            it; and each small array with a leading dimension of stages.
+        """
+        num = self.num_stages
+        totals: dict[int, list[Any]] = {}
+
+        def add(param: int, parts: Sequence[jax.Array]) -> None:
+            before = totals.get(param)
+            totals[param] = (
+                list(parts)
+                if before is None
+                else [a + b for a, b in zip(before, parts, strict=True)]
+            )
+
+        cut = [
+            (slot, own) for slot, own in zip(self.slots, sums, strict=True) if slot.dim is not None
+        ]
+        whole = [
+            (slot, own) for slot, own in zip(self.slots, sums, strict=True) if slot.dim is None
+        ]
+        if cut:
+            flat = [
+                jnp.stack([x.reshape(-1) for x in jnp.split(part, num, slot.dim)])
+                for slot, own in cut
+                for part in own
+            ]
+            sizes = [x.shape[1] for x in flat]
+            received = jax.lax.all_to_all(jnp.concatenate(flat, 1), STAGE_AXIS, 0, 0, tiled=True)
+            pieces = iter(jnp.split(received, np.cumsum(sizes)[:-1], 1))
+            for slot, own in cut:
+                assert slot.dim is not None
+                shape = list(slot.shape)
+                shape[slot.dim] //= num
+                own_pieces = [next(pieces) for _ in own]
+                for stage, param in enumerate(slot.params):
+                    if param is not None:
+                        add(param, [x[stage].reshape(shape) for x in own_pieces])
+        words = Words.like([*small, *(part for _, own in whole for part in own)])
+        packed = words.pack([*small, *(part for _, own in whole for part in own)])
+        everyone = jax.lax.all_gather(packed, STAGE_AXIS)
+        of_stage = [words.unpack(everyone[i]) for i in range(num)]
+        for i, (slot, own) in enumerate(whole):
+            first = len(small) + sum(len(parts) for _, parts in whole[:i])
+            for stage, param in enumerate(slot.params):
+                if param is not None:
+                    add(param, of_stage[stage][first : first + len(own)])
+        missing = [p for p in range(len(self.dims)) if p not in totals]
+        assert not missing, missing
+        gathered = [jnp.stack([arrays[i] for arrays in of_stage]) for i in range(len(small))]
+        return [tuple(totals[p]) for p in range(len(self.dims))], gathered
+
+
+def make_slots(
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[Any],
+    read_by: Sequence[Sequence[int]],
+) -> Slots:
+    """Give each stage's parameters slots of their shapes.
+
+    Args:
+        shapes: Of every parameter.
+        dtypes: Of every parameter.
+        read_by: For each stage the parameters that it reads. One that no stage reads goes to the
+            first, for its gradient is zero.
+    """
+    num_stages = len(read_by)
+    unread = set(range(len(shapes))) - {p for own in read_by for p in own}
+    held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
+    dims = tuple(_dim(shape, num_stages) for shape in shapes)
+    table: dict[Any, list[list[int | None]]] = {}
+    of: list[dict[int, int]] = []
+    for stage, own in enumerate(held):
+        used: dict[Any, int] = {}
+        for p in own:
+            kind = (shapes[p], jnp.dtype(dtypes[p]))
+            rows = table.setdefault(kind, [])
+            row = used.get(kind, 0)
+            used[kind] = row + 1
+            if row == len(rows):
+                rows.append([None] * num_stages)
+            rows[row][stage] = p
+    slots = [
+        Slot(
+            shape=shape,
+            dtype=dtype,
+            dim=_dim(shape, num_stages),
+            params=tuple(row),
+        )
+        for (shape, dtype), rows in table.items()
+        for row in rows
+    ]
+    for stage in range(num_stages):
+        of.append({s.params[stage]: i for i, s in enumerate(slots) if s.params[stage] is not None})  # type: ignore[misc]
+    return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims)
+
+
+@functools.cache
+def _dim(shape: tuple[int, ...], num_stages: int) -> int | None:
+    """The first dimension that can be cut evenly."""
+    return next((d for d, n in enumerate(shape) if n % num_stages == 0 and n), None)

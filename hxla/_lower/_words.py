@@ -1,0 +1,95 @@
+"""Arrays of any dtypes as one array of 32-bit words, bit for bit, and back."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """How some arrays lie one after another.
+
+    Attributes:
+        shapes: Of the arrays.
+        dtypes: Of the arrays; random keys are kept as their data.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+    @staticmethod
+    def like(arrays: Sequence[Any]) -> "Words":
+        """For arrays of these shapes and dtypes."""
+        return Words(tuple(tuple(x.shape) for x in arrays), tuple(x.dtype for x in arrays))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Words of each array."""
+        return tuple(map(_num_words, self.shapes, self.dtypes))
+
+    @property
+    def size(self) -> int:
+        """Words of all."""
+        return sum(self.sizes)
+
+    def pack(self, arrays: Sequence[jax.Array], size: int | None = None) -> jax.Array:
+        """uint32[size], filled up with zeros."""
+        words = [_to_words(x) for x in arrays]
+        rest = (self.size if size is None else size) - self.size
+        if rest or not words:
+            words.append(jnp.zeros(rest, jnp.uint32))
+        return jnp.concatenate(words) if len(words) > 1 else words[0]
+
+    def unpack(self, words: jax.Array) -> list[jax.Array]:
+        """The arrays, from the first words of an array."""
+        starts = itertools.accumulate(self.sizes, initial=0)
+        return [
+            _from_words(words[start : start + size], shape, dtype)
+            for start, size, shape, dtype in zip(
+                starts, self.sizes, self.shapes, self.dtypes, strict=False
+            )
+        ]
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _num_words(shape: tuple[int, ...], dtype: Any) -> int:
+    if _is_key(dtype):
+        return math.prod(_key_data(shape, dtype).shape)
+    return -(-math.prod(shape) * (1 if dtype == bool else jnp.dtype(dtype).itemsize) // 4)
+
+
+def _to_words(x: jax.Array) -> jax.Array:
+    if _is_key(x.dtype):
+        x = jax.random.key_data(x)
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    flat = x.reshape(-1)
+    narrow = 4 // x.dtype.itemsize
+    if narrow > 1:
+        flat = jnp.pad(flat, (0, -flat.size % narrow)).reshape(-1, narrow)
+    return jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
+
+def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if _is_key(dtype):
+        data = words.reshape(_key_data(shape, dtype).shape)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), dtype)))
+    if dtype == bool:
+        return _from_words(words, shape, jnp.dtype(jnp.uint8)).astype(bool)
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize > 4:
+        words = words.reshape(-1, itemsize // 4)
+    flat = jax.lax.bitcast_convert_type(words, dtype).reshape(-1)
+    return flat[: math.prod(shape)].reshape(shape)
