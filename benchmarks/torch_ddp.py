@@ -15,16 +15,20 @@ import subprocess
 import sys
 import tempfile
 
+from hxla import load_cluster
+from hxla._launch._run import _KEEP_MEMORY, _free_port
+from hxla._launch._throttle import make_throttle, pack
+
 ROOT = pathlib.Path(__file__).parent.parent
-WORKER = r"""
+#: The model and text of examples/gpt.py, in a process of rank argv[1] among argv[2].
+MODEL = r"""
 import os, sys, time, pathlib, sysconfig
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 torch.set_num_threads(1)
-rank, size, batch, micro, steps = map(int, sys.argv[1:6])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
+rank, size = map(int, sys.argv[1:3])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[-1])
 dist.init_process_group("gloo", rank=rank, world_size=size)
-V, T, D, H, L = 256, 128, 256, 4, 4
+V, T, D, H = 256, 128, 256, 4
 class Block(nn.Module):
     def __init__(s):
         super().__init__()
@@ -38,10 +42,11 @@ class Block(nn.Module):
         x = x + s.out(y.transpose(1, 2).reshape(B, T, D))
         return x + s.down(F.gelu(s.up(s.n2(x)), approximate="tanh"))
 class GPT(nn.Module):
-    def __init__(s):
+    def __init__(s, layers):
         super().__init__()
         s.tok, s.pos = nn.Embedding(V, D), nn.Embedding(T, D)
-        s.blocks, s.norm = nn.Sequential(*[Block() for _ in range(L)]), nn.LayerNorm(D, bias=False)
+        s.blocks = nn.Sequential(*[Block() for _ in range(layers)])
+        s.norm = nn.LayerNorm(D, bias=False)
     def forward(s, t):
         x = s.tok(t) + s.pos(torch.arange(t.shape[1]))
         return s.norm(s.blocks(x)) @ s.tok.weight.T
@@ -49,7 +54,11 @@ folder = pathlib.Path(sysconfig.get_path("stdlib"))
 text = b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))
 text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 torch.manual_seed(0)
-model = DDP(GPT())
+"""
+WORKER = r"""
+from torch.nn.parallel import DistributedDataParallel as DDP
+batch, micro, steps = map(int, sys.argv[3:6])
+model = DDP(GPT(4))
 optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
 own = batch // size
 for step in range(steps):
@@ -71,11 +80,34 @@ for step in range(steps):
         print(time.perf_counter() - begun, flush=True)
 """
 
-if __name__ == "__main__":
-    from hxla import load_cluster
-    from hxla._launch._run import _KEEP_MEMORY, _free_port
-    from hxla._launch._throttle import make_throttle, pack
 
+def run_workers(python, code, shares, numbers):
+    """What each of the processes prints, held to its share of a core like a process of hxla."""
+    cores = pack(shares, sorted(os.sched_getaffinity(0)))
+    port = str(_free_port())
+    workers, throttles = [], []
+    for rank, share in enumerate(shares):
+        arguments = map(str, (rank, len(shares), *numbers))
+        worker = subprocess.Popen(
+            [python, "-c", MODEL + code, *arguments, port],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1"},
+        )
+        os.sched_setaffinity(worker.pid, {cores[rank]})
+        throttles.append(make_throttle(worker.pid, rank, share)[0])
+        workers.append(worker)
+    printed = [worker.communicate()[0] for worker in workers]
+    for throttle in throttles:
+        throttle.close()
+    failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
+    if failed:
+        raise SystemExit(f"processes {failed} failed, see above")
+    return printed
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", required=True)
     parser.add_argument("--mesh", default="cpu-1.0-0.33")
@@ -83,28 +115,10 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     shares = [d.core_share for d in load_cluster(args.mesh).devices]
-    cores = pack(shares, sorted(os.sched_getaffinity(0)))
     tokens = args.batch_size * 128
     rows = {"mesh": args.mesh, "batch_size": args.batch_size, "ddp_tokens_per_second": {}}
     for micro in (2, 8, args.batch_size // len(shares)):
-        port = str(_free_port())
-        workers, throttles = [], []
-        for rank, share in enumerate(shares):
-            numbers = map(str, (rank, len(shares), args.batch_size, micro, args.steps))
-            worker = subprocess.Popen(
-                [args.torch, "-c", WORKER, *numbers, port],
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-                env=os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1"},
-            )
-            os.sched_setaffinity(worker.pid, {cores[rank]})
-            throttles.append(make_throttle(worker.pid, rank, share)[0])
-            workers.append(worker)
-        out, _ = workers[0].communicate()
-        for worker, throttle in zip(workers, throttles, strict=True):
-            worker.wait()
-            throttle.close()
+        out = run_workers(args.torch, WORKER, shares, (args.batch_size, micro, args.steps))[0]
         seconds = statistics.median(map(float, out.split()[1:]))
         rows["ddp_tokens_per_second"][f"microbatch {micro}"] = round(tokens / seconds)
     with tempfile.TemporaryDirectory() as folder:

@@ -42,6 +42,9 @@ from ._proposal import Proposal as Proposal
 from ._rules import Rule as Rule
 from ._rules import RuleSet as RuleSet
 from ._rules import load_rules as load_rules
+from ._schedules import Schedule as Schedule
+from ._schedules import make_schedule as make_schedule
+from ._schedules import schedule_from_table as schedule_from_table
 from ._trace import trace as trace
 from ._train._loop import Result as Result
 from ._train._loop import TrainState as TrainState

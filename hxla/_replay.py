@@ -105,11 +105,10 @@ def replay(
             wait for one another in a circle.
     """
     num_parts = schedule.num_stages * schedule.num_chunks
-    has_weight = any(op.kind == WEIGHT for op in schedule.rows[0])
     seconds = {
         FORWARD: tuple(forward_seconds_P),
         BACKWARD: tuple(backward_seconds_P),
-        WEIGHT: tuple(weight_seconds_P) if has_weight else (0.0,) * num_parts,
+        WEIGHT: tuple(weight_seconds_P) if schedule.has_weight else (0.0,) * num_parts,
         SEND: tuple(send_seconds_P) or (0.0,) * (num_parts - 1),
     }
     for kind, values in seconds.items():

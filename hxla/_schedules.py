@@ -8,11 +8,15 @@ Shape legend: T ticks, S stages, P parts (S times chunks).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from ._errors import PlanError
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+
+_LETTERS = {"F": FORWARD, "B": BACKWARD, "W": WEIGHT}
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -29,6 +33,10 @@ class Op:
     kind: str
     microbatch: int
     chunk: int = 0
+
+    def __str__(self) -> str:
+        """As in a written table: `F0`, `B3`, or `W3.1` of chunk 1."""
+        return f"{self.kind[0].upper()}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,21 +71,23 @@ class Schedule:
         )
 
     @property
+    def has_weight(self) -> bool:
+        """Whether weight gradients are operations of their own."""
+        return any(op is not None and op.kind == WEIGHT for tick in self.table_TS for op in tick)
+
+    @property
     def peak_stash(self) -> tuple[int, ...]:
         """Per stage, the most chunk activations kept at once.
 
         One is kept from its forward until its last use: the backward, or where the schedule has
         it the weight gradient.
         """
-        last = WEIGHT if any(op.kind == WEIGHT for op in self.rows[0]) else BACKWARD
-        peaks = []
-        for row in self.rows:
-            kept = peak = 0
-            for op in row:
-                kept += (op.kind == FORWARD) - (op.kind == last)
-                peak = max(peak, kept)
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(max(_kept(row, self.has_weight), default=0) for row in self.rows)
+
+    @property
+    def written(self) -> tuple[tuple[str, ...], ...]:
+        """The table as `schedule_from_table` reads it."""
+        return tuple(tuple("" if op is None else str(op) for op in tick) for tick in self.table_TS)
 
     @property
     def bubble(self) -> float:
@@ -249,6 +259,196 @@ def from_rows(name: str, rows: Sequence[Sequence[Op]], num_chunks: int = 1) -> S
         num_chunks=num_chunks,
         table_TS=tuple(table),
     )
+
+
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> Schedule:
+    """A schedule by its name.
+
+    Args:
+        name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
+        num_stages: Stages.
+        num_microbatches: Microbatches of one replica in a step.
+        num_chunks: Chunks of the model on each stage; more than 1 for `interleaved` only.
+
+    Raises:
+        PlanError: An unknown name, with the known ones, or numbers that the schedule cannot take.
+
+    Example:
+        >>> make_schedule("1f1b", 2, 2).written
+        (('F0', ''), ('F1', 'F0'), ('', 'B0'), ('B0', 'F1'), ('', 'B1'), ('B1', ''))
+    """
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, num_chunks)
+    if name not in _ONE_CHUNK:
+        known = ", ".join(map(repr, sorted((*_ONE_CHUNK, "interleaved"))))
+        raise PlanError(f"schedule {name!r} is unknown; use one of {known}, or a table of your own")
+    if num_chunks != 1:
+        raise PlanError(
+            f"schedule {name!r} has 1 chunk per stage, not {num_chunks}: use 'interleaved'"
+        )
+    return _ONE_CHUNK[name](num_stages, num_microbatches)
+
+
+_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}
+
+
+def schedule_from_table(
+    table_TS: Sequence[Sequence[str]],
+    *,
+    name: str = "own",
+    stash_limits_S: Sequence[int] | None = None,
+) -> Schedule:
+    """A schedule of your own.
+
+    Args:
+        table_TS: What each stage does in each tick: `F2` the forward of microbatch 2, `B2` its
+            backward, `W2` its weight gradient, each with `.1` for the stage's chunk 1, and `""`
+            where it waits. With any `W`, a `B` is only the gradient of the input. Microbatches
+            and chunks are counted from 0.
+        name: What to call it in reports.
+        stash_limits_S: The most chunk activations that each stage may keep (default: any number).
+
+    Returns:
+        The schedule, validated.
+
+    Raises:
+        PlanError: With every failure, see `validate`.
+
+    Example:
+        >>> schedule_from_table([["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]).num_ticks
+        4
+    """
+    failures: list[str] = []
+    table: list[tuple[Op | None, ...]] = []
+    num_stages = len(table_TS[0]) if len(table_TS) else 0
+    for tick, written in enumerate(table_TS):
+        if isinstance(written, str) or len(written) != num_stages:
+            failures.append(
+                f"tick {tick}: {written!r} is not a list of {num_stages} texts, one per stage; "
+                'write "" for a stage that waits'
+            )
+            continue
+        ops = [re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", str(text)) for text in written]
+        failures += [
+            f'tick {tick}, stage {stage}: {text!r} is no operation; write "F2", "B2" or "W2" for '
+            'microbatch 2, "F2.1" for its chunk 1, "" to wait'
+            for stage, (text, op) in enumerate(zip(written, ops, strict=True))
+            if op is None and text != ""
+        ]
+        table.append(tuple(op and Op(_LETTERS[op[1]], int(op[2]), int(op[3] or 0)) for op in ops))
+    _raise(name, failures)
+    every = [op for ops in table for op in ops if op is not None]
+    schedule = Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=max((op.microbatch + 1 for op in every), default=0),
+        num_chunks=max((op.chunk + 1 for op in every), default=0),
+        table_TS=tuple(table),
+    )
+    validate(schedule, stash_limits_S)
+    return schedule
+
+
+def validate(schedule: Schedule, stash_limits_S: Sequence[int] | None = None) -> None:
+    """Check that a schedule can run: the laws that every pipeline keeps.
+
+    Every stage does every operation of every microbatch and chunk once. What an operation waits
+    for lies at least one tick before it, for a result is sent at the end of its tick: forwards go
+    down the parts, backwards up, a backward follows its own forward, a weight gradient its
+    backward. Where limits are given, no stage keeps more activations.
+
+    Args:
+        schedule: The schedule.
+        stash_limits_S: The most chunk activations that each stage may keep, as `peak_stash`
+            counts them.
+
+    Raises:
+        PlanError: With every failure: its tick, stage and microbatch, and what to change.
+    """
+    num_stages = schedule.num_stages
+    if num_stages < 1 or schedule.num_microbatches < 1:
+        _raise(schedule.name, ["it holds no operation; write at least F0 and B0 of every stage"])
+    failures = [
+        f"tick {tick}: {len(ops)} stages; give each of the {num_stages} one entry"
+        for tick, ops in enumerate(schedule.table_TS)
+        if len(ops) != num_stages
+    ]
+    _raise(schedule.name, failures)
+    done: dict[tuple[int, Op], int] = {}
+    for tick, ops in enumerate(schedule.table_TS):
+        for stage, op in enumerate(ops):
+            if op is not None and (first := done.setdefault((stage, op), tick)) != tick:
+                failures.append(
+                    f"tick {tick}, stage {stage}: {op} was already done in tick {first}; "
+                    "remove one of them"
+                )
+    failures += _incomplete(schedule, done)
+    failures += _too_early(schedule, done)
+    if stash_limits_S is not None:
+        failures += _too_many(schedule, done, stash_limits_S)
+    _raise(schedule.name, failures)
+
+
+def _incomplete(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+    kinds = (FORWARD, BACKWARD, WEIGHT)[: 2 + schedule.has_weight]
+    sizes = range(schedule.num_microbatches), range(schedule.num_chunks)
+    wanted = [Op(kind, *numbers) for kind in kinds for numbers in itertools.product(*sizes)]
+    for stage in range(schedule.num_stages):
+        lacks = [str(op) for op in wanted if (stage, op) not in done]
+        if lacks:
+            more = f" and {len(lacks) - 8} more" if len(lacks) > 8 else ""
+            yield f"stage {stage}: never does {', '.join(lacks[:8])}{more}; add them"
+    known = set(wanted)
+    for (stage, op), tick in done.items():
+        if op not in known:
+            yield (
+                f"tick {tick}, stage {stage}: {op} is beyond {schedule.num_microbatches} "
+                f"microbatches of {schedule.num_chunks} chunks; remove it"
+            )
+
+
+def _too_early(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+    for (stage, op), tick in done.items():
+        waits = [needs(op, stage, schedule.num_stages, schedule.num_chunks)]
+        if op.kind == BACKWARD:
+            waits.append((stage, dataclasses.replace(op, kind=FORWARD)))
+        for need in dict.fromkeys(waits):
+            if need is not None and done.get(need, -1) >= tick:
+                where = "" if need[0] == stage else f" of stage {need[0]}"
+                yield (
+                    f"tick {tick}, stage {stage}: {op} needs {need[1]}{where}, which runs in tick "
+                    f"{done[need]}; move it to tick {done[need] + 1} or later"
+                )
+
+
+def _too_many(
+    schedule: Schedule, done: dict[tuple[int, Op], int], limits_S: Sequence[int]
+) -> Iterator[str]:
+    if len(limits_S) != schedule.num_stages:
+        yield f"{len(limits_S)} stash limits for {schedule.num_stages} stages; give one per stage"
+        return
+    last = "weight gradient" if schedule.has_weight else "backward"
+    for stage, (row, limit) in enumerate(zip(schedule.rows, limits_S, strict=True)):
+        for op, kept in zip(row, _kept(row, schedule.has_weight), strict=True):
+            if op.kind == FORWARD and kept > limit:
+                yield (
+                    f"tick {done[stage, op]}, stage {stage}: {op} makes {kept} activations kept, "
+                    f"of {limit} allowed; do a {last} before it, or allow {kept}"
+                )
+
+
+def _kept(row: Sequence[Op], has_weight: bool) -> Iterator[int]:
+    """Activations kept after each operation of a stage."""
+    last = WEIGHT if has_weight else BACKWARD
+    return itertools.accumulate((op.kind == FORWARD) - (op.kind == last) for op in row)
+
+
+def _raise(name: str, failures: Sequence[str]) -> None:
+    if failures:
+        lines = "".join(f"\n  {failure}" for failure in failures)
+        raise PlanError(f"schedule {name} cannot run (ticks and stages count from 0):{lines}")
 
 
 def _alternate(order_F: list[Op], order_B: list[Op], warm_up: int) -> list[Op]:

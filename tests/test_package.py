@@ -84,7 +84,9 @@ def test_imports_go_one_way(path):
     assert not up
 
 
-@pytest.mark.parametrize("model", ["resnet.py", "experts.py", "bert.py", "gpt.py"])
+@pytest.mark.parametrize(
+    "model", ["resnet.py", "experts.py", "bert.py", "gpt.py", "t5.py", "lstm.py", "vit.py"]
+)
 def test_a_model_needs_four_lines_of_hxla_at_most(model):
     lines = (ROOT / "examples" / model).read_text().splitlines()
     code = [line for line in lines if re.search(r"\bhxla\b", line) and not line.startswith('"""')]

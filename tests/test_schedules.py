@@ -1,6 +1,8 @@
 """Every schedule keeps the laws of a pipeline, and each its own figures."""
 
+import dataclasses
 import itertools
+import re
 
 import hypothesis
 import pytest
@@ -16,7 +18,10 @@ from hxla._schedules import (
     from_rows,
     gpipe,
     interleaved,
+    make_schedule,
     one_f_one_b,
+    schedule_from_table,
+    validate,
     zero_bubble_h1,
 )
 
@@ -30,6 +35,20 @@ SCHEDULES = {
 }
 every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
 sizes = hypothesis.given(st.integers(1, 6), st.integers(1, 9))
+
+
+def formula(*numbers):
+    """Two hundred and more random sizes for what a closed formula says."""
+    many = hypothesis.settings(max_examples=250, deadline=None)
+    return lambda test: many(hypothesis.given(*numbers)(test))
+
+
+stages, microbatches = st.integers(1, 16), st.integers(1, 40)
+
+
+def bubble_per_work(schedule):
+    """Idle ticks of a stage over the ticks that it works."""
+    return schedule.bubble / (1 - schedule.bubble)
 
 
 def ticks(schedule):
@@ -72,29 +91,31 @@ def test_microbatches_go_down_the_parts_and_back_up(make, num_stages, num_microb
             assert tick[s, Op(BACKWARD, m, c)] < later
 
 
-@sizes
+@formula(stages, microbatches)
 def test_gpipe_keeps_all_microbatches(num_stages, num_microbatches):
     schedule = gpipe(num_stages, num_microbatches)
     assert schedule.num_ticks == 2 * (num_microbatches + num_stages - 1)
+    assert bubble_per_work(schedule) == pytest.approx((num_stages - 1) / num_microbatches)
     assert schedule.peak_stash == (num_microbatches,) * num_stages
 
 
-@sizes
+@formula(stages, microbatches)
 def test_1f1b_takes_as_long_and_keeps_less(num_stages, num_microbatches):
     schedule = one_f_one_b(num_stages, num_microbatches)
     assert schedule.num_ticks == 2 * (num_microbatches + num_stages - 1)
+    assert bubble_per_work(schedule) == pytest.approx((num_stages - 1) / num_microbatches)
     assert schedule.peak_stash == tuple(
         min(num_microbatches, num_stages - s) for s in range(num_stages)
     )
-    share = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert schedule.bubble == pytest.approx(share)
 
 
-@hypothesis.given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+@formula(st.integers(1, 10), st.integers(1, 6), st.integers(1, 6))
 def test_interleaving_divides_the_bubble(num_stages, groups, num_chunks):
     num_microbatches = num_stages * groups
     schedule = interleaved(num_stages, num_microbatches, num_chunks)
     assert schedule.num_ticks == 2 * (num_microbatches * num_chunks + num_stages - 1)
+    wanted = (num_stages - 1) / num_microbatches / num_chunks
+    assert bubble_per_work(schedule) == pytest.approx(wanted)
     if num_chunks == 1:
         assert schedule.table_TS == one_f_one_b(num_stages, num_microbatches).table_TS
     else:
@@ -107,12 +128,151 @@ def test_interleaving_divides_the_bubble(num_stages, groups, num_chunks):
         )
 
 
-@sizes
-def test_zero_bubble_h1_fills_two_thirds_of_the_bubble(num_stages, more):
-    num_microbatches = num_stages + more - 1
+@formula(stages, st.integers(0, 30))
+def test_zero_bubble_h1_has_a_third_of_the_bubble(num_stages, more):
+    num_microbatches = num_stages + more
     schedule = zero_bubble_h1(num_stages, num_microbatches)
     assert schedule.num_ticks == 3 * num_microbatches + num_stages - 1
     assert max(schedule.peak_stash) <= num_stages
+    # 1F1B, whose backward is both gradients, waits three such ticks for each stage but one.
+    whole = replay(
+        one_f_one_b(num_stages, num_microbatches), [1.0] * num_stages, [2.0] * num_stages
+    )
+    assert 3 * (schedule.num_ticks - 3 * num_microbatches) == pytest.approx(whole.idle_seconds[0])
+
+
+@every_schedule
+@formula(st.integers(1, 6), st.integers(1, 9))
+def test_every_schedule_is_valid_within_its_own_stash_and_reads_back(make, num_stages, number):
+    schedule = make(num_stages, number)
+    validate(schedule, schedule.peak_stash)
+    again = schedule_from_table(schedule.written, name=schedule.name)
+    assert again == schedule
+    less = [peak - 1 for peak in schedule.peak_stash]
+    with pytest.raises(PlanError, match=f"makes {less[0] + 1} activations kept, of {less[0]} "):
+        validate(schedule, less)
+
+
+TABLE = one_f_one_b(2, 2).written  # F0 -, F1 F0, - B0, B0 F1, - B1, B1 -
+
+
+def changed(*changes):
+    table = [list(tick) for tick in TABLE]
+    for tick, stage, text in changes:
+        table[tick][stage] = text
+    return table
+
+
+FAILURES = {
+    "a result of the same tick": (
+        [(0, 1, "F0"), (1, 1, "")],
+        ["tick 0, stage 1: F0 needs F0 of stage 0, which runs in tick 0; move it to tick 1 or"],
+    ),
+    "a backward before its forward": (
+        [(1, 1, "B0"), (2, 1, "F0")],
+        ["tick 1, stage 1: B0 needs F0, which runs in tick 2; move it to tick 3 or later"],
+    ),
+    "a backward before the next stage's": (
+        [(2, 0, "B0"), (3, 0, "")],
+        ["tick 2, stage 0: B0 needs B0 of stage 1, which runs in tick 2"],
+    ),
+    "an operation left out": ([(5, 0, "")], ["stage 0: never does B1; add them"]),
+    "an operation done twice": (
+        [(2, 0, "F1")],
+        ["tick 2, stage 0: F1 was already done in tick 1; remove one"],
+    ),
+    "weight gradients of some only": (
+        [(5, 1, "W1")],
+        ["stage 0: never does W0, W1; add them", "stage 1: never does W0; add them"],
+    ),
+    "chunks of some only": ([(4, 0, "F0.1")], ["stage 1: never does F0.1, F1.1, B0.1, B1.1"]),
+    "no operation": (
+        [(2, 0, "f1"), (4, 0, "F1.")],
+        ["tick 2, stage 0: 'f1' is no operation", "tick 4, stage 0: 'F1.' is no operation"],
+    ),
+    "several at once": (
+        [(0, 0, "F1"), (1, 0, ""), (4, 1, "B0")],
+        [
+            "tick 4, stage 1: B0 was already done in tick 2",
+            "stage 0: never does F0",
+            "stage 1: never does B1",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), FAILURES.values(), ids=FAILURES)
+def test_a_table_that_cannot_run_is_refused_naming_its_ticks(changes, says):
+    with pytest.raises(PlanError) as caught:
+        schedule_from_table(changed(*changes), name="mine")
+    assert "schedule mine cannot run" in str(caught.value)
+    for text in says:
+        assert text in str(caught.value)
+
+
+def test_a_weight_gradient_before_its_backward_is_refused():
+    table = [("F0",), ("W0",), ("B0",)]
+    with pytest.raises(PlanError, match="tick 1, stage 0: W0 needs B0, which runs in tick 2"):
+        schedule_from_table(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ([], "holds no operation"),
+        ([[""]], "holds no operation"),
+        ([["F0", ""], ["B0"]], r"tick 1: \['B0'\] is not a list of 2 texts"),
+        (["F0", "B0"], "tick 0: 'F0' is not a list"),
+        ([["F0"], [None], ["B0"]], "tick 1, stage 0: None is no operation"),
+    ],
+)
+def test_what_is_no_table_is_refused(table, says):
+    with pytest.raises(PlanError, match=says):
+        schedule_from_table(table)
+
+
+def test_a_table_over_its_stash_is_refused_naming_the_tick():
+    with pytest.raises(PlanError, match="tick 1, stage 0: F1 makes 2 activations kept, of 1 allo"):
+        schedule_from_table(TABLE, stash_limits_S=(1, 1))
+    with pytest.raises(PlanError, match="1 stash limits for 2 stages"):
+        schedule_from_table(TABLE, stash_limits_S=(2,))
+
+
+@hypothesis.given(st.sampled_from(["1f1b", "zb-h1"]), st.randoms(use_true_random=False))
+def test_operations_in_another_order_are_valid_only_where_their_needs_hold(name, random):
+    """Two entries of a valid table exchanged, against the laws in words of their own."""
+    schedule = make_schedule(name, 3, 4)
+    table = [list(tick) for tick in schedule.table_TS]
+    stage = random.randrange(3)
+    one, other = random.sample(range(len(table)), 2)
+    table[one][stage], table[other][stage] = table[other][stage], table[one][stage]
+    schedule = dataclasses.replace(schedule, table_TS=tuple(map(tuple, table)))
+    at = ticks(schedule)
+    ways = []
+    for m in range(4):
+        way = [at[s, Op(FORWARD, m)] for s in range(3)]
+        ways.append(way + [at[s, Op(BACKWARD, m)] for s in (2, 1, 0)])
+        if name == "zb-h1":
+            ways += [[at[s, Op(BACKWARD, m)], at[s, Op(WEIGHT, m)]] for s in range(3)]
+    if all(a < b for way in ways for a, b in itertools.pairwise(way)):
+        validate(schedule)
+    else:
+        with pytest.raises(PlanError, match=r"stage \d: [FBW]\d needs [FBW]\d.* tick \d+; move"):
+            validate(schedule)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_a_schedule_is_found_by_its_name(name):
+    schedule = make_schedule(name, 3, 6, 2 if name == "interleaved" else 1)
+    assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == (name, 3, 6)
+    assert schedule.num_chunks == (2 if name == "interleaved" else 1)
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones():
+    with pytest.raises(PlanError, match=re.escape("use one of '1f1b', 'gpipe', 'interleaved', ")):
+        make_schedule("1F1B", 2, 2)
+    with pytest.raises(PlanError, match="'gpipe' has 1 chunk per stage, not 2: use 'interleaved'"):
+        make_schedule("gpipe", 2, 2, 2)
 
 
 def test_interleaving_refuses_a_rest_and_says_the_multiple():

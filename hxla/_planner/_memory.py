@@ -106,9 +106,9 @@ def stash_bytes(schedule: Schedule, stash_bytes_P: Sequence[float]) -> tuple[flo
         Under 1F1B stage s of S keeps min(M, S - s) microbatches: Narayanan et al., "Efficient
         Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, 2.2.1.
     """
+    last = WEIGHT if schedule.has_weight else BACKWARD
     peaks = []
     for stage, row in enumerate(schedule.rows):
-        last = WEIGHT if any(op.kind == WEIGHT for op in row) else BACKWARD
         kept = peak = 0.0
         for op in row:
             own = stash_bytes_P[op.chunk * schedule.num_stages + stage]
