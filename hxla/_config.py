@@ -72,6 +72,8 @@ class Auto(_Section):
 
     auto_parallel: bool = False
     """Cut a model without annotations over as few devices as its memory needs."""
+    num_stages: int | None = pydantic.Field(None, ge=2)
+    """Cut a model without annotations into a pipeline of so many stages."""
 
 
 class Io(_Section):
@@ -101,6 +103,14 @@ class Pipeline(_Section):
 
     num_micro_batch: int | None = pydantic.Field(None, ge=1)
     """Microbatches of a global batch, another way to say `microbatch_size`."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | list[list[str]] = "1f1b"
+    """Order of forwards and backwards in a pipeline: a name, or a table of ticks and stages as
+    `hxla.schedule_from_table` reads it."""
+    num_chunks: int = pydantic.Field(1, ge=1)
+    """Parts of the model on each stage of an `interleaved` pipeline."""
+    recompute: bool = False
+    """Keep the input of a stage and run its forward again in the backward, instead of keeping what
+    the backward needs."""
 
 
 class Communication(_Section):

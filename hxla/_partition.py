@@ -16,7 +16,7 @@ from ._graph import Graph
 from ._lower._shard import Bridge, Sharded
 from ._planner._assign import Assignment, Role, assign
 from ._rules import Resolved, RuleSet, load_rules
-from ._types import DATA_AXIS, TENSOR_AXIS
+from ._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ._virtual import Layout, Request, VirtualDevices, assign_devices
 
 _BATCH_AXES = ("fsdp", "sequence")  # inner axes that carry the batch, not parameters' work
@@ -138,7 +138,7 @@ def axes_of_annotations(
     """Virtual devices, and the mesh axes inside a replica; none if every device is a replica.
 
     Raises:
-        PlanError: If the devices do not fit, or TaskGraphs would need a pipeline.
+        PlanError: If the devices do not fit, or stages are split or of unlike counts.
     """
     requests = requests_of(graph)
     virtual = assign_devices(
@@ -150,7 +150,10 @@ def axes_of_annotations(
         layout=layout,
     )
     if len(set(virtual.devices[0])) > 1:
-        raise PlanError(_needs_pipeline(requests, virtual))
+        counts = {len(devices) for devices in virtual.devices[0]}
+        if len(counts) > 1 or any(r.kind != "replicate" for r in requests):
+            raise PlanError(_no_pipeline(requests, virtual))
+        return virtual, ((STAGE_AXIS, len(requests)),), {}
     if all(r.kind == "replicate" for r in requests):
         return virtual, (), {}
     axes, roles = _axes(requests, _levels(requests, len(virtual.replica(0))))
@@ -268,13 +271,14 @@ def _axes(
     return tuple(axes), roles
 
 
-def _needs_pipeline(requests: Sequence[Request], virtual: VirtualDevices) -> str:
+def _no_pipeline(requests: Sequence[Request], virtual: VirtualDevices) -> str:
     lines = [
         f"  {i}: {r.label} on devices {list(devices)}"
         for i, (r, devices) in enumerate(zip(requests, virtual.devices[0], strict=True))
     ]
     return (
-        "TaskGraphs on different devices are stages of a pipeline, which hxla does not run yet:\n"
+        "TaskGraphs on different devices are stages of a pipeline, which hxla runs where each is "
+        "hxla.replicate of the same count:\n"
         + "\n".join(lines)
         + "\nlet them share devices with config={'cluster': {'share_devices': True}}, or give "
         "them no counts"

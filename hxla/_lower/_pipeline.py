@@ -73,6 +73,7 @@ class PipelineSpec:
         slots: Where the stages find their parameters.
         schedule: From a number of microbatches to a schedule of S stages.
         most: Microbatches that one pipeline may be given.
+        unit: It takes multiples of this.
         num_microbatches: M, of a step.
         num_sums: Columns of a microbatch's sums.
         seed: Root of all random keys.
@@ -85,6 +86,7 @@ class PipelineSpec:
     slots: Slots
     schedule: Callable[[int], Schedule]
     most: int
+    unit: int
     num_microbatches: int
     num_sums: int
     seed: int
@@ -131,11 +133,12 @@ class Pipeline:
         self._num_ticks = len(self._actions(spec.most).table_TSF)
         self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
         of_stage = P(STAGE_AXIS)
+        spec_of: Any = P  # a tree of specs stands where arrays will be
         out_sums = Sums(
-            P(),
-            P(),
-            [(s,) * self._parts for s in [*slots.specs, *[P()] * sum(self._float_aux)]],
-            [P()] * (len(self._aux) - sum(self._float_aux)),
+            spec_of(),
+            spec_of(),
+            [(s,) * self._parts for s in [*slots.specs, *[spec_of()] * sum(self._float_aux)]],
+            [spec_of()] * (len(self._aux) - sum(self._float_aux)),
         )
         self._fill = self._jit(slots_fill(slots), ([*slots.specs],), [of_stage] * len(slots.slots))
         self._ticks = self._jit(
@@ -146,6 +149,7 @@ class Pipeline:
         )
         self._finish = self._jit(self._run_finish, (of_stage,), (out_sums, of_stage), donate=(0,))
         self._state: _Carry | None = None
+        self._compiled: tuple[Any, ...] = ()
 
     def _jit(self, run: Any, ins: Any, outs: Any, donate: tuple[int, ...] = ()) -> Any:
         mapped = jax.shard_map(run, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
@@ -181,7 +185,7 @@ class Pipeline:
     def _shapes(self) -> _Carry:
         spec, num = self.spec, self.spec.slots.num_stages
 
-        def each(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> jax.ShapeDtypeStruct:
+        def each(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> Any:
             return jax.ShapeDtypeStruct((num, *shape), dtype)
 
         def sums(shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -246,7 +250,6 @@ class Pipeline:
             index = where[1] + field["microbatch"]
             given = self._given(aux, batch_K, where[0], index, field["microbatch"])
             for number, action in self._all_actions():
-
                 own = (own_slots, given, field, index, exponents)
                 carry = _when(field["action"] == number, action, carry, own)
             return self._exchange(carry, field)
@@ -359,7 +362,9 @@ class Pipeline:
     ) -> _Accumulated:
         """Sums of a microbatch and what it did to other variables, on the last stage."""
         _, sums_S, *new_aux = results
-        peaks, floats, ints = acc.peaks, [], []
+        peaks = acc.peaks
+        floats: list[tuple[Any, ...]] = []
+        ints: list[Any] = []
         for old_value, new, is_float in zip(
             self.spec.graph.aux_values, new_aux, self._float_aux, strict=True
         ):
@@ -442,19 +447,85 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
+        assert self._state is not None
+        fill, ticks, finish = self._compiled
+        table = self._actions(len(ids)).table_TSF
+        slots = fill(list(params))
+        where = np.array([step, ids.start, 0, len(table)], np.int32)
+        carry, tick = ticks(
+            slots,
+            list(aux),
+            self._state,
+            exponents,
+            self._padded(table),
+            self._put(where),
+            self._stack(batches),
+        )
+        sums, self._state = finish(carry)
+        return sums, tick
+
+    def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
+        """The programs before compilation: filling slots, ticks, collecting sums."""
+        spec = self.spec
         if self._state is None:
             self._state = self._zeros()
-        actions = self._actions(len(ids))
-        table = np.zeros((self._num_ticks, *actions.table_TSF.shape[1:]), np.int32)
-        table[: len(actions.table_TSF)] = actions.table_TSF
-        slots = self._fill(list(params))
-        where = np.array([step, ids.start, 0, len(actions.table_TSF)], np.int32)
-        batch = self._stack(batches)
-        carry, tick = self._ticks(
-            slots, list(aux), self._state, exponents, self._put(table), self._put(where), batch
+        shapes = jax.eval_shape(lambda x: x, self._state)
+        of_stage = NamedSharding(self._mesh, P(STAGE_AXIS))
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of_stage), shapes
         )
-        sums, self._state = self._finish(carry)
-        return sums, tick
+        slots = [
+            jax.ShapeDtypeStruct((spec.slots.num_stages, *s.shape), s.dtype, sharding=of_stage)
+            for s in spec.slots.slots
+        ]
+        batch = [jax.ShapeDtypeStruct((spec.most, *x.shape), x.dtype) for x in self._batch_shapes]
+        table = np.zeros((self._num_ticks, spec.slots.num_stages, len(FIELDS)), np.int32)
+        return [
+            self._fill.lower(list(params)),
+            self._ticks.lower(
+                slots, list(aux), state, exponents, table, np.zeros(4, np.int32), batch
+            ),
+            self._finish.lower(state),
+        ]
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        self._compiled = tuple(compiled)
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs while the ticks run, parameters' storage left out."""
+        stats = self._compiled[1].memory_analysis()
+        if stats is None:
+            return 0
+        return int(
+            stats.argument_size_in_bytes
+            + stats.temp_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+        )
+
+    def explain(self) -> tuple[str, ...]:
+        """The stages, for the plan."""
+        spec = self.spec
+        schedule = spec.schedule(spec.most)
+        total = sum(p.segment.flops for p in spec.parts) or 1.0
+        lines = [
+            f"pipeline of {schedule.num_stages} stages, {schedule.name}"
+            + (f" with {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else "")
+            + (": forwards run again" if spec.recompute else ": residuals are kept")
+        ]
+        for p, part in enumerate(spec.parts):
+            lines.append(
+                f"stage {p % schedule.num_stages}: {part.segment.name}, "
+                f"{part.segment.flops / total:.0%} of the work"
+            )
+        lines.append(f"padding of the stages' parameters: {spec.slots.padding:.0%}")
+        return tuple(lines)
+
+    def _padded(self, table_TSF: np.ndarray) -> jax.Array:
+        padded = np.zeros((self._num_ticks, *table_TSF.shape[1:]), np.int32)
+        padded[: len(table_TSF)] = table_TSF
+        return self._put(padded)
 
     def _put(self, x: np.ndarray) -> jax.Array:
         return self._replica.put(x)

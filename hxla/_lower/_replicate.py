@@ -134,6 +134,7 @@ def build(
     seed: int,
     reduction: Reduction,
     platform: str,
+    num_terms: int | None = None,
     layout: Layout | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
     alone: Collection[int] = (),
@@ -155,6 +156,7 @@ def build(
         seed: Root of all random keys.
         reduction: `exact` (two int32 limbs per element) or `float` (float32).
         platform: Backend for which `compiler_options` are chosen.
+        num_terms: Terms of one element's sum, if more than M.
         layout: Of a replica of several devices; None for a single one.
         bucket_elements: Those of the `Reducer`.
         alone: Tensors that the `Reducer` sums by rows.
@@ -170,7 +172,7 @@ def build(
     num_tensors = len(floats)
     exact = reduction == "exact"
     parts = num_parts(reduction)
-    bits = _exact.num_bits(num_microbatches) if exact else 0
+    bits = _exact.num_bits(num_terms or num_microbatches) if exact else 0
     options = compiler_options(platform, reduction)
 
     specs = [P()] * num_tensors

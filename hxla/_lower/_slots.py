@@ -154,7 +154,7 @@ class Slots:
         ]
         if cut:
             flat = [
-                jnp.stack([x.reshape(-1) for x in jnp.split(part, num, slot.dim)])
+                jnp.stack([x.reshape(-1) for x in jnp.split(part, num, slot.dim or 0)])
                 for slot, own in cut
                 for part in own
             ]

@@ -102,7 +102,8 @@ class StagePart:
         leaves, self._residual_tree = jax.tree.flatten(vjp)
         known = {id(x): ("param", i) for i, x in enumerate(params)}
         known |= {id(x): ("given", v) for v, x in given.items()}
-        self._kept, saved = [], []
+        self._kept = []
+        saved: list[Any] = []
         for x in leaves:
             where = known.get(id(x))
             if where is None:

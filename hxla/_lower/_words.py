@@ -67,13 +67,17 @@ def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 def _num_words(shape: tuple[int, ...], dtype: Any) -> int:
     if _is_key(dtype):
         return math.prod(_key_data(shape, dtype).shape)
-    return -(-math.prod(shape) * (1 if dtype == bool else jnp.dtype(dtype).itemsize) // 4)
+    return -(
+        -math.prod(shape)
+        * (1 if jnp.issubdtype(dtype, jnp.bool_) else jnp.dtype(dtype).itemsize)
+        // 4
+    )
 
 
 def _to_words(x: jax.Array) -> jax.Array:
     if _is_key(x.dtype):
         x = jax.random.key_data(x)
-    if x.dtype == bool:
+    if jnp.issubdtype(x.dtype, jnp.bool_):
         x = x.astype(jnp.uint8)
     flat = x.reshape(-1)
     narrow = 4 // x.dtype.itemsize
@@ -86,7 +90,7 @@ def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
     if _is_key(dtype):
         data = words.reshape(_key_data(shape, dtype).shape)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), dtype)))
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return _from_words(words, shape, jnp.dtype(jnp.uint8)).astype(bool)
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize > 4:

@@ -20,7 +20,7 @@ import optax
 
 from .._cluster import Cluster
 from .._config import Config, as_config
-from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
+from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError, PlanError
 from .._factors import PATTERNS, Patterns
 from .._graph import rows_read
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
@@ -32,10 +32,11 @@ from .._lower._replicate import Reduction, num_parts
 from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
 from .._plan import Plan
+from .._planner._microbatch import candidate_sizes
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _dry, _setup, _strategy
+from . import _dry, _setup, _stages, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
@@ -46,6 +47,8 @@ from ._report import terminal_report, write_report
 from ._step import Engine
 from ._strategy import Strategy
 from ._watchdog import Watchdog
+
+_MICROBATCHES_PER_STAGE = 4  # a bubble of at most a fifth
 
 _FORMAT = 1  # of the checkpoint's own fields
 
@@ -110,6 +113,7 @@ def train(
     mesh: jax.sharding.Mesh | None = None,
     rules: str | RuleSet | None = None,
     patterns: Patterns = PATTERNS,
+    stages: int | Sequence[float] | None = None,
     split: Literal["measured", "even"] | Sequence[int] = "measured",
     reduction: Reduction = "exact",
     nonfinite: Literal["stop", "skip"] = "stop",
@@ -151,6 +155,8 @@ def train(
         rules: Rule set, or the name or file of one, that says what the inner axes cut.
         patterns: Which dimensions of an equation can be cut together; add your own with
             `hxla.PATTERNS.with_pattern`.
+        stages: Cut the model into a pipeline: so many stages of work that suits their devices, or
+            one number per stage, the shares of the work; how it runs: `hxla.Config.pipeline`.
         split: `measured` (counts follow the devices), `even`, or one count per device.
         reduction: `exact`, or `float` for ordinary float32 sums whose bits depend on the spread.
         nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
@@ -240,6 +246,7 @@ def train(
         mesh=mesh,
         rules=load_rules(rules) if isinstance(rules, str) else rules,
         patterns=patterns,
+        stages=stages if stages is not None else settings.auto.num_stages,
         cluster=cluster,
         split=split,
         reduction=reduction,
@@ -313,6 +320,7 @@ class _Run:
     mesh: jax.sharding.Mesh | None
     rules: RuleSet | None
     patterns: Patterns
+    stages: int | Sequence[float] | None
     cluster: Cluster | None
     split: Any
     reduction: Reduction
@@ -382,6 +390,7 @@ class _Run:
                 self.strategy, reasons=(*self.strategy.reasons, reason)
             )
         _setup.check_batch(self.batch_size, self.microbatch_size, len(replicas))
+        self._check_stages(len(replicas))
         communication = self.settings.communication
         if communication.dtype != "float32" and self.reduction == "exact":
             raise ConfigError(
@@ -488,6 +497,10 @@ class _Run:
                 f"mesh=jax.make_mesh(({len(self.devices)}, 1), ('data', 'tensor'))"
             )
         cluster = self.settings.cluster
+        pipeline = _stages.asked(self.stages, self.settings.pipeline)
+        if self.stages is not None:
+            _stages.check_unannotated(graph, pipeline.num)
+            return _strategy.pipelined(self.devices, pipeline)
         hosts = self._gather("hosts", platform.node())
         if self.settings.auto.auto_parallel:
             sizes = self._gather("memory", str(_setup.smallest_memory(self.devices, self.known)))
@@ -507,7 +520,37 @@ class _Run:
             share=cluster.share_devices,
             prefer_intra_node=cluster.prefer_intra_node,
             layout=cluster.layout,
+            stages=pipeline,
         )
+
+    def _check_stages(self, num_pipelines: int) -> None:
+        stages = self.strategy.stages
+        if stages is None:
+            return
+        if self.settings.communication.clip_norm is not None and (
+            self.settings.communication.clip == "before"
+        ):
+            raise ConfigError(
+                "communication.clip='before' needs the whole gradient of a microbatch, which no "
+                "stage of a pipeline has: use clip='after'"
+            )
+        if self.microbatch_size is None:
+            num = num_pipelines * stages.num * _MICROBATCHES_PER_STAGE
+            size = max(b for b in candidate_sizes(self.batch_size, 1) if self.batch_size >= b * num)
+            self.microbatch_size = size
+            reason = f"microbatch_size={size}: at least {_MICROBATCHES_PER_STAGE} per stage"
+            self.strategy = dataclasses.replace(
+                self.strategy, reasons=(*self.strategy.reasons, reason)
+            )
+        if stages.needs_even_counts:
+            num = self.batch_size // self.microbatch_size
+            if num % (num_pipelines * stages.unit(num // num_pipelines)):
+                raise PlanError(
+                    f"{num} microbatches do not suit {num_pipelines} pipelines of schedule "
+                    f"{stages.make_schedule(stages.num).name}: use a multiple of "
+                    f"{num_pipelines * stages.num}"
+                )
+            self.split = "even"
 
     def _rows_to_send(self) -> tuple[dict[int, int], tuple[str, ...]]:
         if self.rows_read is None:
@@ -538,6 +581,7 @@ class _Run:
             seed=self.seed,
             reduction=self.reduction,
             shard=self.strategy.shard,
+            stage=self.strategy.stage,
             gradient=self.settings.communication.gradient,
             clip=self._clip(),
             rows=self.rows,

@@ -18,6 +18,7 @@ from .._errors import ConfigError
 from .._history import Metric
 from .._loss import Part, as_sums, merge_parts
 from .._lower import _exact, _replicate
+from .._lower._pipeline import Pipeline, PipelineSpec
 from .._lower._reduce import Reducer
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -25,6 +26,8 @@ from .._model import Functional, leaf_names, to_host
 from .._types import PyTree
 
 Shard = Callable[[Callable[..., Any], PyTree, PyTree, PyTree, Any], Sharded]
+
+Stage = Callable[..., PipelineSpec]
 
 _MAX_REDOS = 3
 _NUM_SHARED = 3  # numbers of each device that travel with the sum: busy, update, stop
@@ -81,6 +84,7 @@ class Engine:
         seed: Root of all random keys.
         reduction: `exact` or `float`.
         shard: Plans the axes inside a replica, where there are any.
+        stage: Plans a replica's stages, where it is a pipeline: see `Stages.spec`.
         gradient: Whether the update sees the gradient of the batch's mean loss or of its sum.
         clip: `clip_before` or `clip_after` of `_replicate.build`.
         rows: Parameters whose gradient has few rows, with the most that a global batch touches.
@@ -101,6 +105,7 @@ class Engine:
         seed: int,
         reduction: _replicate.Reduction,
         shard: Shard | None = None,
+        stage: Stage | None = None,
         gradient: Literal["mean", "sum"] = "mean",
         clip: Mapping[str, float] | None = None,
         rows: Mapping[int, int] | None = None,
@@ -109,7 +114,6 @@ class Engine:
         self._mean = gradient == "mean"
         self._num_microbatches = num_microbatches
         self._exact = reduction == "exact"
-        self._bits = _exact.num_bits(num_microbatches) if self._exact else 0
         self._model = model
         platform = reducer.devices[0].platform
 
@@ -161,7 +165,28 @@ class Engine:
         self.reasons: tuple[str, ...] = ()
         self._batch_specs: list[P] | None = None
         self._specs: _Specs | None = None
-        if reducer.replicas[0].axes:
+        self._pipelines: list[Pipeline] = []
+        num_terms = num_microbatches
+        if stage is not None:
+            pipeline = stage(
+                self._train_sums,
+                model,
+                batch,
+                num_microbatches=num_microbatches,
+                num_sums=_num_sums(self._train_metrics),
+                seed=seed,
+                reduction=reduction,
+            )
+            num_terms = pipeline.num_terms
+            specs = pipeline.slots.specs
+            self._specs = _Specs(
+                params=specs,
+                opt_state=_opt_state_specs(optimizer, opt_state, model.params, specs),
+                aux=[P()] * len(jax.tree.leaves(model.aux)),
+            )
+            self._pipelines = [Pipeline(pipeline, r, model.aux, batch) for r in reducer.local]
+            self.reasons = self._pipelines[0].explain()
+        elif reducer.replicas[0].axes:
             assert shard is not None
             self._sharded = shard(self._train_sums, model.params, model.aux, batch, model.logical)
             self.reasons = self._sharded.explain()
@@ -182,6 +207,7 @@ class Engine:
                 num_sums=_num_sums(self._train_metrics),
                 optimizer=optimizer,
                 num_microbatches=num_microbatches,
+                num_terms=num_terms,
                 seed=seed,
                 reduction=reduction,
                 platform=platform,
@@ -193,6 +219,7 @@ class Engine:
             )
             for replica in (reducer.local if self._specs else reducer.local[:1])
         ]
+        self._bits = _exact.num_bits(num_terms) if self._exact else 0
         programs = self._all_programs[0]
         self._sums = reducer.sums(
             programs.combine,
@@ -297,15 +324,19 @@ class Engine:
             state.sums = state.programs.clear(state.sums)
         self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds))
         self._compile(batch)
+        unit = self._pipelines[0].spec.unit if self._pipelines else 1
         for _ in range(2 if self._exact else 1):  # again with scales that fit
             for i in range(len(self._states)):
-                self._run_micro(i, 0, 0, batch, keep=0)
+                self._run_own(i, 0, range(unit), [batch] * unit)
             self._adopt_scales()
+        # A pipeline's time for one microbatch says little: most of it is bubble.
+        even = self._num_microbatches // len(self._reducer.replicas)
+        num = max(unit, even - even % unit) if self._pipelines else 1
         for _ in range(repeats):
             for i, times in enumerate(seconds):
                 start = time.perf_counter()
-                jax.block_until_ready(self._run_micro(i, 0, 0, batch, keep=0))
-                times.append(time.perf_counter() - start)
+                jax.block_until_ready(self._run_own(i, 0, range(num), [batch] * num))
+                times.append((time.perf_counter() - start) / num)
         return [float(np.median(t)) if t else 0.0 for t in seconds]
 
     def _compile(self, batch: PyTree) -> None:
@@ -315,17 +346,29 @@ class Engine:
         for state, replica in zip(self._states, self._reducer.local, strict=True):
             exponents = replica.put(self.exponents)
             first = replica.put_tree(batch, self._batch_specs)
-            micro = state.programs.micro.lower(
-                state.params, state.aux, state.sums, exponents, where, first
+            micro = (
+                None
+                if self._pipelines
+                else state.programs.micro.lower(
+                    state.params, state.aux, state.sums, exponents, where, first
+                )
             )
             update = state.programs.update.lower(
                 state.params, state.opt_state, state.aux, *state.totals, exponents, weight
             )
             lowered += [micro, update]
-        self._micro_text = lowered[0].as_text()
-        compiled = list(self._pool.map(lambda program: program.compile(), lowered))
-        for state, micro, update in zip(self._states, compiled[::2], compiled[1::2], strict=True):
-            state.micro, state.update = micro, update
+        for pipeline, state, replica in zip(
+            self._pipelines, self._states, self._reducer.local, strict=False
+        ):
+            exponents = replica.put(self.exponents)
+            lowered += pipeline.lower(state.params, state.aux, exponents)
+        self._micro_text = "".join(p.as_text() for p in lowered[: 1 if lowered[0] else None] if p)
+        compiled = list(self._pool.map(lambda program: program and program.compile(), lowered))
+        for i, state in enumerate(self._states):
+            state.micro, state.update = compiled[2 * i : 2 * i + 2]
+        first_pipeline = 2 * len(self._states)
+        for i, pipeline in enumerate(self._pipelines):
+            pipeline.adopt(compiled[first_pipeline + 3 * i :][:3])
 
     def _sum_over_devices(
         self, rows: Sequence[np.ndarray]
@@ -375,6 +418,26 @@ class Engine:
         )
         return tick
 
+    def _run_own(
+        self, i: int, step: int, ids: range, batches: Sequence[PyTree]
+    ) -> jax.Array | None:
+        """All microbatches of a replica; returns an array to wait on, None if there are none."""
+        state = self._states[i]
+        if not ids:
+            state.sums = state.programs.clear(state.sums)
+            return None
+        tick = None
+        if self._pipelines:
+            if state.exponents is None:
+                state.exponents = self._reducer.local[i].put(self.exponents)
+            state.sums, tick = self._pipelines[i].run(
+                state.params, state.aux, state.exponents, step, ids, batches
+            )
+            return tick
+        for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
+            tick = self._run_micro(i, step, index, batch, keep=int(n > 0))
+        return tick
+
     def accumulate(
         self,
         step: int,
@@ -416,14 +479,7 @@ class Engine:
         on_reduce: Callable[[], None],
     ) -> tuple[Outcome, np.ndarray]:
         start = time.perf_counter()
-        ticks: list[jax.Array | None] = []
-        for i, state in enumerate(self._states):
-            tick = None
-            for n, (index, batch) in enumerate(zip(ids[i], batches[i], strict=True)):
-                tick = self._run_micro(i, step, index, batch, keep=int(n > 0))
-            if tick is None:
-                state.sums = state.programs.clear(state.sums)
-            ticks.append(tick)
+        ticks = [self._run_own(i, step, ids[i], batches[i]) for i in range(len(self._states))]
         watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
         busy = [watch.result() for watch in watches]
         rows = [
@@ -548,9 +604,13 @@ class Engine:
         held = jax.tree.leaves((state.params, state.opt_state, state.aux, state.sums))
         extra = [
             stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            for stats in (state.micro.memory_analysis(), state.update.memory_analysis())
+            for stats in (
+                program.memory_analysis() for program in (state.micro, state.update) if program
+            )
             if stats is not None
         ]
+        if self._pipelines:
+            extra.append(self._pipelines[0].memory_bytes())
         own = [x.addressable_shards[0].data.nbytes for x in held]
         return sum(own) + max(extra, default=0)
 

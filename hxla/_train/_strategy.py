@@ -1,6 +1,7 @@
 """From a traced model and the devices to replicas, and to what each of their axes cuts."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from .._errors import AnnotationError, ConfigError, PlanError
 from .._factors import PATTERNS, Patterns
 from .._graph import Graph
+from .._lower._pipeline import PipelineSpec
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
 from .._partition import (
@@ -24,9 +26,10 @@ from .._partition import (
 from .._planner._assign import Role
 from .._rules import RuleSet
 from .._trace import trace_sums
-from .._types import DATA_AXIS, PyTree
+from .._types import DATA_AXIS, STAGE_AXIS, PyTree
 from .._virtual import Layout
 from ._format import num_bytes
+from ._stages import Stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Strategy:
         roles: For each axis, the part of each TaskGraph.
         rules: Rule set that decides, or None for annotations.
         patterns: Which dimensions of an equation can be cut together.
+        stages: Of a replica that is a pipeline.
         reasons: What to say about it in the plan.
     """
 
@@ -47,6 +51,7 @@ class Strategy:
     roles: Mapping[str, tuple[Role, ...]] = dataclasses.field(default_factory=dict)
     rules: RuleSet | None = None
     patterns: Patterns = PATTERNS
+    stages: Stages | None = None
     reasons: tuple[str, ...] = ()
 
     def shard(
@@ -62,6 +67,13 @@ class Strategy:
         resolved = resolve_rules(graph, self.rules, self.axes) if self.rules is not None else None
         return shard_graph(graph, self.axes, self.roles, resolved)
 
+    @property
+    def stage(self) -> Callable[..., PipelineSpec] | None:
+        """Makes what a pipeline's programs are made from; None where there are no stages."""
+        if self.stages is None:
+            return None
+        return functools.partial(self.stages.spec, num_pipelines=len(self.replicas))
+
 
 def from_annotations(
     graph: Graph,
@@ -71,11 +83,21 @@ def from_annotations(
     share: bool,
     prefer_intra_node: bool,
     layout: Layout = "auto",
+    stages: Stages,
 ) -> Strategy:
     """The strategy that `replicate` and `split` ask for.
 
+    Args:
+        graph: Of the loss.
+        devices: Of the run.
+        hosts: Name of each process's host.
+        share: Whether TaskGraphs use the same devices.
+        prefer_intra_node: Whether a replica is kept on one node.
+        layout: Within what copies of the model are placed.
+        stages: How a pipeline is to run, where the annotations make one.
+
     Raises:
-        PlanError: If the devices do not fit, or TaskGraphs would need a pipeline.
+        PlanError: If the devices do not fit.
     """
     virtual, axes, roles = axes_of_annotations(
         graph,
@@ -87,6 +109,14 @@ def from_annotations(
     )
     if not axes:
         return replicated(devices)
+    if axes[0][0] == STAGE_AXIS:
+        own = dataclasses.replace(stages, num=axes[0][1], by_tasks=True)
+        groups = [
+            [devices[d] for d in pipeline]
+            for tasks in virtual.devices
+            for pipeline in zip(*tasks, strict=True)
+        ]
+        return _pipelines(groups, own)
     replicas = tuple(
         Replica(i, tuple(devices[d] for d in virtual.replica(i)), axes)
         for i in range(virtual.num_replicas)
@@ -160,6 +190,29 @@ def automatic(
         + "\n".join(tried)
         + "\nuse a smaller microbatch_size, or more devices"
     )
+
+
+def pipelined(devices: Sequence[jax.Device], stages: Stages) -> Strategy:
+    """Pipelines of consecutive devices.
+
+    Raises:
+        PlanError: If the devices are no multiple of the stages.
+    """
+    num = stages.num
+    if num < 2 or len(devices) % num:
+        fitting = [n for n in range(2, len(devices) + 1) if len(devices) % n == 0]
+        raise PlanError(
+            f"{len(devices)} devices cannot make pipelines of {num} stages: use "
+            f"{' or '.join(map(str, fitting)) or 'at least two devices and as many'} stages, or "
+            "leave devices out with cluster.visible_devices"
+        )
+    return _pipelines([devices[i : i + num] for i in range(0, len(devices), num)], stages)
+
+
+def _pipelines(groups: Sequence[Sequence[jax.Device]], stages: Stages) -> Strategy:
+    axes = ((STAGE_AXIS, stages.num),)
+    replicas = tuple(Replica(i, tuple(g), axes) for i, g in enumerate(groups))
+    return Strategy(replicas=replicas, axes=axes, stages=stages)
 
 
 def replicated(devices: Sequence[jax.Device]) -> Strategy:

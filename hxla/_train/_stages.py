@@ -1,0 +1,228 @@
+"""Stages of a pipeline: how many, cut where, on which devices."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._config import Pipeline
+from .._errors import ConfigError, PlanError
+from .._graph import Graph
+from .._lower._pipeline import PipelineSpec
+from .._lower._replicate import Reduction
+from .._lower._slots import make_slots
+from .._model import Functional
+from .._parts import parts_of
+from .._schedules import Schedule, make_schedule, schedule_from_table
+from .._segments import cut_points, segments, task_points
+from .._trace import trace_sums
+from .._types import PyTree
+
+_FINE = 4  # segments that each part is chosen from
+_MOST_SEGMENTS = 32
+
+Table = Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """A pipeline as the user asked for it.
+
+    Attributes:
+        num: Stages.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of the user's own.
+        num_chunks: Parts of the model on each stage, for `interleaved`.
+        recompute: Whether backwards run their forwards again.
+        shares: Work of each part in proportion; None: even.
+        by_tasks: Whether the cuts are those of the annotations.
+        layers: Segments of each part, once they are measured; None: by `shares`.
+    """
+
+    num: int
+    schedule: str | Table = "1f1b"
+    num_chunks: int = 1
+    recompute: bool = False
+    shares: tuple[float, ...] | None = None
+    by_tasks: bool = False
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the chain."""
+        return self.num * self.num_chunks
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that a chain is cut into before they are put together to parts."""
+        return max(self.num_parts, min(_FINE * self.num_parts, _MOST_SEGMENTS))
+
+    @property
+    def needs_even_counts(self) -> bool:
+        """Whether the schedule is made for some numbers of microbatches only."""
+        return self.schedule == "interleaved" or not isinstance(self.schedule, str)
+
+    def unit(self, num_microbatches: int) -> int:
+        """The number of which a pipeline's microbatches are a multiple.
+
+        Args:
+            num_microbatches: Of each pipeline, if counts are even.
+        """
+        if not isinstance(self.schedule, str):
+            return num_microbatches
+        return self.num if self.schedule == "interleaved" else 1
+
+    def make_schedule(self, num_microbatches: int) -> Schedule:
+        """For one pipeline.
+
+        Raises:
+            PlanError: If the schedule is not for so many stages or microbatches.
+        """
+        if isinstance(self.schedule, str):
+            return make_schedule(self.schedule, self.num, num_microbatches, self.num_chunks)
+        schedule = schedule_from_table(self.schedule)
+        own = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
+        if own != (self.num, num_microbatches, self.num_chunks):
+            raise PlanError(
+                f"the table of pipeline.schedule is for {own[0]} stages, {own[1]} microbatches and "
+                f"{own[2]} chunks; this pipeline has {self.num} stages, {num_microbatches} "
+                f"microbatches and {self.num_chunks} chunks"
+            )
+        return schedule
+
+    def points(self, graph: Graph) -> tuple[int, ...]:
+        """Where a graph is cut into parts.
+
+        Raises:
+            PlanError: If there are fewer places to cut than it takes.
+        """
+        if self.by_tasks:
+            points = task_points(graph)
+            if len(points) + 1 != self.num_parts:
+                names = ", ".join(f"{t.index}: {t.label}" for t in graph.task_graphs)
+                raise PlanError(
+                    f"the annotations make {len(points) + 1} runs of equations for "
+                    f"{self.num_parts} stages ({names}): equations of a TaskGraph must follow one "
+                    "another, so that it is one stage"
+                )
+            return points
+        fine = cut_points(graph, self.num_segments)
+        chain = segments(graph, self.num_segments)
+        if len(chain) < self.num_parts:
+            raise PlanError(
+                f"the loss has {len(chain)} parts that can be told apart (a scan over layers is "
+                f"one), too few for {self.num_parts} stages: use fewer, or a loop over layers"
+            )
+        if self.layers is not None and sum(self.layers) == len(chain):
+            ends = list(itertools.accumulate(self.layers))
+        else:
+            ends = _even([s.flops for s in chain], self.shares or (1.0,) * self.num_parts)
+        return tuple(fine[e - 1] for e in ends[:-1])
+
+    def spec(
+        self,
+        run: Any,
+        model: Functional,
+        batch: PyTree,
+        *,
+        num_microbatches: int,
+        num_sums: int,
+        seed: int,
+        reduction: Reduction,
+        num_pipelines: int,
+    ) -> PipelineSpec:
+        """What the programs are made from, for a microbatch like `batch`."""
+        graph = trace_sums(run, model.params, model.aux, batch, logical=model.logical)
+        parts = parts_of(graph, self.points(graph))
+        leaves = jax.tree.leaves(model.params)
+        slots = make_slots(
+            [tuple(x.shape) for x in leaves],
+            [x.dtype for x in leaves],
+            [
+                sorted({p for part in parts[s :: self.num] for p in part.segment.params})
+                for s in range(self.num)
+            ],
+        )
+        even = self.needs_even_counts
+        return PipelineSpec(
+            graph=graph,
+            parts=parts,
+            slots=slots,
+            schedule=functools.cache(self.make_schedule),
+            most=num_microbatches // num_pipelines if even else num_microbatches,
+            unit=self.unit(num_microbatches // num_pipelines),
+            num_microbatches=num_microbatches,
+            num_sums=num_sums,
+            seed=seed,
+            reduction=reduction,
+            recompute=self.recompute,
+        )
+
+
+def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
+    """What arguments and configuration say of a pipeline; of the number of stages, if they do.
+
+    Raises:
+        ConfigError: If the shares are not positive numbers, one per part.
+    """
+    num = 0 if stages is None else stages if isinstance(stages, int) else len(stages)
+    shares = None
+    if stages is not None and not isinstance(stages, int):
+        shares = tuple(map(float, stages))
+        num, rest = divmod(num, config.num_chunks)
+        if rest or not all(0 < x < float("inf") for x in shares):
+            raise ConfigError(
+                f"stages={list(stages)} must be positive shares of the work, one for each of the "
+                f"{config.num_chunks} chunks of each stage"
+            )
+    if config.num_chunks > 1 and config.schedule in ("gpipe", "1f1b", "zb-h1"):
+        raise ConfigError(
+            f"pipeline.num_chunks={config.num_chunks} needs pipeline.schedule='interleaved', not "
+            f"{config.schedule!r}"
+        )
+    return Stages(
+        num=num,
+        schedule=config.schedule,
+        num_chunks=config.num_chunks,
+        recompute=config.recompute,
+        shares=shares,
+    )
+
+
+def check_unannotated(graph: Graph, num: int) -> None:
+    """Stages are asked for in one way only.
+
+    Raises:
+        ConfigError: If the model is annotated.
+    """
+    annotated = [t.label for t in graph.task_graphs if t.strategy == "split" or t.device_count]
+    if annotated:
+        raise ConfigError(
+            f"stages={num} cuts a model that annotations cut already ({', '.join(annotated)}): "
+            "remove the annotations or the stages"
+        )
+
+
+def _even(work: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """Ends of consecutive groups whose work over its share is at most as large as it must be."""
+    total = list(itertools.accumulate(work, initial=0.0))
+    size = len(work)
+    infinite = float("inf")
+    best: list[tuple[float, list[int]]] = [
+        (0.0, []) if e == 0 else (infinite, []) for e in range(size + 1)
+    ]
+    for share in shares:
+        best = [
+            min(
+                (
+                    (max(best[s][0], (total[e] - total[s]) / share), [*best[s][1], e])
+                    for s in range(e)
+                    if best[s][0] < infinite
+                ),
+                default=(infinite, []),
+            )
+            for e in range(size + 1)
+        ]
+    return best[size][1]
