@@ -172,6 +172,14 @@ FAILURES = {
         [(1, 1, "B0"), (2, 1, "F0")],
         ["tick 1, stage 1: B0 needs F0, which runs in tick 2; move it to tick 3 or later"],
     ),
+    "a backward before its forward, which others wait for": (
+        [(0, 0, "B0"), (3, 0, "F0")],
+        [
+            "tick 0, stage 0: B0 needs F0, which runs in tick 3; move it to tick 4 or later",
+            "tick 0, stage 0: B0 needs B0 of stage 1, which runs in tick 2; move it to tick 3 or",
+            "tick 1, stage 1: F0 needs F0 of stage 0, which runs in tick 3; move it to tick 4 or",
+        ],
+    ),
     "a backward before the next stage's": (
         [(2, 0, "B0"), (3, 0, "")],
         ["tick 2, stage 0: B0 needs B0 of stage 1, which runs in tick 2"],
