@@ -32,7 +32,6 @@ from .._lower._replicate import Reduction, num_parts
 from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
 from .._plan import Plan
-from .._planner._microbatch import candidate_sizes
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
@@ -536,7 +535,8 @@ class _Run:
             )
         if self.microbatch_size is None:
             num = num_pipelines * stages.num * _MICROBATCHES_PER_STAGE
-            size = max(b for b in candidate_sizes(self.batch_size, 1) if self.batch_size >= b * num)
+            divisors = [b for b in range(1, self.batch_size + 1) if self.batch_size % b == 0]
+            size = max((b for b in divisors if b * num <= self.batch_size), default=1)
             self.microbatch_size = size
             reason = f"microbatch_size={size}: at least {_MICROBATCHES_PER_STAGE} per stage"
             self.strategy = dataclasses.replace(
