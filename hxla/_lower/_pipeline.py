@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from .._evaluate import Env
 from .._graph import Graph
 from .._parts import Part
-from .._schedules import BACKWARD, FORWARD, Schedule
+from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
@@ -54,6 +54,7 @@ class _Buffers(NamedTuple):
     inputs: jax.Array
     grads: jax.Array
     residuals: jax.Array
+    late: jax.Array
     down: jax.Array
     up: jax.Array
 
@@ -128,6 +129,8 @@ class Pipeline:
         self._bits = _exact.num_bits(spec.num_terms) if self._exact else 0
         self._sum_dtype = jnp.int32 if self._exact else jnp.float32
         self._num_tensors = len(slots.dims) + sum(self._float_aux)
+        some = spec.schedule(spec.unit)
+        self._halves = any(op.kind == WEIGHT for op in some.rows[0])
         self._programs = self._shared()
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
@@ -176,7 +179,8 @@ class Pipeline:
         out = []
         for p, stage in enumerate(self._stages):
             held = self.spec.slots.of[p % num]
-            key = stage.signature(recompute=self.spec.recompute), *(held[i] for i in stage.params)
+            text = stage.signature(recompute=self.spec.recompute, halves=self._halves)
+            key = text, *(held[i] for i in stage.params)
             out.append(seen.setdefault(key, p))
         return tuple(out)
 
@@ -199,6 +203,7 @@ class Pipeline:
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
             residuals=each((most.num_residuals, kept)),
+            late=each((most.num_late, max(s.late.size for s in self._stages))),
             down=each((down,)),
             up=each((up,)),
         )
@@ -289,7 +294,11 @@ class Pipeline:
             stage = self._stages[p]
             if not (self.spec.recompute and stage.part.is_last):
                 out.append((_actions.number(p, FORWARD), self._forward(p, stage)))
-            out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
+            if self._halves:
+                out.append((_actions.number(p, BACKWARD), self._input_grads(p, stage)))
+                out.append((_actions.number(p, WEIGHT), self._weight_grads(p, stage)))
+            else:
+                out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
         return out
 
     def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
@@ -326,20 +335,54 @@ class Pipeline:
         ) -> _Carry:
             buffers, acc = carry
             params = self._params(p, stage, slots)
-            grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
             if self.spec.recompute:
+                grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
                 inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
                 d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
             else:
-                saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+                saved, grads = self._waiting(stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = stage.above.float_words.pack(d_inputs, buffers.up.size)
             return _Carry(buffers._replace(up=packed), acc)
 
         return run
+
+    def _input_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            buffers = carry.buffers
+            saved, grads = self._waiting(stage, buffers, field)
+            params = self._params(p, stage, slots)
+            d_inputs, kept = stage.input_grads(params, saved, given, grads)
+            late = stage.late.pack(kept, buffers.late.shape[-1])
+            buffers = buffers._replace(
+                late=_set(buffers.late, late, field["late"]),
+                up=stage.above.float_words.pack(d_inputs, buffers.up.size),
+            )
+            return carry._replace(buffers=buffers)
+
+        return run
+
+    def _weight_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            saved, grads = self._waiting(stage, carry.buffers, field)
+            params = self._params(p, stage, slots)
+            kept = stage.late.unpack(carry.buffers.late[field["late"]])
+            d_params = stage.weight_grads(params, saved, given, grads, kept)
+            return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
+
+        return run
+
+    def _waiting(self, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
+        """A part's residuals and the gradients of its outputs."""
+        saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+        return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
 
     def _add_grads(
         self, p: int, stage: StagePart, acc: _Accumulated, grads: Sequence[Any], exponents: Any

@@ -182,6 +182,13 @@ def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
             f"pipeline.num_chunks={config.num_chunks} needs pipeline.schedule='interleaved', not "
             f"{config.schedule!r}"
         )
+    table = config.schedule if not isinstance(config.schedule, str) else ()
+    splits = config.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
+    if config.recompute and splits:
+        raise ConfigError(
+            "pipeline.recompute=True with weight gradients of their own would run each forward "
+            "three times: use schedule='1f1b', or keep residuals"
+        )
     return Stages(
         num=num,
         schedule=config.schedule,
