@@ -10,9 +10,9 @@ import numpy as np
 
 from .._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
 
-#: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, of
-#: the gradient of its output, of its residuals and of what a backward leaves to the weight gradient;
-#: where to put what comes down and up, and over which boundaries arrays travel after the tick.
+#: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, the
+#: gradient of its output, its residuals and what a backward leaves to the weight gradient; where to
+#: put what comes down and up, and over which boundaries arrays travel after the tick.
 FIELDS = ("action", "microbatch", "input", "grad", "residual", "late", "down", "up", "exchange")
 
 KINDS = (FORWARD, BACKWARD, WEIGHT)

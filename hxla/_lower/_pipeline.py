@@ -16,6 +16,7 @@ References:
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +101,21 @@ class PipelineSpec:
         return self.num_microbatches * self.slots.most_readers
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Times of a pipeline's pieces.
+
+    Attributes:
+        seconds: Of each kind of action of each part.
+        transfer_seconds: Of an exchange with all neighbours.
+        fixed_seconds: Of filling the slots and collecting the sums, once a step.
+    """
+
+    seconds: dict[tuple[str, int], float]
+    transfer_seconds: float
+    fixed_seconds: float
+
+
 class Pipeline:
     """The programs of one pipeline on its devices.
 
@@ -108,6 +124,10 @@ class Pipeline:
         replica: Its devices, one per stage.
         aux: Other variables, for shapes.
         batch: One microbatch, for shapes.
+
+    Attributes:
+        timed: Whether `run` waits after each tick to take its time; the results are the same.
+        times: Start and end of each tick of the last `run`, if it was timed.
     """
 
     def __init__(self, spec: PipelineSpec, replica: Replica, aux: PyTree, batch: PyTree):
@@ -151,8 +171,10 @@ class Pipeline:
             donate=(2,),
         )
         self._finish = self._jit(self._run_finish, (of_stage,), (out_sums, of_stage), donate=(0,))
-        self._state: _Carry | None = None
+        self._state: Any = None
         self._compiled: tuple[Any, ...] = ()
+        self.timed = False
+        self.times: tuple[tuple[float, float], ...] = ()
 
     def _jit(self, run: Any, ins: Any, outs: Any, donate: tuple[int, ...] = ()) -> Any:
         mapped = jax.shard_map(run, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
@@ -490,22 +512,94 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
-        assert self._state is not None
         fill, ticks, finish = self._compiled
         table = self._actions(len(ids)).table_TSF
         slots = fill(list(params))
-        where = np.array([step, ids.start, 0, len(table)], np.int32)
-        carry, tick = ticks(
-            slots,
-            list(aux),
-            self._state,
-            exponents,
-            self._padded(table),
-            self._put(where),
-            self._stack(batches),
-        )
+        fixed = (exponents, self._padded(table))
+        batch = self._stack(batches)
+        carry = self._state
+        spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
+        times = []
+        for span in spans:
+            where = self._put(np.array([step, ids.start, *span], np.int32))
+            start = time.perf_counter()
+            carry, tick = ticks(slots, list(aux), carry, *fixed, where, batch)
+            if self.timed:
+                jax.block_until_ready(tick)
+                times.append((start, time.perf_counter()))
+        self.times = tuple(times)
         sums, self._state = finish(carry)
         return sums, tick
+
+    def measure(
+        self,
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        exponents: jax.Array,
+        batch: PyTree,
+        *,
+        repeats: int,
+    ) -> Measured:
+        """Time everything that a step consists of, each by itself; no stage waits for another.
+
+        Args:
+            params: As stored.
+            aux: Other variables.
+            exponents: Scales.
+            batch: One microbatch.
+            repeats: Of which the median is taken.
+
+        Returns:
+            Times of this process's stages; those of others are not in it.
+        """
+        fill, ticks, finish = self._compiled
+        slots = fill(list(params))
+        stacked = self._stack([batch])
+        num_stages = self.spec.slots.num_stages
+        own = [s for s, d in enumerate(self._replica.devices) if d in set(jax.local_devices())]
+        kinds = (FORWARD, BACKWARD, WEIGHT) if self._halves else (FORWARD, BACKWARD)
+
+        def tick_seconds(actions: Sequence[int], exchange: int) -> float:
+            table = np.zeros((1, num_stages, len(FIELDS)), np.int32)
+            table[0, :, 0] = actions
+            table[0, :, -1] = exchange
+            where = self._put(np.array([0, 0, 0, 1], np.int32))
+            placed = self._padded(table)
+            seconds = []
+            for _ in range(1 + repeats):
+                start = time.perf_counter()
+                self._state, tick = ticks(
+                    slots, list(aux), self._state, exponents, placed, where, stacked
+                )
+                jax.block_until_ready((tick, self._state))
+                seconds.append(time.perf_counter() - start)
+            return float(np.median(seconds[1:]))
+
+        found: dict[tuple[str, int], float] = {}
+        nothing = tick_seconds([0] * num_stages, 0)
+        for kind in kinds:
+            for first in range(0, len(self._stages), num_stages):
+                numbers = self._programs[first : first + num_stages]
+                took = tick_seconds([_actions.number(p, kind) for p in numbers], 0)
+                found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
+        transfer = tick_seconds([0] * num_stages, len(self._exchanges) - 1) - nothing
+        once = []
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(fill(list(params)))
+            sums, self._state = finish(self._state)
+            jax.block_until_ready(sums)
+            once.append(time.perf_counter() - start)
+        return Measured(
+            seconds=found,
+            transfer_seconds=max(0.0, transfer),
+            fixed_seconds=float(np.median(once[1:])),
+        )
+
+    def crossed(self, schedule: Schedule) -> list[tuple[int, ...]]:
+        """Boundaries of each tick's exchange."""
+        used = _actions.crossed(schedule)
+        return [next(s for s in self._exchanges if u <= set(s)) for u in used]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: filling slots, ticks, collecting sums."""

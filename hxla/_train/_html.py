@@ -2,6 +2,7 @@
 
 import html
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from .._history import History, scalars
@@ -55,6 +56,7 @@ tbody th { color: var(--ink); font-weight: 400; }
 pre { margin: 0 0 .6rem; overflow-x: auto; font: .85rem/1.5 ui-monospace, "SF Mono", Menlo,
   Consolas, "Liberation Mono", monospace; }
 .warn { color: var(--mark); }
+.drawn { background: #ffffff; border-radius: 6px; }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
 
@@ -64,6 +66,7 @@ def html_report(
     *,
     title: str,
     notes: Mapping[str, str] | None = None,
+    pictures: Mapping[str, pathlib.Path] | None = None,
     comparison: Mapping[str, History] | None = None,
 ) -> str:
     """The report as one self-contained HTML page.
@@ -72,6 +75,7 @@ def html_report(
         history: The run.
         title: Heading of the page.
         notes: Further sections of plain text, by heading; line breaks and spaces are kept.
+        pictures: Further sections with an SVG file each, by heading.
         comparison: Runs to lay side by side, by name. The first is what the others are compared
             with; the run of `history` is among them only if it is given here too.
 
@@ -94,6 +98,11 @@ def html_report(
             _section("Speed over time", _figure(speed_picture(history))),
             _section("What went differently", *_events(history, summary)),
         ]
+    for heading, path in (pictures or {}).items():
+        drawn = path.read_text()
+        parts.append(
+            _section(heading, f'<figure class="drawn">{drawn[drawn.index("<svg") :]}</figure>')
+        )
     for heading, text in (notes or {}).items():
         parts.append(_section(heading, f"<pre>{html.escape(text.strip(chr(10)))}</pre>"))
     lead = (

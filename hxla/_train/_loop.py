@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import pathlib
@@ -35,7 +36,7 @@ from .._plan import Plan
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _dry, _setup, _stages, _strategy
+from . import _dry, _pipeline_report, _setup, _stages, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
@@ -611,8 +612,43 @@ class _Run:
             self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
         )
         self.reasons = (*self.strategy.reasons, *chosen.engine.reasons, *chosen.reasons)
+        self._plan_pipelines(first(chosen.microbatch_size), counts)
         self.balancer = Balancer(self.settings.balance, counts, limits, chosen.seconds)
         self._set_plan()
+
+    def _plan_pipelines(self, batch: PyTree, counts: Sequence[int]) -> None:
+        """Predict the step of each pipeline from the measured times of its pieces."""
+        self.predicted: dict[int, _pipeline_report.Predicted] = {}
+        self.ticks: dict[int, list[list[tuple[float, float]]]] = {}
+        pipelines = self.engine.pipelines
+        if self.strategy.stages is None or _strategy.stages_share_cores(self.strategy.replicas):
+            return
+        own = self.engine.measure_pipelines(batch, repeats=3)
+        texts = self._gather("pipeline times", _pipeline_report.to_text(own))
+        some = next(iter(pipelines.values()))
+        for replica, measured in sorted(_pipeline_report.from_texts(texts).items()):
+            predicted = _pipeline_report.predict(some, measured, counts[replica])
+            self.predicted[replica] = predicted
+            self.reasons += (_pipeline_report.explain(replica, predicted, measured),)
+
+    def _time_ticks(self, on: bool) -> None:
+        """Take the time of every tick of the next step, or tell all processes those of the last."""
+        for pipeline in self.engine.pipelines.values():
+            pipeline.timed = on
+        if on:
+            return
+        own = {
+            replica: [list(self.reducer.replicas[replica].devices).index(d), pipeline.times]
+            for replica, pipeline in self.engine.pipelines.items()
+            for d in self.reducer.replicas[replica].devices
+            if d.process_index == jax.process_index()
+        }
+        for text in self._gather("ticks", json.dumps(own)):
+            for replica, (stage, times) in json.loads(text).items():
+                num = self.reducer.replicas[int(replica)].axes[0][1]
+                rows = self.ticks.setdefault(int(replica), [[] for _ in range(num)])
+                # Clocks differ between hosts: each counts from its own first tick.
+                rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
     def _set_plan(self) -> None:
         assert self.microbatch_size is not None
@@ -692,6 +728,9 @@ class _Run:
             batches = [[next(loaded) for _ in own] for own in ids]
             self._beat(step, "microbatches")
             compiled = num_compilations()
+            timed = step == start + 1 and bool(self.predicted) and self.run_dir is not None
+            if timed:
+                self._time_ticks(on=True)
             outcome = self.engine.accumulate(
                 step,
                 ids,
@@ -699,6 +738,8 @@ class _Run:
                 stop=self.stopping or self.sigterm,
                 on_reduce=functools.partial(self._beat, step, "reduce"),
             )
+            if timed:
+                self._time_ticks(on=False)
             self._beat(step, "update")
             if outcome.nonfinite:
                 self._nonfinite(step, outcome.nonfinite)
@@ -836,8 +877,13 @@ class _Run:
             print(terminal_report(history, title="hxla"))
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
+            devices = {r.index: [str(d) for d in r.devices] for r in self.strategy.replicas}
             write_report(
-                path, history, title=self.run_dir.name, notes={"Plan": self.plan.explain()}
+                path,
+                history,
+                title=self.run_dir.name,
+                notes={"Plan": self.plan.explain()},
+                pictures=_pipeline_report.write(self.run_dir, self.predicted, self.ticks, devices),
             )
             print(f"report: {path}")
         return Result(

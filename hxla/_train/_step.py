@@ -18,7 +18,7 @@ from .._errors import ConfigError
 from .._history import Metric
 from .._loss import Part, as_sums, merge_parts
 from .._lower import _exact, _replicate
-from .._lower._pipeline import Pipeline, PipelineSpec
+from .._lower._pipeline import Measured, Pipeline, PipelineSpec
 from .._lower._reduce import Reducer
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -338,6 +338,22 @@ class Engine:
                 jax.block_until_ready(self._run_own(i, 0, range(num), [batch] * num))
                 times.append((time.perf_counter() - start) / num)
         return [float(np.median(t)) if t else 0.0 for t in seconds]
+
+    @property
+    def pipelines(self) -> Mapping[int, Pipeline]:
+        """Those with a device here, by replica."""
+        return {r.index: p for r, p in zip(self._reducer.local, self._pipelines, strict=False)}
+
+    def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, Measured]:
+        """Times of the pieces of every local pipeline's step, by replica."""
+        found = {}
+        for i, pipeline in enumerate(self._pipelines):
+            state, replica = self._states[i], self._reducer.local[i]
+            exponents = replica.put(self.exponents)
+            found[replica.index] = pipeline.measure(
+                state.params, state.aux, exponents, batch, repeats=repeats
+            )
+        return found
 
     def _compile(self, batch: PyTree) -> None:
         """Compile ahead what the devices run, so that no step waits for a compiler."""
