@@ -23,7 +23,7 @@ from .._cluster import Cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError, PlanError
 from .._factors import PATTERNS, Patterns
-from .._graph import rows_read
+from .._graph import Graph, rows_read
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
@@ -36,7 +36,7 @@ from .._plan import Plan
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _dry, _pipeline_report, _setup, _stages, _strategy
+from . import _cut, _dry, _pipeline_report, _setup, _stages, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
@@ -500,7 +500,7 @@ class _Run:
         pipeline = _stages.asked(self.stages, self.settings.pipeline)
         if self.stages is not None:
             _stages.check_unannotated(graph, pipeline.num)
-            return _strategy.pipelined(self.devices, pipeline)
+            return self._pipelined(graph, pipeline, self._first_batch(start, size))
         hosts = self._gather("hosts", platform.node())
         if self.settings.auto.auto_parallel:
             sizes = self._gather("memory", str(_setup.smallest_memory(self.devices, self.known)))
@@ -522,6 +522,37 @@ class _Run:
             layout=cluster.layout,
             stages=pipeline,
         )
+
+    def _pipelined(self, graph: Graph, stages: _stages.Stages, batch: PyTree) -> Strategy:
+        """Pipelines cut by the times of their devices, where these say something."""
+        strategy = _strategy.pipelined(self.devices, stages)
+        if (
+            self.split == "even"
+            or stages.shares is not None
+            or stages.num_chunks > 1
+            or _strategy.stages_share_cores(strategy.replicas)
+        ):
+            return strategy
+        self._beat(-1, "measuring segments")
+        own = _cut.measure_segments(
+            graph, stages, self._functional, batch, self.devices, self.reduction
+        )
+        cut = _cut.best_cut(
+            graph,
+            stages,
+            self._gather("segments", own),
+            memory_bytes={
+                i: self.known[d].memory_bytes if d in self.known else None
+                for i, d in enumerate(self.devices)
+            },
+            num_microbatches=self.batch_size // jax.tree.leaves(batch)[0].shape[0],
+            optimizer_bytes=_setup.optimizer_bytes(self.optimizer, self._functional.params),
+            reduction=self.reduction,
+        )
+        self.devices = tuple(self.devices[i] for i in cut.order)
+        stages = dataclasses.replace(stages, layers=cut.layers)
+        strategy = _strategy.pipelined(self.devices, stages)
+        return dataclasses.replace(strategy, reasons=(cut.reason,))
 
     def _check_stages(self, num_pipelines: int) -> None:
         stages = self.strategy.stages

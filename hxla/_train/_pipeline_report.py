@@ -49,7 +49,7 @@ def to_text(measured: Mapping[int, Measured]) -> str:
 
 
 def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
-    """What all processes measured, by replica: each stage's own times, the slowest's of the rest."""
+    """What all processes measured, by replica: each stage by its own, the rest by the slowest."""
     found: dict[int, Measured] = {}
     for text in texts:
         for row in json.loads(text):

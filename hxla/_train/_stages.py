@@ -115,7 +115,8 @@ class Stages:
                 f"the loss has {len(chain)} parts that can be told apart (a scan over layers is "
                 f"one), too few for {self.num_parts} stages: use fewer, or a loop over layers"
             )
-        if self.layers is not None and sum(self.layers) == len(chain):
+        if self.layers is not None:
+            assert sum(self.layers) == len(chain), (self.layers, len(chain))
             ends = list(itertools.accumulate(self.layers))
         else:
             ends = _even([s.flops for s in chain], self.shares or (1.0,) * self.num_parts)
