@@ -19,7 +19,8 @@ from ._rules import Resolved, RuleSet, load_rules
 from ._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from ._virtual import Layout, Request, VirtualDevices, assign_devices
 
-_BATCH_AXES = ("fsdp", "sequence")  # inner axes that carry the batch, not parameters' work
+#: Inner axes that carry the batch, not parameters' work.
+BATCH_AXES = ("fsdp", "sequence")
 
 Axes = tuple[tuple[str, int], ...]
 Roles = Mapping[str, tuple[Role, ...]]
@@ -138,7 +139,7 @@ def axes_of_annotations(
     """Virtual devices, and the mesh axes inside a replica; none if every device is a replica.
 
     Raises:
-        PlanError: If the devices do not fit, or stages are split or of unlike counts.
+        PlanError: If the devices do not fit, or stages are unlike in strategy or count.
     """
     requests = requests_of(graph)
     virtual = assign_devices(
@@ -151,9 +152,11 @@ def axes_of_annotations(
     )
     if len(set(virtual.devices[0])) > 1:
         counts = {len(devices) for devices in virtual.devices[0]}
-        if len(counts) > 1 or any(r.kind != "replicate" for r in requests):
+        kinds = {r.kind for r in requests}
+        if len(counts) > 1 or len(kinds) > 1 or any(r.copies > 1 for r in requests):
             raise PlanError(_no_pipeline(requests, virtual))
-        return virtual, ((STAGE_AXIS, len(requests)),), {}
+        inner, roles = split_over(graph, counts.pop()) if kinds == {"split"} else ((), {})
+        return virtual, ((STAGE_AXIS, len(requests)), *inner), roles
     if all(r.kind == "replicate" for r in requests):
         return virtual, (), {}
     axes, roles = _axes(requests, _levels(requests, len(virtual.replica(0))))
@@ -167,7 +170,7 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
         PlanError: If nothing says what an axis is for, or an annotation says otherwise.
     """
     kinds = [t.strategy for t in graph.task_graphs]
-    size = math.prod(n for name, n in axes if name not in _BATCH_AXES)
+    size = math.prod(n for name, n in axes if name not in BATCH_AXES)
     for task in graph.task_graphs:
         asked = task.device_count
         if task.strategy == "split" and not by_rules and asked not in (None, size):
@@ -178,7 +181,7 @@ def roles_of_mesh(graph: Graph, axes: Axes, *, by_rules: bool) -> Roles:
             )
     roles: dict[str, tuple[Role, ...]] = {}
     for name, _ in axes:
-        if name in _BATCH_AXES:
+        if name in BATCH_AXES:
             roles[name] = tuple("replicate" for _ in kinds)
         elif by_rules:
             roles[name] = tuple("rules" for _ in kinds)
@@ -277,8 +280,8 @@ def _no_pipeline(requests: Sequence[Request], virtual: VirtualDevices) -> str:
         for i, (r, devices) in enumerate(zip(requests, virtual.devices[0], strict=True))
     ]
     return (
-        "TaskGraphs on different devices are stages of a pipeline, which hxla runs where each is "
-        "hxla.replicate of the same count:\n"
+        "TaskGraphs on different devices are stages of a pipeline, which hxla runs where all are "
+        "hxla.replicate, or all hxla.split, of the same count:\n"
         + "\n".join(lines)
         + "\nlet them share devices with config={'cluster': {'share_devices': True}}, or give "
         "them no counts"

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._evaluate import Env, read, run_ops
+from ._evaluate import Env, Placement, read, run_ops
 from ._graph import Graph
 from ._segments import Segment, segments_at
 
@@ -63,21 +63,24 @@ def is_float(graph: Graph, value: int) -> bool:
     return known.differentiable and bool(jnp.issubdtype(known.dtype, jnp.floating))
 
 
-def run_part(graph: Graph, part: Part) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
+def run_part(
+    graph: Graph, part: Part, placement: Placement | None = None
+) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
     """`(params, inputs, given) -> outputs`, of the last part the program's results.
 
     `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
-    the batch, other variables and the random key by number.
+    the batch, other variables and the random key by number. `placement` is that of `run_ops`.
     """
+    place = placement or Placement()
 
     def run(params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
-        env: Env = dict(graph.consts) | dict(given)
-        env.update(zip(part.inputs, inputs, strict=True))
-        numbers = (graph.param_values[p] for p in part.segment.params)
-        env.update(zip(numbers, params, strict=True))
-        run_ops(part.segment.ops, env)
+        env: Env = dict(graph.consts)
+        numbers = [graph.param_values[p] for p in part.segment.params]
+        for own, arrays in ((given, given.values()), (part.inputs, inputs), (numbers, params)):
+            env.update(zip(own, place.carry(tuple(own), list(arrays)), strict=True))
+        run_ops(part.segment.ops, env, placement)
         if part.is_last:
             return [read(env, v) for v in graph.result_values]
-        return [env[v] for v in part.outputs]
+        return place.carry(part.outputs, [env[v] for v in part.outputs])
 
     return run

@@ -6,8 +6,13 @@ conditional promises. Then arrays travel to the neighbours: two permutes over th
 table's set for that tick. The table, the number of ticks and the numbers of the microbatches are
 arguments: another schedule or count of microbatches compiles nothing.
 
-Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks, S stages,
-F fields of a table, W 32-bit words.
+A stage may have several devices, which cut its parameters as a `Sharded` says. Filling and emptying
+the slots is manual over all axes, for each device moves its own pieces; the ticks are manual over
+`stage` only, and XLA adds the collectives inside a stage. They may stand in an action, because all
+devices of a stage take it in the same tick. What crosses a boundary is whole on each of them.
+
+Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks or tensors, S
+stages, N devices of a stage, F fields of a table, W 32-bit words.
 
 References:
     Huang et al., "GPipe", NeurIPS 2019. Narayanan et al., SC 2021 (1F1B, interleaved).
@@ -17,7 +22,7 @@ References:
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +40,8 @@ from . import _actions, _exact
 from ._actions import FIELDS, Actions
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
-from ._slots import Slots
+from ._shard import Sharded, place_in
+from ._slots import Slots, names_of
 from ._stage import StagePart
 
 
@@ -43,7 +49,7 @@ class _Accumulated(NamedTuple):
     """What each stage adds up over a step; every array has a leading dimension of stages."""
 
     small_MS: jax.Array
-    peaks: jax.Array
+    peaks_NT: jax.Array
     slots: list[tuple[jax.Array, ...]]
     aux: list[tuple[jax.Array, ...]]
     ints: list[jax.Array]
@@ -81,6 +87,7 @@ class PipelineSpec:
         seed: Root of all random keys.
         reduction: `exact` or `float`.
         recompute: Whether backwards run forwards again from kept inputs.
+        sharded: What the devices of a stage cut; its graph is this one. None: a stage has one.
     """
 
     graph: Graph
@@ -94,6 +101,7 @@ class PipelineSpec:
     seed: int
     reduction: Reduction
     recompute: bool
+    sharded: Sharded | None = None
 
     @property
     def num_terms(self) -> int:
@@ -121,7 +129,7 @@ class Pipeline:
 
     Args:
         spec: What to run.
-        replica: Its devices, one per stage.
+        replica: Its devices; the first axis is that of the stages.
         aux: Other variables, for shapes.
         batch: One microbatch, for shapes.
 
@@ -138,7 +146,10 @@ class Pipeline:
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
         wrap = upright if platform == "cpu" else lambda x: x
-        self._stages = [StagePart(graph, part, wrap) for part in spec.parts]
+        self._inner = tuple(name for name, _ in replica.axes[1:])
+        self._per_stage = len(replica.devices) // slots.num_stages
+        placement = spec.sharded.placement(self._mesh) if spec.sharded is not None else None
+        self._stages = [StagePart(graph, part, wrap, placement) for part in spec.parts]
         self._aux = jax.tree.leaves(aux)
         self._batch_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
@@ -155,32 +166,49 @@ class Pipeline:
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
         self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
-        of_stage = P(STAGE_AXIS)
         spec_of: Any = P  # a tree of specs stands where arrays will be
+        self._slot_specs = [P(STAGE_AXIS, *slot.spec) for slot in slots.slots]
+        self._carry_specs = self._specs_of_carry()
         out_sums = Sums(
             spec_of(),
             spec_of(),
             [(s,) * self._parts for s in [*slots.specs, *[spec_of()] * sum(self._float_aux)]],
             [spec_of()] * (len(self._aux) - sum(self._float_aux)),
         )
-        self._fill = self._jit(slots_fill(slots), ([*slots.specs],), [of_stage] * len(slots.slots))
+        carry = self._carry_specs
+        self._fill = self._jit(slots_fill(slots), ([*slots.specs],), self._slot_specs)
         self._ticks = self._jit(
             self._run_ticks,
-            (of_stage, P(), of_stage, P(), P(), P(), P()),
-            (of_stage, P()),
+            (self._slot_specs, P(), carry, P(), P(), P(), P()),
+            (carry, P()),
             donate=(2,),
+            manual=(STAGE_AXIS,),
         )
-        self._finish = self._jit(self._run_finish, (of_stage,), (out_sums, of_stage), donate=(0,))
+        self._finish = self._jit(self._run_finish, (carry,), (out_sums, carry), donate=(0,))
         self._state: Any = None
         self._compiled: tuple[Any, ...] = ()
         self.timed = False
         self.times: tuple[tuple[float, float], ...] = ()
 
-    def _jit(self, run: Any, ins: Any, outs: Any, donate: tuple[int, ...] = ()) -> Any:
-        mapped = jax.shard_map(run, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
-        ins, outs = jax.tree.map(
-            lambda s: NamedSharding(self._mesh, s), (ins, outs), is_leaf=lambda s: isinstance(s, P)
+    def _jit(
+        self,
+        run: Any,
+        ins: Any,
+        outs: Any,
+        donate: tuple[int, ...] = (),
+        manual: Sequence[str] | None = None,
+    ) -> Any:
+        names = frozenset(self._mesh.axis_names if manual is None else manual)
+        own_ins, own_outs = _map_specs(lambda s: _only(s, names), (ins, outs))
+        mapped = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            in_specs=own_ins,
+            out_specs=own_outs,
+            axis_names=names,
+            check_vma=False,
         )
+        ins, outs = _map_specs(lambda s: NamedSharding(self._mesh, s), (ins, outs))
         return jax.jit(
             mapped,
             in_shardings=ins,
@@ -231,7 +259,9 @@ class Pipeline:
         )
         acc = _Accumulated(
             small_MS=each((spec.num_microbatches, spec.num_sums), jnp.int32),
-            peaks=each((len(spec.slots.slots) + sum(self._float_aux),), jnp.int32),
+            peaks_NT=each(
+                (self._per_stage, len(spec.slots.slots) + sum(self._float_aux)), jnp.int32
+            ),
             slots=[sums(slot.shape) for slot in spec.slots.slots],
             aux=[
                 sums(x.shape or (1,)) for x, f in zip(self._aux, self._float_aux, strict=True) if f
@@ -244,14 +274,44 @@ class Pipeline:
         )
         return _Carry(buffers, acc)
 
+    def _specs_of_carry(self) -> _Carry:
+        """A PartitionSpec for each array of a carry."""
+        shapes = self._shapes()
+        whole: Any = jax.tree.map(lambda _: P(STAGE_AXIS), shapes)
+        acc = whole.acc._replace(
+            peaks_NT=P(STAGE_AXIS, self._inner or None),
+            slots=[(s,) * self._parts for s in self._slot_specs],
+        )
+        return whole._replace(acc=acc)  # type: ignore[no-any-return]
+
     def _zeros(self) -> _Carry:
-        sharding = NamedSharding(self._mesh, P(STAGE_AXIS))
         shapes = self._shapes()
         make = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=sharding,
+            out_shardings=_map_specs(lambda s: NamedSharding(self._mesh, s), self._carry_specs),
         )
         return make()  # type: ignore[no-any-return]
+
+    def _place(self, tree: Any, specs: Any) -> Any:
+        """Constrain the arrays of one stage; `specs` are those over all stages."""
+        if not self._inner:
+            return tree
+        return jax.tree.map(
+            lambda x, s: place_in(self._mesh, x, P(*s[1:])),
+            tree,
+            specs,
+        )
+
+    def _whole(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays as they cross boundaries: the same on all devices of a stage."""
+        if not self._inner:
+            return list(arrays)
+        return [
+            x
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else place_in(self._mesh, jnp.asarray(x), P())
+            for x in arrays
+        ]
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -278,11 +338,21 @@ class Pipeline:
             given = self._given(aux, batch_K, where[0], index, field["microbatch"])
             for number, action in self._all_actions():
                 own = (own_slots, given, field, index, exponents)
-                carry = _when(field["action"] == number, action, carry, own)
+                carry = _when(field["action"] == number, self._placing(action), carry, own)
             return self._exchange(carry, field)
 
         inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
         return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[:1, :1].sum()[None].sum()
+
+    def _placing(self, action: Callable[..., _Carry]) -> Callable[..., _Carry]:
+        """An action whose arrays lie where they did, whatever it does with them."""
+
+        def run(carry: _Carry, slots: Any, *others: Any) -> _Carry:
+            carry = self._place(carry, self._carry_specs)
+            carry = action(carry, self._place(slots, self._slot_specs), *others)
+            return self._place(carry, self._carry_specs)  # type: ignore[no-any-return]
+
+        return run
 
     def _tensors(self) -> jax.Array:
         """For each stage the tensor of every slot, and the other variables; tensor 0: padding."""
@@ -332,7 +402,7 @@ class Pipeline:
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
             buffers, acc = carry
-            inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
+            inputs = self._whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
             params = self._params(p, stage, slots)
             if self.spec.recompute:
                 made = stage.forward(params, inputs, given)
@@ -345,7 +415,7 @@ class Pipeline:
             if stage.part.is_last:
                 acc = self._record(acc, made, given, index, exponents)
             else:
-                packed = stage.below.words.pack(made, buffers.down.size)
+                packed = stage.below.words.pack(self._whole(made), buffers.down.size)
                 buffers = buffers._replace(down=packed)
             return _Carry(buffers, acc)
 
@@ -358,8 +428,8 @@ class Pipeline:
             buffers, acc = carry
             params = self._params(p, stage, slots)
             if self.spec.recompute:
-                grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
-                inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
+                grads = self._whole(stage.below.float_words.unpack(buffers.grads[field["grad"]]))
+                inputs = self._whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
                 d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
@@ -367,7 +437,7 @@ class Pipeline:
                 saved, grads = self._waiting(stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
-            packed = stage.above.float_words.pack(d_inputs, buffers.up.size)
+            packed = stage.above.float_words.pack(self._whole(d_inputs), buffers.up.size)
             return _Carry(buffers._replace(up=packed), acc)
 
         return run
@@ -410,12 +480,42 @@ class Pipeline:
         self, p: int, stage: StagePart, acc: _Accumulated, grads: Sequence[Any], exponents: Any
     ) -> _Accumulated:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        slots, peaks = list(acc.slots), acc.peaks
-        for param, grad in zip(stage.params, grads, strict=True):
-            slot = held[param]
-            peaks = _peak(peaks, slot, grad)
+        places = [held[param] for param in stage.params]
+        specs = [self._slot_specs[slot] for slot in places]
+        grads = self._place(list(grads), specs)
+        slots = list(acc.slots)
+        for slot, grad in zip(places, grads, strict=True):
             slots[slot] = self._add(slots[slot], grad, exponents[slot])
-        return acc._replace(slots=slots, peaks=peaks)
+        return acc._replace(slots=slots, peaks_NT=self._peaks(acc.peaks_NT, places, grads, specs))
+
+    def _peaks(
+        self,
+        peaks_NT: jax.Array,
+        tensors: Sequence[int],
+        values: Sequence[jax.Array],
+        specs: Sequence[P],
+    ) -> jax.Array:
+        """Largest magnitudes that each device of a stage saw in its own pieces of tensors."""
+        if not values:
+            return peaks_NT
+
+        def run(peaks_NT: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+            own_T = peaks_NT[0]
+            for tensor, x in zip(tensors, values, strict=True):
+                own_T = _peak(own_T, tensor, x)
+            return own_T[None]
+
+        if not self._inner:
+            return run(peaks_NT, values)
+        mapped = jax.shard_map(
+            run,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(P(self._inner), [P(*s[1:]) for s in specs]),
+            out_specs=P(self._inner),
+            axis_names=frozenset(self._inner),
+            check_vma=False,
+        )
+        return mapped(peaks_NT, values)  # type: ignore[no-any-return]
 
     def _add(self, before: Sequence[Any], x: jax.Array, exponent: Any) -> tuple[Any, ...]:
         x = x.astype(jnp.float32).reshape(before[0].shape)
@@ -426,25 +526,30 @@ class Pipeline:
         self, acc: _Accumulated, results: list[Any], given: Env, index: jax.Array, exponents: Any
     ) -> _Accumulated:
         """Sums of a microbatch and what it did to other variables, on the last stage."""
-        _, sums_S, *new_aux = results
-        peaks = acc.peaks
+        _, sums_S, *new_aux = self._whole(results)
+        first = len(self.spec.slots.slots)
+        deltas: list[jax.Array] = []
         floats: list[tuple[Any, ...]] = []
         ints: list[Any] = []
         for old_value, new, is_float in zip(
             self.spec.graph.aux_values, new_aux, self._float_aux, strict=True
         ):
             if is_float:
-                tensor = len(self.spec.slots.slots) + len(floats)
                 delta = new.astype(jnp.float32) - given[old_value].astype(jnp.float32)
-                peaks = _peak(peaks, tensor, delta)
-                floats.append(self._add(acc.aux[len(floats)], delta, exponents[tensor]))
+                exponent = exponents[first + len(floats)]
+                floats.append(self._add(acc.aux[len(floats)], delta, exponent))
+                deltas.append(delta)
             else:
                 before = acc.ints[len(ints)]
                 mine = jnp.where(index == 0, new.astype(jnp.int32), 0)
                 ints.append(before + mine.reshape(before.shape))
         bits = jax.lax.bitcast_convert_type(jnp.asarray(sums_S, jnp.float32), jnp.int32)
+        tensors = range(first, first + len(deltas))
         return acc._replace(
-            small_MS=acc.small_MS.at[index].set(bits), peaks=peaks, aux=floats, ints=ints
+            small_MS=acc.small_MS.at[index].set(bits),
+            peaks_NT=self._peaks(acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)),
+            aux=floats,
+            ints=ints,
         )
 
     def _exchange(self, carry: _Carry, field: Any) -> _Carry:
@@ -474,7 +579,10 @@ class Pipeline:
     def _run_finish(self, carry: _Carry) -> tuple[Sums, _Carry]:
         """Sums of all stages in the pieces of storage, and the accumulators empty again."""
         acc = jax.tree.map(lambda x: x[0], carry.acc)
-        small = [acc.small_MS, acc.peaks, *acc.ints, *(x for parts in acc.aux for x in parts)]
+        peaks_T = acc.peaks_NT[0]
+        if self._inner:
+            peaks_T = jax.lax.pmax(peaks_T, self._inner)
+        small = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
         values, (small_MS, peaks, *others) = self.spec.slots.collect(acc.slots, small)
         num_ints = len(acc.ints)
         totals = [x.sum(0) for x in others]  # zero on all stages but the last
@@ -556,7 +664,8 @@ class Pipeline:
         slots = fill(list(params))
         stacked = self._stack([batch])
         num_stages = self.spec.slots.num_stages
-        own = [s for s, d in enumerate(self._replica.devices) if d in set(jax.local_devices())]
+        here = set(jax.local_devices())
+        own = {i // self._per_stage for i, d in enumerate(self._replica.devices) if d in here}
         kinds = (FORWARD, BACKWARD, WEIGHT) if self._halves else (FORWARD, BACKWARD)
 
         def tick_seconds(actions: Sequence[int], exchange: int) -> float:
@@ -607,13 +716,15 @@ class Pipeline:
         if self._state is None:
             self._state = self._zeros()
         shapes = jax.eval_shape(lambda x: x, self._state)
-        of_stage = NamedSharding(self._mesh, P(STAGE_AXIS))
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of_stage), shapes
-        )
+
+        def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        state = jax.tree.map(like, shapes, self._carry_specs)
         slots = [
-            jax.ShapeDtypeStruct((spec.slots.num_stages, *s.shape), s.dtype, sharding=of_stage)
-            for s in spec.slots.slots
+            like(jax.ShapeDtypeStruct((spec.slots.num_stages, *s.shape), s.dtype), p)
+            for s, p in zip(spec.slots.slots, self._slot_specs, strict=True)
         ]
         batch = [jax.ShapeDtypeStruct((spec.most, *x.shape), x.dtype) for x in self._batch_shapes]
         table = np.zeros((self._num_ticks, spec.slots.num_stages, len(FIELDS)), np.int32)
@@ -687,6 +798,15 @@ def slots_fill(slots: Slots) -> Callable[[Sequence[jax.Array]], list[jax.Array]]
     return run
 
 
+def _map_specs(run: Callable[[P], Any], specs: Any) -> Any:
+    return jax.tree.map(run, specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def _only(spec: P, names: Collection[str]) -> P:
+    """What a spec says of these mesh axes."""
+    return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
+
+
 def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:
     """`run(carry, *operands)` once or not at all, in place."""
 
@@ -702,7 +822,7 @@ def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffers, value, index, 0)
 
 
-def _peak(peaks: jax.Array, tensor: int, x: jax.Array) -> jax.Array:
+def _peak(peaks_T: jax.Array, tensor: int, x: jax.Array) -> jax.Array:
     largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-    return peaks.at[tensor].max(bits)
+    return peaks_T.at[tensor].max(bits)

@@ -43,6 +43,14 @@ def spec(rank: int, states: Mapping[str, int | None]) -> P:
     return P(*parts)
 
 
+def place_in(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
+    """Constrain an array of a traced program, also inside a `shard_map` over the mesh's others."""
+    context = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(
+        x, NamedSharding(context if context.manual_axes else mesh, spec)
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bridge:
     """An array that crosses from one TaskGraph to another.
@@ -166,7 +174,7 @@ class Sharded:
             mesh: Its axes are automatic.
             result_tree: Tree structure of what `run` returned.
         """
-        placement = self._placement(mesh)
+        placement = self.placement(mesh)
 
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
             results = run_graph(self.graph, params, aux, key, batch, placement)
@@ -174,11 +182,17 @@ class Sharded:
 
         return run
 
-    def _placement(self, mesh: Mesh) -> Placement:
+    def placement(self, mesh: Mesh) -> Placement:
+        """Where the graph's operations find and leave their arrays.
+
+        Args:
+            mesh: Its axes that are cut here are automatic.
+        """
+
         def place(x: Any, states: Mapping[str, int | None]) -> Any:
             if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.ndim, states)))
+            return place_in(mesh, x, spec(x.ndim, states))
 
         def operands(op: Op, arrays: list[Any]) -> list[Any]:
             out = []

@@ -4,7 +4,8 @@ Between steps every parameter is cut over all stages in one of its own dimension
 sees the user's tree, its state is even on unlike stages, and a checkpoint knows nothing of stages.
 For a step each stage holds the whole of the parameters it reads, in *slots*: arrays of which each
 stage has one of the same shape, as SPMD asks. One all-to-all fills them and one brings back what
-was summed in them. A slot that a stage has no use for is padding.
+was summed in them. A slot that a stage has no use for is padding. Where a stage has several
+devices, each of them does this with its own piece of every parameter.
 
 Legend of shape suffixes: S stages.
 """
@@ -29,14 +30,18 @@ class Slot:
     """An array that every stage has.
 
     Attributes:
-        shape: Of a parameter in it.
+        shape: Of a parameter in it, whole.
         dtype: Of the same.
-        dim: Dimension in which those parameters are stored cut; None: every stage stores them.
+        spec: How the devices of a stage cut those parameters.
+        piece: Shape of what each of these devices has.
+        dim: Dimension in which stages store those pieces cut; None: every stage stores them.
         params: For each stage the parameter in it, or None: padding.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    spec: P
+    piece: tuple[int, ...]
     dim: int | None
     params: tuple[int | None, ...]
 
@@ -49,18 +54,20 @@ class Slots:
         num_stages: S.
         slots: All of them.
         of: For each stage its parameters and their slots.
-        dims: For each parameter the dimension in which it is stored cut, or None.
+        dims: For each parameter the dimension in which it is stored cut over stages, or None.
+        inner: For each parameter how the devices of a stage cut it.
     """
 
     num_stages: int
     slots: tuple[Slot, ...]
     of: tuple[Mapping[int, int], ...]
     dims: tuple[int | None, ...]
+    inner: tuple[P, ...]
 
     @property
     def specs(self) -> list[P]:
         """PartitionSpec of each parameter between steps."""
-        return [P() if d is None else P(*(None,) * d, STAGE_AXIS) for d in self.dims]
+        return [_also_cut(s, d) for s, d in zip(self.inner, self.dims, strict=True)]
 
     @property
     def most_readers(self) -> int:
@@ -128,7 +135,7 @@ class Slots:
         """What all stages summed, back in the pieces of storage; inside a `shard_map`.
 
         Args:
-            sums: For each slot its sums, in one or more parts of the parameter's shape.
+            sums: For each slot its sums, in one or more parts of the piece's shape.
             small: Arrays that every stage is to see of every stage.
 
         Returns:
@@ -163,7 +170,7 @@ class Slots:
             pieces = iter(jnp.split(received, np.cumsum(sizes)[:-1], 1))
             for slot, own in cut:
                 assert slot.dim is not None
-                shape = list(slot.shape)
+                shape = list(slot.piece)
                 shape[slot.dim] //= num
                 own_pieces = [next(pieces) for _ in own]
                 for stage, param in enumerate(slot.params):
@@ -188,6 +195,8 @@ def make_slots(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[Any],
     read_by: Sequence[Sequence[int]],
+    inner: Sequence[P] | None = None,
+    axes: Sequence[tuple[str, int]] = (),
 ) -> Slots:
     """Give each stage's parameters slots of their shapes.
 
@@ -196,17 +205,21 @@ def make_slots(
         dtypes: Of every parameter.
         read_by: For each stage the parameters that it reads. One that no stage reads goes to the
             first, for its gradient is zero.
+        inner: For each parameter how the devices of a stage cut it.
+        axes: Mesh axes inside a stage, with their sizes.
     """
     num_stages = len(read_by)
     unread = set(range(len(shapes))) - {p for own in read_by for p in own}
     held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
-    dims = tuple(_dim(shape, num_stages) for shape in shapes)
+    specs = tuple(inner or (P(),) * len(shapes))
+    pieces = [_piece(shape, s, dict(axes)) for shape, s in zip(shapes, specs, strict=True)]
+    dims = tuple(_dim(piece, num_stages) for piece in pieces)
     table: dict[Any, list[list[int | None]]] = {}
     of: list[dict[int, int]] = []
     for stage, own in enumerate(held):
         used: dict[Any, int] = {}
         for p in own:
-            kind = (shapes[p], jnp.dtype(dtypes[p]))
+            kind = (shapes[p], jnp.dtype(dtypes[p]), specs[p], pieces[p])
             rows = table.setdefault(kind, [])
             row = used.get(kind, 0)
             used[kind] = row + 1
@@ -217,15 +230,38 @@ def make_slots(
         Slot(
             shape=shape,
             dtype=dtype,
-            dim=_dim(shape, num_stages),
+            spec=spec,
+            piece=piece,
+            dim=_dim(piece, num_stages),
             params=tuple(row),
         )
-        for (shape, dtype), rows in table.items()
+        for (shape, dtype, spec, piece), rows in table.items()
         for row in rows
     ]
     for stage in range(num_stages):
         of.append({s.params[stage]: i for i, s in enumerate(slots) if s.params[stage] is not None})  # type: ignore[misc]
-    return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims)
+    return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims, inner=specs)
+
+
+def names_of(part: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _piece(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of one device's part."""
+    cuts = [math.prod(sizes[name] for name in names_of(part)) for part in spec]
+    return tuple(n // cuts[d] if d < len(cuts) else n for d, n in enumerate(shape))
+
+
+def _also_cut(spec: P, dim: int | None) -> P:
+    """The spec with each device's part cut over stages in a dimension."""
+    if dim is None:
+        return spec
+    parts = [*spec, *[None] * (dim + 1 - len(spec))]
+    names = (*names_of(parts[dim]), STAGE_AXIS)
+    parts[dim] = names if len(names) > 1 else STAGE_AXIS
+    return P(*parts)
 
 
 @functools.cache

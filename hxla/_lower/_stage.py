@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._evaluate import Env
+from .._evaluate import Env, Placement
 from .._graph import Graph
 from .._halves import Halves, halve
 from .._parts import Part, is_float, run_part
@@ -55,15 +55,22 @@ class StagePart:
         graph: Traced.
         part: Of the chain.
         upright: Wraps parameters, see `_replicate.upright`.
+        placement: Where arrays lie on a stage's devices; None: it has one.
     """
 
-    def __init__(self, graph: Graph, part: Part, upright: Callable[[Any], Any]):
+    def __init__(
+        self,
+        graph: Graph,
+        part: Part,
+        upright: Callable[[Any], Any],
+        placement: Placement | None = None,
+    ):
         self.part = part
         self._graph = graph
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
-        self._run = run_part(graph, part)
+        self._run = run_part(graph, part, placement)
         self._upright = upright
         self._residual_tree: Any = None
         self._kept: list[tuple[str, int]] = []

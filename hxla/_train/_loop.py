@@ -489,15 +489,15 @@ class _Run:
             if self.settings.communication.sparse_embeddings
             else None
         )
+        pipeline = _stages.asked(self.stages, self.settings.pipeline)
         if self.mesh is not None and set(self.mesh.axis_names) != {DATA_AXIS}:
-            return _strategy.from_mesh(graph, self.mesh, self.rules)
+            return _strategy.from_mesh(graph, self.mesh, self.rules, pipeline)
         if self.rules is not None:
             raise ConfigError(
                 f"rules {self.rules.name!r} need a mesh whose axes they name, such as "
                 f"mesh=jax.make_mesh(({len(self.devices)}, 1), ('data', 'tensor'))"
             )
         cluster = self.settings.cluster
-        pipeline = _stages.asked(self.stages, self.settings.pipeline)
         if self.stages is not None:
             _stages.check_unannotated(graph, pipeline.num)
             return self._pipelined(graph, pipeline, self._first_batch(start, size))

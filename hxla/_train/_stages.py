@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from .._errors import ConfigError, PlanError
 from .._graph import Graph
 from .._lower._pipeline import PipelineSpec
 from .._lower._replicate import Reduction
+from .._lower._shard import Sharded
 from .._lower._slots import make_slots
 from .._model import Functional
 from .._parts import parts_of
@@ -133,9 +134,29 @@ class Stages:
         seed: int,
         reduction: Reduction,
         num_pipelines: int,
+        axes: Sequence[tuple[str, int]] = (),
+        shard: Callable[..., Sharded] | None = None,
     ) -> PipelineSpec:
-        """What the programs are made from, for a microbatch like `batch`."""
-        graph = trace_sums(run, model.params, model.aux, batch, logical=model.logical)
+        """What the programs are made from, for a microbatch like `batch`.
+
+        Args:
+            run: Of the loss, see `trace_sums`.
+            model: As pure functions.
+            batch: One microbatch.
+            num_microbatches: Of a global batch.
+            num_sums: Columns of a microbatch's sums.
+            seed: Root of all random keys.
+            reduction: `exact` or `float`.
+            num_pipelines: That share the microbatches.
+            axes: Mesh axes inside a stage, with their sizes.
+            shard: Plans what they cut, see `Strategy.shard`.
+        """
+        sharded = shard(run, model.params, model.aux, batch, model.logical) if shard else None
+        graph = (
+            sharded.graph
+            if sharded is not None
+            else trace_sums(run, model.params, model.aux, batch, logical=model.logical)
+        )
         parts = parts_of(graph, self.points(graph))
         leaves = jax.tree.leaves(model.params)
         slots = make_slots(
@@ -145,6 +166,8 @@ class Stages:
                 sorted({p for part in parts[s :: self.num] for p in part.segment.params})
                 for s in range(self.num)
             ],
+            sharded.param_specs() if sharded is not None else None,
+            axes,
         )
         even = self.needs_even_counts
         return PipelineSpec(
@@ -159,7 +182,23 @@ class Stages:
             seed=seed,
             reduction=reduction,
             recompute=self.recompute,
+            sharded=sharded,
         )
+
+    def split_inside(self, size: int) -> "Stages":
+        """As it runs on stages of several devices, which keep the inputs of microbatches only.
+
+        Raises:
+            ConfigError: If the schedule needs residuals.
+        """
+        table = self.schedule if not isinstance(self.schedule, str) else ()
+        if self.schedule == "zb-h1" or any("W" in text for tick in table for text in tick):
+            raise ConfigError(
+                "weight gradients of their own (pipeline.schedule='zb-h1') need residuals, which "
+                f"stages of {size} devices each do not keep: use schedule='1f1b', or stages of one "
+                "device"
+            )
+        return dataclasses.replace(self, recompute=True)
 
 
 def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._errors import AnnotationError, ConfigError, PlanError
@@ -17,6 +18,7 @@ from .._lower._pipeline import PipelineSpec
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
 from .._partition import (
+    BATCH_AXES,
     axes_of_annotations,
     resolve_rules,
     roles_of_mesh,
@@ -64,15 +66,27 @@ class Strategy:
     ) -> Sharded:
         """Plan what the inner axes cut, for a microbatch like `batch`: see `trace_sums`."""
         graph = trace_sums(run, params, aux, batch, logical=logical, patterns=self.patterns)
-        resolved = resolve_rules(graph, self.rules, self.axes) if self.rules is not None else None
-        return shard_graph(graph, self.axes, self.roles, resolved)
+        axes = self._cutting
+        resolved = resolve_rules(graph, self.rules, axes) if self.rules is not None else None
+        return shard_graph(graph, axes, self.roles, resolved)
+
+    @property
+    def _cutting(self) -> tuple[tuple[str, int], ...]:
+        """Axes inside a replica, or inside each of its stages."""
+        return tuple(axis for axis in self.axes if axis[0] != STAGE_AXIS)
 
     @property
     def stage(self) -> Callable[..., PipelineSpec] | None:
         """Makes what a pipeline's programs are made from; None where there are no stages."""
         if self.stages is None:
             return None
-        return functools.partial(self.stages.spec, num_pipelines=len(self.replicas))
+        axes = self._cutting
+        return functools.partial(
+            self.stages.spec,
+            num_pipelines=len(self.replicas),
+            axes=axes,
+            shard=self.shard if axes else None,
+        )
 
 
 def from_annotations(
@@ -111,6 +125,9 @@ def from_annotations(
         return replicated(devices)
     if axes[0][0] == STAGE_AXIS:
         own = dataclasses.replace(stages, num=axes[0][1], by_tasks=True)
+        if axes[1:]:
+            whole = [list(virtual.replica(i)) for i in range(virtual.num_replicas)]
+            return _pipelines([[devices[d] for d in w] for w in whole], own, axes[1:], roles)
         groups = [
             [devices[d] for d in pipeline]
             for tasks in virtual.devices
@@ -209,10 +226,30 @@ def pipelined(devices: Sequence[jax.Device], stages: Stages) -> Strategy:
     return _pipelines([devices[i : i + num] for i in range(0, len(devices), num)], stages)
 
 
-def _pipelines(groups: Sequence[Sequence[jax.Device]], stages: Stages) -> Strategy:
-    axes = ((STAGE_AXIS, stages.num),)
+def _pipelines(
+    groups: Sequence[Sequence[jax.Device]],
+    stages: Stages,
+    inner: Sequence[tuple[str, int]] = (),
+    roles: Mapping[str, tuple[Role, ...]] | None = None,
+    rules: RuleSet | None = None,
+) -> Strategy:
+    """Of devices in the order of stages, and within a stage in that of the inner axes."""
+    axes = ((STAGE_AXIS, stages.num), *inner)
+    reasons: tuple[str, ...] = ()
+    if inner:
+        size = math.prod(n for _, n in inner)
+        if not stages.recompute:
+            reasons = (f"forwards run again: stages of {size} devices keep no residuals",)
+        stages = stages.split_inside(size)
     replicas = tuple(Replica(i, tuple(g), axes) for i, g in enumerate(groups))
-    return Strategy(replicas=replicas, axes=axes, stages=stages)
+    return Strategy(
+        replicas=replicas,
+        axes=axes,
+        roles=roles or {},
+        rules=rules,
+        stages=stages,
+        reasons=reasons,
+    )
 
 
 def replicated(devices: Sequence[jax.Device]) -> Strategy:
@@ -220,18 +257,30 @@ def replicated(devices: Sequence[jax.Device]) -> Strategy:
     return Strategy(replicas=tuple(Replica(i, (d,)) for i, d in enumerate(devices)))
 
 
-def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
+def from_mesh(
+    graph: Graph, mesh: Mesh, rules: RuleSet | None, stages: Stages | None = None
+) -> Strategy:
     """The strategy of a user's own mesh: `data` between replicas, the other axes inside.
 
     Args:
         graph: Of the loss.
         mesh: The user's, with an axis besides `data`.
         rules: Decide which parameters the inner axes cut; None: the annotations do.
+        stages: How a pipeline is to run, where the mesh has an axis `stage` or `num` is asked for.
 
     Raises:
+        ConfigError: If the stages asked for are not those of the mesh.
         PlanError: If nothing says what the inner axes are for.
     """
     names = [n for n in mesh.axis_names if n != DATA_AXIS]
+    num_stages = mesh.shape.get(STAGE_AXIS, 0)
+    if stages is not None and stages.num not in (0, num_stages):
+        has = f"an axis of {num_stages}" if num_stages else "none"
+        raise ConfigError(
+            f"stages={stages.num} need a mesh axis {STAGE_AXIS!r} of that size, the mesh has "
+            f"{has}: make one, or leave the mesh out"
+        )
+    names.sort(key=lambda n: n != STAGE_AXIS)
     order = [mesh.axis_names.index(n) for n in names]
     grid = mesh.devices
     if DATA_AXIS in mesh.axis_names:
@@ -239,9 +288,37 @@ def from_mesh(graph: Graph, mesh: Mesh, rules: RuleSet | None) -> Strategy:
     else:
         grid = grid.transpose(order)[None]
     axes = tuple((str(n), int(mesh.shape[n])) for n in names)
+    if num_stages:
+        assert stages is not None
+        return _staged_mesh(graph, grid, axes, rules, dataclasses.replace(stages, num=num_stages))
     roles = roles_of_mesh(graph, axes, by_rules=rules is not None)
     replicas = tuple(Replica(i, tuple(row.flat), axes) for i, row in enumerate(grid))
     return Strategy(replicas=replicas, axes=axes, roles=roles, rules=rules)
+
+
+def _staged_mesh(
+    graph: Graph,
+    grid: np.ndarray,
+    axes: tuple[tuple[str, int], ...],
+    rules: RuleSet | None,
+    stages: Stages,
+) -> Strategy:
+    inner = axes[1:]
+    batch_axes = [name for name, _ in inner if name in BATCH_AXES]
+    if batch_axes:
+        raise PlanError(
+            f"the mesh axes {', '.join(batch_axes)} would cut the batch inside a stage, which "
+            f"hxla does not lower: use {DATA_AXIS!r} for copies of the pipeline, and axes that cut "
+            "parameters, such as 'tensor', inside stages"
+        )
+    counted = [t.label for t in graph.task_graphs if t.device_count]
+    if counted:
+        raise ConfigError(
+            f"the mesh's axis {STAGE_AXIS!r} cuts a model that annotations cut already "
+            f"({', '.join(counted)}): leave the mesh out, or the counts of the annotations"
+        )
+    roles = roles_of_mesh(graph, inner, by_rules=rules is not None)
+    return _pipelines([list(row.flat) for row in grid], stages, inner, roles, rules)
 
 
 def share_cores(replicas: Sequence[Replica]) -> bool:
