@@ -22,7 +22,7 @@ References:
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +38,11 @@ from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
+from ._inside import Inside, map_specs, only
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
-from ._shard import Sharded, place_in
-from ._slots import Slots, names_of
+from ._shard import Sharded
+from ._slots import Slots
 from ._stage import StagePart
 
 
@@ -146,8 +147,8 @@ class Pipeline:
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
         wrap = upright if platform == "cpu" else lambda x: x
-        self._inner = tuple(name for name, _ in replica.axes[1:])
-        self._per_stage = len(replica.devices) // slots.num_stages
+        inner = tuple(name for name, _ in replica.axes[1:])
+        self._inside = Inside(mesh=self._mesh, axes=inner)
         placement = spec.sharded.placement(self._mesh) if spec.sharded is not None else None
         self._stages = [StagePart(graph, part, wrap, placement) for part in spec.parts]
         self._aux = jax.tree.leaves(aux)
@@ -199,7 +200,7 @@ class Pipeline:
         manual: Sequence[str] | None = None,
     ) -> Any:
         names = frozenset(self._mesh.axis_names if manual is None else manual)
-        own_ins, own_outs = _map_specs(lambda s: _only(s, names), (ins, outs))
+        own_ins, own_outs = map_specs(lambda s: only(s, names), (ins, outs))
         mapped = jax.shard_map(
             run,
             mesh=self._mesh,
@@ -208,7 +209,7 @@ class Pipeline:
             axis_names=names,
             check_vma=False,
         )
-        ins, outs = _map_specs(lambda s: NamedSharding(self._mesh, s), (ins, outs))
+        ins, outs = map_specs(lambda s: NamedSharding(self._mesh, s), (ins, outs))
         return jax.jit(
             mapped,
             in_shardings=ins,
@@ -260,7 +261,8 @@ class Pipeline:
         acc = _Accumulated(
             small_MS=each((spec.num_microbatches, spec.num_sums), jnp.int32),
             peaks_NT=each(
-                (self._per_stage, len(spec.slots.slots) + sum(self._float_aux)), jnp.int32
+                (len(self._replica.rows[0]), len(spec.slots.slots) + sum(self._float_aux)),
+                jnp.int32,
             ),
             slots=[sums(slot.shape) for slot in spec.slots.slots],
             aux=[
@@ -279,7 +281,7 @@ class Pipeline:
         shapes = self._shapes()
         whole: Any = jax.tree.map(lambda _: P(STAGE_AXIS), shapes)
         acc = whole.acc._replace(
-            peaks_NT=P(STAGE_AXIS, self._inner or None),
+            peaks_NT=P(STAGE_AXIS, self._inside.axes or None),
             slots=[(s,) * self._parts for s in self._slot_specs],
         )
         return whole._replace(acc=acc)  # type: ignore[no-any-return]
@@ -288,30 +290,9 @@ class Pipeline:
         shapes = self._shapes()
         make = jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=_map_specs(lambda s: NamedSharding(self._mesh, s), self._carry_specs),
+            out_shardings=map_specs(lambda s: NamedSharding(self._mesh, s), self._carry_specs),
         )
         return make()  # type: ignore[no-any-return]
-
-    def _place(self, tree: Any, specs: Any) -> Any:
-        """Constrain the arrays of one stage; `specs` are those over all stages."""
-        if not self._inner:
-            return tree
-        return jax.tree.map(
-            lambda x, s: place_in(self._mesh, x, P(*s[1:])),
-            tree,
-            specs,
-        )
-
-    def _whole(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays as they cross boundaries: the same on all devices of a stage."""
-        if not self._inner:
-            return list(arrays)
-        return [
-            x
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            else place_in(self._mesh, jnp.asarray(x), P())
-            for x in arrays
-        ]
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -348,9 +329,9 @@ class Pipeline:
         """An action whose arrays lie where they did, whatever it does with them."""
 
         def run(carry: _Carry, slots: Any, *others: Any) -> _Carry:
-            carry = self._place(carry, self._carry_specs)
-            carry = action(carry, self._place(slots, self._slot_specs), *others)
-            return self._place(carry, self._carry_specs)  # type: ignore[no-any-return]
+            carry = self._inside.place(carry, self._carry_specs)
+            carry = action(carry, self._inside.place(slots, self._slot_specs), *others)
+            return self._inside.place(carry, self._carry_specs)  # type: ignore[no-any-return]
 
         return run
 
@@ -402,7 +383,7 @@ class Pipeline:
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
             buffers, acc = carry
-            inputs = self._whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+            inputs = self._inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
             params = self._params(p, stage, slots)
             if self.spec.recompute:
                 made = stage.forward(params, inputs, given)
@@ -415,7 +396,7 @@ class Pipeline:
             if stage.part.is_last:
                 acc = self._record(acc, made, given, index, exponents)
             else:
-                packed = stage.below.words.pack(self._whole(made), buffers.down.size)
+                packed = stage.below.words.pack(self._inside.whole(made), buffers.down.size)
                 buffers = buffers._replace(down=packed)
             return _Carry(buffers, acc)
 
@@ -428,8 +409,12 @@ class Pipeline:
             buffers, acc = carry
             params = self._params(p, stage, slots)
             if self.spec.recompute:
-                grads = self._whole(stage.below.float_words.unpack(buffers.grads[field["grad"]]))
-                inputs = self._whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+                grads = self._inside.whole(
+                    stage.below.float_words.unpack(buffers.grads[field["grad"]])
+                )
+                inputs = self._inside.whole(
+                    stage.above.words.unpack(buffers.inputs[field["input"]])
+                )
                 d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
@@ -437,7 +422,7 @@ class Pipeline:
                 saved, grads = self._waiting(stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
-            packed = stage.above.float_words.pack(self._whole(d_inputs), buffers.up.size)
+            packed = stage.above.float_words.pack(self._inside.whole(d_inputs), buffers.up.size)
             return _Carry(buffers._replace(up=packed), acc)
 
         return run
@@ -482,40 +467,13 @@ class Pipeline:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
         places = [held[param] for param in stage.params]
         specs = [self._slot_specs[slot] for slot in places]
-        grads = self._place(list(grads), specs)
+        grads = self._inside.place(list(grads), specs)
         slots = list(acc.slots)
         for slot, grad in zip(places, grads, strict=True):
             slots[slot] = self._add(slots[slot], grad, exponents[slot])
-        return acc._replace(slots=slots, peaks_NT=self._peaks(acc.peaks_NT, places, grads, specs))
-
-    def _peaks(
-        self,
-        peaks_NT: jax.Array,
-        tensors: Sequence[int],
-        values: Sequence[jax.Array],
-        specs: Sequence[P],
-    ) -> jax.Array:
-        """Largest magnitudes that each device of a stage saw in its own pieces of tensors."""
-        if not values:
-            return peaks_NT
-
-        def run(peaks_NT: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
-            own_T = peaks_NT[0]
-            for tensor, x in zip(tensors, values, strict=True):
-                own_T = _peak(own_T, tensor, x)
-            return own_T[None]
-
-        if not self._inner:
-            return run(peaks_NT, values)
-        mapped = jax.shard_map(
-            run,
-            mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(P(self._inner), [P(*s[1:]) for s in specs]),
-            out_specs=P(self._inner),
-            axis_names=frozenset(self._inner),
-            check_vma=False,
+        return acc._replace(
+            slots=slots, peaks_NT=self._inside.raise_peaks(acc.peaks_NT, places, grads, specs)
         )
-        return mapped(peaks_NT, values)  # type: ignore[no-any-return]
 
     def _add(self, before: Sequence[Any], x: jax.Array, exponent: Any) -> tuple[Any, ...]:
         x = x.astype(jnp.float32).reshape(before[0].shape)
@@ -526,7 +484,7 @@ class Pipeline:
         self, acc: _Accumulated, results: list[Any], given: Env, index: jax.Array, exponents: Any
     ) -> _Accumulated:
         """Sums of a microbatch and what it did to other variables, on the last stage."""
-        _, sums_S, *new_aux = self._whole(results)
+        _, sums_S, *new_aux = self._inside.whole(results)
         first = len(self.spec.slots.slots)
         deltas: list[jax.Array] = []
         floats: list[tuple[Any, ...]] = []
@@ -547,7 +505,9 @@ class Pipeline:
         tensors = range(first, first + len(deltas))
         return acc._replace(
             small_MS=acc.small_MS.at[index].set(bits),
-            peaks_NT=self._peaks(acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)),
+            peaks_NT=self._inside.raise_peaks(
+                acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)
+            ),
             aux=floats,
             ints=ints,
         )
@@ -579,9 +539,7 @@ class Pipeline:
     def _run_finish(self, carry: _Carry) -> tuple[Sums, _Carry]:
         """Sums of all stages in the pieces of storage, and the accumulators empty again."""
         acc = jax.tree.map(lambda x: x[0], carry.acc)
-        peaks_T = acc.peaks_NT[0]
-        if self._inner:
-            peaks_T = jax.lax.pmax(peaks_T, self._inner)
+        peaks_T = self._inside.largest(acc.peaks_NT)
         small = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
         values, (small_MS, peaks, *others) = self.spec.slots.collect(acc.slots, small)
         num_ints = len(acc.ints)
@@ -665,7 +623,7 @@ class Pipeline:
         stacked = self._stack([batch])
         num_stages = self.spec.slots.num_stages
         here = set(jax.local_devices())
-        own = {i // self._per_stage for i, d in enumerate(self._replica.devices) if d in here}
+        own = [s for s, devices in enumerate(self._replica.rows) if here & set(devices)]
         kinds = (FORWARD, BACKWARD, WEIGHT) if self._halves else (FORWARD, BACKWARD)
 
         def tick_seconds(actions: Sequence[int], exchange: int) -> float:
@@ -798,15 +756,6 @@ def slots_fill(slots: Slots) -> Callable[[Sequence[jax.Array]], list[jax.Array]]
     return run
 
 
-def _map_specs(run: Callable[[P], Any], specs: Any) -> Any:
-    return jax.tree.map(run, specs, is_leaf=lambda s: isinstance(s, P))
-
-
-def _only(spec: P, names: Collection[str]) -> P:
-    """What a spec says of these mesh axes."""
-    return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
-
-
 def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:
     """`run(carry, *operands)` once or not at all, in place."""
 
@@ -820,9 +769,3 @@ def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: A
 
 def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffers, value, index, 0)
-
-
-def _peak(peaks_T: jax.Array, tensor: int, x: jax.Array) -> jax.Array:
-    largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
-    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-    return peaks_T.at[tensor].max(bits)

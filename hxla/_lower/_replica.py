@@ -39,6 +39,12 @@ class Replica:
         return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
     @property
+    def rows(self) -> tuple[tuple[jax.Device, ...], ...]:
+        """Devices at each place of the first axis: those of each stage of a pipeline."""
+        num = len(self.devices) // (self.axes[0][1] if self.axes else 1)
+        return tuple(self.devices[i : i + num] for i in range(0, len(self.devices), num))
+
+    @property
     def is_local(self) -> bool:
         """Whether this process has a device of it."""
         return any(d.process_index == jax.process_index() for d in self.devices)

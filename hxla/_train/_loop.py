@@ -669,10 +669,10 @@ class _Run:
         if on:
             return
         own = {
-            replica: [list(self.reducer.replicas[replica].devices).index(d), pipeline.times]
+            replica: [stage, pipeline.times]
             for replica, pipeline in self.engine.pipelines.items()
-            for d in self.reducer.replicas[replica].devices
-            if d.process_index == jax.process_index()
+            for stage, devices in enumerate(self.reducer.replicas[replica].rows)
+            if any(d.process_index == jax.process_index() for d in devices)
         }
         for text in self._gather("ticks", json.dumps(own)):
             for replica, (stage, times) in json.loads(text).items():
@@ -908,7 +908,9 @@ class _Run:
             print(terminal_report(history, title="hxla"))
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
-            devices = {r.index: [str(d) for d in r.devices] for r in self.strategy.replicas}
+            devices = {
+                r.index: [" ".join(map(str, row)) for row in r.rows] for r in self.strategy.replicas
+            }
             write_report(
                 path,
                 history,

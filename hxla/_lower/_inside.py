@@ -1,0 +1,105 @@
+"""Several devices of a stage: where their arrays lie in a program that is manual over stages only.
+
+XLA cuts what these devices compute, so everything that must lie somewhere is constrained: what
+enters and leaves a loop, for propagation alone would be free to move it, and what crosses a
+boundary, which is whole on each of them.
+
+Legend of shape suffixes: N devices of a stage, T tensors.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from .._types import PyTree
+from ._shard import place_in
+from ._slots import names_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inside:
+    """The mesh axes inside a stage.
+
+    Attributes:
+        mesh: Of the pipeline; its first axis is that of the stages.
+        axes: Names of the others; none where a stage has one device.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    def place(self, tree: PyTree, specs: PyTree) -> PyTree:
+        """Constrain the arrays of one stage; `specs` are those over all stages."""
+        if not self.axes:
+            return tree
+        return jax.tree.map(lambda x, s: place_in(self.mesh, x, P(*s[1:])), tree, specs)
+
+    def whole(self, arrays: Sequence[Any]) -> list[Any]:
+        """Constrain arrays to be the same on every device of a stage."""
+        if not self.axes:
+            return list(arrays)
+        return [
+            x
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else place_in(self.mesh, jnp.asarray(x), P())
+            for x in arrays
+        ]
+
+    def raise_peaks(
+        self,
+        peaks_NT: jax.Array,
+        tensors: Sequence[int],
+        values: Sequence[jax.Array],
+        specs: Sequence[P],
+    ) -> jax.Array:
+        """Largest magnitudes that each device saw in its own pieces: nothing is communicated.
+
+        Args:
+            peaks_NT: Bit patterns of those so far.
+            tensors: Columns of `peaks_NT`.
+            values: Arrays of these tensors.
+            specs: How they lie, over all stages.
+        """
+        if not values:
+            return peaks_NT
+
+        def run(peaks_NT: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+            peaks_T = peaks_NT[0]
+            for tensor, x in zip(tensors, values, strict=True):
+                largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
+                # Bit patterns of non-negative floats sort as the floats do, NaN above all.
+                bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+                peaks_T = peaks_T.at[tensor].max(bits)
+            return peaks_T[None]
+
+        if not self.axes:
+            return run(peaks_NT, values)
+        mapped = jax.shard_map(
+            run,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(P(self.axes), [P(*s[1:]) for s in specs]),
+            out_specs=P(self.axes),
+            axis_names=frozenset(self.axes),
+            check_vma=False,
+        )
+        return mapped(peaks_NT, values)  # type: ignore[no-any-return]
+
+    def largest(self, peaks_NT: jax.Array) -> jax.Array:
+        """Over all devices of a stage; inside a `shard_map` over every axis."""
+        [peaks_T] = peaks_NT
+        return jax.lax.pmax(peaks_T, self.axes) if self.axes else peaks_T
+
+
+def map_specs(run: Callable[[P], Any], specs: PyTree) -> PyTree:
+    """`run` of every PartitionSpec of a tree."""
+    return jax.tree.map(run, specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def only(spec: P, names: Collection[str]) -> P:
+    """What a spec says of these mesh axes."""
+    return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
