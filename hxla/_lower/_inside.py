@@ -8,6 +8,7 @@ Legend of shape suffixes: N devices of a stage, T tensors.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from .._errors import PlanError
 from .._types import PyTree
 from ._shard import place_in
 from ._slots import names_of
@@ -103,3 +105,26 @@ def map_specs(run: Callable[[P], Any], specs: PyTree) -> PyTree:
 def only(spec: P, names: Collection[str]) -> P:
     """What a spec says of these mesh axes."""
     return P(*(tuple(n for n in names_of(part) if n in names) or None for part in spec))
+
+
+def check_permutes(text: str, per_stage: int) -> None:
+    """Refuse a compiled program in which only some stages would come to a collective-permute.
+
+    All devices of a program take part in one, but an action runs on its own stage only. All other
+    collectives inside a stage wait for its own devices.
+
+    Args:
+        text: Of the compiled ticks.
+        per_stage: Devices of a stage; those of one stage have consecutive numbers.
+
+    Raises:
+        PlanError: If there is one between devices of the same stage.
+    """
+    for pairs in re.findall(r"collective-permute.*?source_target_pairs=\{(\{.*?\})\}", text):
+        for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs):
+            if a != b and int(a) // per_stage == int(b) // per_stage:
+                raise PlanError(
+                    f"XLA moves arrays between devices {a} and {b} of one stage by a "
+                    "collective-permute, for which all stages would have to wait: cut other "
+                    "dimensions (rules, or hxla.split around less), or use stages of one device"
+                )

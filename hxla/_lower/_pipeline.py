@@ -38,7 +38,7 @@ from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
-from ._inside import Inside, map_specs, only
+from ._inside import Inside, check_permutes, map_specs, only
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
 from ._shard import Sharded
@@ -695,7 +695,13 @@ class Pipeline:
         ]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
-        """Take over the programs of `lower`, compiled."""
+        """Take over the programs of `lower`, compiled.
+
+        Raises:
+            PlanError: If a stage's own collectives would make other stages wait for ever.
+        """
+        if self._inside.axes:
+            check_permutes(compiled[1].as_text(), len(self._replica.rows[0]))
         self._compiled = tuple(compiled)
 
     def memory_bytes(self) -> int:

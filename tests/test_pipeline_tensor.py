@@ -1,0 +1,291 @@
+"""Stages that are split over several devices each: tensor parallelism inside a pipeline."""
+
+import collections
+import re
+
+import families
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import hxla
+from hxla._lower import _pipeline
+from hxla._lower._inside import check_permutes
+from hxla._lower._slots import make_slots
+
+WIDTH, HIDDEN, HEADS, LENGTH, VOCABULARY = 32, 64, 4, 16, 64
+BATCH, MICRO, STEPS = 32, 4, 3
+
+
+class Mlp(nnx.Module):
+    """Two parts, each column and then row parallel; the second has other sizes."""
+
+    def __init__(self, rngs, scopes):
+        dense = lambda i, o: nnx.Linear(i, o, rngs=rngs)  # noqa: E731
+        self.up1, self.down1 = dense(6, HIDDEN), dense(HIDDEN, WIDTH)
+        self.up2, self.down2 = dense(WIDTH, 2 * HIDDEN), dense(2 * HIDDEN, 3)
+        self.scopes = scopes
+
+    def __call__(self, x):
+        with self.scopes():
+            x = self.down1(jnp.tanh(self.up1(x)))
+        with self.scopes():
+            return self.down2(jnp.tanh(self.up2(x)))
+
+
+def mlp(scopes=hxla.replicate):
+    return Mlp(nnx.Rngs(0), scopes)
+
+
+def gpt(layers=2):
+    size = {"vocabulary": VOCABULARY, "length": LENGTH, "width": WIDTH, "heads": HEADS}
+    return families.example("gpt").GPT(nnx.Rngs(0), layers=layers, **size)
+
+
+def text():
+    rows = np.random.default_rng(0).integers(0, VOCABULARY, (STEPS * BATCH, LENGTH + 1))
+    return {"text": rows.astype(np.int32)}
+
+
+def vectors():
+    return models.regression(STEPS * BATCH)
+
+
+def split_in_two():
+    return hxla.split(2)
+
+
+def on_mesh(**axes):
+    return {"mesh": models.mesh(**axes), "rules": "decoder"}
+
+
+def visible(num):
+    return {"config": {"cluster": {"visible_devices": list(range(num))}}}
+
+
+# For each model: how it is made, its loss and data; then on one device and on pipelines of 2 x 2.
+MODELS = {
+    "annotated mlp": (
+        lambda: mlp(split_in_two),
+        models.squared_error,
+        vectors,
+        lambda pipelines: visible(4 * pipelines),
+    ),
+    "gpt by rules": (
+        gpt,
+        families.token_loss,
+        text,
+        lambda pipelines: on_mesh(data=pipelines, stage=2, tensor=2),
+    ),
+}
+
+
+def trained(model, loss, data, split="even", **options):
+    return hxla.train(
+        model,
+        data,
+        loss,
+        optax.sgd(0.3, momentum=0.9),
+        batch_size=BATCH,
+        microbatch_size=MICRO,
+        steps=STEPS,
+        shuffle=False,
+        split=split,
+        **options,
+    )
+
+
+def reference(model, loss, data):
+    """Plain JAX on one device: losses and parameters."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = optax.sgd(0.3, momentum=0.9)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        mean = lambda p: loss(nnx.merge(graphdef, p, rest), batch).mean()  # noqa: E731
+        value, grads = jax.value_and_grad(mean)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    losses = []
+    for i in range(STEPS):
+        batch = {k: v[i * BATCH : (i + 1) * BATCH] for k, v in data.items()}
+        value, params, state = step(params, state, batch)
+        losses.append(float(value))
+    return losses, params
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Texts of the programs that pipelines compile: slots filled, ticks, sums collected."""
+    found = []
+    adopt = _pipeline.Pipeline.adopt
+
+    def record(self, compiled):
+        found.append([program.as_text() for program in compiled])
+        adopt(self, compiled)
+
+    monkeypatch.setattr(_pipeline.Pipeline, "adopt", record)
+    return found
+
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(text):
+    """Kind, shapes and devices of every collective."""
+    pattern = (
+        rf"= (.+?) ({'|'.join(KINDS)})(?:-start)?\(.*?"
+        r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|[^ ]+?),? "
+    )
+    for shape, kind, devices in re.findall(pattern, text):
+        sizes = [tuple(map(int, s.split(","))) for s in re.findall(r"\w+\[([\d,]+)\]", shape)]
+        yield kind, sizes, groups_of(devices)
+
+
+def groups_of(text):
+    """Groups or pairs of devices, written out or as `[groups,size]<=[devices]`."""
+    iota = re.fullmatch(r"\[(\d+),(\d+)\]<=\[(\d+)\]", text)
+    if iota:
+        return np.arange(int(iota[3])).reshape(int(iota[1]), int(iota[2])).tolist()
+    return [list(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_split_stages_train_as_one_device_does_and_two_pipelines_as_one(name, programs):
+    make, loss, data, devices = MODELS[name]
+    losses, params = reference(make(), loss, data())
+    one = trained(make(), loss, data(), **devices(1))
+    np.testing.assert_allclose([s.loss for s in one.history.steps], losses, rtol=2e-6)
+    found = jax.tree.leaves(nnx.state(one.model, nnx.Param))
+    for got, expected in zip(found, jax.tree.leaves(params), strict=True):
+        largest = np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * largest)
+    assert len(programs) == 1
+    two = trained(make(), loss, data(), (5, 3), **devices(2))
+    assert two.plan.counts == (5, 3)
+    assert two.sha256 == one.sha256
+    assert len(programs) == 3
+    assert any("forwards run again: stages of 2 devices" in r for r in one.plan.reasons)
+
+
+def test_the_collectives_of_a_split_stage_are_megatrons(programs):
+    trained(gpt(), families.token_loss, text(), stages=2, **on_mesh(data=1, stage=2, tensor=2))
+    fill, ticks, finish = ([*collectives(t)] for t in programs[0])
+    activation = (MICRO, LENGTH, WIDTH)
+    over_tensor, over_stage = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+
+    counted = collections.Counter(kind for kind, _, _ in ticks)
+    assert set(counted) == {"all-reduce", "collective-permute"}
+    permutes = [g for kind, _, g in ticks if kind == "collective-permute"]
+    # Within a stage one would wait for devices that took another action.
+    assert sorted(permutes) == [[[0, 2], [1, 3]], [[2, 0], [3, 1]]]
+    reduces = [(sizes, g) for kind, sizes, g in ticks if kind == "all-reduce"]
+    assert all(g == over_tensor for _, g in reduces)
+    large = [s for sizes, _ in reduces for s in sizes if s == activation]
+    # Forward: the vocabulary's lookup, attention and MLP of the first block. Its backward: again
+    # but for the last, whose result is not needed, and two for the gradients. The last stage:
+    # attention and MLP, two for their gradients, one for that of the tied logits.
+    assert len(large) == 3 + (2 + 2) + (2 + 2 + 1)
+    small = [s for sizes, _ in reduces for s in sizes if s != activation]
+    # The softmax over a cut vocabulary: its largest, its sum, the label's logit.
+    assert len(small) == 3
+    assert all(np.prod(s) == MICRO * LENGTH for s in small)
+
+    assert [(kind, g) for kind, _, g in fill] == [("all-to-all", over_stage)]
+    assert collections.Counter((kind, str(g)) for kind, _, g in finish) == {
+        ("all-to-all", str(over_stage)): 1,
+        ("all-gather", str(over_stage)): 1,
+        ("all-reduce", str(over_tensor)): 1,
+    }
+    [[(num_peaks,)]] = [sizes for kind, sizes, _ in finish if kind == "all-reduce"]
+    assert num_peaks < 20
+
+
+def test_dropout_and_batch_statistics_are_those_of_one_device():
+    def run(**options):
+        net = models.NnxNet(nnx.Rngs(0))
+        return trained(net, models.token_loss, models.tokens(STEPS * BATCH), **options)
+
+    rules = hxla.RuleSet(
+        name="net",
+        rules=(
+            hxla.Rule(path=".*(query|key|value)/kernel", axes=((), ("tensor",), ())),
+            hxla.Rule(path=".*attention/out/kernel", axes=(("tensor",), (), ())),
+            hxla.Rule(path="embed/embedding", axes=(("tensor",), ())),
+        ),
+    )
+    alone = run(**visible(1))
+    split = run(mesh=models.mesh(data=1, stage=2, tensor=2), rules=rules, stages=2)
+    for a, b in zip(alone.history.steps, split.history.steps, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    is_stat = lambda r: jax.tree.leaves(nnx.state(r.model, nnx.BatchStat))  # noqa: E731
+    for a, b in zip(is_stat(alone), is_stat(split), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
+    shapes = [(8, 6), (4, 6), (6,), (2,)]
+    inner = [P("tensor"), P(None, "tensor"), P(), P("tensor")]
+    slots = make_slots(shapes, [np.float32] * 4, [[0, 2], [1, 3]], inner, [("tensor", 2)])
+    assert slots.specs == [
+        P(("tensor", "stage")),
+        P("stage", "tensor"),
+        P("stage"),
+        P("tensor"),  # one element on each device of a stage: every stage has it
+    ]
+    assert {s.shape: s.piece for s in slots.slots} == {
+        (8, 6): (4, 6),
+        (4, 6): (4, 3),
+        (6,): (6,),
+        (2,): (1,),
+    }
+    # Parameters of one shape that are cut unlike each other have slots of their own.
+    two = make_slots([(4, 4), (4, 4)], [np.float32] * 2, [[0], [1]], inner[:2], [("tensor", 2)])
+    assert [s.params for s in two.slots] == [(0, None), (None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"config": {"pipeline": {"schedule": "zb-h1"}}}, hxla.ConfigError, "need residuals"),
+        ({"stages": 4}, hxla.ConfigError, "stages=4 need a mesh axis 'stage' of that size"),
+        (
+            {"mesh": {"data": 1, "stage": 2, "fsdp": 2}},
+            hxla.PlanError,
+            "mesh axes fsdp would cut the batch inside a stage",
+        ),
+        (
+            {"mesh": {"data": 1, "tensor": 2}, "stages": 2},
+            hxla.ConfigError,
+            "stages=2 need a mesh axis 'stage' of that size, the mesh has none",
+        ),
+    ],
+)
+def test_what_split_stages_cannot_do_is_refused(options, error, message):
+    axes = options.pop("mesh", {"data": 1, "stage": 2, "tensor": 2})
+    with pytest.raises(error, match=re.escape(message)):
+        trained(gpt(), families.token_loss, text(), **on_mesh(**axes), **options)
+
+
+def test_a_permute_that_only_one_stage_would_come_to_is_refused():
+    permute = "%p = f32[4] collective-permute(%x), channel_id=1, source_target_pairs={}, metadata\n"
+    check_permutes(permute.format("{{0,2},{1,3}}") + permute.format("{{0,0},{3,1}}"), 2)
+    with pytest.raises(hxla.PlanError, match="between devices 3 and 2 of one stage"):
+        check_permutes(permute.format("{{0,2}}") + permute.format("{{1,3},{3,2}}"), 2)
+
+
+def test_a_staged_mesh_does_not_go_with_counts_of_annotations():
+    with pytest.raises(hxla.ConfigError, match=r"cuts a model that annotations cut already"):
+        trained(
+            mlp(split_in_two),
+            models.squared_error,
+            vectors(),
+            mesh=models.mesh(data=1, stage=2, tensor=2),
+        )
