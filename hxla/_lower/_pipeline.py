@@ -137,8 +137,8 @@ class Pipeline:
         graph, slots = spec.graph, spec.slots
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
-        wrap = upright if platform == "cpu" else lambda x: x
-        self._stages = [StagePart(graph, part, wrap) for part in spec.parts]
+        self._stages = [StagePart(graph, part) for part in spec.parts]
+        self._upright = platform == "cpu"
         self._aux = jax.tree.leaves(aux)
         self._batch_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
@@ -413,6 +413,8 @@ class Pipeline:
         slots, peaks = list(acc.slots), acc.peaks
         for param, grad in zip(stage.params, grads, strict=True):
             slot = held[param]
+            if self._upright and grad.ndim == 2:
+                grad = upright(grad)
             peaks = _peak(peaks, slot, grad)
             slots[slot] = self._add(slots[slot], grad, exponents[slot])
         return acc._replace(slots=slots, peaks=peaks)

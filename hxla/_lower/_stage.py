@@ -54,17 +54,15 @@ class StagePart:
     Args:
         graph: Traced.
         part: Of the chain.
-        upright: Wraps parameters, see `_replicate.upright`.
     """
 
-    def __init__(self, graph: Graph, part: Part, upright: Callable[[Any], Any]):
+    def __init__(self, graph: Graph, part: Part):
         self.part = part
         self._graph = graph
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
         self._run = run_part(graph, part)
-        self._upright = upright
         self._residual_tree: Any = None
         self._kept: list[tuple[str, int]] = []
         self._halves: Halves | None = None
@@ -80,7 +78,7 @@ class StagePart:
             all_inputs = list(inputs)
             for i, x in zip(self.above.floats, floats, strict=True):
                 all_inputs[i] = x
-            made = self._run([self._upright(x) for x in params], all_inputs, given)
+            made = self._run(params, all_inputs, given)
             if self.part.is_last:
                 return [made[0]], made
             return [made[i] for i in self.below.floats], made
