@@ -149,5 +149,5 @@ def test_a_task_graph_that_reads_what_a_later_one_makes_is_no_stage():
     graph = hxla.trace(model, loss, batch)
     tasks = [1 - op.task for op in graph.ops]  # as if the second were written first
     tasks = [dataclasses.replace(op, task=t) for op, t in zip(graph.ops, tasks, strict=True)]
-    with pytest.raises(hxla.PlanError, match="TaskGraph 0 .* reads what TaskGraph 1 .* makes"):
+    with pytest.raises(hxla.PlanError, match=r"TaskGraph 0 .* reads what TaskGraph 1 .* makes"):
         in_task_order(dataclasses.replace(graph, ops=tuple(tasks)))
