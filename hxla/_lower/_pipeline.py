@@ -14,6 +14,7 @@ References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
 
+import collections
 import dataclasses
 import functools
 import time
@@ -97,8 +98,9 @@ class PipelineSpec:
 
     @property
     def num_terms(self) -> int:
-        """Terms of one element's sum: a parameter that several stages read has more."""
-        return self.num_microbatches * self.slots.most_readers
+        """Terms of one element's sum: a parameter that several parts read has more."""
+        readers = collections.Counter(p for part in self.parts for p in part.segment.params)
+        return self.num_microbatches * max(readers.values(), default=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from .._evaluate import Env
 from .._graph import Graph
 from .._halves import Halves, halve
-from .._parts import Part, is_float, run_part
+from .._parts import Part, has_gradient, run_part
 from ._words import Words
 
 
@@ -39,7 +39,7 @@ class Crossing:
 def crossing(graph: Graph, values: Sequence[int]) -> Crossing:
     """Of the values that cross a boundary."""
     shapes = [jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype) for v in values]
-    floats = tuple(i for i, v in enumerate(values) if is_float(graph, v))
+    floats = tuple(i for i, v in enumerate(values) if has_gradient(graph, v))
     return Crossing(
         values=tuple(values),
         words=Words.like(shapes),

@@ -17,7 +17,7 @@ from .._lower._slots import make_slots
 from .._model import Functional
 from .._parts import parts_of
 from .._schedules import Schedule, make_schedule, schedule_from_table
-from .._segments import cut_points, segments, task_points
+from .._segments import cut_points, in_task_order, segments, task_points
 from .._trace import trace_sums
 from .._types import PyTree
 
@@ -101,11 +101,9 @@ class Stages:
         if self.by_tasks:
             points = task_points(graph)
             if len(points) + 1 != self.num_parts:
-                names = ", ".join(f"{t.index}: {t.label}" for t in graph.task_graphs)
                 raise PlanError(
-                    f"the annotations make {len(points) + 1} runs of equations for "
-                    f"{self.num_parts} stages ({names}): equations of a TaskGraph must follow one "
-                    "another, so that it is one stage"
+                    f"the annotations make {len(points) + 1} parts for {self.num_parts} stages: "
+                    "each takes a TaskGraph with equations of its own, and one chunk"
                 )
             return points
         fine = cut_points(graph, self.num_segments)
@@ -136,6 +134,8 @@ class Stages:
     ) -> PipelineSpec:
         """What the programs are made from, for a microbatch like `batch`."""
         graph = trace_sums(run, model.params, model.aux, batch, logical=model.logical)
+        if self.by_tasks:
+            graph = in_task_order(graph)
         parts = parts_of(graph, self.points(graph))
         leaves = jax.tree.leaves(model.params)
         slots = make_slots(
