@@ -10,7 +10,7 @@ import scipy.optimize
 from ._packing import best_packing
 from ._pipeline import Array, Tables
 from ._priced import priced
-from ._relaxed import Pipelines, Relaxation, subsets
+from ._relaxed import Bands, Pipelines, Relaxation, subsets
 
 _MAX_INTERVALS = 80
 _FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
@@ -220,21 +220,38 @@ class Bound:
         num_stages: int,
         seconds: float,
         known: Alive | None,
-        cuts: tuple[int, ...] | None = None,
+        box: Bands | None = None,
         *,
         work: float = math.inf,
     ) -> Stages | None:
-        """Relaxed pipelines for plans of less than `seconds` (None: more than `work` elements)."""
+        """Relaxed pipelines for plans of less than `seconds` (None: more than `work` elements).
+
+        Args:
+            num_stages: Stages.
+            seconds: Of a step.
+            known: What is known of such plans.
+            box: Per position from the end, the layers that its stage may begin with.
+            work: Of the dynamic programme.
+        """
         t, r = self.t, self.relaxation
         classes = self.classes(num_stages, seconds, known, 1.0005, _MAX_INTERVALS)
-        mixes = sum(_count_mixes(n, t.num_devices) for n in range(1, num_stages + 1))
-        longest = max((len(first) for _, _, first, _ in classes), default=0)
-        if mixes * longest * t.num_layers * t.num_kinds * 4 > work:
+        needed = 0
+        for depth, _, first, last in classes:
+            widths = [b - a for a, b in box or r.bands(num_stages, float(last.max()), depth)]
+            longest = r.longest_stage(float(last.max()))
+            needed += len(first) * sum(
+                _count_mixes(i + 1, t.num_devices) * widths[i] * min(longest, widths[i - 1])
+                for i in range(1, num_stages)
+            )
+        if needed * t.num_kinds > work:
             return None
         parts = [
-            r.pipelines(num_stages, first, last, depth=depth, most=most, cuts=cuts)
+            r.pipelines(num_stages, first, last, depth=depth, most=most, bands=box)
             for depth, most, first, last in classes
         ]
+        cuts = None
+        if box is not None and all(b - a == 1 for a, b in box):
+            cuts = tuple(a for a, _ in reversed(box))
         return Stages(num_stages=num_stages, parts=tuple(parts), cuts=cuts)
 
     def classes(

@@ -9,12 +9,14 @@ import numpy as np
 
 from ._bound import Alive, Bound
 from ._packing import fractional_packing
-from ._priced import Bands, Priced, priced
+from ._priced import Priced, priced
+from ._relaxed import Bands
 
 _RATIO = 1.003
-_MAX_INTERVALS = 80
+_MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
+_FEW = 1e7  # elements of a dynamic programme over mixes that is worth its time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,9 @@ class Branching:
     A node is a box of cuts: for each boundary the layers it may lie at. At a node replicas may
     have cuts of their own, all of them in the box. The most microbatches that all devices can run
     is then a linear programme whose columns, the pipelines, are made as its prices ask for them
-    (`Priced`); any prices bound it, so a node is refuted as soon as some prices do. Where the
-    programme's pipelines disagree about a boundary the box is parted there.
+    (`Priced`); any prices bound it, so a node is refuted as soon as some prices do. Where they do
+    not and the mixes of devices are few, `Bound.possible` looks closer: at whole microbatches.
+    Where the programme's pipelines disagree about a boundary the box is parted there.
 
     Args:
         bound: Of the chain.
@@ -111,6 +114,9 @@ class Branching:
         if refuted:
             self.prices = prices
             return []
+        stages = self._bound.stages(self._num, seconds, self._known, box, work=_FEW)
+        if stages is not None and not self._bound.possible(stages, seconds):
+            return []
         total = sum(share for share, _ in shares)
         cuts = np.array([column.cuts for _, column in shares])
         weights = np.array([share / total for share, _ in shares])
@@ -126,8 +132,7 @@ class Branching:
             low, high = box[-1 - stage]
             at = min(int(cuts[0][stage]), high - 2)
             if high - low == 1:
-                stages = self._bound.stages(self._num, seconds, self._known, tried[0])
-                self.stuck |= stages is None or self._bound.possible(stages, seconds)
+                self.stuck = True
                 return tried
         low, high = box[-1 - stage]
         for part in ((low, at + 1), (at + 1, high)):

@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._pipeline import Array
-from ._relaxed import Relaxation
-
-Bands = Sequence[tuple[int, int]]
+from ._relaxed import Bands, Relaxation
 
 
 def priced(

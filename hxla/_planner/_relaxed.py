@@ -8,6 +8,8 @@ import numpy as np
 
 from ._pipeline import Array, Tables
 
+Bands = Sequence[tuple[int, int]]  # per position from the end: from, up to
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelines:
@@ -103,7 +105,7 @@ class Relaxation:
         *,
         depth: int,
         most: int,
-        cuts: tuple[int, ...] | None = None,
+        bands: Bands | None = None,
     ) -> Pipelines:
         """All mixes of devices over `num_stages` stages.
 
@@ -116,13 +118,11 @@ class Relaxation:
             last: [W] Longest period of each interval.
             depth: Microbatches in flight that memory is counted for at most.
             most: Microbatches that such a pipeline runs at most.
-            cuts: The first layer of each stage (default: free).
+            bands: Per position from the end, the layers its stage may begin with (default: any).
         """
         t = self.t
-        if cuts is None:
+        if bands is None:
             bands = self.bands(num_stages, float(last.max()), depth)
-        else:
-            bands = [(cut, cut + 1) for cut in reversed(cuts)]
         mixes = [(0,) * t.num_kinds]
         rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
         rest[:, :, -1] = 0.0

@@ -300,7 +300,7 @@ class _Search:
                 alive = self.bound.refute(level, self._prices, known)
                 self._known |= alive
                 self._raise(set(left) - set(alive), level)
-                self._spreads = len(alive) < 0.75 * len(left)
+                self._spreads = len(left) - len(alive) >= 4
 
     def _raise(self, nums: Iterable[int], seconds: float) -> None:
         for num in nums:
@@ -319,7 +319,8 @@ class _Search:
         for inner in itertools.combinations(range(1, self.t.num_layers), num - 1):
             self._check()
             cuts, best = (0, *inner), self._best()
-            stages = self.bound.stages(num, best, alive, cuts)
+            box = [(cut, cut + 1) for cut in reversed(cuts)]
+            stages = self.bound.stages(num, best, alive, box)
             if stages is not None and self.bound.possible(stages, best * (1 - 1e-9)):
                 pipelines = cut_pipelines(self.t, cuts, self._num, self._check)
                 seconds = fractional_seconds(pipelines, self.t.num_devices, self._num)
