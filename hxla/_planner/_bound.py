@@ -161,12 +161,12 @@ class Bound:
         most = max(known)
         some = next(iter(known.values()))
 
-        def excess(first: Array, last: Array, depth: int, limit: int) -> Array:
+        def excess(first: Array, last: Array, depth: int, limit: int, upto: int) -> Array:
             parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
-            found = [part.excess(most, prices, seconds) for part in parts]
-            return np.concatenate([np.zeros((0, most)), *found])
+            found = [part.excess(upto, prices, seconds) for part in parts]
+            return np.concatenate([np.zeros((0, upto)), *found])
 
-        deep = excess(some.first, some.last, self.max_stages, self._num)
+        deep = excess(some.first, some.last, self.max_stages, self._num, most)
         shallow = {}
         for depth, limit in self._shallow(most):
             if depth not in some.shallow:
@@ -174,10 +174,12 @@ class Bound:
             # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
             number = np.arange(1, most + 1)
             shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
-            if min(prices) < 1:
+            nearly = np.maximum(0.0, deep.max(axis=0, initial=-np.inf))
+            close = [n for n in known if shallow[depth][n - 1] > nearly[n - 1]]
+            if close:
                 coarse = r.periods(r.least_period(), seconds, _COARSE)
-                closer = excess(*coarse, depth, limit)
-                shallow[depth] = np.minimum(shallow[depth], closer.max(axis=0, initial=-np.inf))
+                closer = excess(*coarse, depth, limit, max(close)).max(axis=0, initial=-np.inf)
+                shallow[depth][: max(close)] = np.minimum(shallow[depth][: max(close)], closer)
         alive = {}
         for num in known:
             replicas = sum(t.num_devices) // num

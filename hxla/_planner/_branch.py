@@ -16,7 +16,7 @@ _RATIO = 1.003
 _MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
-_FEW = 1e7  # elements of a dynamic programme over mixes that is worth its time
+_FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,9 @@ class Branching:
         stages = self._bound.stages(self._num, seconds, self._known, box, work=_FEW)
         if stages is not None and not self._bound.possible(stages, seconds):
             return []
+        if not shares:
+            self.stuck = True
+            return []
         total = sum(share for share, _ in shares)
         cuts = np.array([column.cuts for _, column in shares])
         weights = np.array([share / total for share, _ in shares])
@@ -174,8 +177,9 @@ class Branching:
                 break
             mine += new
             self._columns += new
-            if not mine:
-                break
+            if not mine:  # too dear for any pipeline
+                prices = [price / 2 for price in prices]
+                continue
             value = np.array([max(0.0, min(c.most, 1 + (left - c.fill) / c.period)) for c in mine])
             counts, dual, most = fractional_packing(
                 np.array([c.used for c in mine]), value, self._available.tolist()

@@ -93,6 +93,17 @@ class Relaxation:
         layers = np.arange(self.t.num_layers)
         return float(self.period[:, layers, layers + 1].min(axis=0).max())
 
+    def some_pipeline_fits(self, max_stages: int) -> bool:
+        """Whether some pipeline fits, however many devices of each kind it takes."""
+        real = np.isfinite(self.cost)
+        rest = np.zeros(self.t.num_layers + 1, bool)
+        rest[-1] = True
+        for position in range(1, max_stages + 1):
+            rest = ((real & self.t.fits(position)).any(axis=0) & rest[None, :]).any(axis=1)
+            if rest[0]:
+                return True
+        return False
+
     def longest_stage(self, limit: float) -> int:
         """Layers of the longest stage that fits some device and has a period up to a limit."""
         return int(np.searchsorted(self._reach, limit * (1 + 1e-12), side="right"))

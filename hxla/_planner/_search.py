@@ -26,12 +26,12 @@ from ._pipeline import tables
 from ._relaxed import subsets
 from ._stages import best_pipeline, explain_infeasible
 
-_LEVELS = (1.05, 1.12, 1.3)
+_LEVELS = (1.1, 1.3)
 _SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40
 _MAX_CUTS = 20
-_FEW_MIXES = 5e6  # elements of a dynamic programme over mixes that is worth its time
+_FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
 _ROUGH = 1.01
-_NODES = (1, 4, 16, 64)  # of branching, visit by visit
+_NODES = (1, 4, 16, 128)  # of branching, visit by visit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,9 @@ def _run(
     order = sorted(searches, key=lambda key: searches[key].estimate)
     for key in order:
         s = searches[key]
-        if s.bound.floor < fastest:
+        if not s.bound.relaxation.some_pipeline_fits(s.bound.max_stages):
+            infeasible[key] = s.why_not()
+        elif s.bound.floor < fastest:
             s.first_plans(3 if fastest == math.inf else 1)
             if not s.plans:
                 infeasible[key] = s.why_not()
@@ -191,7 +193,7 @@ class _Search:
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
         self._branchings: dict[int, Branching] = {}
-        self._spreads = True  # whether prices of some stages refute others
+        self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
         self._tried: set[tuple[int, ...]] = set()
         self._prices = [1 / float(total) for total in self.t.seconds[:, 0, -1]]
         scale = self._num / float(np.dot(self._prices, self.t.num_devices))
@@ -246,7 +248,13 @@ class _Search:
             for num in self._order
             if self._bounds[num] < enough and self._visits[num] < len(_NODES)
         ]
-        return min(left, key=lambda num: (self._visits[num], self._bounds[num], num), default=None)
+        promise = {num: i for i, num in enumerate(self._order)}
+
+        def urgency(num: int) -> tuple[float, float, int]:
+            visits = self._visits[num]
+            return visits, self._bounds[num] if visits else 0.0, promise[num]
+
+        return min(left, key=urgency, default=None)
 
     def work(self, fastest: float, good_enough: float) -> None:
         """Raise the bound, or better the plan, of the number of stages that needs it most."""
@@ -264,8 +272,6 @@ class _Search:
             if stages is not None:
                 low = self._bounds[num]
                 self._raise([num], self.bound.least_seconds(stages, low, self._best()))
-                if self._best() > self._bounds[num] * (1 + good_enough):
-                    self._improve(num, self._known.get(num), self._prices, moves=3)
                 return
         self._branch(num, _NODES[visit], good_enough)
 
@@ -296,11 +302,13 @@ class _Search:
             # The prices that refuted these stages may refute others.
             left = [n for n in self._order if self._bounds[n] < level]
             known = {n: self._known[n] for n in left if n in self._known}
-            if self._spreads and len(left) == len(known) > 2:
+            self._wait -= 1
+            if self._wait < 0 and len(left) == len(known) > 2:
                 alive = self.bound.refute(level, self._prices, known)
                 self._known |= alive
                 self._raise(set(left) - set(alive), level)
-                self._spreads = len(left) - len(alive) >= 4
+                if len(left) - len(alive) < 4:
+                    self._patience = self._wait = 2 * self._patience
 
     def _raise(self, nums: Iterable[int], seconds: float) -> None:
         for num in nums:
