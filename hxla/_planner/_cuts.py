@@ -78,8 +78,7 @@ def cut_pipelines(
         # The full depth comes first: a lesser one matters only where more fits.
         if fits.tobytes() not in seen:
             seen.add(fits.tobytes())
-            check()
-            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth))
+            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth, check))
     return CutPipelines(
         cuts=cuts,
         used=parts[0].used,
@@ -94,7 +93,9 @@ def cut_pipelines(
     )
 
 
-def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipelines:
+def _solve(
+    t: Tables, cuts: tuple[int, ...], fits: Array, most: int, check: Callable[[], None]
+) -> CutPipelines:
     num, kinds = len(cuts), t.num_kinds
     ends = (*cuts[1:], t.num_layers)
     busy = np.array([t.seconds[:, a, b] for a, b in zip(cuts, ends, strict=True)])  # [S, a]
@@ -116,6 +117,7 @@ def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipel
     rest[:, :, :, kinds] = 0.0
     after: list[dict[tuple[int, ...], Array]] = []
     for i in reversed(range(num)):
+        check()
         index = {mix: j for j, mix in enumerate(mixes)}
         mixes = mixes_of(num - i, t.num_devices)
         here = np.full((len(limits), len(mixes), kinds + 1, kinds + 1), np.inf)
