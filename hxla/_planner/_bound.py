@@ -86,8 +86,8 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
-    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the
-    least of their bounds holds: then no relaxation of the shared cut is left.
+    *One cut for all.* The same may be asked about a box of cuts, down to a single one: then no
+    relaxation of the shared cut is left. `Branching` parts the cuts so.
 
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most

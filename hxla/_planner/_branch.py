@@ -79,8 +79,10 @@ class Branching:
             boxes.append(r.bands(num_stages, float(last.max()), depth))
         _, several, single = bound.tails(num_stages)[0]
         one = [0.0] * t.num_kinds
+        wanted = bound.num_microbatches * (1 - 1e-9)
         alone = any(
-            part.excess(num_stages, one, seconds - single)[:, -1].max() >= bound.num_microbatches
+            1 + (seconds - single) / part.first[0] >= wanted
+            and part.excess(num_stages, one, seconds - single)[:, -1].max() >= wanted
             for part in self._parts
         )
         self._tail = single if alone or sum(t.num_devices) < 2 * num_stages else several

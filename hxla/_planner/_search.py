@@ -52,7 +52,8 @@ class Searched:
     """What a search found.
 
     Attributes:
-        ranked: Plans, the fastest first: at most one for each alternative and number of stages.
+        ranked: Plans, the fastest first: at most one for each alternative and number of stages, and
+            none of those that were seen early to be no better.
         bound_seconds: No plan of any alternative is faster.
         exhausted: Whether time ran out: the plans and the bound hold, but more time may better
             them, and another run may find others.
@@ -80,14 +81,17 @@ def search(
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
     Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
-    recomputation. The plan space of one chain is that of `Bound`. Numbers of stages are tried in
-    the order of what whole pipelines of one kind would take; those that `Bound` refutes are not.
-    For each a cut that suits all kinds is improved by moving its boundaries, each cut being given
-    the replicas that suit it best.
+    recomputation. The plan space of one chain is that of `Bound`. First each alternative gets a
+    plan, at the number of stages that promises most, unless a simple bound says that it cannot be
+    the best; then every number of stages of all of them is held against the best plan known
+    (`Bound.refute`); what is left is worked on, the most promising first, by `Branching`, which
+    refutes it or names cuts, and each cut that may be better is given the replicas that suit it
+    best.
 
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
-        time_budget_seconds: Where it runs out, what is known by then is returned.
+        time_budget_seconds: Where it runs out, what is known by then is returned; but never before
+            there is a plan.
         good_enough: Certified gap at which the search may end.
         num_ranked: Most plans to return.
 
@@ -190,6 +194,7 @@ class _Search:
             range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
         )
         self._bounds = dict.fromkeys(self._order, self.bound.floor)
+        self._promise = {num: i for i, num in enumerate(self._order)}
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
         self._branchings: dict[int, Branching] = {}
@@ -232,6 +237,9 @@ class _Search:
             left &= set(alive)
             if level == 1.0 + good_enough:
                 self._known = alive
+                # By turns those of the best plans and those where all devices might run most.
+                for i, num in enumerate(sorted(alive, key=lambda n: (-self._room(alive[n], n), n))):
+                    self._promise[num] = min(self._promise[num], i)
             if not left:
                 break
 
@@ -248,11 +256,10 @@ class _Search:
             for num in self._order
             if self._bounds[num] < enough and self._visits[num] < len(_NODES)
         ]
-        promise = {num: i for i, num in enumerate(self._order)}
 
         def urgency(num: int) -> tuple[float, float, int]:
             visits = self._visits[num]
-            return visits, self._bounds[num] if visits else 0.0, promise[num]
+            return visits, self._bounds[num] if visits else 0.0, self._promise[num]
 
         return min(left, key=urgency, default=None)
 
