@@ -293,12 +293,13 @@ class _Search:
             if not branching.num_open:
                 break
             seconds = self._best() / (1 + good_enough)
+            worth = self._best() / (1 + good_enough / 2)
             for cuts in branching.step(seconds):
-                if cuts not in self._tried and branching.may_pay(cuts, self._best()):
+                if cuts not in self._tried and branching.may_pay(cuts, worth):
                     self._tried.add(cuts)
                     pipelines = cut_pipelines(self.t, cuts, self._num, self._check)
                     least = fractional_seconds(pipelines, self.t.num_devices, self._num)
-                    if least < self._best():
+                    if least < worth:
                         self._build(pipelines, least)
         if branching.stuck:
             self._visits[num] = len(_NODES)
