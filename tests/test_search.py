@@ -98,6 +98,7 @@ MIXED = {
 }
 LARGE = {
     "deep": MIXED | {"parameters": 2.7e9 / 96 * 2, "stash": 2560 * 2048 * 4.0},
+    "tight": MIXED | {"parameters": 13e9 / 96 * 2, "stash": 5120 * 2048 * 16.0},
     "shallow": MIXED | {"parameters": 1.3e9 / 96 * 2, "stash": 1024 * 2048 * 2.0},
 }
 
