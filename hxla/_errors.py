@@ -55,4 +55,4 @@ class LaunchError(HxlaError):
 
 
 class InspectError(HxlaError):
-    """What is to be inspected is no compiled program and no dump, or an assertion on it is wrong."""
+    """What is to be inspected is no compiled program and no dump."""

@@ -12,6 +12,7 @@ from ._text import Module
 from ._values import OWNERS, Array
 
 Spec = tuple[tuple[str, ...], ...]
+Layout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
 
 # Words of an argument's path; the first line that has one decides.
 _WORDS = {
@@ -37,8 +38,8 @@ def paths(module: Module) -> dict[str, str]:
     return {p.name: op_name(p) or f"argument {p.arguments}" for p in entry.parameters}
 
 
-def shardings(before: Module | None) -> tuple[Mesh, dict[int, tuple[tuple[int, ...], Spec | None]]]:
-    """The mesh, and whole shape and spec of each argument, as the text before optimization has them.
+def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
+    """The mesh, and how each argument lies on it, as the text before optimization has them.
 
     Args:
         before: The module before optimization; None if there is none.
@@ -48,7 +49,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, tuple[tuple[int, .
     mesh: Mesh = ()
     if named := _SDY.search(before.header):
         mesh = _groups.mesh_of(named[1])
-    out: dict[int, tuple[tuple[int, ...], Spec | None]] = {}
+    out: dict[int, Layout] = {}
     for parameter in before.computations[before.entry].parameters:
         arrays = _shapes.arrays(parameter.shape)
         found = _MESH.search(parameter.rest)
@@ -66,7 +67,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, tuple[tuple[int, .
 
 def arguments(
     module: Module,
-    known: Mapping[int, tuple[tuple[int, ...], Spec | None]],
+    known: Mapping[int, Layout],
     *,
     owners: Mapping[str, str],
     donated: Sequence[int],
@@ -136,7 +137,7 @@ def _owners(
         own: Counter[object] = Counter(a for i in members for a in _shapes.arrays(shapes[i]))
         # What comes back changed, or whose gradient does, is state: parameters first, then what
         # the optimizer keeps in the same shapes.
-        if own and own <= Counter[object](results) and any(d for a in own for d in [a]):
+        if own and own <= Counter[object](results):
             guessed[group] = "optimizer state" if own in seen else "parameter"
             seen.append(own)
         elif donated & set(members):

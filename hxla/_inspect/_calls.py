@@ -75,6 +75,8 @@ def total_runs(found: list[Context]) -> int | None:
 
 def _edges(module: Module, computation: Computation) -> list[tuple[str, str, Loop | None]]:
     out: list[tuple[str, str, Loop | None]] = []
+    if not any(o in _CALLERS or o.endswith("-start") for o in computation.opcodes):
+        return out
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode not in _CALLERS and not opcode.endswith("-start"):
@@ -127,7 +129,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int, bool]
     """Index of the counter, its limit, and whether the limit itself still runs."""
     root = condition.root
     assert root is not None
-    compare = root
+    compare, inner = root, None
     if root.opcode in ("fusion", "call"):
         inner = module.computations.get(
             (root.called("calls") or root.called("to_apply") or [""])[0]
@@ -140,9 +142,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[int, int, bool]
         return None
     index = _element(condition, *root.operands[0])
     limit = _constant(condition, root.operands[1][0])
-    if root is not compare and [n for n, _ in compare.operands] != [
-        p.name for p in inner.parameters
-    ]:
+    if inner is not None and [n for n, _ in compare.operands] != [p.name for p in inner.parameters]:
         return None
     return None if index is None or limit is None else (index, limit, direction == "LE")
 
@@ -189,7 +189,7 @@ def _step(module: Module, body: Computation, name: str, index: int) -> int | Non
         found = body.instructions.get(found.operands[0][0])
     if found is None:
         return None
-    add = found
+    add, inner = found, None
     if found.opcode in ("fusion", "call"):
         called = found.called("calls") or found.called("to_apply")
         inner = module.computations.get((called or [""])[0])
@@ -200,6 +200,6 @@ def _step(module: Module, body: Computation, name: str, index: int) -> int | Non
         return None
     counters = [o for o in found.operands if _element(body, *o) == index]
     steps = [c for o in found.operands if (c := _constant(body, o[0])) is not None]
-    if not steps and add is not found:
+    if not steps and inner is not None:
         steps = [c for o in add.operands if (c := _constant(inner, o[0])) is not None]
     return steps[0] if len(counters) == 1 and len(steps) == 1 else None

@@ -47,6 +47,8 @@ def collectives(
     """
     out = []
     for computation in module.computations.values():
+        if not computation.opcodes & _OPCODES.keys():
+            continue
         for instruction in computation.instructions.values():
             found = _OPCODES.get(instruction.opcode)
             if found is None:

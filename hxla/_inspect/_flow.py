@@ -28,6 +28,8 @@ class Flow:
         self._module = module
         self._loops: dict[str, tuple[Computation, Instruction]] = {}  # by body and condition
         for computation in module.computations.values():
+            if not computation.opcodes & {"while", "call"}:
+                continue
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
                     for body in (*instruction.called("body"), *instruction.called("condition")):
@@ -35,12 +37,13 @@ class Flow:
                 elif instruction.opcode == "call":
                     for body in instruction.called("to_apply"):
                         self._loops[body] = computation, instruction
-        self._bare: dict[str, bool] = {}
+        self._bare: dict[tuple[str, bool], bool] = {}
+        self._users: dict[str, dict[str, list[Instruction]]] = {}
 
     def argument(
         self, computation: Computation, name: str, picked: int | None = None
     ) -> Instruction | None:
-        """The program's argument that a value is a view, a cast or a slice of; None if it is not."""
+        """The program's argument that a value is a view, a cast or a slice of; None if none."""
         for _ in range(_MAX_STEPS):
             found = computation.instructions.get(name)
             if found is None:
@@ -104,6 +107,23 @@ class Flow:
                 return found, computation
         return None
 
+    def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
+        """What reads a value, seen through tuples' elements and views."""
+        if computation.name not in self._users:
+            self._users[computation.name] = _users(computation)
+        users = self._users[computation.name]
+        waiting, seen = [start.name], {start.name}
+        while waiting:
+            for user in users.get(waiting.pop(), []):
+                if user.name in seen:
+                    continue
+                seen.add(user.name)
+                passes = user.opcode in _VIEWS or user.opcode == "get-tuple-element"
+                if passes or user.opcode.endswith("-done"):
+                    waiting.append(user.name)
+                else:
+                    yield user
+
     def in_loop(self, name: str) -> bool:
         """Whether a computation is the body of a `while`."""
         return name in self._loops and self._loops[name][1].opcode == "while"
@@ -160,7 +180,7 @@ class Flow:
         return all(not dims for _, dims in _shapes.arrays(shape))
 
     def _only_views(self, name: str, slices: bool) -> bool:
-        key = f"{name} {slices}"
+        key = name, slices
         if key not in self._bare:
             inner = self._module.computations.get(name)
             allowed = _VIEWS | _SLICES if slices else _VIEWS
@@ -173,25 +193,9 @@ class Flow:
         return self._bare[key]
 
 
-def users(computation: Computation) -> dict[str, list[Instruction]]:
-    """Which instructions of a computation read each of its values."""
+def _users(computation: Computation) -> dict[str, list[Instruction]]:
     out: dict[str, list[Instruction]] = {}
     for instruction in computation.instructions.values():
         for name in {n for n, _ in instruction.operands}:
             out.setdefault(name, []).append(instruction)
     return out
-
-
-def through(computation: Computation, start: Instruction) -> Iterator[Instruction]:
-    """What reads a value, seen through tuples' elements and views."""
-    readers = users(computation)
-    waiting, seen = [start.name], {start.name}
-    while waiting:
-        for user in readers.get(waiting.pop(), []):
-            passes = user.opcode in _VIEWS or user.opcode in ("get-tuple-element",)
-            if (passes or user.opcode.endswith("-done")) and user.name not in seen:
-                seen.add(user.name)
-                waiting.append(user.name)
-            elif user.name not in seen:
-                seen.add(user.name)
-                yield user

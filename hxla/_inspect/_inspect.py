@@ -1,5 +1,6 @@
 """`hxla.inspect`: what XLA really did."""
 
+import gc
 import os
 import pathlib
 from collections.abc import Mapping
@@ -58,6 +59,17 @@ def inspect(
         rules=load_rules(rules) if isinstance(rules, str) else rules,
         owners=owners or {},
     )
+    # Millions of small objects that live until the end would be walked again and again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _inspect(step, args, wish)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _inspect(step: Any, args: tuple[Any, ...], wish: Wish) -> Inspection:
     if isinstance(step, Inspection):
         return step
     if isinstance(step, str) and step.lstrip().startswith("HloModule"):

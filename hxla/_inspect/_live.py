@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from . import _proto, _text
-from ._arguments import Spec
+from ._arguments import Layout, Spec
 from ._assignment import Assignment
 from ._groups import Mesh
 from ._memory import Figures
@@ -37,7 +37,7 @@ def live(compiled: Any, wish: Wish) -> Program:
 
 def _arguments(
     compiled: Any, num_parameters: int
-) -> tuple[Mesh, dict[int, tuple[tuple[int, ...], Spec | None]], frozenset[int], tuple[str, ...]]:
+) -> tuple[Mesh, dict[int, Layout], frozenset[int], tuple[str, ...]]:
     """Mesh, whole shapes and specs, donated arguments, and what could not be told."""
     infos = jax.tree.leaves(compiled.args_info)
     is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)  # noqa: E731
@@ -54,7 +54,7 @@ def _arguments(
         )
         return (), {}, frozenset(), (problem,)
     mesh: Mesh = ()
-    known: dict[int, tuple[tuple[int, ...], Spec | None]] = {}
+    known: dict[int, Layout] = {}
     for i, (info, sharding) in enumerate(kept):
         spec: Spec | None = None
         if isinstance(sharding, NamedSharding):

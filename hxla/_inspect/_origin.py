@@ -12,12 +12,15 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _SCOPE = re.compile(r"hxla\.(?:replicate|split)\[\w+\]\.\d+")
 _CALL = re.compile(r"^(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)$")
+_BRANCH = re.compile(r"^branch_\d+_fun$")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|shmap|remat|checkpoint)\((.*)\)$")
 # What jax itself writes between the user's scopes.
 _MACHINERY = frozenset(
-    "while body cond closed_call eval_jaxpr checkpoint remat remat2 rematted_computation shard_map "
-    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr pjit core_call scan branch_0_fun "
-    "branch_1_fun run_state custom_partitioning".split()
+    {
+        *("while", "body", "cond", "scan", "closed_call", "core_call", "eval_jaxpr", "pjit"),
+        *("checkpoint", "remat", "remat2", "rematted_computation", "shard_map", "run_state"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_partitioning"),
+    }
 )
 _LIBRARIES = tuple(
     {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "site-packages", "dist-packages"}
@@ -28,7 +31,9 @@ _DEPTH = 4  # operands looked through for a name that XLA lost
 def op_name(instruction: Instruction) -> str:
     """The name that jax gave an operation: scopes and transforms, then the primitive."""
     found = _NAME.search(instruction.rest)
-    return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+    if found is None:
+        return ""
+    return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
 
 
 def components(name: str) -> list[str]:
@@ -54,6 +59,7 @@ def module_path(name: str) -> tuple[str, str]:
             for part in components(scope)
             if part
             and part not in _MACHINERY
+            and not _BRANCH.match(part)
             and not _CALL.match(part)
             and not _SCOPE.fullmatch(part)
         ]
@@ -65,7 +71,7 @@ class Origins:
 
     def __init__(self, module: Module):
         self._module = module
-        self._known: dict[tuple[str, int, str], Origin] = {}
+        self._known: dict[str, Origin] = {}
         entries: set[tuple[Scope, ...]] = set()
         self._any_scope = False
         for computation in module.computations.values():
@@ -87,7 +93,7 @@ class Origins:
     def _named(
         self, instruction: Instruction, computation: Computation, depth: int
     ) -> Instruction | None:
-        if _NAME.search(instruction.rest):
+        if 'op_name="' in instruction.rest:
             return instruction
         if depth == 0:
             return None
@@ -100,11 +106,13 @@ class Origins:
         return None
 
     def _origin(self, instruction: Instruction) -> Origin:
-        name = op_name(instruction)
-        frame, file = _FRAME.search(instruction.rest), _FILE.search(instruction.rest)
-        key = (name, int(frame[1]) if frame else 0, file[0] if file else "")
+        rest = instruction.rest
+        start = rest.find("metadata={")
+        end = rest.find("}, ", start)
+        key = rest[start:] if end < 0 else rest[start:end]
         if key not in self._known:
-            self._known[key] = self._make(name, key[1], file)
+            frame, file = _FRAME.search(key), _FILE.search(key)
+            self._known[key] = self._make(op_name(instruction), int(frame[1]) if frame else 0, file)
         return self._known[key]
 
     def _make(self, name: str, frame: int, file: re.Match[str] | None) -> Origin:

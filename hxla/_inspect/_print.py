@@ -1,7 +1,7 @@
 """Inspections as tables for a terminal."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -93,11 +93,11 @@ def _program(console: Console, program: Program, limit: int) -> None:
         ]
         _table(console, "biggest fusions", ("", "makes", "FLOPs", "bytes", "runs", "where"), rows)
     if program.transfers:
-        rows = [
+        moved = [
             (t.kind, t.name, size(t.num_bytes), str(t.runs or "?"), t.origin.where)
             for t in program.transfers[:limit]
         ]
-        _table(console, "host transfers", ("kind", "", "bytes", "runs", "where"), rows)
+        _table(console, "host transfers", ("kind", "", "bytes", "runs", "where"), moved)
     say("")
 
 
@@ -116,7 +116,7 @@ def _collectives(console: Console, found: Sequence[Collective], more: int) -> No
         for c in found
     ]
     if more > 0:
-        rows.append((f"and {more} smaller", *[""] * 7))
+        rows.append((f"and {more} smaller", "", "", "", "", "", "", ""))
     columns = ("collective", "of", "bytes", "over", "runs", "where", "line", "predicted")
     _table(console, "", columns, rows)
 
@@ -152,9 +152,8 @@ def _memory(console: Console, program: Program, limit: int) -> None:
 
 
 def _table(
-    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    rows = list(rows)
     used = [i for i, name in enumerate(columns) if any(row[i] for row in rows)]
     table = Table(box=None, padding=(0, 1), title=title or None, title_justify="left")
     for i in used:

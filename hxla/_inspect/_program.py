@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .._cluster import Cluster
 from .._rules import RuleSet
-from ._arguments import Spec, arguments, paths, shardings
+from ._arguments import Layout, arguments, paths, shardings
 from ._assignment import Assignment
 from ._calls import contexts
 from ._collectives import collectives
@@ -65,9 +65,7 @@ class Found:
     source: str
     before: Module | None = None
     mesh: Mesh = ()
-    known: Mapping[int, tuple[tuple[int, ...], Spec | None]] = dataclasses.field(
-        default_factory=dict
-    )
+    known: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
     donated: frozenset[int] | None = None
     assignment: Assignment | None = None
     figures: Figures | None = None

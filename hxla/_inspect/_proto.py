@@ -4,6 +4,7 @@ References:
     xla/service/hlo.proto (HloProto, BufferAssignmentProto, HeapSimulatorTrace).
 """
 
+import importlib
 from collections.abc import Iterator
 
 from ._assignment import Allocation, Assignment, Held, Piece
@@ -67,9 +68,9 @@ def module_text(module: bytes) -> str:
         ValueError: If jaxlib cannot read it.
     """
     try:
-        from jaxlib import _hlo  # private: jaxlib has no public reader of modules
-
-        return str(_hlo.HloModule.from_serialized_hlo_module_proto(module).to_string())
+        # Private: jaxlib has no public reader of modules.
+        reader = importlib.import_module("jaxlib._hlo")
+        return str(reader.HloModule.from_serialized_hlo_module_proto(module).to_string())
     except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"jaxlib cannot turn it into text: {error}") from error
 

@@ -6,7 +6,6 @@ ends the reading.
 """
 
 import dataclasses
-import gc
 import re
 import sys
 from collections.abc import Iterable
@@ -39,6 +38,9 @@ class Instruction:
         self.is_root = is_root
 
     def _end_of_operands(self) -> int:
+        end = self.rest.find(")")
+        if end >= 0 and self.rest.find("(", 0, end) < 0:
+            return end
         depth = 1
         for i, char in enumerate(self.rest):
             if char in "({":
@@ -64,6 +66,8 @@ class Instruction:
             return []
         else:
             names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
+        if "#" not in text:
+            return [(name, None) for name in names]
         split = [name.partition("#") for name in names]
         return [(name, int(i) if i.isdigit() else None) for name, _, i in split]
 
@@ -73,6 +77,9 @@ class Instruction:
         if start < 0:
             return None
         start += len(name) + 3
+        if self.rest[start : start + 1] not in ("{", "[", "(", '"', "m"):
+            end = self.rest.find(",", start)
+            return self.rest[start:] if end < 0 else self.rest[start:end]
         depth, quoted = 0, False
         for i in range(start, len(self.rest)):
             char = self.rest[i]
@@ -91,15 +98,26 @@ class Instruction:
     def called(self, name: str) -> list[str]:
         """Computations that an attribute names: one, or several in braces."""
         text = self.attribute(name)
-        return [] if text is None else [n.strip(" %{}") for n in text.split(",")]
+        if text is None:
+            return []
+        if text.startswith("%"):
+            return [text[1:]]
+        return [n.strip(" %{}") for n in text.split(",")]
 
 
 @dataclasses.dataclass(kw_only=True)
 class Computation:
-    """Instructions by name, in the order of the text (the schedule, where the module has one)."""
+    """Instructions by name, in the order of the text (the schedule, where the module has one).
+
+    Attributes:
+        name: Without `%`.
+        instructions: By name.
+        opcodes: Of all of them: most questions are answered by what is not there.
+    """
 
     name: str
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    opcodes: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def root(self) -> Instruction | None:
@@ -207,19 +225,9 @@ def read(lines: Iterable[str]) -> Module:
     Returns:
         All that could be read; `problems` says what could not.
     """
-    # Millions of small objects that live on would be walked again and again.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return _read(lines)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _read(lines: Iterable[str]) -> Module:
     module = Module()
     current: dict[str, Instruction] | None = None
+    opcodes: set[str] = set()
     table: dict[int, str] | None = None
     match, intern = _INSTRUCTION.match, sys.intern
     odd: list[str] = []
@@ -230,9 +238,9 @@ def _read(lines: Iterable[str]) -> Module:
             if found is not None:
                 root, name, shape, opcode = found.groups()
                 rest = line[found.end() :].rstrip("\n")
-                current[name] = Instruction(
-                    name, intern(shape), intern(opcode), rest, root is not None
-                )
+                opcode = intern(opcode)
+                opcodes.add(opcode)
+                current[name] = Instruction(name, intern(shape), opcode, rest, root is not None)
             elif line.startswith("}"):
                 current = None
             elif line.strip():
@@ -255,7 +263,7 @@ def _read(lines: Iterable[str]) -> Module:
         elif opening := _COMPUTATION.match(line):
             computation = Computation(name=opening[2])
             module.computations[opening[2]] = computation
-            current = computation.instructions
+            current, opcodes = computation.instructions, computation.opcodes
             if opening[1]:
                 module.entry = opening[2]
         else:

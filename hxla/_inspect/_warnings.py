@@ -7,7 +7,7 @@ from .._rules import RuleSet
 from . import _shapes
 from ._calls import Context
 from ._collectives import KINDS
-from ._flow import Flow, through
+from ._flow import Flow
 from ._groups import Mesh
 from ._memory import padded
 from ._origin import Origins
@@ -51,7 +51,7 @@ def warnings(
     found = [
         *_replicated(arrays, mesh, rules),
         *_hoistable(module, contexts, flow, by_name),
-        *_resharded(module, by_name),
+        *_resharded(module, flow, by_name),
         *_padding(module, contexts, origins),
         *_unused(arrays, collectives, mesh),
         *_donations(arrays, lost),
@@ -137,7 +137,7 @@ def _hoistable(
 
 
 def _is_only_added(module: Module, body: Computation, instruction: Instruction, flow: Flow) -> bool:
-    readers = list(through(body, instruction))
+    readers = list(flow.readers(body, instruction))
     return bool(readers) and all(_accumulates(module, body, r, flow) for r in readers)
 
 
@@ -157,12 +157,14 @@ def _accumulates(module: Module, body: Computation, reader: Instruction, flow: F
     return bool(carried & handed)
 
 
-def _resharded(module: Module, by_name: dict[str, Collective]) -> Iterator[Warned]:
+def _resharded(module: Module, flow: Flow, by_name: dict[str, Collective]) -> Iterator[Warned]:
     for computation in module.computations.values():
+        if not computation.opcodes & {"all-gather", "all-gather-start"}:
+            continue
         for instruction in computation.instructions.values():
             if instruction.opcode not in ("all-gather", "all-gather-start"):
                 continue
-            readers = list(through(computation, instruction))
+            readers = list(flow.readers(computation, instruction))
             if readers and all(_cuts_again(module, computation, r) for r in readers):
                 collective = by_name[instruction.name]
                 yield Warned(

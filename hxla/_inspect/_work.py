@@ -13,9 +13,15 @@ from ._values import Collective, Fusion, Origin, Transfer, Work
 
 # They name memory that is there already.
 _FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all "
-    "partition-id replica-id optimization-barrier copy-start opt-barrier".split()
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-start"),
+        *("while", "conditional", "call", "after-all", "optimization-barrier", "opt-barrier"),
+        *("partition-id", "replica-id"),
+    }
 )
+_WITH_FLOPS = frozenset({"dot", "convolution", "custom-call", "fusion"})
+_PARTIAL = frozenset({"dynamic-slice", "dynamic-update-slice"})
+_TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
 _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
 _HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
 _NUM_FUSIONS = 20
@@ -44,7 +50,7 @@ class Costs:
         if name not in self._inner:
             self._inner[name] = 0.0
             inner = self._module.computations.get(name)
-            if inner is not None:
+            if inner is not None and inner.opcodes & _WITH_FLOPS:
                 self._inner[name] = sum(self.flops(i, inner) for i in inner.instructions.values())
         return self._inner[name]
 
@@ -76,9 +82,10 @@ class Costs:
     def operand_shape(self, instruction: Instruction, number: int, computation: Computation) -> str:
         """Shape of an operand; empty if it is not known."""
         operands = instruction.operands
-        if number >= len(operands):
-            return ""
-        name, picked = operands[number]
+        return self._shape(operands[number], computation) if number < len(operands) else ""
+
+    def _shape(self, operand: tuple[str, int | None], computation: Computation) -> str:
+        name, picked = operand
         found = computation.instructions.get(name)
         if found is None:
             return ""
@@ -99,19 +106,16 @@ class Costs:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done"):
             return 0
-        shapes = [
-            self.operand_shape(instruction, i, computation)
-            for i in range(len(instruction.operands))
-        ]
         if opcode == "dynamic-slice":
             return 2 * _shapes.num_bytes(instruction.shape)
+        shapes = [self._shape(operand, computation) for operand in instruction.operands]
         if opcode == "dynamic-update-slice":
             return 2 * _shapes.num_bytes(shapes[1]) if len(shapes) > 1 else 0
         written = _shapes.num_bytes(instruction.shape)
         read = [_shapes.num_bytes(s) for s in shapes]
         if opcode == "fusion":
             inner = self._module.computations.get((instruction.called("calls") or [""])[0])
-            if inner is not None:
+            if inner is not None and inner.opcodes & _PARTIAL:
                 written, read = self._touched(inner, written, read)
         return written + sum(read)
 
@@ -230,6 +234,8 @@ def transfers(
     out = []
     for name, ways in contexts.items():
         computation = module.computations[name]
+        if not computation.opcodes & _TRANSFERS:
+            continue
         for i in computation.instructions.values():
             kind = _transfer_kind(i, computation)
             if kind:
@@ -249,6 +255,8 @@ def transfers(
 
 def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
     opcode = instruction.opcode
+    if opcode not in _TRANSFERS:
+        return ""
     if opcode in ("infeed", "outfeed"):
         return opcode
     if opcode in ("send", "recv") and "is_host_transfer=true" in instruction.rest:
