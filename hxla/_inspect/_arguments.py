@@ -26,7 +26,8 @@ _WORDS = {
 }
 _OWNER_OF = {word: owner for owner, words in _WORDS.items() for word in words.split()}
 _MESH = re.compile(r"sharding=\{mesh\[([^\]]*)\](?:, device_ids=\S*?)?, \[(.*?)\](?:, \w+=|\})")
-_SDY = re.compile(r"#sdy\.mesh<\[([^\]]*)\]")
+_SDY = re.compile(r"#sdy\.mesh<\[([^\]]+)\]")
+_SDY_SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(.*?)\](?:, \w+=.*?)?>")
 _DIM = re.compile(r"\{([^}]*)\}")
 
 
@@ -47,16 +48,19 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
     if before is None or before.entry not in before.computations:
         return (), {}
     mesh: Mesh = ()
-    if named := _SDY.search(before.header):
+    if named := _SDY.search(before.header.replace("\\", "")):
         mesh = _groups.mesh_of(named[1])
     out: dict[int, Layout] = {}
     for parameter in before.computations[before.entry].parameters:
         arrays = _shapes.arrays(parameter.shape)
-        found = _MESH.search(parameter.rest)
+        rest = parameter.rest.replace("\\", "")
+        found, shardy = _MESH.search(rest), _SDY_SHARDING.search(rest)
         spec = None
-        if found:
-            mesh = mesh or _groups.mesh_of(found[1])
-            dims = [tuple(re.findall(r"'([^']+)'", d)) for d in _DIM.findall(found[2])]
+        if found or shardy:
+            if found:
+                mesh = mesh or _groups.mesh_of(found[1])
+            written = found[2] if found else shardy[1] if shardy else ""
+            dims = [tuple(re.findall(r"['\"](\w+)['\"]", d)) for d in _DIM.findall(written)]
             rank = len(arrays[0][1]) if arrays else 0
             spec = tuple(dims) if len(dims) == rank else None
         elif "sharding={replicated}" in parameter.rest and arrays:

@@ -23,7 +23,10 @@ _MACHINERY = frozenset(
     }
 )
 _LIBRARIES = tuple(
-    {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "site-packages", "dist-packages"}
+    {
+        *(sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")),
+        *("site-packages", "dist-packages", "/hxla/_"),
+    }
 )
 _DEPTH = 4  # operands looked through for a name that XLA lost
 
@@ -120,15 +123,17 @@ class Origins:
         scopes = tuple(scopes_of(name.split(";")[0]))
         places = self._module.source(frame) if frame else []
         if file:
-            places = [(file[1], int(file[2] or 0))]
+            places = [(file[1], int(file[2] or 0), "")]
         own = next((p for p in places if not any(lib in p[0] for lib in _LIBRARIES)), None)
         source = own or (places[0] if places else None)
+        function = source[2] if source and not source[2].startswith("<") else ""
         missing = ""
-        if not scopes and not path:
-            missing = "no hxla scope and no module scope surrounds it"
+        if not scopes and not path and not function:
+            missing = "no scope surrounds it and the text does not name its function"
         return Origin(
             task_graph=self._label(scopes) if scopes else "",
             module=path,
+            function=function.replace(".<locals>", ""),
             phase=_phase(name),
             primitive=primitive,
             source=f"{source[0]}:{source[1]}" if source else "",

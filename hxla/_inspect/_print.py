@@ -1,6 +1,7 @@
 """Inspections as tables for a terminal."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -45,27 +46,27 @@ def loops(found: Sequence[Loop], runs: int | None) -> str:
 
 
 def text(inspection: Inspection, *, limit: int) -> str:
-    """Tables of every program with anything to tell, then one line for the others."""
+    """Tables of hxla's own programs, else of all with anything to tell; a line for the others."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, force_terminal=False, highlight=False)
-    small = []
-    for program in inspection.programs:
-        if program.collectives or program.warnings or program.role or _flops(program):
-            _program(console, program, limit)
-        else:
-            small.append(program.title)
-    if len(small) == len(inspection.programs):
-        for program in inspection.programs:
-            _program(console, program, limit)
-    elif small:
-        console.print(f"without collectives or products: {', '.join(small)}", markup=False)
+    has_roles = any(p.role for p in inspection.programs)
+    shown = [p for p in inspection.programs if (p.role if has_roles else _tells(p))]
+    shown = shown or list(inspection.programs)
+    for program in shown:
+        _program(console, program, limit)
+    told = {id(p) for p in shown}
+    others = Counter(p.title for p in inspection.programs if id(p) not in told)
+    if others:
+        names = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in others.items())
+        console.print(f"other programs: {names}", markup=False)
     for problem in inspection.problems:
         console.print(f"not read: {problem}", markup=False)
     return out.getvalue().rstrip() + "\n"
 
 
-def _flops(program: Program) -> float:
-    return sum(w.flops for w in program.work)
+def _tells(program: Program) -> bool:
+    has_flops = any(w.flops for w in program.work)
+    return bool(program.collectives or program.warnings or program.problems or has_flops)
 
 
 def _program(console: Console, program: Program, limit: int) -> None:

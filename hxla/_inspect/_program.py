@@ -19,12 +19,18 @@ from ._values import Program
 from ._warnings import warnings
 from ._work import transfers, work
 
-# The programs of hxla's own step.
+# The programs of hxla's own step, and whose their arguments are where words do not tell.
 _ROLES = {
+    "jit_hxla_exchange": "sum of small host arrays over the processes",
     "jit_hxla_micro": "one microbatch",
     "jit_hxla_update": "update of the parameters",
     "jit_hxla_sum": "sum over the replicas",
     "jit_hxla_evaluate": "evaluation of one microbatch",
+}
+_OWNERS = {
+    "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
+    "jit_hxla_update": {"totals": "gradient", "ints": "gradient", "aux": "parameter"},
+    "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
 }
 
 
@@ -89,7 +95,7 @@ def program(module: Module, found: Found, wish: Wish) -> Program:
     arrays = arguments(
         module,
         found.known or known,
-        owners=wish.owners,
+        owners={**_OWNERS.get(module.name, {}), **wish.owners},
         donated=sorted(module.aliased),
     )
     ways = contexts(module)

@@ -195,9 +195,10 @@ class Module:
             frozenset(int(n) for n in re.findall(r"\((\d+),", found[1])) if found else frozenset()
         )
 
-    def source(self, frame: int) -> list[tuple[str, int]]:
-        """Files and lines of a stack frame, innermost first."""
+    def source(self, frame: int) -> list[tuple[str, int, str]]:
+        """Files, lines and functions of a stack frame, innermost first."""
         files, places = self.tables.get("FileNames", {}), self.tables.get("FileLocations", {})
+        functions = self.tables.get("FunctionNames", {})
         frames = self.tables.get("StackFrames", {})
         out, seen = [], set()
         while frame in frames and frame not in seen:
@@ -206,7 +207,8 @@ class Module:
             place = _numbers(places.get(row.get("file_location_id", 0), ""))
             name = files.get(place.get("file_name_id", 0))
             if name:
-                out.append((name, place.get("line", 0)))
+                function = functions.get(place.get("function_name_id", 0), "")
+                out.append((name, place.get("line", 0), function))
             # The text counts parents from 1, 0 and the frame's own number being none.
             frame = row.get("parent_frame_id", 1) - 1
         return out

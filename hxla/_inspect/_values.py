@@ -21,14 +21,16 @@ class Origin:
     Attributes:
         task_graph: `split(2) #0`, numbered in the order the scopes were entered; empty outside all.
         module: The user's scopes around it, Flax modules among them: `Block_0/Dense_1`.
+        function: The user's function that wrote it, `Block.__call__`; empty if not recorded.
         phase: `forward`, `backward`, `recomputation`, or empty where nothing is differentiated.
         primitive: What jax calls the operation.
         source: File and line of the user's code, `model.py:12`; empty if not recorded.
-        missing: Why it belongs to no TaskGraph and no module; empty if it does.
+        missing: Why it belongs to no TaskGraph, module or function; empty if it does.
     """
 
     task_graph: str = ""
     module: str = ""
+    function: str = ""
     phase: str = ""
     primitive: str = ""
     source: str = ""
@@ -36,8 +38,9 @@ class Origin:
 
     @property
     def where(self) -> str:
-        """TaskGraph and module, or why there is neither."""
-        return " ".join(filter(None, (self.task_graph, self.module))) or f"? {self.missing}"
+        """TaskGraph and module, else the function, else why there is nothing."""
+        found = " ".join(filter(None, (self.task_graph, self.module))) or self.function
+        return found or f"? {self.missing}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -120,9 +120,13 @@ class Reducer:
             np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
         )
         self._flat = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+        def hxla_exchange(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x, DATA_AXIS)
+
         self._exchange = jax.jit(
             jax.shard_map(
-                lambda x: jax.lax.psum(x, DATA_AXIS),
+                hxla_exchange,
                 mesh=self._flat,
                 in_specs=P(DATA_AXIS),
                 out_specs=P(),
