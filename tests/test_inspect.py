@@ -320,13 +320,13 @@ def test_trips_are_counted_where_the_compiler_does_not_say_them():
 def test_the_reader_keeps_what_operands_and_attributes_hold():
     module = _text.read(ASYNC.splitlines())
     permute = module.computations["main"].instructions["cp"]
-    assert permute.operands == [("b", None)]
+    assert permute.operands == (("b", None),)
     assert permute.attribute("source_target_pairs") == "{{0,1},{1,0},{2,3},{3,2}}"
     assert permute.attribute("channel_id") == "2"
     assert permute.attribute("nothing") is None
     assert [p.name for p in module.computations["main"].parameters] == ["a", "b"]
     sugared = _text.Instruction("t", "f32[]", "fusion", "%p#1, %w.2#0), calls=%c", False)
-    assert sugared.operands == [("p", 1), ("w.2", 0)]
+    assert sugared.operands == (("p", 1), ("w.2", 0))
 
 
 def test_a_callback_is_a_host_transfer():

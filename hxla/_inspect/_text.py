@@ -28,7 +28,7 @@ class Instruction:
         is_root: Whether it is the computation's result.
     """
 
-    __slots__ = ("is_root", "name", "opcode", "rest", "shape")
+    __slots__ = ("_operands", "is_root", "name", "opcode", "rest", "shape")
 
     def __init__(self, name: str, shape: str, opcode: str, rest: str, is_root: bool):
         self.name = name
@@ -36,6 +36,7 @@ class Instruction:
         self.opcode = opcode
         self.rest = rest
         self.is_root = is_root
+        self._operands: tuple[tuple[str, int | None], ...] | None = None
 
     def _end_of_operands(self) -> int:
         end = self.rest.find(")")
@@ -57,19 +58,24 @@ class Instruction:
         return self.rest[: self._end_of_operands()]
 
     @property
-    def operands(self) -> list[tuple[str, int | None]]:
+    def operands(self) -> tuple[tuple[str, int | None], ...]:
         """Names of operands, with the element of a tuple where `%name#1` picks one."""
+        if self._operands is None:
+            self._operands = self._read_operands()
+        return self._operands
+
+    def _read_operands(self) -> tuple[tuple[str, int | None], ...]:
         text = self.arguments
         if "%" in text:
             names = _OPERAND.findall(text)
         elif self.opcode in ("parameter", "constant", "iota"):
-            return []
+            return ()
         else:
             names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
         if "#" not in text:
-            return [(name, None) for name in names]
+            return tuple([(name, None) for name in names])
         split = [name.partition("#") for name in names]
-        return [(name, int(i) if i.isdigit() else None) for name, _, i in split]
+        return tuple([(name, int(i) if i.isdigit() else None) for name, _, i in split])
 
     def attribute(self, name: str) -> str | None:
         """Text of an attribute, with its brackets if it has any; None if there is none."""
