@@ -3,8 +3,8 @@
     python examples/06_inspect.py
 
 Four fake devices on the CPU. The weights of the first form are cut as Megatron cuts them: one
-all-reduce of the output, 64 x 256 x 4 = 64 KiB. In the second form both are cut along their rows, and
-the whole hidden activation, 64 x 1024 x 4 = 256 KiB, has to be exchanged and summed.
+all-reduce of the output, 64 x 256 x 4 = 64 KiB. In the second form both are cut along their rows,
+and the whole hidden activation, 64 x 1024 x 4 = 256 KiB, has to be exchanged and summed.
 """
 
 import os

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from .._format import num_bytes as size
 from .._rules import RuleSet
 from . import _shapes
 from ._calls import Context
@@ -10,7 +11,6 @@ from ._collectives import KINDS
 from ._flow import Flow
 from ._groups import Mesh
 from ._origin import Origins
-from ._print import size
 from ._text import Computation, Instruction, Module
 from ._values import Array, Collective, Warned
 

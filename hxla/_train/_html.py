@@ -4,8 +4,8 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
+from .._format import clock, gain, number, percent, plural, shares, si, span
 from .._history import History, scalars
-from ._format import clock, gain, number, percent, plural, shares, si, span
 from ._pictures import (
     Picture,
     before_and_after,

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from .._errors import AnnotationError, ConfigError, PlanError
 from .._factors import PATTERNS, Patterns
+from .._format import num_bytes
 from .._graph import Graph
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -26,7 +27,6 @@ from .._rules import RuleSet
 from .._trace import trace_sums
 from .._types import DATA_AXIS, PyTree
 from .._virtual import Layout
-from ._format import num_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
