@@ -5,8 +5,8 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from .._format import clock, gain, number, percent, plural, shares, si, span
 from .._history import History, scalars
-from ._format import clock, gain, number, percent, plural, shares, si, span
 from ._pictures import (
     Picture,
     before_and_after,
