@@ -34,6 +34,7 @@ from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
+from ._kept import make_kept
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
 from ._slots import Slots
@@ -55,8 +56,8 @@ class _Buffers(NamedTuple):
 
     inputs: jax.Array
     grads: jax.Array
-    residuals: jax.Array
-    late: jax.Array
+    residuals: list[jax.Array]
+    late: list[jax.Array]
     down: jax.Array
     up: jax.Array
 
@@ -154,6 +155,8 @@ class Pipeline:
         some = spec.schedule(spec.unit)
         self._halves = any(op.kind == WEIGHT for op in some.rows[0])
         self._programs = self._shared()
+        self._residuals = make_kept([stage.residuals for stage in self._stages])
+        self._late = make_kept([stage.late for stage in self._stages])
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
         self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
@@ -222,12 +225,11 @@ class Pipeline:
         most = self._actions(spec.most)
         down = max(s.below.words.size for s in self._stages)
         up = max(s.above.float_words.size for s in self._stages)
-        kept = max((s.residuals.size for s in self._stages), default=0)
         buffers = _Buffers(
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
-            residuals=each((most.num_residuals, kept)),
-            late=each((most.num_late, max(s.late.size for s in self._stages))),
+            residuals=[each((most.num_residuals, *s), t) for s, t in self._residuals.kinds],
+            late=[each((most.num_late, *s), t) for s, t in self._late.kinds],
             down=each((down,)),
             up=each((up,)),
         )
@@ -340,10 +342,8 @@ class Pipeline:
                 made = stage.forward(params, inputs, given)
             else:
                 made, saved = stage.forward_and_residuals(params, inputs, given)
-                kept = stage.residuals.pack(saved, buffers.residuals.shape[-1])
-                buffers = buffers._replace(
-                    residuals=_set(buffers.residuals, kept, field["residual"])
-                )
+                kept = self._residuals.put(buffers.residuals, p, saved, field["residual"])
+                buffers = buffers._replace(residuals=kept)
             if stage.part.is_last:
                 acc = self._record(acc, made, given, index, exponents)
             else:
@@ -366,7 +366,7 @@ class Pipeline:
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
             else:
-                saved, grads = self._waiting(stage, buffers, field)
+                saved, grads = self._waiting(p, stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = stage.above.float_words.pack(d_inputs, buffers.up.size)
@@ -379,12 +379,11 @@ class Pipeline:
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
             buffers = carry.buffers
-            saved, grads = self._waiting(stage, buffers, field)
+            saved, grads = self._waiting(p, stage, buffers, field)
             params = self._params(p, stage, slots)
             d_inputs, kept = stage.input_grads(params, saved, given, grads)
-            late = stage.late.pack(kept, buffers.late.shape[-1])
             buffers = buffers._replace(
-                late=_set(buffers.late, late, field["late"]),
+                late=self._late.put(buffers.late, p, kept, field["late"]),
                 up=stage.above.float_words.pack(d_inputs, buffers.up.size),
             )
             return carry._replace(buffers=buffers)
@@ -395,17 +394,17 @@ class Pipeline:
         def run(
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
-            saved, grads = self._waiting(stage, carry.buffers, field)
+            saved, grads = self._waiting(p, stage, carry.buffers, field)
             params = self._params(p, stage, slots)
-            kept = stage.late.unpack(carry.buffers.late[field["late"]])
+            kept = self._late.get(carry.buffers.late, p, field["late"])
             d_params = stage.weight_grads(params, saved, given, grads, kept)
             return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
 
         return run
 
-    def _waiting(self, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
+    def _waiting(self, p: int, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
         """A part's residuals and the gradients of its outputs."""
-        saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+        saved = self._residuals.get(buffers.residuals, p, field["residual"])
         return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
 
     def _add_grads(

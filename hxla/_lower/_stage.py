@@ -66,8 +66,8 @@ class StagePart:
         self._residual_tree: Any = None
         self._kept: list[tuple[str, int]] = []
         self._halves: Halves | None = None
-        self.residuals = Words((), ())
-        self.late = Words((), ())
+        self.residuals: list[jax.ShapeDtypeStruct] = []
+        self.late: list[jax.ShapeDtypeStruct] = []
 
     def _function(
         self, inputs: Sequence[Any], given: Env
@@ -111,7 +111,7 @@ class StagePart:
                 where = ("saved", len(saved))
                 saved.append(x)
             self._kept.append(where)
-        self.residuals = Words.like(saved)
+        self.residuals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved]
         return made, saved
 
     def backward_from_residuals(
@@ -146,7 +146,7 @@ class StagePart:
         arguments = (list(params), list(saved), list(given.values()), list(grads))
         self._halves = halve(jax.make_jaxpr(run)(*arguments), len(self.above.floats))
         d_floats, kept = self._halves.run_early(jax.tree.leaves(arguments))
-        self.late = Words.like(kept)
+        self.late = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
         return d_floats, kept
 
     def weight_grads(
