@@ -160,6 +160,19 @@ def test_parameters_lie_on_the_mesh_as_they_were_given():
     assert inspected("fsdp_and_tensor").main.mesh == (("fsdp", 2), ("tensor", 2))
 
 
+def test_arguments_that_the_program_does_not_read_are_left_out():
+    where = programs.mesh(data=4)
+    step = programs.jitted(
+        lambda params, x: params["a"] * 2 + x, where, ({"a": P("data"), "b": P()}, P())
+    )
+    args = ({"a": programs.like(8, 8), "b": programs.like(4, 4)}, programs.like(8, 8))
+    arrays = hxla.inspect(step, *args).main.arrays
+    assert [(a.path, a.spec) for a in arrays] == [
+        ("params['a']", (("data",), ())),
+        ("x", ((), ())),
+    ]
+
+
 def test_a_gathered_parameter_is_named_through_casts_slices_and_loops():
     where = programs.mesh(data=4)
 

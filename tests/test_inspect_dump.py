@@ -131,6 +131,29 @@ def test_lines_that_nobody_knows_are_counted(tmp_path):
     assert after.problems == ("2 lines were not understood, the first: a line of the year 2040",)
 
 
+@pytest.mark.parametrize("name", ["pipeline", "linen"])
+def test_no_spoilt_line_ends_the_reading(name):
+    step, args, _ = programs.ALL[name]()
+    lines = step.lower(*args).compile().as_text().splitlines()
+    spoil = [
+        lambda line, start: start,
+        lambda line, start: start + ")",
+        lambda line, start: line.replace("index=", "index=x"),
+        lambda line, start: line.replace("{", "", 1),
+        lambda line, start: re.sub(r"\d+", "999", line),
+    ]
+    seen = set()
+    for i, line in enumerate(lines):
+        found = re.match(r"\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z\-]+)\(", line)
+        if found is None or found[1] in seen:
+            continue
+        seen.add(found[1])
+        for change in spoil:
+            text = "\n".join([*lines[:i], change(line, found[0]), *lines[i + 1 :]])
+            assert hxla.inspect(text).text()
+    assert {"while", "parameter", "fusion", "get-tuple-element"} <= seen
+
+
 def test_a_mixed_dump_gives_what_can_be_read(tmp_path):
     plain(tmp_path, "linen", "jax-0.10")
     plain(tmp_path, "experts", "jax-0.12")

@@ -126,7 +126,7 @@ def _signed(value: float) -> str:
 
 
 def _work(before: Program, after: Program) -> Iterator[str]:
-    for name, write in (("flops", si), ("collective_bytes", num_bytes)):
+    for name, write in (("flops", si), ("collective_bytes", size)):
         old, new = getattr(before.total, name), getattr(after.total, name)
         if abs(new - old) > _LEAST_SHARE * max(old, new):
             what = "FLOPs of a device" if name == "flops" else "bytes a device sends"

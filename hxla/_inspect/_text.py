@@ -77,6 +77,12 @@ class Instruction:
         split = [name.partition("#") for name in names]
         return tuple([(name, int(i) if i.isdigit() else None) for name, _, i in split])
 
+    @property
+    def index(self) -> int | None:
+        """Which element a `get-tuple-element` takes; None if the text does not say."""
+        text = (self.attribute("index") or "").strip()
+        return int(text) if text.isdigit() else None
+
     def attribute(self, name: str) -> str | None:
         """Text of an attribute, with its brackets if it has any; None if there is none."""
         start = self.rest.find(f", {name}=")
@@ -146,7 +152,11 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        found = [
+            i
+            for i in self.instructions.values()
+            if i.opcode == "parameter" and i.arguments.isdigit()
+        ]
         return sorted(found, key=lambda i: int(i.arguments))
 
 
@@ -243,7 +253,7 @@ def read(lines: Iterable[str]) -> Module:
     for line in lines:
         if current is not None:
             found = match(line)
-            if found is not None:
+            if found is not None and ")" in line:
                 root, name, shape, opcode = found.groups()
                 rest = line[found.end() :].rstrip("\n")
                 opcode = intern(opcode)

@@ -206,7 +206,9 @@ def _padding(
             continue
         for pad in computation.instructions.values():
             source = (
-                computation.instructions.get(pad.operands[0][0]) if pad.opcode == "pad" else None
+                computation.instructions.get(pad.operands[0][0])
+                if pad.opcode == "pad" and pad.operands
+                else None
             )
             if source is None:
                 continue
