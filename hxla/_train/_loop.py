@@ -582,7 +582,13 @@ class _Run:
                     f"{stages.make_schedule(stages.num).name}: use a multiple of "
                     f"{num_pipelines * stages.num}"
                 )
-            self.split = "even"
+            if not isinstance(self.split, str) and len(set(self.split)) > 1:
+                raise ConfigError(
+                    f"split={tuple(self.split)}: this schedule gives every pipeline as many "
+                    "microbatches; use split='even', or pipeline.schedule='1f1b'"
+                )
+            if self.split == "measured":
+                self.split = "even"
 
     def _rows_to_send(self) -> tuple[dict[int, int], tuple[str, ...]]:
         if self.rows_read is None:

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
@@ -166,13 +167,20 @@ def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
     """What arguments and configuration say of a pipeline; of the number of stages, if they do.
 
     Raises:
-        ConfigError: If the shares are not positive numbers, one per part.
+        ConfigError: If it is no number, or the shares are not positive numbers, one per part.
     """
-    num = 0 if stages is None else stages if isinstance(stages, int) else len(stages)
-    shares = None
-    if stages is not None and not isinstance(stages, int):
-        shares = tuple(map(float, stages))
-        num, rest = divmod(num, config.num_chunks)
+    num, shares = 0, None
+    if isinstance(stages, SupportsIndex):
+        num = operator.index(stages)
+    elif stages is not None:
+        try:
+            shares = tuple(map(float, stages))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"stages={stages!r} is neither a number of stages nor one share of the work for "
+                "each"
+            ) from None
+        num, rest = divmod(len(shares), config.num_chunks)
         if rest or not all(0 < x < float("inf") for x in shares):
             raise ConfigError(
                 f"stages={list(stages)} must be positive shares of the work, one for each of the "
