@@ -550,7 +550,7 @@ class _Run:
             reduction=self.reduction,
         )
         self.devices = tuple(self.devices[i] for i in cut.order)
-        stages = dataclasses.replace(stages, layers=cut.layers)
+        stages = dataclasses.replace(stages, layers=cut.layers, fractions=cut.fractions)
         strategy = _strategy.pipelined(self.devices, stages)
         return dataclasses.replace(strategy, reasons=(cut.reason,))
 
@@ -664,7 +664,9 @@ class _Run:
         texts = self._gather("pipeline times", _pipeline_report.to_text(own))
         some = next(iter(pipelines.values()))
         for replica, measured in sorted(_pipeline_report.from_texts(texts).items()):
-            predicted = _pipeline_report.predict(some, measured, counts[replica])
+            predicted = _pipeline_report.predict(
+                some, measured, counts[replica], self.strategy.stages.fractions
+            )
             self.predicted[replica] = predicted
             self.reasons += (_pipeline_report.explain(replica, predicted, measured),)
 
@@ -699,6 +701,14 @@ class _Run:
             fixed=self.balancer.fixed,
             reasons=self.reasons,
         )
+        if self.predicted:
+            # Of a pipeline, a microbatch's share of the whole is not what one more would take.
+            updates = self.balancer.fixed
+            self.plan = dataclasses.replace(
+                self.plan,
+                step_seconds=max(p.busy_seconds + updates[r] for r, p in self.predicted.items()),
+                bound_seconds=max(p.bound_seconds for p in self.predicted.values()),
+            )
 
     def _gather(self, what: str, text: str) -> tuple[str, ...]:
         timeout_seconds = self.settings.watchdog.progress_timeout_seconds

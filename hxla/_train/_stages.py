@@ -40,6 +40,7 @@ class Stages:
         shares: Work of each part in proportion; None: even.
         by_tasks: Whether the cuts are those of the annotations.
         layers: Segments of each part, once they are measured; None: by `shares`.
+        fractions: Of the work on each stage by its own device's times; none if not measured.
     """
 
     num: int
@@ -49,6 +50,7 @@ class Stages:
     shares: tuple[float, ...] | None = None
     by_tasks: bool = False
     layers: tuple[int, ...] | None = None
+    fractions: tuple[float, ...] = ()
 
     @property
     def num_parts(self) -> int:
