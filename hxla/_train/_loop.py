@@ -29,6 +29,7 @@ from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
+from .._lower._replica import Replica
 from .._lower._replicate import Reduction, num_parts
 from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
@@ -378,6 +379,7 @@ class _Run:
         self._beat(-1, "compiling and measuring")
         start = self.saved = self._restore_meta()
         self.known = _devices.described(self.devices, self.cluster)
+        self.listed = self.devices  # stages may take them in another order
         self._functional = self._read_model(start)
         self.strategy = dataclasses.replace(self._choose_strategy(start), patterns=self.patterns)
         replicas = self.strategy.replicas
@@ -402,7 +404,7 @@ class _Run:
         self.strategy = dataclasses.replace(
             self.strategy, reasons=(*self.strategy.reasons, *reasons)
         )
-        self.names = _devices.replica_names(replicas, self.devices, self.known)
+        self.names = _devices.replica_names(replicas, self.listed, self.known)
         request = _dry.requested()
         if isinstance(request, _dry.ProfileRequest):
             make = functools.partial(self._make_engine, start)
@@ -924,7 +926,12 @@ class _Run:
             print(terminal_report(history, title="hxla"))
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
-            devices = {r.index: [str(d) for d in r.devices] for r in self.strategy.replicas}
+            devices = {
+                r.index: _devices.replica_names(
+                    [Replica(s, (d,)) for s, d in enumerate(r.devices)], self.listed, self.known
+                )
+                for r in self.strategy.replicas
+            }
             write_report(
                 path,
                 history,
