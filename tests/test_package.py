@@ -27,7 +27,7 @@ LAYERS = [
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan", "_proposal"},
     {"_trace", "_evaluate"},
-    {"_segments"},
+    {"_segments", "_parts"},
     {"_planner"},
     {"_lower"},
     {"_measure"},
