@@ -223,12 +223,16 @@ def _segment(
                 needed(inner)
             own_views[id(views[v])] = views[v]
 
-    read = dict.fromkeys(v for op in chunk for v in _reads(op))
+    # A result may be a parameter as it is, so the end reads the results too.
+    is_last = index == max(made_in.values(), default=0)
+    results = [v for v in graph.result_values if isinstance(v, int)] if is_last else []
+    read = dict.fromkeys([*(v for op in chunk for v in _reads(op)), *results])
     for v in read:
         needed(v)
     ops = (*own_views.values(), *chunk)
     made = {v for op in ops for v in op.outputs}
-    outside = dict.fromkeys(v for op in ops for v in _reads(op) if v not in made)
+    read_inside = [*(v for op in ops for v in _reads(op)), *results]
+    outside = dict.fromkeys(v for v in read_inside if v not in made)
     of_param = {v: p for p, v in enumerate(graph.param_values)}
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
