@@ -33,7 +33,9 @@ LAYERS = [
     {"_measure"},
     {"_partition", "_detect"},
     {"_launch"},
+    {"_inspect"},
     {"_train"},
+    {"testing"},
     {"__init__", "__main__"},
 ]
 

@@ -120,9 +120,13 @@ class Reducer:
             np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
         )
         self._flat = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+        def hxla_exchange(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x, DATA_AXIS)
+
         self._exchange = jax.jit(
             jax.shard_map(
-                lambda x: jax.lax.psum(x, DATA_AXIS),
+                hxla_exchange,
                 mesh=self._flat,
                 in_specs=P(DATA_AXIS),
                 out_specs=P(),
@@ -171,7 +175,7 @@ class Reducer:
             back = total.astype(self._dtype)
             return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
-        def run(
+        def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
             if num == 1:
@@ -203,14 +207,16 @@ class Reducer:
         # One device, no mesh: it would mark the outputs as sharded, and what uses them would be
         # compiled in another form.
         if flat and num == 1:
-            return Summation(program=jax.jit(run), argument_specs=arguments, result_specs=results)
+            return Summation(
+                program=jax.jit(hxla_sum), argument_specs=arguments, result_specs=results
+            )
         trees: Any = (
             whole[:num_own],
             whole[num_own:],
             [tuple([s] * num_parts) for s in specs],
         )
         mapped = jax.shard_map(
-            run,
+            hxla_sum,
             mesh=self._mesh,
             in_specs=jax.tree.map(_stacked, trees, is_leaf=lambda x: isinstance(x, P)),
             out_specs=(P(), P(), P() if flat else list(specs)),

@@ -208,7 +208,7 @@ def build(
         )
         return mapped(values)
 
-    def micro(
+    def hxla_micro(
         params: Sequence[jax.Array],
         aux: Sequence[jax.Array],
         sums: Sums,
@@ -265,7 +265,7 @@ def build(
         )
         return out, sums_S[1]
 
-    def update(
+    def hxla_update(
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
@@ -315,14 +315,16 @@ def build(
         opt_specs = jax.tree.unflatten(opt_def, layout.opt_state)
         of_update = layout.shardings((list(layout.params), opt_specs, list(layout.aux), P()))
     return Programs(
-        micro=jax.jit(micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro),
+        micro=jax.jit(
+            hxla_micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro
+        ),
         clear=jax.jit(
             lambda sums: jax.tree.map(lambda x: x * 0, sums),
             donate_argnums=0,
             out_shardings=of_micro and of_micro[0],
         ),
         update=jax.jit(
-            update,
+            hxla_update,
             donate_argnums=(0, 1, 2),
             compiler_options=options,
             out_shardings=of_update,

@@ -154,12 +154,12 @@ class Engine:
         self._aux_def = jax.tree.structure(model.aux)
         options = _replicate.compiler_options(platform, reduction)
 
-        def evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
+        def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed), index)
             tree = jax.tree.unflatten(self._param_def, params)
             return eval_sums(tree, jax.tree.unflatten(self._aux_def, aux), key, batch)[1]
 
-        self._evaluate = jax.jit(evaluate, compiler_options=options)
+        self._evaluate = jax.jit(hxla_evaluate, compiler_options=options)
         opt_state = jax.jit(optimizer.init, compiler_options=options)(model.params)
         self._sharded: Sharded | None = None
         self.reasons: tuple[str, ...] = ()
