@@ -2,35 +2,29 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*?):?\s*$")
-_VALUE = re.compile(r"\s+value: <\d+ (.*?) @\d+> \(size=(\d+),offset=(\d+)\)")
+_VALUE = re.compile(
+    r"\s+value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
+)
 _PARAMETER = re.compile(r", parameter (\d+)")
-_PEAK_ROW = re.compile(r"\s+(\S+?)\{([\d,]*)\}: (\d+) bytes \(cumulative")
-_NAME = re.compile(r"(.+?)(?:\{([\d,]*)\})?(?: \(phi\))?$")
 
 
 class Piece(NamedTuple):
-    """A value's place in an allocation."""
-
-    name: str
-    offset: int
-    num_bytes: int
-
-
-class Held(NamedTuple):
-    """A value that lives at the peak.
+    """A value's place in an allocation.
 
     Attributes:
-        name: Of its instruction.
+        name: Of the instruction that makes it.
         element: Of the tuple that the instruction makes; None for the value itself.
+        offset: In the allocation.
         num_bytes: Of it.
     """
 
     name: str
     element: int | None
+    offset: int
     num_bytes: int
 
 
@@ -38,13 +32,12 @@ class Held(NamedTuple):
 class Allocation:
     """One block of memory."""
 
-    index: int
     num_bytes: int
     parameter: int | None
     is_output: bool
     is_constant: bool
     is_thread_local: bool
-    pieces: tuple[Piece, ...] = ()
+    pieces: Sequence[Piece] = ()
 
     @property
     def is_temp(self) -> bool:
@@ -55,15 +48,9 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """All memory of a program.
-
-    Attributes:
-        allocations: Blocks.
-        peak: Temporary values that live at the peak.
-    """
+    """All memory of a program."""
 
     allocations: tuple[Allocation, ...]
-    peak: tuple[Held, ...]
 
     @property
     def argument_bytes(self) -> int:
@@ -81,59 +68,48 @@ class Assignment:
         return sum(a.num_bytes for a in self.allocations if a.parameter is None and a.is_output)
 
     @property
+    def temporaries(self) -> tuple[Piece, ...]:
+        """Values between, their offsets counted through all blocks."""
+        out: list[Piece] = []
+        start = 0
+        for allocation in self.allocations:
+            if allocation.is_temp:
+                out += [p._replace(offset=p.offset + start) for p in allocation.pieces]
+                start += allocation.num_bytes
+        return tuple(out)
+
+    @property
     def temp_bytes(self) -> int:
         """Of everything between."""
         return sum(a.num_bytes for a in self.allocations if a.is_temp)
 
 
-def from_text(buffers: Iterable[str], live: Iterable[str] = ()) -> Assignment:
-    """Read a dump's `buffer-assignment.txt` and `live-range.txt`.
-
-    Args:
-        buffers: Lines of the first.
-        live: Lines of the second.
+def from_text(lines: Iterable[str]) -> Assignment:
+    """Read a dump's `buffer-assignment.txt`.
 
     Raises:
-        ValueError: If the first has no allocation.
+        ValueError: If it has no allocation.
     """
     allocations: list[Allocation] = []
     pieces: list[Piece] = []
-    for line in buffers:
+    for line in lines:
         found = _ALLOCATION.match(line)
         if found:
             pieces = []
             parameter = _PARAMETER.search(found[3])
             allocations.append(
                 Allocation(
-                    index=int(found[1]),
                     num_bytes=int(found[2]),
                     parameter=int(parameter[1]) if parameter else None,
                     is_output="maybe-live-out" in found[3],
                     is_constant=", constant" in found[3],
                     is_thread_local="thread-local" in found[3],
+                    pieces=pieces,
                 )
             )
         elif value := _VALUE.match(line):
-            pieces.append(Piece(value[1], int(value[3]), int(value[2])))
-            allocations[-1] = dataclasses.replace(allocations[-1], pieces=tuple(pieces))
+            element = int(value[2].split(",")[0]) if value[2] else None
+            pieces.append(Piece(value[1], element, int(value[4]), int(value[3])))
     if not allocations:
         raise ValueError("it has no line `allocation N: size ...`")
-    temp = {_plain(p.name) for a in allocations if a.is_temp for p in a.pieces}
-    peak: list[Held] = []
-    is_peak = False
-    for line in live:
-        if "(peak):" in line:
-            is_peak = True
-        elif is_peak and (row := _PEAK_ROW.match(line)):
-            element = int(row[2].split(",")[0]) if row[2] else None
-            if (row[1], element) in temp:
-                peak.append(Held(row[1], element, int(row[3])))
-        elif is_peak:
-            break
-    return Assignment(allocations=tuple(allocations), peak=tuple(peak))
-
-
-def _plain(name: str) -> tuple[str, int | None]:
-    found = _NAME.match(name)
-    assert found is not None
-    return found[1], int(found[2].split(",")[0]) if found[2] else None
+    return Assignment(allocations=tuple(allocations))

@@ -11,7 +11,7 @@ from ._flow import Flow
 from ._groups import Groups, Mesh
 from ._origin import Origins
 from ._text import Computation, Instruction, Module
-from ._values import Collective
+from ._values import Collective, Origin
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -122,9 +122,20 @@ def _collective(
         runs=total_runs(ways) if ways else 0,
         is_conditional=any(c.is_conditional for c in ways),
         operands=_arguments(instruction, computation, flow, paths),
-        origin=origins.of(instruction, computation),
+        origin=_origin(instruction, computation, origins, flow),
         seconds=None if cluster is None else _seconds(kind, num_bytes, groups, cluster),
     )
+
+
+def _origin(
+    instruction: Instruction, computation: Computation, origins: Origins, flow: Flow
+) -> Origin:
+    """Its own, else that of what it is made for."""
+    own = origins.of(instruction, computation)
+    if own.missing:
+        readers = (origins.of(r, computation) for r in flow.readers(computation, instruction))
+        return next((origin for origin in readers if not origin.missing), own)
+    return own
 
 
 def _devices(module: Module, instruction: Instruction, kind: str) -> tuple[Groups, str]:

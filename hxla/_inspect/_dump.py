@@ -6,7 +6,7 @@ import hashlib
 import io
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from .._errors import InspectError
 from . import _assignment, _proto, _text
@@ -121,11 +121,6 @@ def _bytes(file: pathlib.Path) -> bytes:
     return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 
 
-def _lines(file: pathlib.Path) -> list[str]:
-    with _open(file) as lines:
-        return list(lines)
-
-
 def _program(files: _Files, wish: Wish) -> Program:
     problems: list[str] = []
     proto = files.by_kind.get("after .hlo.pb")
@@ -147,7 +142,7 @@ def _program(files: _Files, wish: Wish) -> Program:
             + (": the compiler did not finish it" if before else "")
         )
         raise ValueError(f"there is no optimized program: {reasons}")
-    assignment, source = _memory(files, assignment_bytes, problems)
+    assignment, source = _memory(files, assignment_bytes, module_bytes, problems)
     found = Found(
         source=str(text or proto),
         before=_before(files, problems),
@@ -185,19 +180,20 @@ def _before(files: _Files, problems: list[str]) -> Module | None:
         return None
 
 
-def _memory(files: _Files, serialized: bytes, problems: list[str]) -> tuple[Assignment | None, str]:
+def _memory(
+    files: _Files, serialized: bytes, module: bytes, problems: list[str]
+) -> tuple[Assignment | None, str]:
     if serialized:
         try:
-            return _proto.assignment(serialized), "the dump's buffer assignment"
+            return _proto.assignment(serialized, module), "the dump's buffer assignment"
         except ValueError as error:
             problems.append(f"the buffer assignment: {error}")
     text = files.by_kind.get("after -buffer-assignment.txt")
     if text is None:
         return None, ""
-    live = files.by_kind.get("after -live-range.txt")
     try:
-        rows: Iterable[str] = _lines(live) if live is not None else ()
-        return _assignment.from_text(_lines(text), rows), text.name
+        with _open(text) as lines:
+            return _assignment.from_text(lines), text.name
     except (ValueError, EOFError, OSError) as error:
         problems.append(f"{text.name}: {error}")
         return None, ""

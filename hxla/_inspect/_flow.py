@@ -124,6 +124,17 @@ class Flow:
                 else:
                     yield user
 
+    def only_reader(self, body: Computation, element: int) -> Instruction | None:
+        """The one instruction that works on an element of a loop's carry; None if several do."""
+        found = [
+            i
+            for i in body.instructions.values()
+            if i.opcode not in _VIEWS
+            and i.opcode not in ("get-tuple-element", "tuple", "parameter")
+            and any(self.carried(body, *operand) == element for operand in i.operands)
+        ]
+        return found[0] if len(found) == 1 else None
+
     def in_loop(self, name: str) -> bool:
         """Whether a computation is the body of a `while`."""
         return name in self._loops and self._loops[name][1].opcode == "while"

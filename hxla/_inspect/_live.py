@@ -85,6 +85,10 @@ def _memory(compiled: Any) -> tuple[Figures | None, Assignment | None, str]:
     )
     data = getattr(stats, "serialized_buffer_assignment_proto", b"")
     try:
-        return figures, _proto.assignment(data) if data else None, ""
-    except ValueError:
+        if not data:
+            return figures, None, ""
+        # The figures' values have numbers; their names are in the module itself.
+        (module,) = compiled.runtime_executable().hlo_modules()
+        return figures, _proto.assignment(data, module.as_serialized_hlo_module_proto()), ""
+    except (ValueError, AttributeError):
         return figures, None, ""

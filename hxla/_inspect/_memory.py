@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from . import _shapes
-from ._assignment import Assignment, Held
+from ._assignment import Assignment, Piece
 from ._flow import Flow
+from ._liveness import peak
 from ._origin import Origins
 from ._text import Computation, Instruction, Module
 from ._values import Array, Buffer, Memory, Origin
@@ -66,7 +67,7 @@ def memory(
     outputs = figures.output_bytes - figures.alias_bytes
     if outputs:
         buffers.append(Buffer(name="results", owner="output", num_bytes=outputs))
-    held = assignment.peak if assignment is not None else ()
+    held = peak(module, assignment.temporaries) if assignment is not None else ()
     temporaries = list(_temporaries(module, held, arrays, origins, flow))
     missing = figures.temp_bytes - sum(b.num_bytes for b in temporaries)
     if missing:
@@ -94,7 +95,7 @@ def _fill(buffers: list[Buffer], total: int, what: str, owner: str) -> None:
 
 
 def _temporaries(
-    module: Module, held: Sequence[Held], arrays: Sequence[Array], origins: Origins, flow: Flow
+    module: Module, held: Sequence[Piece], arrays: Sequence[Array], origins: Origins, flow: Flow
 ) -> list[Buffer]:
     places: dict[str, tuple[Instruction, Computation]] = {}
     wanted = {h.name for h in held}
@@ -139,7 +140,7 @@ def _temporaries(
     return out
 
 
-def _element(shape: str, value: Held) -> str:
+def _element(shape: str, value: Piece) -> str:
     elements = _shapes.parts(shape)
     if value.element is not None and value.element < len(elements):
         return elements[value.element]

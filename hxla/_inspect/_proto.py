@@ -1,13 +1,13 @@
 """What we read of XLA's protocol buffers; the only module that knows their numbers.
 
 References:
-    xla/service/hlo.proto (HloProto, BufferAssignmentProto, HeapSimulatorTrace).
+    xla/service/hlo.proto (HloProto, BufferAssignmentProto).
 """
 
 import importlib
 from collections.abc import Iterator
 
-from ._assignment import Allocation, Assignment, Held, Piece
+from ._assignment import Allocation, Assignment, Piece
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -79,82 +79,59 @@ def _ints(data: bytes) -> dict[int, int]:
     return {n: v for n, v in fields(data) if isinstance(v, int)}
 
 
-def assignment(data: bytes) -> Assignment:
-    """A serialized buffer assignment.
+def names(module: bytes) -> dict[int, str]:
+    """Names of a serialized module's instructions, by their numbers."""
+    out: dict[int, str] = {}
+    for number, computation in fields(module):
+        if number != 3 or not isinstance(computation, bytes):
+            continue
+        for inner, instruction in fields(computation):
+            if inner == 2 and isinstance(instruction, bytes):
+                own = dict(fields(instruction))
+                name, key = own.get(1), own.get(35)
+                if isinstance(name, bytes) and isinstance(key, int):
+                    out[key] = name.decode(errors="replace")
+    return out
+
+
+def assignment(data: bytes, module: bytes) -> Assignment:
+    """A serialized buffer assignment, with names from its serialized module.
 
     Raises:
         ValueError: If the bytes are none.
     """
-    sizes: dict[int, int] = {}
+    named = names(module)
+    values: dict[int, tuple[str, int | None]] = {}
     allocations: list[Allocation] = []
-    traces: list[bytes] = []
     for number, value in fields(data):
         if not isinstance(value, bytes):
             continue
         if number == 1:
-            buffer = _ints(value)
-            sizes[buffer.get(1, 0)] = buffer.get(2, 0)
+            buffer = dict(fields(value))
+            where = buffer.get(3, b"")
+            place = dict(fields(where)) if isinstance(where, bytes) else {}
+            key, index, own_key = buffer.get(1, 0), place.get(3, b""), place.get(4, 0)
+            if isinstance(key, int) and isinstance(own_key, int):
+                element = index[0] if isinstance(index, bytes) and index else None
+                values[key] = named.get(own_key, f"value {key}"), element
         elif number == 3:
-            own = _ints(value)
-            pieces = tuple(
-                Piece(str(p.get(1, 0)), p.get(2, 0), p.get(3, 0))
-                for n, v in fields(value)
-                if n == 9 and isinstance(v, bytes)
-                for p in [_ints(v)]
-            )
-            allocations.append(
-                Allocation(
-                    index=own.get(1, 0),
-                    num_bytes=own.get(2, 0),
-                    parameter=own.get(6, 0) if own.get(5) else None,
-                    is_output=bool(own.get(7)),
-                    is_constant=bool(own.get(12)),
-                    is_thread_local=bool(own.get(3)),
-                    pieces=pieces,
-                )
-            )
-        elif number == 4:
-            traces.append(value)
-    peaks = [peak for trace in traces if (peak := _peak(trace, sizes))]
-    return Assignment(
-        allocations=tuple(allocations),
-        peak=tuple(held for peak in peaks for held in peak),
+            allocations.append(_allocation(value, values))
+    return Assignment(allocations=tuple(allocations))
+
+
+def _allocation(data: bytes, values: dict[int, tuple[str, int | None]]) -> Allocation:
+    own = _ints(data)
+    pieces = []
+    for number, value in fields(data):
+        if number == 9 and isinstance(value, bytes):
+            piece = _ints(value)
+            name, element = values.get(piece.get(1, 0), (f"value {piece.get(1, 0)}", None))
+            pieces.append(Piece(name, element, piece.get(2, 0), piece.get(3, 0)))
+    return Allocation(
+        num_bytes=own.get(2, 0),
+        parameter=own.get(6, 0) if own.get(5) else None,
+        is_output=bool(own.get(7)),
+        is_constant=bool(own.get(12)),
+        is_thread_local=bool(own.get(3)),
+        pieces=pieces,
     )
-
-
-def _peak(trace: bytes, sizes: dict[int, int]) -> tuple[Held, ...]:
-    """Buffers that live when most bytes do; one shared by several values lives until the last."""
-    live: dict[int, set[int]] = {}
-    shared: dict[int, int] = {}
-    held: dict[int, Held] = {}
-    now = best = 0
-    peak: tuple[Held, ...] = ()
-    for number, value in fields(trace):
-        if number != 1 or not isinstance(value, bytes):
-            continue
-        event = dict(fields(value))
-        kind, buffer = event.get(1, 0), event.get(2, 0)
-        name = event.get(4, b"")
-        assert isinstance(buffer, int)
-        if kind == 2:
-            other = event.get(5, 0)
-            assert isinstance(other, int)
-            root = shared.get(other, other)
-            shared[buffer] = root
-            live.setdefault(root, set()).add(buffer)
-        elif kind == 0:
-            shared[buffer] = buffer
-            live[buffer] = {buffer}
-            text = name.decode(errors="replace") if isinstance(name, bytes) else ""
-            held[buffer] = Held(text, None, sizes.get(buffer, 0))
-            now += held[buffer].num_bytes
-            if now > best:
-                best = now
-                peak = tuple(held[b] for b in live if b in held)
-        else:
-            root = shared.get(buffer, buffer)
-            users = live.get(root, set())
-            users.discard(buffer)
-            if not users and live.pop(root, None) is not None and root in held:
-                now -= held[root].num_bytes
-    return peak

@@ -152,9 +152,10 @@ def _accumulates(module: Module, body: Computation, reader: Instruction, flow: F
     root = body.root
     if add.opcode != "add" or root is None or root.opcode != "tuple":
         return False
-    carried = {flow.carried(body, *operand) for operand in reader.operands} - {None}
+    carried = {e for o in reader.operands if (e := flow.carried(body, *o)) is not None}
     handed = {i for i, (name, _) in enumerate(root.operands) if name == reader.name}
-    return bool(carried & handed)
+    # Nothing else may read the sum so far: a residual stream is added to and used as well.
+    return any(flow.only_reader(body, element) is reader for element in carried & handed)
 
 
 def _resharded(module: Module, flow: Flow, by_name: dict[str, Collective]) -> Iterator[Warned]:
