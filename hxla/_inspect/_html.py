@@ -2,19 +2,20 @@
 
 import html
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from .._page import figure, page, section, table, tiles
 from . import _shards, _steps
 from ._measured import COLLECTIVE, COMPUTATION, Measured
-from ._names import alike, group, ranges
+from ._names import alike, group
 from ._print import flops, loops, seconds, shown, size
 from ._steps import Lanes
 from ._values import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
 
 _MAX_ROWS = 60  # of a table
 _MAX_PICTURES = 24
+_MAX_NAMES = 6  # below a picture
 _MAX_WARNINGS = 8  # that are shown unfolded
 _LEAST_PICTURE = 0.002  # of all arguments' bytes
 
@@ -27,7 +28,7 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .5rem; }
 .part { margin: 2.2rem 0 1rem; font-size: 1.35rem; }
 .tiles dd { overflow-wrap: anywhere; }
 td, tbody th { overflow-wrap: anywhere; min-width: 4.5rem; }
-tbody th { min-width: 7.5rem; }
+tbody th { min-width: 7.5rem; white-space: normal; }
 .n { overflow-wrap: normal; min-width: 0; }
 ul { margin: 0 0 1rem; padding-left: 1.2rem; }
 li { margin: 0 0 .35rem; }
@@ -92,22 +93,27 @@ def inspection_page(
     """
     programs, others = shown(inspection)
     parts = [_HATCH]
+    warned = [(p, w) for p in programs for w in p.warnings]
+    if warned:
+        parts.append(section("Warnings", *_warnings(warned, len(programs) > 1)))
     parts += [_problems("Not read", inspection.problems)] if inspection.problems else []
     if not programs:
         parts.append("<section><p>There is no program to show.</p></section>")
+    if len(programs) == 1:
+        parts.append(tiles(list(_tiles(programs[0]))))
     if measured is not None or predicted is not None:
         parts.append(_timeline(measured, predicted))
     for program in programs:
         if len(programs) > 1:
             parts.append(f'<h2 class="part">{html.escape(program.title)}</h2>')
+            parts.append(tiles(list(_tiles(program))))
         parts += _program(program, measured)
     if others:
         names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in others.items())
         parts.append(section("Other programs", f"<p>{html.escape(names)}</p>"))
-    num = sum(len(p.warnings) for p in programs)
     sources = dict.fromkeys(p.source for p in programs)
     lead = f"{', '.join(p.title for p in programs)}, from {', '.join(sources)}; "
-    lead += f"{num or 'no'} {'warning' if num == 1 else 'warnings'}."
+    lead += f"{len(warned) or 'no'} {'warning' if len(warned) == 1 else 'warnings'}."
     return page(title, html.escape(lead), parts, css=_CSS)
 
 
@@ -139,9 +145,6 @@ def _problems(heading: str, lines: Sequence[str]) -> str:
 
 
 def _program(program: Program, measured: Measured | None) -> Iterator[str]:
-    yield tiles(list(_tiles(program)))
-    if program.warnings:
-        yield section("Warnings", *_warnings(program.warnings))
     if program.problems:
         yield _problems("Not read", program.problems)
     if program.collectives:
@@ -190,21 +193,22 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     )
 
 
-def _warnings(warnings: Sequence[Warned]) -> Iterator[str]:
+def _warnings(found: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterator[str]:
     items = []
-    for alikes in group(warnings, lambda w: w.text, lambda w: w.kind):
-        first, *rest = alikes
-        folded = "".join(f"<li>{html.escape(w.text)}</li>" for w in rest)
+    for alikes in group(found, lambda f: f[1].text, lambda f: (f[0].title, f[1].kind)):
+        (program, first), *rest = alikes
+        folded = "".join(f"<li>{html.escape(w.text)}</li>" for _, w in rest)
         more = f"<details><summary>and {len(rest)} like it</summary><ul>{folded}</ul></details>"
+        where = f"in {html.escape(program.title)}, " if is_named else ""
         items.append(
-            f"<li><b>{html.escape(first.kind)}</b>: {html.escape(first.text)}"
+            f"<li><b>{html.escape(first.kind)}</b>: {where}{html.escape(first.text)}"
             f"{more if rest else ''}</li>"
         )
     yield f'<ul class="warned">{"".join(items[:_MAX_WARNINGS])}</ul>'
     if len(items) > _MAX_WARNINGS:
-        rest_ = "".join(items[_MAX_WARNINGS:])
-        yield f"<details><summary>{len(items) - _MAX_WARNINGS} more kinds</summary>"
-        yield f'<ul class="warned">{rest_}</ul></details>'
+        folded = "".join(items[_MAX_WARNINGS:])
+        yield f"<details><summary>{len(items) - _MAX_WARNINGS} more</summary>"
+        yield f'<ul class="warned">{folded}</ul></details>'
 
 
 def _sent(found: Sequence[Collective]) -> float:
@@ -274,11 +278,13 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
 
 def _took(program: Program, measured: Measured | None) -> dict[str, float]:
     """Measured seconds of each collective in a step, the mean over devices."""
-    out: Counter[str] = Counter()
-    for op in measured.operations if measured is not None else ():
+    out: dict[str, float] = defaultdict(float)
+    if measured is None:
+        return out
+    for op in measured.operations:
         if op.program == program.name and op.kind == COLLECTIVE:
             out[op.name] += (op.end_seconds - op.start_seconds) / len(measured.devices)
-    return dict(out)
+    return out
 
 
 def _listed(found: Sequence[Collective]) -> str:
@@ -364,9 +370,9 @@ def _memory(memory: Memory) -> Iterator[str]:
     )
     for own in sorted(alikes, key=lambda own: -sum(b.num_bytes for b in own)):
         held = sum(b.num_bytes for b in own)
-        where = alike(b.origin.where for b in own) if own[0].origin.primitive else ""
-        if len(group(own, lambda b: b.origin.where)) > 1:
-            where = f"{own[0].origin.where} and others"
+        wheres = group([b for b in own if b.origin.primitive], lambda b: b.origin.where)
+        where = alike(b.origin.where for b in wheres[0]) if wheres else ""
+        where += " and others" if len(wheres) > 1 else ""
         rows.append(
             (
                 alike(b.name for b in own),
@@ -410,18 +416,19 @@ def _arrays(program: Program) -> Iterator[str]:
         yield f'<div class="meshes cells">{words}{drawn}</div>'
     known = [a for a in program.arrays if a.spec is not None]
     whole = sum(map(_shards.array_bytes, program.arrays))
-    alikes = group(
-        known, lambda a: a.path, lambda a: (a.owner, a.dtype, a.shape, a.local_shape, a.spec)
-    )
-    alikes.sort(key=lambda own: -len(own) * _shards.array_bytes(own[0]))
+    layouts: dict[object, list[Array]] = {}
+    for array in known:
+        layouts.setdefault((array.dtype, array.shape, array.local_shape, array.spec), []).append(
+            array
+        )
+    alikes = sorted(layouts.values(), key=lambda own: -len(own) * _shards.array_bytes(own[0]))
     large = [
         own
         for own in alikes
         if len(own) * _shards.array_bytes(own[0]) >= _LEAST_PICTURE * whole
         and math.prod(own[0].shape) > 1
     ][:_MAX_PICTURES]
-    cards = "".join(_card(own, program) for own in large)
-    yield f'<div class="cards cells">{cards}</div>'
+    yield f'<div class="cards cells">{"".join(_card(own, program) for own in large)}</div>'
     if any(_shards.padding(own[0], program.mesh) for own in large):
         yield "<p>Hatched: padding.</p>"
     rest = sum(map(len, alikes)) - sum(map(len, large))
@@ -434,23 +441,28 @@ def _arrays(program: Program) -> Iterator[str]:
 
 def _card(own: Sequence[Array], program: Program) -> str:
     array = own[0]
-    name = alike(a.path for a in own)
     dims = [
         f"{n} over {'+'.join(axes)}" if axes else str(n)
         for n, axes in zip(array.shape, array.spec or (), strict=True)
     ]
-    found = _shards.parts(array, program.mesh)
-    copies = len(found[0].devices)
+    copies = len(_shards.parts(array, program.mesh)[0].devices)
     padded = _shards.padding(array, program.mesh)
     words = [
-        f"{f'{len(own)} x ' if len(own) > 1 else ''}{array.dtype}[{', '.join(dims)}], {array.owner}",
         f"{size(_shards.array_bytes(array))} on a device, "
         + ("one copy" if copies == 1 else f"{copies} copies"),
         *([f"{padded:.0%} padding"] if padded else []),
     ]
+    names = [
+        alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
+        for alikes in group(own, lambda a: a.path)
+    ]
+    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    listed = "<br>".join(html.escape(name) for name in (*names[:_MAX_NAMES], *more))
+    head = f"{array.dtype}[{', '.join(dims)}]"
     return (
-        f"<div><b>{html.escape(name)}</b><span>{html.escape('; '.join(words))}</span>"
-        f"{_shards.picture(array, program.mesh)}</div>"
+        f"<div><b>{html.escape(head)}</b>"
+        f"<span>{html.escape('; '.join(words))}</span>"
+        f"{_shards.picture(array, program.mesh)}<span>{listed}</span></div>"
     )
 
 
@@ -470,13 +482,15 @@ def _timeline(measured: Measured | None, predicted: Lanes | None) -> str:
         ]
         heads = ("measured", "computation", "collectives and waiting in them", "until")
         parts.append(table(heads, rows))
-        longest: Counter[tuple[str, str, str]] = Counter()
+        longest: dict[tuple[str, str, str], float] = defaultdict(float)
         for op in measured.operations:
             took = op.end_seconds - op.start_seconds
             longest[op.kind, op.program, op.name] += took / len(measured.devices)
         rows_ = [
             (name, kind, program, seconds(took))
-            for (kind, program, name), took in longest.most_common(15)
+            for (kind, program, name), took in sorted(longest.items(), key=lambda item: -item[1])[
+                :15
+            ]
         ]
         heads_ = ("operation", "kind", "program", "a step, mean over devices")
         parts.append(

@@ -233,9 +233,14 @@ def _ticks(longest: float, scale: float, y: float) -> Iterator[str]:
     step = next((s for s in steps if longest <= 6 * s), longest)
     for i in range(int(longest / step) + 1):
         x = _LEFT + i * step * scale
-        yield f'<text class="tick" x="{x:.1f}" y="{y:.0f}">{seconds(i * step) or "0"}</text>'
+        yield f'<text class="tick" x="{x:.1f}" y="{y:.0f}">{_tick(i * step)}</text>'
 
 
 def _short(name: str) -> str:
     most = int(_LEFT / _CHARACTER)
     return name if len(name) <= most else f"{name[: most - 3]}..."
+
+
+def _tick(value: float) -> str:
+    scale, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "us")
+    return f"{value * scale:.4g} {unit}" if value else "0"
