@@ -2,6 +2,7 @@
 
 import html
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +14,7 @@ from ._print import flops, loops, seconds, shown, size
 from ._steps import Lanes
 from ._values import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
 
-_MAX_ROWS = 60  # of a table
+_SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 _MAX_PICTURES = 24
 _MAX_NAMES = 6  # below a picture
 _MAX_WARNINGS = 8  # that are shown unfolded
@@ -27,9 +28,8 @@ h1, h2, p, li, summary, figcaption { overflow-wrap: anywhere; }
 h3 { font-size: 1rem; margin: 1.2rem 0 .5rem; }
 .part { margin: 2.2rem 0 1rem; font-size: 1.35rem; }
 .tiles dd { overflow-wrap: anywhere; }
-td, tbody th { overflow-wrap: anywhere; min-width: 4.5rem; }
-tbody th { min-width: 7.5rem; white-space: normal; }
-.n { overflow-wrap: normal; min-width: 0; }
+td, tbody th { overflow-wrap: break-word; max-width: 26rem; }
+tbody th { white-space: normal; }
 ul { margin: 0 0 1rem; padding-left: 1.2rem; }
 li { margin: 0 0 .35rem; }
 .warned b { color: var(--mark); font-weight: 600; }
@@ -247,6 +247,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
         )
     heads = ("collective", "over", "in the text", "runs", "sent by a device", "predicted")
     yield _table((*heads, "measured"), rows, left=(0, 1))
+    folder = _folder(program.collectives)
     yield "<h3>By TaskGraph</h3>"
     for number, (task_graph, own) in enumerate(_by(program.collectives, "task_graph")):
         name = html.escape(task_graph or "outside all TaskGraphs")
@@ -255,7 +256,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
         said += f", predicted {time}" if time else ""
         is_open = " open" if number < 3 else ""
         yield f"<details{is_open}><summary><b>{name}</b>: {said}</summary>"
-        yield _listed(own) + "</details>"
+        yield _listed(own, folder) + "</details>"
     lines = [(line, own) for line, own in _by(program.collectives, "source") if line]
     if lines:
         yield "<h3>By source line</h3>"
@@ -263,7 +264,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
             ("line", "function", "collectives", "runs", "sent by a device", "predicted"),
             [
                 (
-                    line,
+                    line.removeprefix(folder),
                     ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function)),
                     ", ".join(f"{n} {k}" for k, n in Counter(c.kind for c in own).items()),
                     str(sum(c.runs or 1 for c in own)),
@@ -274,6 +275,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
             ],
             left=(0, 1, 2),
         )
+        yield f"<p>Lines of files in {html.escape(folder)}.</p>" if folder else ""
 
 
 def _took(program: Program, measured: Measured | None) -> dict[str, float]:
@@ -287,7 +289,15 @@ def _took(program: Program, measured: Measured | None) -> dict[str, float]:
     return out
 
 
-def _listed(found: Sequence[Collective]) -> str:
+def _folder(found: Sequence[Collective]) -> str:
+    """The folder that all source lines are in, with its slash; empty if there is none."""
+    folders = {os.path.dirname(c.origin.source) for c in found if c.origin.source}
+    absolute = folders and all(map(os.path.isabs, folders))
+    common = os.path.commonpath(folders) if absolute else ""
+    return f"{common}/" if len(common) > 1 else ""
+
+
+def _listed(found: Sequence[Collective], folder: str) -> str:
     alikes = group(
         found,
         lambda c: c.origin.module,
@@ -308,7 +318,7 @@ def _listed(found: Sequence[Collective]) -> str:
                 ", ".join(first) + (f" and {len(arrays) - 2} kinds" if len(arrays) > 2 else ""),
                 c.over,
                 words + (f" ({c.origin.phase})" if c.origin.phase else ""),
-                c.origin.source,
+                c.origin.source.removeprefix(folder),
                 (f"{len(own)} x " if len(own) > 1 else "")
                 + loops(c.loops, c.runs)
                 + (" at most" if c.is_conditional else "")
@@ -324,12 +334,19 @@ def _listed(found: Sequence[Collective]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """A table without its empty columns and without what is too much of it."""
+    """A table without its empty columns; what is too much of it is folded."""
     used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     cut = [[row[i] for i in used] for row in rows[:_MAX_ROWS]]
-    more = f"<p>And {len(rows) - _MAX_ROWS} smaller.</p>" if len(rows) > _MAX_ROWS else ""
     words = [n for n, i in enumerate(used) if i in left]
-    return table([heads[i] for i in used], cut, left=words) + more
+    names = [heads[i] for i in used]
+    out = table(names, cut[:_SHOWN_ROWS], left=words)
+    if len(cut) > _SHOWN_ROWS:
+        more = f"<p>And {len(rows) - _MAX_ROWS} more.</p>" if len(rows) > _MAX_ROWS else ""
+        out += (
+            f"<details><summary>{len(rows) - _SHOWN_ROWS} more</summary>"
+            f"{table(names, cut[_SHOWN_ROWS:], left=words)}{more}</details>"
+        )
+    return out
 
 
 def _stack(memory: Memory, whole: int) -> str:
@@ -384,11 +401,8 @@ def _memory(memory: Memory) -> Iterator[str]:
             )
         )
     heads = ("buffer", "owner", "array", "where", "bytes", "")
-    yield (
-        f"<details open><summary>{len(memory.buffers)} buffers, largest first</summary>"
-        + _table(heads, rows, left=(0, 1, 2, 3))
-        + "</details>"
-    )
+    yield f"<h3>{len(memory.buffers)} buffers, largest first</h3>"
+    yield _table(heads, rows, left=(0, 1, 2, 3))
 
 
 def _work(program: Program) -> str:

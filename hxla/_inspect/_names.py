@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
+_MAX_RANGES = 8
 _Value = TypeVar("_Value")
 
 
@@ -20,13 +21,15 @@ def alike(names: Iterable[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-3,6` of 0, 1, 2, 3 and 6."""
+    """`0-3,6` of 0, 1, 2, 3 and 6; of many that do not follow each other the first and last."""
     out: list[list[int]] = []
     for number in sorted(set(numbers)):
         if out and number == out[-1][1] + 1:
             out[-1][1] = number
         else:
             out.append([number, number])
+    if len(out) > _MAX_RANGES:
+        return f"{out[0][0]}..{out[-1][1]}"
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
