@@ -28,6 +28,7 @@ _OWNER_OF = {word: owner for owner, words in _WORDS.items() for word in words.sp
 _MESH = re.compile(r"sharding=\{mesh\[([^\]]*)\](?:, device_ids=\S*?)?, \[(.*?)\](?:, \w+=|\})")
 _SDY = re.compile(r"#sdy\.mesh<\[([^\]]+)\]")
 _SDY_SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(.*?)\](?:, \w+=.*?)?>")
+_WHOLE = re.compile(r"sharding=\{(?:mesh\[[^\]]*\], )?replicated\}")
 _DIM = re.compile(r"\{([^}]*)\}")
 
 
@@ -63,7 +64,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
             dims = [tuple(re.findall(r"['\"](\w+)['\"]", d)) for d in _DIM.findall(written)]
             rank = len(arrays[0][1]) if arrays else 0
             spec = tuple(dims) if len(dims) == rank else None
-        elif "sharding={replicated}" in parameter.rest and arrays:
+        elif _WHOLE.search(rest) and arrays:
             spec = ((),) * len(arrays[0][1])
         out[int(parameter.arguments)] = (arrays[0][1] if arrays else (), spec)
     return mesh, out

@@ -109,9 +109,7 @@ class Flow:
 
     def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
         """What reads a value, seen through tuples' elements and views."""
-        if computation.name not in self._users:
-            self._users[computation.name] = _users(computation)
-        users = self._users[computation.name]
+        users = self._users_in(computation)
         waiting, seen = [start.name], {start.name}
         while waiting:
             for user in users.get(waiting.pop(), []):
@@ -126,14 +124,21 @@ class Flow:
 
     def only_reader(self, body: Computation, element: int) -> Instruction | None:
         """The one instruction that works on an element of a loop's carry; None if several do."""
-        found = [
-            i
-            for i in body.instructions.values()
-            if i.opcode not in _VIEWS
-            and i.opcode not in ("get-tuple-element", "tuple", "parameter")
-            and any(self.carried(body, *operand) == element for operand in i.operands)
-        ]
-        return found[0] if len(found) == 1 else None
+        found: dict[str, Instruction] = {}
+        for parameter in body.parameters:
+            for user in self._users_in(body).get(parameter.name, []):
+                if user.opcode == "get-tuple-element":
+                    if int(user.attribute("index") or 0) == element:
+                        found |= {r.name: r for r in self.readers(body, user)}
+                elif (parameter.name, element) in user.operands:
+                    found[user.name] = user
+        working = [r for r in found.values() if r.opcode != "tuple"]
+        return working[0] if len(working) == 1 else None
+
+    def _users_in(self, computation: Computation) -> dict[str, list[Instruction]]:
+        if computation.name not in self._users:
+            self._users[computation.name] = _users(computation)
+        return self._users[computation.name]
 
     def in_loop(self, name: str) -> bool:
         """Whether a computation is the body of a `while`."""

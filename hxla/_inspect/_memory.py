@@ -156,24 +156,15 @@ def _owner(origin: Origin, shape: str, parameter_shapes: set[tuple[int, ...]]) -
     return "activation" if origin.phase in ("forward", "recomputation") else "temporary"
 
 
-def padded(
-    module: Module, instruction: Instruction, computation: Computation
-) -> tuple[int, int] | None:
-    """Bytes before and after, of a `pad` or a fusion that ends in one; None for anything else."""
+def _padding(module: Module, instruction: Instruction, computation: Computation) -> int:
+    """Bytes that a `pad`, or a fusion that ends in one, adds."""
     pad, inside = instruction, computation
     if instruction.opcode == "fusion":
         inner = module.computations.get((instruction.called("calls") or [""])[0])
         if inner is None or inner.root is None:
-            return None
+            return 0
         pad, inside = inner.root, inner
-    if pad.opcode != "pad":
-        return None
-    source = inside.instructions.get(pad.operands[0][0])
+    source = inside.instructions.get(pad.operands[0][0]) if pad.opcode == "pad" else None
     if source is None:
-        return None
-    return _shapes.num_bytes(source.shape), _shapes.num_bytes(pad.shape)
-
-
-def _padding(module: Module, instruction: Instruction, computation: Computation) -> int:
-    found = padded(module, instruction, computation)
-    return max(0, found[1] - found[0]) if found else 0
+        return 0
+    return max(0, _shapes.num_bytes(pad.shape) - _shapes.num_bytes(source.shape))

@@ -88,6 +88,9 @@ def program(module: Module, found: Found, wish: Wish) -> Program:
         AnnotationError: For rules that do not fit the parameters.
     """
     own_mesh, known = shardings(found.before)
+    if "num_partitions=" not in module.header and "replica_count=" not in module.header:
+        # Text that jaxlib makes of a protocol buffer does not say how many devices run it.
+        module.header += f", num_partitions={math.prod(n for _, n in found.mesh or own_mesh)}"
     num_devices = module.num_partitions * module.num_replicas
     mesh = wish.mesh or found.mesh or own_mesh
     if mesh and not wish.mesh and math.prod(n for _, n in mesh) != num_devices:

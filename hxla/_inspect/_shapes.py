@@ -16,10 +16,11 @@ def element_bits(dtype: str) -> int:
     return int(number[1]) if number else 0
 
 
-def parts(shape: str) -> list[str]:
+@functools.lru_cache(maxsize=65536)
+def parts(shape: str) -> tuple[str, ...]:
     """Outermost elements of a tuple; the shape itself if it is none."""
     if not shape.startswith("("):
-        return [shape]
+        return (shape,)
     out, depth, start = [], 0, 1
     for i, char in enumerate(shape):
         if char in "([{":
@@ -30,7 +31,7 @@ def parts(shape: str) -> list[str]:
             piece = shape[start:i].strip()
             out.append(re.sub(r"/\*.*?\*/\s*", "", piece))
             start = i + 1
-    return [p for p in out if p]
+    return tuple(p for p in out if p)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -9,7 +9,6 @@ from ._calls import Context
 from ._collectives import KINDS
 from ._flow import Flow
 from ._groups import Mesh
-from ._memory import padded
 from ._origin import Origins
 from ._print import size
 from ._text import Computation, Instruction, Module
@@ -18,7 +17,6 @@ from ._values import Array, Collective, Warned
 _LARGE_BYTES = 1 << 16
 _LARGE_SHARE = 0.01  # of all arguments
 _PADDING = 0.1
-_ASKED_PADDING = ("pad", "conv", "reduce_window", "cumsum", "concatenate")
 _KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
@@ -52,7 +50,7 @@ def warnings(
         *_replicated(arrays, mesh, rules),
         *_hoistable(module, contexts, flow, by_name),
         *_resharded(module, flow, by_name),
-        *_padding(module, contexts, origins),
+        *_padding(module, contexts, origins, mesh),
         *_unused(arrays, collectives, mesh),
         *_donations(arrays, lost),
     ]
@@ -199,29 +197,42 @@ def _knows_its_place(computation: Computation, instruction: Instruction, depth: 
 
 
 def _padding(
-    module: Module, contexts: dict[str, list[Context]], origins: Origins
+    module: Module, contexts: dict[str, list[Context]], origins: Origins, mesh: Mesh
 ) -> Iterator[Warned]:
-    for name, ways in contexts.items():
-        if all(c.is_fused for c in ways):
-            continue
+    parts = {n for _, n in mesh if n > 1} or {module.num_partitions}
+    for name in contexts:
         computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            if instruction.opcode not in ("pad", "fusion"):
+        if "pad" not in computation.opcodes:
+            continue
+        for pad in computation.instructions.values():
+            source = (
+                computation.instructions.get(pad.operands[0][0]) if pad.opcode == "pad" else None
+            )
+            if source is None:
                 continue
-            found = padded(module, instruction, computation)
-            if found is None or found[1] < _LARGE_BYTES or found[1] <= (1 + _PADDING) * found[0]:
+            before, after = _shapes.num_bytes(source.shape), _shapes.num_bytes(pad.shape)
+            num = _rounded_up(source, pad, parts)
+            if num is None or after < _LARGE_BYTES or after <= (1 + _PADDING) * before:
                 continue
-            origin = origins.of(instruction, computation)
-            if any(word in origin.primitive for word in _ASKED_PADDING):
-                continue
-            before, after = found
+            origin = origins.of(pad, computation)
+            at = f" at {origin.source}" if origin.source else ""
             yield Warned(
                 kind="padding",
-                text=f"{instruction.name} pads {size(before)} to {size(after)} "
-                f"({after / before - 1:.0%}) in {origin.where}: a dimension does not divide by the "
-                "devices that cut it",
+                text=f"{_shapes.written(source.shape)} is padded to {_shapes.written(pad.shape)} "
+                f"({after / before - 1:.0%} more) in {origin.where}{at}: it is cut over {num} "
+                "devices and does not divide by them",
                 num_bytes=after - before,
             )
+
+
+def _rounded_up(source: Instruction, pad: Instruction, parts: set[int]) -> int | None:
+    """The number of parts to whose next multiple a dimension is padded, as partitioning does."""
+    old, new = _shapes.arrays(source.shape)[0][1], _shapes.arrays(pad.shape)[0][1]
+    grown = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+    if len(grown) != 1:
+        return None
+    ((a, b),) = grown
+    return next((n for n in sorted(parts) if a % n and b == -(-a // n) * n), None)
 
 
 def _unused(
