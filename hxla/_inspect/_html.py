@@ -330,7 +330,7 @@ def _listed(found: Sequence[Collective], folder: str) -> str:
             )
         )
     heads = ("collective", "of", "over", "where", "line", "runs", "", "bytes", "sent", "predicted")
-    return _table(heads, rows, left=(0, 1, 2, 3, 4, 5, 6))
+    return _table(heads, rows, left=(0, 1, 2, 3, 4, 6))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
