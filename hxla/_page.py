@@ -42,6 +42,7 @@ tbody th { color: var(--ink); font-weight: 400; }
 pre { margin: 0 0 .6rem; overflow-x: auto; font: .85rem/1.5 ui-monospace, "SF Mono", Menlo,
   Consolas, "Liberation Mono", monospace; }
 .warn { color: var(--mark); }
+.drawn { background: #ffffff; border-radius: 6px; }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
 

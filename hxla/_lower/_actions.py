@@ -10,10 +10,10 @@ import numpy as np
 
 from .._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
 
-#: Columns of a table: action (0: none), microbatch of the replica, buffers of the part's input, the
-#: gradient of its output and its residuals, where to put what comes down and up, and over which
-#: boundaries arrays travel after the tick.
-FIELDS = ("action", "microbatch", "input", "grad", "residual", "down", "up", "exchange")
+#: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, the
+#: gradient of its output, its residuals and what a backward leaves to the weight gradient; where to
+#: put what comes down and up, and over which boundaries arrays travel after the tick.
+FIELDS = ("action", "microbatch", "input", "grad", "residual", "late", "down", "up", "exchange")
 
 KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -34,6 +34,7 @@ class Actions:
     num_inputs: int
     num_grads: int
     num_residuals: int
+    num_late: int
 
 
 def number(program: int, kind: str) -> int:
@@ -98,9 +99,9 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
         table[t, :, FIELDS.index("exchange")] = next(
             i for i, s in enumerate(sets) if used <= set(s)
         )
-    sizes = {"input": 1, "grad": 1, "residual": 1}
+    sizes = {"input": 1, "grad": 1, "residual": 1, "late": 1}
     for stage in range(num_stages):
-        spans: dict[str, list[tuple[int, int, Op]]] = {"input": [], "grad": [], "residual": []}
+        spans: dict[str, list[tuple[int, int, Op]]] = {name: [] for name in sizes}
         for (where, op), t in ticks.items():
             if where != stage:
                 continue
@@ -119,6 +120,8 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
                 spans["grad"].append((ticks[came] + 1, last, op))
             if not recompute:
                 spans["residual"].append((t, last, op))
+            if splits:
+                spans["late"].append((ticks[stage, backward], last, op))
         for name, own in spans.items():
             placed = _colour(own)
             sizes[name] = max(sizes[name], 1 + max(placed.values(), default=0))
@@ -139,6 +142,7 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
         num_inputs=sizes["input"],
         num_grads=sizes["grad"],
         num_residuals=sizes["residual"],
+        num_late=sizes["late"],
     )
 
 

@@ -16,6 +16,7 @@ References:
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from .._evaluate import Env
 from .._graph import Graph
 from .._parts import Part
-from .._schedules import BACKWARD, FORWARD, Schedule
+from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
@@ -54,6 +55,7 @@ class _Buffers(NamedTuple):
     inputs: jax.Array
     grads: jax.Array
     residuals: jax.Array
+    late: jax.Array
     down: jax.Array
     up: jax.Array
 
@@ -99,6 +101,21 @@ class PipelineSpec:
         return self.num_microbatches * self.slots.most_readers
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Times of a pipeline's pieces.
+
+    Attributes:
+        seconds: Of each kind of action of each part.
+        transfer_seconds: Of an exchange with all neighbours.
+        fixed_seconds: Of filling the slots and collecting the sums, once a step.
+    """
+
+    seconds: dict[tuple[str, int], float]
+    transfer_seconds: float
+    fixed_seconds: float
+
+
 class Pipeline:
     """The programs of one pipeline on its devices.
 
@@ -107,6 +124,10 @@ class Pipeline:
         replica: Its devices, one per stage.
         aux: Other variables, for shapes.
         batch: One microbatch, for shapes.
+
+    Attributes:
+        timed: Whether `run` waits after each tick to take its time; the results are the same.
+        times: Start and end of each tick of the last `run`, if it was timed.
     """
 
     def __init__(self, spec: PipelineSpec, replica: Replica, aux: PyTree, batch: PyTree):
@@ -116,8 +137,8 @@ class Pipeline:
         graph, slots = spec.graph, spec.slots
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
-        wrap = upright if platform == "cpu" else lambda x: x
-        self._stages = [StagePart(graph, part, wrap) for part in spec.parts]
+        self._stages = [StagePart(graph, part) for part in spec.parts]
+        self._upright = platform == "cpu"
         self._aux = jax.tree.leaves(aux)
         self._batch_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
@@ -128,6 +149,8 @@ class Pipeline:
         self._bits = _exact.num_bits(spec.num_terms) if self._exact else 0
         self._sum_dtype = jnp.int32 if self._exact else jnp.float32
         self._num_tensors = len(slots.dims) + sum(self._float_aux)
+        some = spec.schedule(spec.unit)
+        self._halves = any(op.kind == WEIGHT for op in some.rows[0])
         self._programs = self._shared()
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
@@ -148,8 +171,10 @@ class Pipeline:
             donate=(2,),
         )
         self._finish = self._jit(self._run_finish, (of_stage,), (out_sums, of_stage), donate=(0,))
-        self._state: _Carry | None = None
+        self._state: Any = None
         self._compiled: tuple[Any, ...] = ()
+        self.timed = False
+        self.times: tuple[tuple[float, float], ...] = ()
 
     def _jit(self, run: Any, ins: Any, outs: Any, donate: tuple[int, ...] = ()) -> Any:
         mapped = jax.shard_map(run, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
@@ -176,7 +201,8 @@ class Pipeline:
         out = []
         for p, stage in enumerate(self._stages):
             held = self.spec.slots.of[p % num]
-            key = stage.signature(recompute=self.spec.recompute), *(held[i] for i in stage.params)
+            text = stage.signature(recompute=self.spec.recompute, halves=self._halves)
+            key = text, *(held[i] for i in stage.params)
             out.append(seen.setdefault(key, p))
         return tuple(out)
 
@@ -199,6 +225,7 @@ class Pipeline:
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
             residuals=each((most.num_residuals, kept)),
+            late=each((most.num_late, max(s.late.size for s in self._stages))),
             down=each((down,)),
             up=each((up,)),
         )
@@ -289,7 +316,11 @@ class Pipeline:
             stage = self._stages[p]
             if not (self.spec.recompute and stage.part.is_last):
                 out.append((_actions.number(p, FORWARD), self._forward(p, stage)))
-            out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
+            if self._halves:
+                out.append((_actions.number(p, BACKWARD), self._input_grads(p, stage)))
+                out.append((_actions.number(p, WEIGHT), self._weight_grads(p, stage)))
+            else:
+                out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
         return out
 
     def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
@@ -326,20 +357,54 @@ class Pipeline:
         ) -> _Carry:
             buffers, acc = carry
             params = self._params(p, stage, slots)
-            grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
             if self.spec.recompute:
+                grads = stage.below.float_words.unpack(buffers.grads[field["grad"]])
                 inputs = stage.above.words.unpack(buffers.inputs[field["input"]])
                 d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
             else:
-                saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+                saved, grads = self._waiting(stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = stage.above.float_words.pack(d_inputs, buffers.up.size)
             return _Carry(buffers._replace(up=packed), acc)
 
         return run
+
+    def _input_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            buffers = carry.buffers
+            saved, grads = self._waiting(stage, buffers, field)
+            params = self._params(p, stage, slots)
+            d_inputs, kept = stage.input_grads(params, saved, given, grads)
+            late = stage.late.pack(kept, buffers.late.shape[-1])
+            buffers = buffers._replace(
+                late=_set(buffers.late, late, field["late"]),
+                up=stage.above.float_words.pack(d_inputs, buffers.up.size),
+            )
+            return carry._replace(buffers=buffers)
+
+        return run
+
+    def _weight_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> _Carry:
+            saved, grads = self._waiting(stage, carry.buffers, field)
+            params = self._params(p, stage, slots)
+            kept = stage.late.unpack(carry.buffers.late[field["late"]])
+            d_params = stage.weight_grads(params, saved, given, grads, kept)
+            return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
+
+        return run
+
+    def _waiting(self, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
+        """A part's residuals and the gradients of its outputs."""
+        saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+        return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
 
     def _add_grads(
         self, p: int, stage: StagePart, acc: _Accumulated, grads: Sequence[Any], exponents: Any
@@ -348,6 +413,8 @@ class Pipeline:
         slots, peaks = list(acc.slots), acc.peaks
         for param, grad in zip(stage.params, grads, strict=True):
             slot = held[param]
+            if self._upright and grad.ndim == 2:
+                grad = upright(grad)
             peaks = _peak(peaks, slot, grad)
             slots[slot] = self._add(slots[slot], grad, exponents[slot])
         return acc._replace(slots=slots, peaks=peaks)
@@ -447,22 +514,94 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
-        assert self._state is not None
         fill, ticks, finish = self._compiled
         table = self._actions(len(ids)).table_TSF
         slots = fill(list(params))
-        where = np.array([step, ids.start, 0, len(table)], np.int32)
-        carry, tick = ticks(
-            slots,
-            list(aux),
-            self._state,
-            exponents,
-            self._padded(table),
-            self._put(where),
-            self._stack(batches),
-        )
+        fixed = (exponents, self._padded(table))
+        batch = self._stack(batches)
+        carry = self._state
+        spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
+        times = []
+        for span in spans:
+            where = self._put(np.array([step, ids.start, *span], np.int32))
+            start = time.perf_counter()
+            carry, tick = ticks(slots, list(aux), carry, *fixed, where, batch)
+            if self.timed:
+                jax.block_until_ready(tick)
+                times.append((start, time.perf_counter()))
+        self.times = tuple(times)
         sums, self._state = finish(carry)
         return sums, tick
+
+    def measure(
+        self,
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        exponents: jax.Array,
+        batch: PyTree,
+        *,
+        repeats: int,
+    ) -> Measured:
+        """Time everything that a step consists of, each by itself; no stage waits for another.
+
+        Args:
+            params: As stored.
+            aux: Other variables.
+            exponents: Scales.
+            batch: One microbatch.
+            repeats: Of which the median is taken.
+
+        Returns:
+            Times of this process's stages; those of others are not in it.
+        """
+        fill, ticks, finish = self._compiled
+        slots = fill(list(params))
+        stacked = self._stack([batch])
+        num_stages = self.spec.slots.num_stages
+        own = [s for s, d in enumerate(self._replica.devices) if d in set(jax.local_devices())]
+        kinds = (FORWARD, BACKWARD, WEIGHT) if self._halves else (FORWARD, BACKWARD)
+
+        def tick_seconds(actions: Sequence[int], exchange: int) -> float:
+            table = np.zeros((1, num_stages, len(FIELDS)), np.int32)
+            table[0, :, 0] = actions
+            table[0, :, -1] = exchange
+            where = self._put(np.array([0, 0, 0, 1], np.int32))
+            placed = self._padded(table)
+            seconds = []
+            for _ in range(1 + repeats):
+                start = time.perf_counter()
+                self._state, tick = ticks(
+                    slots, list(aux), self._state, exponents, placed, where, stacked
+                )
+                jax.block_until_ready((tick, self._state))
+                seconds.append(time.perf_counter() - start)
+            return float(np.median(seconds[1:]))
+
+        found: dict[tuple[str, int], float] = {}
+        nothing = tick_seconds([0] * num_stages, 0)
+        for kind in kinds:
+            for first in range(0, len(self._stages), num_stages):
+                numbers = self._programs[first : first + num_stages]
+                took = tick_seconds([_actions.number(p, kind) for p in numbers], 0)
+                found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
+        transfer = tick_seconds([0] * num_stages, len(self._exchanges) - 1) - nothing
+        once = []
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(fill(list(params)))
+            sums, self._state = finish(self._state)
+            jax.block_until_ready(sums)
+            once.append(time.perf_counter() - start)
+        return Measured(
+            seconds=found,
+            transfer_seconds=max(0.0, transfer),
+            fixed_seconds=float(np.median(once[1:])),
+        )
+
+    def crossed(self, schedule: Schedule) -> list[tuple[int, ...]]:
+        """Boundaries of each tick's exchange."""
+        used = _actions.crossed(schedule)
+        return [next(s for s in self._exchanges if u <= set(s)) for u in used]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: filling slots, ticks, collecting sums."""

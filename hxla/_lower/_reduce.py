@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._types import DATA_AXIS
+from .._types import DATA_AXIS, PyTree
 from ._replica import Replica
 
 BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
@@ -241,29 +241,40 @@ class Reducer:
             out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
         return out
 
-    def run(self, summation: Summation, per_replica: Sequence[Any]) -> list[Any]:
+    def stack(self, specs: Sequence[P], per_replica: Sequence[PyTree]) -> PyTree:
+        """One tree for all replicas, as `run` takes it; moves nothing and waits for nothing.
+
+        Args:
+            specs: How each leaf lies on the inner axes of a replica.
+            per_replica: For each local replica its tree, arrays at least 1-D.
+        """
+        if self._is_single:
+            return per_replica[0]
+        flat = [jax.tree.flatten(tree) for tree in per_replica]
+        stacked = [self._stack(s, [leaves[i] for leaves, _ in flat]) for i, s in enumerate(specs)]
+        return jax.tree.unflatten(flat[0][1], stacked)
+
+    def run(self, summation: Summation, arguments: Any) -> list[Any]:
         """Call what `sums` made; waits for nothing.
 
         Args:
             summation: From `sums`.
-            per_replica: For each local replica its arguments (a tuple), arrays at least 1-D.
+            arguments: Its arguments (a tuple), from `stack`.
 
         Returns:
             The results on each local replica.
         """
-        num = len(self.replicas)
-        if num == 1 and not self._inner:
-            return [summation.program(*per_replica[0])]
-        flat = [jax.tree.flatten(arguments) for arguments in per_replica]
-        stacked = [
-            self._stack(spec, [leaves[i] for leaves, _ in flat])
-            for i, spec in enumerate(summation.argument_specs)
-        ]
-        results = summation.program(*jax.tree.unflatten(flat[0][1], stacked))
+        results = summation.program(*arguments)
+        if self._is_single:
+            return [results]
         leaves, treedef = jax.tree.flatten(results)
         specs = [*summation.result_specs, *[P()] * (len(leaves) - len(summation.result_specs))]
         pieces = [self._unstack(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
         return [jax.tree.unflatten(treedef, [p[i] for p in pieces]) for i in range(len(self.local))]
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self.replicas) == 1 and not self._inner
 
     def _stack(self, spec: P, arrays: Sequence[jax.Array]) -> jax.Array:
         """The arrays of all replicas one after another, without moving anything."""

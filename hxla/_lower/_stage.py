@@ -14,6 +14,7 @@ import numpy as np
 
 from .._evaluate import Env
 from .._graph import Graph
+from .._halves import Halves, halve
 from .._parts import Part, is_float, run_part
 from ._words import Words
 
@@ -53,20 +54,20 @@ class StagePart:
     Args:
         graph: Traced.
         part: Of the chain.
-        upright: Wraps parameters, see `_replicate.upright`.
     """
 
-    def __init__(self, graph: Graph, part: Part, upright: Callable[[Any], Any]):
+    def __init__(self, graph: Graph, part: Part):
         self.part = part
         self._graph = graph
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
         self._run = run_part(graph, part)
-        self._upright = upright
         self._residual_tree: Any = None
         self._kept: list[tuple[str, int]] = []
+        self._halves: Halves | None = None
         self.residuals = Words((), ())
+        self.late = Words((), ())
 
     def _function(
         self, inputs: Sequence[Any], given: Env
@@ -77,7 +78,7 @@ class StagePart:
             all_inputs = list(inputs)
             for i, x in zip(self.above.floats, floats, strict=True):
                 all_inputs[i] = x
-            made = self._run([self._upright(x) for x in params], all_inputs, given)
+            made = self._run(params, all_inputs, given)
             if self.part.is_last:
                 return [made[0]], made
             return [made[i] for i in self.below.floats], made
@@ -131,7 +132,37 @@ class StagePart:
         d_params, d_floats = vjp(self._cotangents(grads))
         return list(d_params), list(d_floats), made
 
-    def signature(self, *, recompute: bool) -> str:
+    def input_grads(
+        self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the floating inputs, and what `weight_grads` needs besides."""
+        order = tuple(given)
+
+        def run(params: Any, saved: Any, values: Any, grads: Any) -> Any:
+            again = dict(zip(order, values, strict=True))
+            d_params, d_floats = self.backward_from_residuals(params, saved, again, grads)
+            return d_floats, d_params
+
+        arguments = (list(params), list(saved), list(given.values()), list(grads))
+        self._halves = halve(jax.make_jaxpr(run)(*arguments), len(self.above.floats))
+        d_floats, kept = self._halves.run_early(jax.tree.leaves(arguments))
+        self.late = Words.like(kept)
+        return d_floats, kept
+
+    def weight_grads(
+        self,
+        params: Sequence[Any],
+        saved: Sequence[Any],
+        given: Env,
+        grads: Sequence[Any],
+        kept: Sequence[Any],
+    ) -> list[Any]:
+        """Gradients of the parameters, after `input_grads`."""
+        assert self._halves is not None
+        arguments = (list(params), list(saved), list(given.values()), list(grads))
+        return self._halves.run_late(jax.tree.leaves(arguments), kept)
+
+    def signature(self, *, recompute: bool, halves: bool) -> str:
         """Text that two parts share only if they compute the same from arrays of the same shapes.
 
         It is that of the backward, in which the gradient rules of the user's functions are written
@@ -152,6 +183,9 @@ class StagePart:
             if recompute:
                 return self.backward(params, inputs, given, grads)
             made, saved = self.forward_and_residuals(params, inputs, given)
+            if halves:
+                d_floats, kept = self.input_grads(params, saved, given, grads)
+                return made, saved, d_floats, self.weight_grads(params, saved, given, grads, kept)
             return made, saved, self.backward_from_residuals(params, saved, given, grads)
 
         closed = jax.make_jaxpr(run)(params, inputs, given, grads)

@@ -13,7 +13,7 @@ _FEW = 4000  # states, for a message
 _Plan = tuple[tuple[int, ...], tuple[int, ...]]  # cuts, kind of each stage
 
 
-def best_pipeline(chain: Chain) -> Staging:
+def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
     """Cuts and placement of the fastest single pipeline on the chain's devices.
 
     Plan space: any number of stages, any cut of the chain into them, any order of kinds, devices
@@ -35,6 +35,10 @@ def best_pipeline(chain: Chain) -> Staging:
     than the best. The update is enumerated in the same way outside of that: a plan that beats the
     best one must have a shorter update than the plan that is fastest but for the update.
 
+    Args:
+        chain: Layers and devices.
+        num_stages: Of the plan; None: any number.
+
     Raises:
         PlanError: If nothing fits: the stage, its device and the bytes it lacks in the plan that
             lacks least.
@@ -46,7 +50,7 @@ def best_pipeline(chain: Chain) -> Staging:
     """
     t = tables(chain)
     num = chain.num_microbatches
-    solver = _Solver(t, num)
+    solver = _Solver(t, num, num_stages)
     if solver.solve(math.inf, math.inf) is None:
         raise PlanError(explain_infeasible(chain))
     best: tuple[float, _Plan] | None = None
@@ -106,8 +110,9 @@ def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, 
 class _Solver:
     """The dynamic programme. Axes: boundaries l, e; kinds b before, a, n next (K: none)."""
 
-    def __init__(self, t: Tables, num_microbatches: int):
+    def __init__(self, t: Tables, num_microbatches: int, num_stages: int | None):
         self.t = t
+        self._num_stages = num_stages
         size, kinds = t.num_layers + 1, t.num_kinds
         self._num_microbatches = num_microbatches
         # cost and period of a stage of kind a over [l, e) between kinds b and n: [a, l, b, e, n]
@@ -160,7 +165,10 @@ class _Solver:
                     here[:, :, a] = (costs[depth][a] + rest[:, a, :]).min(axis=(2, 3))
             suffix[used] = here
         best, at, kind = min(
-            (float(suffix[used][0, kinds, a]), used, a) for used in self._used for a in range(kinds)
+            (float(suffix[used][0, kinds, a]), used, a)
+            for used in self._used
+            if self._num_stages in (None, sum(used))
+            for a in range(kinds)
         )
         if best == math.inf:
             return None

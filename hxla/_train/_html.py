@@ -2,6 +2,7 @@
 
 import html
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from .._history import History, scalars
@@ -25,6 +26,7 @@ def html_report(
     *,
     title: str,
     notes: Mapping[str, str] | None = None,
+    pictures: Mapping[str, pathlib.Path] | None = None,
     comparison: Mapping[str, History] | None = None,
 ) -> str:
     """The report as one self-contained HTML page.
@@ -33,6 +35,7 @@ def html_report(
         history: The run.
         title: Heading of the page.
         notes: Further sections of plain text, by heading; line breaks and spaces are kept.
+        pictures: Further sections with an SVG file each, by heading.
         comparison: Runs to lay side by side, by name. The first is what the others are compared
             with; the run of `history` is among them only if it is given here too.
 
@@ -55,6 +58,11 @@ def html_report(
             section("Speed over time", figure(speed_picture(history))),
             section("What went differently", *_events(history, summary)),
         ]
+    for heading, path in (pictures or {}).items():
+        drawn = path.read_text()
+        parts.append(
+            section(heading, f'<figure class="drawn">{drawn[drawn.index("<svg") :]}</figure>')
+        )
     for heading, text in (notes or {}).items():
         parts.append(section(heading, f"<pre>{html.escape(text.strip(chr(10)))}</pre>"))
     lead = (

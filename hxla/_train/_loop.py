@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import pathlib
@@ -22,7 +23,7 @@ from .._cluster import Cluster
 from .._config import Config, as_config
 from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError, PlanError
 from .._factors import PATTERNS, Patterns
-from .._graph import rows_read
+from .._graph import Graph, rows_read
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
@@ -35,7 +36,7 @@ from .._plan import Plan
 from .._rules import RuleSet, load_rules
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _dry, _setup, _stages, _strategy
+from . import _cut, _dry, _pipeline_report, _setup, _stages, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
@@ -499,7 +500,7 @@ class _Run:
         pipeline = _stages.asked(self.stages, self.settings.pipeline)
         if self.stages is not None:
             _stages.check_unannotated(graph, pipeline.num)
-            return _strategy.pipelined(self.devices, pipeline)
+            return self._pipelined(graph, pipeline, self._first_batch(start, size))
         hosts = self._gather("hosts", platform.node())
         if self.settings.auto.auto_parallel:
             sizes = self._gather("memory", str(_setup.smallest_memory(self.devices, self.known)))
@@ -521,6 +522,37 @@ class _Run:
             layout=cluster.layout,
             stages=pipeline,
         )
+
+    def _pipelined(self, graph: Graph, stages: _stages.Stages, batch: PyTree) -> Strategy:
+        """Pipelines cut by the times of their devices, where these say something."""
+        strategy = _strategy.pipelined(self.devices, stages)
+        if (
+            self.split == "even"
+            or stages.shares is not None
+            or stages.num_chunks > 1
+            or _strategy.stages_share_cores(strategy.replicas)
+        ):
+            return strategy
+        self._beat(-1, "measuring segments")
+        own = _cut.measure_segments(
+            graph, stages, self._functional, batch, self.devices, self.reduction
+        )
+        cut = _cut.best_cut(
+            graph,
+            stages,
+            self._gather("segments", own),
+            memory_bytes={
+                i: self.known[d].memory_bytes if d in self.known else None
+                for i, d in enumerate(self.devices)
+            },
+            num_microbatches=self.batch_size // jax.tree.leaves(batch)[0].shape[0],
+            optimizer_bytes=_setup.optimizer_bytes(self.optimizer, self._functional.params),
+            reduction=self.reduction,
+        )
+        self.devices = tuple(self.devices[i] for i in cut.order)
+        stages = dataclasses.replace(stages, layers=cut.layers)
+        strategy = _strategy.pipelined(self.devices, stages)
+        return dataclasses.replace(strategy, reasons=(cut.reason,))
 
     def _check_stages(self, num_pipelines: int) -> None:
         stages = self.strategy.stages
@@ -611,8 +643,43 @@ class _Run:
             self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
         )
         self.reasons = (*self.strategy.reasons, *chosen.engine.reasons, *chosen.reasons)
+        self._plan_pipelines(first(chosen.microbatch_size), counts)
         self.balancer = Balancer(self.settings.balance, counts, limits, chosen.seconds)
         self._set_plan()
+
+    def _plan_pipelines(self, batch: PyTree, counts: Sequence[int]) -> None:
+        """Predict the step of each pipeline from the measured times of its pieces."""
+        self.predicted: dict[int, _pipeline_report.Predicted] = {}
+        self.ticks: dict[int, list[list[tuple[float, float]]]] = {}
+        pipelines = self.engine.pipelines
+        if self.strategy.stages is None or _strategy.stages_share_cores(self.strategy.replicas):
+            return
+        own = self.engine.measure_pipelines(batch, repeats=3)
+        texts = self._gather("pipeline times", _pipeline_report.to_text(own))
+        some = next(iter(pipelines.values()))
+        for replica, measured in sorted(_pipeline_report.from_texts(texts).items()):
+            predicted = _pipeline_report.predict(some, measured, counts[replica])
+            self.predicted[replica] = predicted
+            self.reasons += (_pipeline_report.explain(replica, predicted, measured),)
+
+    def _time_ticks(self, on: bool) -> None:
+        """Take the time of every tick of the next step, or tell all processes those of the last."""
+        for pipeline in self.engine.pipelines.values():
+            pipeline.timed = on
+        if on:
+            return
+        own = {
+            replica: [list(self.reducer.replicas[replica].devices).index(d), pipeline.times]
+            for replica, pipeline in self.engine.pipelines.items()
+            for d in self.reducer.replicas[replica].devices
+            if d.process_index == jax.process_index()
+        }
+        for text in self._gather("ticks", json.dumps(own)):
+            for replica, (stage, times) in json.loads(text).items():
+                num = self.reducer.replicas[int(replica)].axes[0][1]
+                rows = self.ticks.setdefault(int(replica), [[] for _ in range(num)])
+                # Clocks differ between hosts: each counts from its own first tick.
+                rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
     def _set_plan(self) -> None:
         assert self.microbatch_size is not None
@@ -692,6 +759,9 @@ class _Run:
             batches = [[next(loaded) for _ in own] for own in ids]
             self._beat(step, "microbatches")
             compiled = num_compilations()
+            timed = step == start + 1 and bool(self.predicted) and self.run_dir is not None
+            if timed:
+                self._time_ticks(on=True)
             outcome = self.engine.accumulate(
                 step,
                 ids,
@@ -699,6 +769,8 @@ class _Run:
                 stop=self.stopping or self.sigterm,
                 on_reduce=functools.partial(self._beat, step, "reduce"),
             )
+            if timed:
+                self._time_ticks(on=False)
             self._beat(step, "update")
             if outcome.nonfinite:
                 self._nonfinite(step, outcome.nonfinite)
@@ -836,8 +908,13 @@ class _Run:
             print(terminal_report(history, title="hxla"))
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
+            devices = {r.index: [str(d) for d in r.devices] for r in self.strategy.replicas}
             write_report(
-                path, history, title=self.run_dir.name, notes={"Plan": self.plan.explain()}
+                path,
+                history,
+                title=self.run_dir.name,
+                notes={"Plan": self.plan.explain()},
+                pictures=_pipeline_report.write(self.run_dir, self.predicted, self.ticks, devices),
             )
             print(f"report: {path}")
         return Result(

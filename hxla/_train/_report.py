@@ -58,6 +58,7 @@ def write_report(
     *,
     title: str,
     notes: Mapping[str, str] | None = None,
+    pictures: Mapping[str, pathlib.Path] | None = None,
     comparison: Mapping[str, History] | None = None,
 ) -> None:
     """Write the HTML report to a file; a reader never sees half of it.
@@ -67,12 +68,13 @@ def write_report(
         history: The run.
         title: Heading of the page.
         notes: Further sections of plain text, by heading.
+        pictures: Further sections with an SVG file each, by heading.
         comparison: Runs to lay side by side, by name.
 
     Raises:
         ConfigError: The path cannot be written.
     """
-    text = html_report(history, title=title, notes=notes, comparison=comparison)
+    text = html_report(history, title=title, notes=notes, pictures=pictures, comparison=comparison)
     try:
         write(path, text)
     except OSError as error:

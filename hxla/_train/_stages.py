@@ -115,7 +115,8 @@ class Stages:
                 f"the loss has {len(chain)} parts that can be told apart (a scan over layers is "
                 f"one), too few for {self.num_parts} stages: use fewer, or a loop over layers"
             )
-        if self.layers is not None and sum(self.layers) == len(chain):
+        if self.layers is not None:
+            assert sum(self.layers) == len(chain), (self.layers, len(chain))
             ends = list(itertools.accumulate(self.layers))
         else:
             ends = _even([s.flops for s in chain], self.shares or (1.0,) * self.num_parts)
@@ -181,6 +182,13 @@ def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
         raise ConfigError(
             f"pipeline.num_chunks={config.num_chunks} needs pipeline.schedule='interleaved', not "
             f"{config.schedule!r}"
+        )
+    table = config.schedule if not isinstance(config.schedule, str) else ()
+    splits = config.schedule == "zb-h1" or any("W" in text for tick in table for text in tick)
+    if config.recompute and splits:
+        raise ConfigError(
+            "pipeline.recompute=True with weight gradients of their own would run each forward "
+            "three times: use schedule='1f1b', or keep residuals"
         )
     return Stages(
         num=num,

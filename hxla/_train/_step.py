@@ -18,7 +18,7 @@ from .._errors import ConfigError
 from .._history import Metric
 from .._loss import Part, as_sums, merge_parts
 from .._lower import _exact, _replicate
-from .._lower._pipeline import Pipeline, PipelineSpec
+from .._lower._pipeline import Measured, Pipeline, PipelineSpec
 from .._lower._reduce import Reducer
 from .._lower._replica import Replica
 from .._lower._shard import Sharded
@@ -322,7 +322,7 @@ class Engine:
         seconds: list[list[float]] = [[] for _ in self._states]
         for state in self._states:
             state.sums = state.programs.clear(state.sums)
-        self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds))
+        self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds), self._stack())
         self._compile(batch)
         unit = self._pipelines[0].spec.unit if self._pipelines else 1
         for _ in range(2 if self._exact else 1):  # again with scales that fit
@@ -338,6 +338,22 @@ class Engine:
                 jax.block_until_ready(self._run_own(i, 0, range(num), [batch] * num))
                 times.append((time.perf_counter() - start) / num)
         return [float(np.median(t)) if t else 0.0 for t in seconds]
+
+    @property
+    def pipelines(self) -> Mapping[int, Pipeline]:
+        """Those with a device here, by replica."""
+        return {r.index: p for r, p in zip(self._reducer.local, self._pipelines, strict=False)}
+
+    def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, Measured]:
+        """Times of the pieces of every local pipeline's step, by replica."""
+        found = {}
+        for i, pipeline in enumerate(self._pipelines):
+            state, replica = self._states[i], self._reducer.local[i]
+            exponents = replica.put(self.exponents)
+            found[replica.index] = pipeline.measure(
+                state.params, state.aux, exponents, batch, repeats=repeats
+            )
+        return found
 
     def _compile(self, batch: PyTree) -> None:
         """Compile ahead what the devices run, so that no step waits for a compiler."""
@@ -370,27 +386,31 @@ class Engine:
         for i, pipeline in enumerate(self._pipelines):
             pipeline.adopt(compiled[first_pipeline + 3 * i :][:3])
 
+    def _stack(self) -> Any:
+        """The sums of the local devices as the reducer takes them, without `rows`."""
+        held = [
+            ([s.sums.peaks_T], [s.sums.small_MS, *s.sums.ints], s.sums.values) for s in self._states
+        ]
+        return self._reducer.stack(self._sums.argument_specs[1:], held)
+
     def _sum_over_devices(
-        self, rows: Sequence[np.ndarray]
+        self, rows: Sequence[np.ndarray], held: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sum what the devices accumulated; the totals stay on the devices.
 
         Args:
             rows: float32[3] of each local device.
+            held: From `_stack`.
 
         Returns:
             The rows of all devices, float32[D, 3]; every microbatch's sums, float32[M, S]; the
             largest magnitude of each tensor, float32[T].
         """
-        arguments = [
-            (
-                [replica.put(row.view(np.int32)), s.sums.peaks_T],
-                [s.sums.small_MS, *s.sums.ints],
-                s.sums.values,
-            )
-            for row, replica, s in zip(rows, self._reducer.local, self._states, strict=True)
-        ]
-        results = self._reducer.run(self._sums, arguments)
+        local = zip(rows, self._reducer.local, strict=True)
+        put = [replica.put(row.view(np.int32)) for row, replica in local]
+        rows_D3 = self._reducer.stack(self._sums.argument_specs[:1], put)
+        own, ints, values = held
+        results = self._reducer.run(self._sums, ([rows_D3, *own], ints, values))
         for state, (_, ints, totals) in zip(self._states, results, strict=True):
             state.totals = totals, ints[1:]
         (rows_D3, peaks_DT), (small_MS, *_), _ = results[0]
@@ -481,13 +501,14 @@ class Engine:
         start = time.perf_counter()
         ticks = [self._run_own(i, step, ids[i], batches[i]) for i in range(len(self._states))]
         watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
+        held = self._stack()  # while the devices are busy: some hundred arrays take milliseconds
         busy = [watch.result() for watch in watches]
         rows = [
             np.array([busy[i], self._update_seconds[i], float(stop)], np.float32)
             for i in range(len(self._states))
         ]
         on_reduce()
-        rows_D3, small_MS, maxima = self._sum_over_devices(rows)
+        rows_D3, small_MS, maxima = self._sum_over_devices(rows, held)
         loss, weight, metrics = _means(small_MS, self._train_metrics, ids[0])
         nonfinite = tuple(
             name

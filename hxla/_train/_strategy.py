@@ -250,6 +250,12 @@ def share_cores(replicas: Sequence[Replica]) -> bool:
     return len(local) > 1 and local[0].devices[0].platform == "cpu"
 
 
+def stages_share_cores(replicas: Sequence[Replica]) -> bool:
+    """Whether a process has several CPU devices: what one takes then says nothing of another."""
+    local = [d for r in replicas for d in r.devices if d.process_index == jax.process_index()]
+    return len(local) > 1 and local[0].platform == "cpu"
+
+
 def _nodes(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[int]:
     """Consecutive devices on one host."""
     names = [hosts[d.process_index] for d in devices]
