@@ -1,6 +1,7 @@
 """What a run tells at its end: a few lines for the terminal, a page and a picture for later."""
 
 import os
+import pathlib
 import textwrap
 from collections.abc import Mapping
 
