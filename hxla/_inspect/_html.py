@@ -52,7 +52,8 @@ summary { cursor: pointer; padding: .25rem 0; }
 .cards b, .cards span { display: block; overflow-wrap: anywhere; font-weight: 600; }
 .cards span { color: var(--muted); font-weight: 400; margin-bottom: .45rem; }
 .cells rect { stroke: var(--paper); stroke-width: 1.5; fill-opacity: .42; }
-.cells text { fill: var(--ink); font-size: 11px; text-anchor: middle; }
+.cells text { fill: var(--ink); font-size: 11px; text-anchor: middle; pointer-events: none;
+  paint-order: stroke; stroke: var(--paper); stroke-width: 3px; stroke-opacity: .55; }
 .cells .p0 { fill: var(--k0); } .cells .p1 { fill: var(--k1); } .cells .p2 { fill: var(--k2); }
 .cells .p3 { fill: var(--k4); } .cells .p4 { fill: var(--k5); } .cells .p5 { fill: var(--k3); }
 .cells .p6 { fill: var(--k6); } .cells .p7 { fill: var(--k7); }
@@ -464,7 +465,7 @@ def _card(own: Sequence[Array], program: Program) -> str:
     words = [
         f"{size(_shards.array_bytes(array))} on a device, "
         + ("one copy" if copies == 1 else f"{copies} copies"),
-        *([f"{padded:.0%} padding"] if padded else []),
+        *([f"{padded:.1%} padding"] if padded else []),
     ]
     names = [
         alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
@@ -495,7 +496,7 @@ def _timeline(measured: Measured | None, predicted: Lanes | None) -> str:
             for d, name in enumerate(measured.devices)
         ]
         heads = ("measured", "computation", "collectives and waiting in them", "until")
-        parts.append(table(heads, rows))
+        parts.append(f"<details><summary>Each device</summary>{table(heads, rows)}</details>")
         longest: dict[tuple[str, str, str], float] = defaultdict(float)
         for op in measured.operations:
             took = op.end_seconds - op.start_seconds

@@ -86,7 +86,7 @@ def picture(array: Array, mesh: Mesh) -> str:
     if max(num_across, num_down) > _MAX_CELLS:
         cells = [_box(0, 0, width, height, 0, f"{len(found)} parts", "")]
     else:
-        cells = []
+        cells, labels = [], []
         for part in found:
             row = 0
             for d in down:
@@ -94,11 +94,12 @@ def picture(array: Array, mesh: Mesh) -> str:
             column = part.index[across] if rank else 0
             w, h = width / num_across, height / num_down
             x, y = column * w, row * h
-            label = _label(part.devices, w)
-            cells.append(_box(x, y, w, h, row * num_across + column, label, _said(part, array)))
+            cells.append(_box(x, y, w, h, row * num_across + column, "", _said(part, array)))
+            labels.append(_text(x, y, w, h, _label(part.devices, w)))
             inner = down[-1] if down else None
             used = part.used[across] if rank else 1.0, part.used[inner] if inner is not None else 1
             cells += _hatched(x, y, w, h, *used)
+        cells += labels  # above the hatching
     return (
         f'<svg width="{width + 2:.0f}" height="{height + 2:.0f}" '
         f'viewBox="-1 -1 {width + 2:.0f} {height + 2:.0f}" role="img" '
@@ -157,15 +158,16 @@ def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[floa
 
 def _box(x: float, y: float, w: float, h: float, color: int, label: str, said: str) -> str:
     title = f"<title>{html.escape(said)}</title>" if said else ""
-    text = (
-        f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">{html.escape(label)}</text>'
-        if label
-        else ""
-    )
     return (
         f'<g>{title}<rect class="p{color % _NUM_COLORS}" x="{x:.1f}" y="{y:.1f}" '
-        f'width="{w:.1f}" height="{h:.1f}"/>{text}</g>'
+        f'width="{w:.1f}" height="{h:.1f}"/>{_text(x, y, w, h, label)}</g>'
     )
+
+
+def _text(x: float, y: float, w: float, h: float, label: str) -> str:
+    if not label:
+        return ""
+    return f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">{html.escape(label)}</text>'
 
 
 def _hatched(

@@ -157,6 +157,7 @@ def picture(panels: Sequence[Lanes]) -> Picture:
     for panel in panels:
         num = min(len(panel.names), _MAX_LANES)
         out.append(f'<text class="head" x="0" y="{y + 10:.0f}">{html.escape(panel.title)}</text>')
+        out += _legend(panel, y + 10)
         y += _TOP
         for lane in range(num):
             top = y + lane * _LANE
@@ -172,16 +173,22 @@ def picture(panels: Sequence[Lanes]) -> Picture:
         out.append(f'<path class="end" d="M{end:.1f} {y - num * _LANE - 2:.0f}V{y:.0f}"/>')
         y += 14
     out += _ticks(longest, scale, y)
-    y += 24
-    kinds = {bar.kind for panel in panels for bar in panel.bars}
-    x = _LEFT
-    for kind in (k for k in _CLASSES if k in kinds):
-        out.append(f'<rect class="{_CLASSES[kind]}" x="{x:.0f}" y="{y - 9:.0f}" width="12" ')
-        out.append(f'height="10"/><text x="{x + 17:.0f}" y="{y:.0f}">{kind}</text>')
-        x += 34 + len(kind) * _CHARACTER
     caption = "; ".join(panel.title for panel in panels) + ". A line marks where a step ends."
     svg = f'<svg class="steps" viewBox="0 0 {_WIDTH:.0f} {y + 8:.0f}">{"".join(out)}</svg>'
     return Picture(svg=svg, caption=caption)
+
+
+def _legend(panel: Lanes, y: float) -> Iterator[str]:
+    """What the colours mean, from the right side of the panel's title."""
+    found = {bar.kind for bar in panel.bars}
+    kinds = [kind for kind in _CLASSES if kind in found]
+    x = _WIDTH - 10 - sum(34 + len(kind) * _CHARACTER for kind in kinds)
+    for kind in kinds:
+        yield (
+            f'<rect class="{_CLASSES[kind]}" x="{x:.0f}" y="{y - 9:.0f}" width="12" height="10"/>'
+            f'<text x="{x + 17:.0f}" y="{y:.0f}">{kind}</text>'
+        )
+        x += 34 + len(kind) * _CHARACTER
 
 
 def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[str]:
