@@ -112,7 +112,8 @@ def inspection_page(
     if others:
         names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in others.items())
         parts.append(section("Other programs", f"<p>{html.escape(names)}</p>"))
-    sources = dict.fromkeys(p.source for p in programs)
+    words = {"live": "a compiled step", "text": "HLO text"}
+    sources = dict.fromkeys(words.get(p.source, p.source) for p in programs)
     lead = f"{', '.join(p.title for p in programs)}, from {', '.join(sources)}; "
     lead += f"{len(warned) or 'no'} {'warning' if len(warned) == 1 else 'warnings'}."
     return page(title, html.escape(lead), parts, css=_CSS)
@@ -252,7 +253,8 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
     yield "<h3>By TaskGraph</h3>"
     for number, (task_graph, own) in enumerate(_by(program.collectives, "task_graph")):
         name = html.escape(task_graph or "outside all TaskGraphs")
-        said = f"{sum(c.runs or 1 for c in own)} runs, {size(_sent(own))} sent"
+        runs = sum(c.runs or 1 for c in own)
+        said = f"{runs} {'run' if runs == 1 else 'runs'}, {size(_sent(own))} sent"
         time = _predicted(own)
         said += f", predicted {time}" if time else ""
         is_open = " open" if number < 3 else ""

@@ -333,7 +333,7 @@ class Program:
     @property
     def total(self) -> Work:
         """The sum over TaskGraphs."""
-        times = [w.collective_seconds for w in self.work]
+        times = [w.collective_seconds for w in self.work if w.num_collectives]
         known = [t for t in times if t is not None]
         return Work(
             task_graph="all",
