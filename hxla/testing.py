@@ -15,8 +15,8 @@ import re
 from typing import Any
 
 from ._errors import InspectError
+from ._format import num_bytes as size
 from ._inspect._inspect import inspect
-from ._inspect._print import size
 from ._inspect._values import Collective, Inspection
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -160,6 +160,19 @@ def test_parameters_lie_on_the_mesh_as_they_were_given():
     assert inspected("fsdp_and_tensor").main.mesh == (("fsdp", 2), ("tensor", 2))
 
 
+def test_arguments_that_the_program_does_not_read_are_left_out():
+    where = programs.mesh(data=4)
+    step = programs.jitted(
+        lambda params, x: params["a"] * 2 + x, where, ({"a": P("data"), "b": P()}, P())
+    )
+    args = ({"a": programs.like(8, 8), "b": programs.like(4, 4)}, programs.like(8, 8))
+    arrays = hxla.inspect(step, *args).main.arrays
+    assert [(a.path, a.spec) for a in arrays] == [
+        ("params['a']", (("data",), ())),
+        ("x", ((), ())),
+    ]
+
+
 def test_a_gathered_parameter_is_named_through_casts_slices_and_loops():
     where = programs.mesh(data=4)
 
@@ -320,13 +333,13 @@ def test_trips_are_counted_where_the_compiler_does_not_say_them():
 def test_the_reader_keeps_what_operands_and_attributes_hold():
     module = _text.read(ASYNC.splitlines())
     permute = module.computations["main"].instructions["cp"]
-    assert permute.operands == [("b", None)]
+    assert permute.operands == (("b", None),)
     assert permute.attribute("source_target_pairs") == "{{0,1},{1,0},{2,3},{3,2}}"
     assert permute.attribute("channel_id") == "2"
     assert permute.attribute("nothing") is None
     assert [p.name for p in module.computations["main"].parameters] == ["a", "b"]
     sugared = _text.Instruction("t", "f32[]", "fusion", "%p#1, %w.2#0), calls=%c", False)
-    assert sugared.operands == [("p", 1), ("w.2", 0)]
+    assert sugared.operands == (("p", 1), ("w.2", 0))
 
 
 def test_a_callback_is_a_host_transfer():

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import programs
 import pytest
@@ -132,6 +131,29 @@ def test_lines_that_nobody_knows_are_counted(tmp_path):
     assert after.problems == ("2 lines were not understood, the first: a line of the year 2040",)
 
 
+@pytest.mark.parametrize("name", ["pipeline", "linen"])
+def test_no_spoilt_line_ends_the_reading(name):
+    step, args, _ = programs.ALL[name]()
+    lines = step.lower(*args).compile().as_text().splitlines()
+    spoil = [
+        lambda line, start: start,
+        lambda line, start: start + ")",
+        lambda line, start: line.replace("index=", "index=x"),
+        lambda line, start: line.replace("{", "", 1),
+        lambda line, start: re.sub(r"\d+", "999", line),
+    ]
+    seen = set()
+    for i, line in enumerate(lines):
+        found = re.match(r"\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z\-]+)\(", line)
+        if found is None or found[1] in seen:
+            continue
+        seen.add(found[1])
+        for change in spoil:
+            text = "\n".join([*lines[:i], change(line, found[0]), *lines[i + 1 :]])
+            assert hxla.inspect(text).text()
+    assert {"while", "parameter", "fusion", "get-tuple-element"} <= seen
+
+
 def test_a_mixed_dump_gives_what_can_be_read(tmp_path):
     plain(tmp_path, "linen", "jax-0.10")
     plain(tmp_path, "experts", "jax-0.12")
@@ -188,36 +210,39 @@ def test_100_mb_of_text_are_read_in_10_seconds_and_1_gb(tmp_path):
     file = tmp_path / "module_0000.jit_large.cpu_after_optimizations.txt"
     file.write_text(text)
     del text
-    code = (
-        "import resource, sys, time, hxla\n"
-        "start = time.process_time()\n"
-        "program = hxla.inspect(sys.argv[1]).main\n"
-        "seconds = time.process_time() - start\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "print(len(program.collectives), len(program.problems), seconds, peak)\n"
-    )
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(file)],
+        [sys.executable, "-c", MEASURED, str(file)],
         check=True,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    num, problems, seconds, peak = map(float, ran.stdout.split())
+    num, problems, bare, seconds, peak = map(float, ran.stdout.split())
     assert (num, problems) == (copies, 0)
     assert peak < 10**9
-    # In the time that this machine takes for a fixed piece of work, as it may be shared.
-    assert seconds < 10 * max(1.0, _slowness())
+    # A core that others share is slower at everything: a bare pass over the lines takes 0.7 s on
+    # one that is not.
+    assert seconds < max(10, 15 * bare)
 
 
-def _slowness():
-    """How much longer a loop takes than the 0.5 s it takes on one core of a common server."""
-    start = time.process_time()
-    total = 0
-    for i in range(10_000_000):
-        total += i & 7
-    assert total
-    return (time.process_time() - start) / 0.5
+MEASURED = """
+import re, resource, sys, time
+import hxla
+
+def bare():
+    begun = time.process_time()
+    pattern = re.compile(r"\\s+(?:ROOT )?%?([^\\s=]+) = (\\(.*?\\)|\\S+) ([a-z][a-z0-9-]*)\\(")
+    with open(sys.argv[1]) as lines:
+        assert sum(pattern.match(line) is not None for line in lines)
+    return time.process_time() - begun
+
+before = bare()
+begun = time.process_time()
+program = hxla.inspect(sys.argv[1]).main
+seconds = time.process_time() - begun
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(len(program.collectives), len(program.problems), (before + bare()) / 2, seconds, peak)
+"""
 
 
 SCRIPT = """

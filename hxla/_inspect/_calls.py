@@ -118,6 +118,8 @@ def _trips(module: Module, computation: Computation, loop: Instruction) -> int |
     start_tuple = computation.instructions.get(operands[0][0]) if operands else None
     if start_tuple is None or start_tuple.opcode != "tuple" or body.root.opcode != "tuple":
         return None
+    if index >= min(len(start_tuple.operands), len(body.root.operands)):
+        return None
     start = _constant(computation, start_tuple.operands[index][0])
     step = _step(module, body, body.root.operands[index][0], index)
     if start is None or not step or step < 0:
@@ -155,8 +157,10 @@ def _element(computation: Computation, name: str, picked: int | None) -> int | N
             return None
         if found.opcode == "parameter":
             return picked
+        if not found.operands:
+            return None
         if found.opcode == "get-tuple-element":
-            picked = int(found.attribute("index") or -1)
+            picked = found.index
             name = found.operands[0][0]
         elif found.opcode in ("copy", "bitcast", "convert"):
             name, picked = found.operands[0]
@@ -176,7 +180,7 @@ def _constant(computation: Computation, name: str) -> int | None:
         if found.opcode == "constant":
             text = found.arguments
             return int(text) if re.fullmatch(r"-?\d+", text) else None
-        if found.opcode not in ("copy", "bitcast"):
+        if found.opcode not in ("copy", "bitcast") or not found.operands:
             return None
         name = found.operands[0][0]
     return None
@@ -185,7 +189,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 def _step(module: Module, body: Computation, name: str, index: int) -> int | None:
     """What an iteration adds to the counter, if it is the counter plus a constant."""
     found = body.instructions.get(name)
-    while found is not None and found.opcode in ("copy", "bitcast"):
+    while found is not None and found.opcode in ("copy", "bitcast") and found.operands:
         found = body.instructions.get(found.operands[0][0])
     if found is None:
         return None

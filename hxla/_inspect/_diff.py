@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ._print import flops, size
+from .._format import num_bytes as size
+from .._format import plural, si
 from ._values import Collective, Inspection, Program
 
 _LEAST_SHARE = 0.005  # of memory and work: less is no change worth a word
@@ -85,18 +86,14 @@ def _collectives(before: Sequence[Collective], after: Sequence[Collective]) -> I
             lost[key] -= num
             found[moved] -= num
             yield (
-                f"{_count(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)} "
+                f"{plural(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)} "
                 f"{'runs' if num == 1 else 'run'} {moved[-1] or '?'} times instead of "
                 f"{key[-1] or '?'}"
             )
     for changed, verb in ((+lost, "disappeared"), (+found, "appeared")):
         for key, num in sorted(changed.items(), key=lambda item: -item[0][2] * item[1]):
             times = f", {key[-1]} times a step each" if key[-1] not in (1, None) else ""
-            yield f"{_count(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)}{times} {verb}"
-
-
-def _count(num: int, kind: str) -> str:
-    return f"{num} {kind}{'' if num == 1 else 's'}"
+            yield f"{plural(num, key[0])} of {size(key[2])} over {key[3]}{_in(key)}{times} {verb}"
 
 
 def _in(key: _Key) -> str:
@@ -129,7 +126,7 @@ def _signed(value: float) -> str:
 
 
 def _work(before: Program, after: Program) -> Iterator[str]:
-    for name, write in (("flops", flops), ("collective_bytes", size)):
+    for name, write in (("flops", si), ("collective_bytes", size)):
         old, new = getattr(before.total, name), getattr(after.total, name)
         if abs(new - old) > _LEAST_SHARE * max(old, new):
             what = "FLOPs of a device" if name == "flops" else "bytes a device sends"

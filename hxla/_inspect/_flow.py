@@ -92,9 +92,11 @@ class Flow:
             if found is None:
                 return None
             operands = found.operands
+            if not operands and found.opcode != "parameter":
+                return found, computation
             if found.opcode == "parameter" and computation.name in self._loops:
                 computation, caller = self._loops[computation.name]
-                if caller.opcode != "while" or picked is None:
+                if caller.opcode != "while" or picked is None or not caller.operands:
                     return None
                 name, _ = caller.operands[0]
             elif (found.opcode == "while" and picked is not None) or found.opcode == "copy":
@@ -102,7 +104,7 @@ class Flow:
             elif found.opcode == "tuple" and picked is not None and picked < len(operands):
                 name, picked = operands[picked]
             elif found.opcode == "get-tuple-element":
-                name, picked = operands[0][0], int(found.attribute("index") or 0)
+                name, picked = operands[0][0], found.index
             else:
                 return found, computation
         return None
@@ -128,7 +130,7 @@ class Flow:
         for parameter in body.parameters:
             for user in self._users_in(body).get(parameter.name, []):
                 if user.opcode == "get-tuple-element":
-                    if int(user.attribute("index") or 0) == element:
+                    if user.index == element:
                         found |= {r.name: r for r in self.readers(body, user)}
                 elif (parameter.name, element) in user.operands:
                     found[user.name] = user
@@ -149,9 +151,11 @@ class Flow:
     ) -> tuple[str, int | None] | None:
         """The operand that an instruction only passes on."""
         operands = found.operands
+        if not operands:
+            return None
         if found.opcode == "get-tuple-element":
             name, outer = operands[0]
-            return name, int(found.attribute("index") or 0) if outer is None else outer
+            return name, found.index if outer is None else outer
         if found.opcode == "tuple" and picked is not None and picked < len(operands):
             return operands[picked]
         if found.opcode in _VIEWS or found.opcode in _DONE:
@@ -178,10 +182,12 @@ class Flow:
             return None
         outer, instruction = caller
         if instruction.opcode == "call":
-            number = int(parameter.arguments)
-            name, element = instruction.operands[number]
+            number = parameter.arguments
+            if not number.isdigit() or int(number) >= len(instruction.operands):
+                return None
+            name, element = instruction.operands[int(number)]
             return outer, name, picked if element is None else element
-        if picked is None or not self.is_invariant(computation, picked):
+        if picked is None or not self.is_invariant(computation, picked) or not instruction.operands:
             return None
         return outer, instruction.operands[0][0], picked
 

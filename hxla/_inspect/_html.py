@@ -6,11 +6,13 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from .._format import num_bytes as size
+from .._format import si, span
 from .._page import figure, page, section, table, tiles
 from . import _shards, _steps
 from ._measured import COLLECTIVE, COMPUTATION, Measured
 from ._names import alike, group
-from ._print import flops, loops, seconds, shown, size
+from ._print import loops, shown
 from ._steps import Lanes
 from ._values import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
 
@@ -162,7 +164,7 @@ def _program(program: Program, measured: Measured | None) -> Iterator[str]:
         yield section("How arrays lie on the mesh", *_arrays(program))
     if program.fusions:
         rows = [
-            (f.name, f.array, f.origin.where, str(f.runs or "?"), flops(f.flops), size(f.num_bytes))
+            (f.name, f.array, f.origin.where, str(f.runs or "?"), si(f.flops), size(f.num_bytes))
             for f in program.fusions
         ]
         heads = ("", "makes", "where", "runs", "FLOPs", "bytes")
@@ -186,8 +188,8 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
         what = f"{size(most)} of it: {owner}" if owner else ""
         yield "Peak memory of a device", size(program.memory.total_bytes), what
     more = "" if total.is_exact else " or more"
-    yield "FLOPs of a device", flops(total.flops) + more, f"{size(total.num_bytes)} moved in memory"
-    time = seconds(total.collective_seconds)
+    yield "FLOPs of a device", si(total.flops) + more, f"{size(total.num_bytes)} moved in memory"
+    time = _span(total.collective_seconds)
     yield (
         "Sent by a device",
         size(total.collective_bytes),
@@ -213,13 +215,17 @@ def _warnings(found: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterat
         yield f'<ul class="warned">{folded}</ul></details>'
 
 
+def _span(seconds: float | None) -> str:
+    return "" if seconds is None else span(seconds)
+
+
 def _sent(found: Sequence[Collective]) -> float:
     return sum(c.sent_bytes * (c.runs or 1) for c in found)
 
 
 def _predicted(found: Sequence[Collective]) -> str:
     times = [c.seconds * (c.runs or 1) for c in found if c.seconds is not None]
-    return seconds(sum(times)) if times and len(times) == len(found) else ""
+    return span(sum(times)) if times and len(times) == len(found) else ""
 
 
 def _by(found: Sequence[Collective], key: str) -> list[tuple[str, list[Collective]]]:
@@ -244,7 +250,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
                 str(sum(c.runs or 1 for c in own)),
                 size(_sent(own)),
                 _predicted(own),
-                seconds(sum(times)) if times else "",
+                span(sum(times)) if times else "",
             )
         )
     heads = ("collective", "over", "in the text", "runs", "sent by a device", "predicted")
@@ -413,12 +419,12 @@ def _work(program: Program) -> str:
     rows = [
         (
             w.task_graph or ("outside all TaskGraphs" if w is not whole else "all"),
-            flops(w.flops) + ("" if w.is_exact else " or more"),
+            si(w.flops) + ("" if w.is_exact else " or more"),
             f"{w.flops / whole.flops:.0%}" if whole.flops else "",
             size(w.num_bytes),
             str(w.num_collectives),
             size(w.collective_bytes),
-            seconds(w.collective_seconds),
+            _span(w.collective_seconds),
         )
         for w in (*program.work, *((whole,) if len(program.work) > 1 else ()))
     ]
@@ -491,9 +497,9 @@ def _timeline(measured: Measured | None, predicted: Lanes | None) -> str:
         rows = [
             (
                 name,
-                seconds(measured.busy_seconds(d, COMPUTATION)) or "0",
-                seconds(measured.busy_seconds(d, COLLECTIVE)) or "0",
-                seconds(max(op.end_seconds for op in measured.operations if op.device == d)),
+                span(measured.busy_seconds(d, COMPUTATION)),
+                span(measured.busy_seconds(d, COLLECTIVE)),
+                span(max(op.end_seconds for op in measured.operations if op.device == d)),
             )
             for d, name in enumerate(measured.devices)
         ]
@@ -504,7 +510,7 @@ def _timeline(measured: Measured | None, predicted: Lanes | None) -> str:
             took = op.end_seconds - op.start_seconds
             longest[op.kind, op.program, op.name] += took / len(measured.devices)
         rows_ = [
-            (name, kind, program, seconds(took))
+            (name, kind, program, span(took))
             for (kind, program, name), took in sorted(longest.items(), key=lambda item: -item[1])[
                 :15
             ]
@@ -540,7 +546,7 @@ def _both(old: Program, new: Program) -> Iterator[str]:
     rows_ = [
         (
             name or "outside all TaskGraphs",
-            *(flops(w[name].flops) if name in w else "" for w in works),
+            *(si(w[name].flops) if name in w else "" for w in works),
             *(size(w[name].num_bytes) if name in w else "" for w in works),
         )
         for name in {**works[0], **works[1]}

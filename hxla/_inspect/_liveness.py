@@ -75,8 +75,7 @@ class Schedule:
         if user.opcode == "tuple":
             return user.name, number
         if user.opcode == "get-tuple-element":
-            index = int(user.attribute("index") or 0)
-            return (user.name, None) if element in (None, index) else None
+            return (user.name, None) if element in (None, user.index) else None
         return user.name, element
 
 

@@ -164,7 +164,11 @@ def _padding(module: Module, instruction: Instruction, computation: Computation)
         if inner is None or inner.root is None:
             return 0
         pad, inside = inner.root, inner
-    source = inside.instructions.get(pad.operands[0][0]) if pad.opcode == "pad" else None
+    source = (
+        inside.instructions.get(pad.operands[0][0])
+        if pad.opcode == "pad" and pad.operands
+        else None
+    )
     if source is None:
         return 0
     return max(0, _shapes.num_bytes(pad.shape) - _shapes.num_bytes(source.shape))

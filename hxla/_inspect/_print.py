@@ -7,34 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from .._format import num_bytes as size
+from .._format import si, span
 from ._values import Collective, Inspection, Loop, Program
 
 _WIDTH = 160  # where the output is no terminal
-
-
-def size(value: float) -> str:
-    """A size in binary units: 536 B, 1.2 KiB, 7.5 GiB."""
-    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(value) >= factor:
-            return f"{value / factor:.1f} {unit}"
-    return f"{value:.0f} B"
-
-
-def flops(value: float) -> str:
-    """A number of operations: 0, 512, 3.2 G."""
-    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.1f} {letter}"
-    return f"{value:.0f}"
-
-
-def seconds(value: float | None) -> str:
-    """A time: 1.2 ms; nothing if it is not known."""
-    if value is None:
-        return ""
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
 
 
 def loops(found: Sequence[Loop], runs: int | None) -> str:
@@ -94,7 +71,14 @@ def _program(console: Console, program: Program, limit: int) -> None:
         say(f"  memory is not known: {program.memory_missing}")
     if program.fusions:
         rows = [
-            (f.name, f.array, flops(f.flops), size(f.num_bytes), str(f.runs or "?"), f.origin.where)
+            (
+                f.name,
+                f.array,
+                si(f.flops),
+                size(f.num_bytes),
+                str(f.runs or "?"),
+                f.origin.where,
+            )
             for f in program.fusions[: min(limit, 5)]
         ]
         _table(console, "biggest fusions", ("", "makes", "FLOPs", "bytes", "runs", "where"), rows)
@@ -117,7 +101,7 @@ def _collectives(console: Console, found: Sequence[Collective], more: int) -> No
             loops(c.loops, c.runs) + (" at most" if c.is_conditional else ""),
             c.origin.where + (f" ({c.origin.phase})" if c.origin.phase else ""),
             c.origin.source,
-            seconds(c.seconds),
+            _time(c.seconds),
         )
         for c in found
     ]
@@ -131,11 +115,11 @@ def _work(console: Console, program: Program) -> None:
     rows = [
         (
             w.task_graph or "(outside)",
-            flops(w.flops) + ("" if w.is_exact else " or more"),
+            si(w.flops) + ("" if w.is_exact else " or more"),
             size(w.num_bytes),
             str(w.num_collectives),
             size(w.collective_bytes),
-            seconds(w.collective_seconds),
+            _time(w.collective_seconds),
         )
         for w in ([*program.work, program.total] if len(program.work) > 1 else program.work)
     ]
@@ -148,10 +132,17 @@ def _memory(console: Console, program: Program, limit: int) -> None:
     assert memory is not None
     by_owner = ", ".join(f"{owner} {size(n)}" for owner, n in memory.by_owner.items())
     console.print(
-        f"  peak memory {size(memory.total_bytes)}: {by_owner} (from {memory.source})", markup=False
+        f"  peak memory {size(memory.total_bytes)}: {by_owner} (from {memory.source})",
+        markup=False,
     )
     rows = [
-        (size(b.num_bytes), b.owner, b.name, b.array, b.origin.where if b.origin.primitive else "")
+        (
+            size(b.num_bytes),
+            b.owner,
+            b.name,
+            b.array,
+            b.origin.where if b.origin.primitive else "",
+        )
         for b in memory.buffers[: min(limit, 10)]
     ]
     _table(console, "", ("bytes", "owner", "buffer", "array", "where"), rows)
@@ -168,6 +159,10 @@ def _table(
     for row in rows:
         table.add_row(*[_plain(row[i]) for i in used])
     console.print(table)
+
+
+def _time(value: float | None) -> str:
+    return "" if value is None else span(value)
 
 
 def _plain(cell: str) -> str:

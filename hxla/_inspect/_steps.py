@@ -7,12 +7,12 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from .._format import span
 from .._page import Picture
 from .._proposal import Proposal
 from .._replay import SEND
 from .._timeline import from_perfetto
 from ._measured import COLLECTIVE, COMPUTATION, Measured
-from ._print import seconds
 
 _WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels
 _LANE, _MAX_LANES = 26.0, 32
@@ -77,7 +77,7 @@ class Lanes:
 def of_measured(measured: Measured) -> Lanes:
     """A profiled step as lanes, one for each device."""
     return Lanes(
-        title=f"measured: {seconds(measured.seconds)}",
+        title=f"measured: {span(measured.seconds)}",
         names=measured.devices,
         bars=tuple(
             Bar(
@@ -109,7 +109,7 @@ def of_file(path: pathlib.Path) -> Lanes:
     timeline, names = from_perfetto(text)
     events = sorted((*timeline.events, *timeline.sends), key=lambda e: e.start_seconds)
     return Lanes(
-        title=f"predicted, without reduction and update: {seconds(timeline.makespan_seconds)}",
+        title=f"predicted, without reduction and update: {span(timeline.makespan_seconds)}",
         names=names,
         bars=tuple(
             Bar(
@@ -136,13 +136,13 @@ def of_proposal(proposal: Proposal) -> Lanes:
             ("update", device.update_seconds),
         ):
             if took > 0:
-                label = f"{kind} {seconds(took)}"
+                label = f"{kind} {span(took)}"
                 bars.append(
                     Bar(lane=lane, kind=kind, label=label, start_seconds=at, end_seconds=at + took)
                 )
                 at += took
     return Lanes(
-        title=f"predicted: {seconds(proposal.step_seconds)}, sums of each device",
+        title=f"predicted: {span(proposal.step_seconds)}, sums of each device",
         names=tuple(f"{d.kind} (device {d.device})" for d in proposal.devices),
         bars=tuple(bars),
     )
@@ -200,7 +200,7 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
         y, height = top + lane * _LANE + (15 if thin else 2), 6 if thin else 13
         for start, end, label in _merged(list(bars), scale):
             x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
-            said = f"{label}, {seconds(end - start)}"
+            said = f"{label}, {span(end - start)}"
             yield (
                 f'<rect class="{_CLASSES.get(kind, "c4")}" x="{x:.1f}" y="{y:.0f}" '
                 f'width="{width:.1f}" height="{height}"><title>{html.escape(said)}</title></rect>'

@@ -28,7 +28,7 @@ class Instruction:
         is_root: Whether it is the computation's result.
     """
 
-    __slots__ = ("is_root", "name", "opcode", "rest", "shape")
+    __slots__ = ("_operands", "is_root", "name", "opcode", "rest", "shape")
 
     def __init__(self, name: str, shape: str, opcode: str, rest: str, is_root: bool):
         self.name = name
@@ -36,6 +36,7 @@ class Instruction:
         self.opcode = opcode
         self.rest = rest
         self.is_root = is_root
+        self._operands: tuple[tuple[str, int | None], ...] | None = None
 
     def _end_of_operands(self) -> int:
         end = self.rest.find(")")
@@ -57,19 +58,30 @@ class Instruction:
         return self.rest[: self._end_of_operands()]
 
     @property
-    def operands(self) -> list[tuple[str, int | None]]:
+    def operands(self) -> tuple[tuple[str, int | None], ...]:
         """Names of operands, with the element of a tuple where `%name#1` picks one."""
+        if self._operands is None:
+            self._operands = self._read_operands()
+        return self._operands
+
+    def _read_operands(self) -> tuple[tuple[str, int | None], ...]:
         text = self.arguments
         if "%" in text:
             names = _OPERAND.findall(text)
         elif self.opcode in ("parameter", "constant", "iota"):
-            return []
+            return ()
         else:
             names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
         if "#" not in text:
-            return [(name, None) for name in names]
+            return tuple([(name, None) for name in names])
         split = [name.partition("#") for name in names]
-        return [(name, int(i) if i.isdigit() else None) for name, _, i in split]
+        return tuple([(name, int(i) if i.isdigit() else None) for name, _, i in split])
+
+    @property
+    def index(self) -> int | None:
+        """Which element a `get-tuple-element` takes; None if the text does not say."""
+        text = (self.attribute("index") or "").strip()
+        return int(text) if text.isdigit() else None
 
     def attribute(self, name: str) -> str | None:
         """Text of an attribute, with its brackets if it has any; None if there is none."""
@@ -140,7 +152,11 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        found = [
+            i
+            for i in self.instructions.values()
+            if i.opcode == "parameter" and i.arguments.isdigit()
+        ]
         return sorted(found, key=lambda i: int(i.arguments))
 
 
@@ -237,7 +253,7 @@ def read(lines: Iterable[str]) -> Module:
     for line in lines:
         if current is not None:
             found = match(line)
-            if found is not None:
+            if found is not None and ")" in line:
                 root, name, shape, opcode = found.groups()
                 rest = line[found.end() :].rstrip("\n")
                 opcode = intern(opcode)

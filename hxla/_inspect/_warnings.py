@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from .._format import num_bytes as size
 from .._rules import RuleSet
 from . import _shapes
 from ._calls import Context
@@ -10,7 +11,6 @@ from ._collectives import KINDS
 from ._flow import Flow
 from ._groups import Mesh
 from ._origin import Origins
-from ._print import size
 from ._text import Computation, Instruction, Module
 from ._values import Array, Collective, Warned
 
@@ -206,7 +206,9 @@ def _padding(
             continue
         for pad in computation.instructions.values():
             source = (
-                computation.instructions.get(pad.operands[0][0]) if pad.opcode == "pad" else None
+                computation.instructions.get(pad.operands[0][0])
+                if pad.opcode == "pad" and pad.operands
+                else None
             )
             if source is None:
                 continue

@@ -5,9 +5,9 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from .._format import clock, gain, number, percent, plural, shares, si, span
 from .._history import History, scalars
 from .._page import figure, page, section, table, tiles
-from ._format import clock, gain, number, percent, plural, shares, si, span
 from ._pictures import (
     before_and_after,
     busy_picture,

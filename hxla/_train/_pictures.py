@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from .._errors import ConfigError
+from .._format import percent, plural, shares, si, span
 from .._history import History
 from .._page import Picture
-from ._format import percent, plural, shares, si, span
 from ._summary import Phase, names_of, num_units, summarise
 
 #: Name of the CSS variable and colour on white.

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping
 
 from .._errors import ConfigError
+from .._format import clock, gain, number, percent, plural, shares, si, span
 from .._history import History
 from .._page import write
-from ._format import clock, gain, number, percent, plural, shares, si, span
 from ._html import html_report
 from ._pictures import save_pictures
 from ._summary import Summary, names_of, summarise

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from .._errors import AnnotationError, ConfigError, PlanError
 from .._factors import PATTERNS, Patterns
+from .._format import num_bytes
 from .._graph import Graph
 from .._lower._pipeline import PipelineSpec
 from .._lower._replica import Replica
@@ -28,7 +29,6 @@ from .._rules import RuleSet
 from .._trace import trace_sums
 from .._types import DATA_AXIS, STAGE_AXIS, PyTree
 from .._virtual import Layout
-from ._format import num_bytes
 from ._stages import Stages
 
 
