@@ -1,6 +1,6 @@
 """Rules for data x tensor parallelism beside the same model sharded by hand in plain JAX.
 
-    python benchmarks/hand_sharded.py
+    python benchmarks/hand_sharded.py [--rounds 6]
 
 Eight fake devices on this machine's cores: only the ratio means anything. The plain step is one
 `jax.jit` over the same mesh, with Megatron's PartitionSpecs written out and constraints on the
@@ -20,6 +20,7 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import argparse
 import json
 import pathlib
 import statistics
@@ -42,7 +43,13 @@ from hxla._train._step import Engine
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, TENSOR, BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 4, 32, 128, 256, 8, 4, 512
-TURNS, STEPS = 6, 3
+STEPS = 3
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=6)
+parser.add_argument(
+    "--out", type=pathlib.Path, default=ROOT / "benchmarks/results/hand_sharded.json"
+)
+args = parser.parse_args()
 mesh = jax.make_mesh((DATA, TENSOR), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -196,7 +203,7 @@ runs |= {"by hand, 1": plain(1), "by hand, 4": plain(4)}
 seconds = {name: [] for name in runs}
 cpu_seconds = {name: [] for name in runs}
 losses = {name: [] for name in runs}
-for turn in range(TURNS):
+for turn in range(args.rounds):
     for name in list(runs)[:: -1 if turn % 2 else 1]:
         for n in range(turn * STEPS, (turn + 1) * STEPS):
             if n % STEPS == 1:
@@ -234,5 +241,4 @@ rows = {
     "tracing and planning over compilation": round(planning / compiling, 4),
 }
 print(json.dumps(rows, indent=2))
-out = ROOT / "benchmarks" / "results" / "hand_sharded.json"
-out.write_text(json.dumps(rows, indent=2) + "\n")
+args.out.write_text(json.dumps(rows, indent=2) + "\n")

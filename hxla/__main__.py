@@ -6,7 +6,7 @@ import os
 import sys
 
 from . import _detect
-from ._errors import HxlaError
+from ._errors import HxlaError, InspectError
 from ._inspect._values import Inspection
 from ._launch import _run
 from ._launch.join import cluster_in_sight
@@ -55,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--mesh", help="mesh file, to predict the collectives' times on")
     inspect.add_argument("--rules", help="rule set that parameters should follow")
     inspect.add_argument("--diff", metavar="DUMP", help="a later dump: what changed")
+    inspect.add_argument("--html", metavar="FILE", help="write one page, of --diff too")
+    inspect.add_argument("--profile", metavar="DIR", help="of jax.profiler.trace, for --html")
+    inspect.add_argument("--predicted", metavar="FILE", help="of hxla plan --write, for --html")
     inspect.add_argument("--json", action="store_true", help="for machines")
     inspect.add_argument("--limit", type=int, default=20, help="most rows of a table")
     args = parser.parse_args(arguments)
@@ -98,11 +101,20 @@ def _inspect(args: argparse.Namespace) -> None:
     def read(dump: str) -> Inspection:
         return inspect(dump, mesh=args.axes, cluster=args.mesh, rules=args.rules)
 
+    if args.html is None and (args.profile or args.predicted):
+        raise InspectError("--profile and --predicted are drawn on a page: give --html FILE")
+    if args.diff is not None and (args.profile or args.predicted):
+        raise InspectError("a page of --diff has no timeline: leave out --profile and --predicted")
     found = read(args.dump)
     if args.diff is None:
+        if args.html is not None:
+            found.write_html(args.html, profile=args.profile, predicted=args.predicted)
         print(found.to_json() if args.json else found.text(limit=args.limit))
         return
-    lines = found.diff(read(args.diff))
+    later = read(args.diff)
+    if args.html is not None:
+        found.write_diff_html(later, args.html)
+    lines = found.diff(later)
     print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "nothing changed")
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "hxla"
 # that has no cycle.
 LAYERS = [
     {"_types", "_errors", "_format"},
-    {"_jaxpr", "_history", "_nvml"},
+    {"_jaxpr", "_history", "_nvml", "_page"},
     {"_config", "_catalog", "_schedules"},
     {"_replay"},
     {"_ticks"},

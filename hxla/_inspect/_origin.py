@@ -2,6 +2,7 @@
 
 import re
 import sysconfig
+from collections.abc import Iterable
 
 from .._annotate import Scope, scopes_of, written
 from ._text import Computation, Instruction, Module
@@ -28,6 +29,7 @@ _LIBRARIES = tuple(
         *("site-packages", "dist-packages", "/hxla/_"),
     }
 )
+_MAX_JOINED = 4  # names of one operation that are said
 _DEPTH = 4  # operands looked through for a name that XLA lost
 
 
@@ -50,9 +52,24 @@ def components(name: str) -> list[str]:
     return [*out, name[start:]]
 
 
+def joined(name: str) -> list[str]:
+    """The names of the operations that XLA made one of, `a/(b:c)` or `a;b`; mostly one."""
+    name = name.split(";")[0]
+    *scopes, last = components(name)
+    if not (last.startswith("(") and last.endswith(")")):
+        return [name]
+    out, depth, start = [], 0, 1
+    for i, char in enumerate(last):
+        depth += (char in "([") - (char in ")]")
+        if (char == ":" and depth == 1) or i == len(last) - 1:
+            out += joined("/".join([*scopes, last[start:i]]))
+            start = i + 1
+    return out
+
+
 def module_path(name: str) -> tuple[str, str]:
     """The user's own scopes in a name, and the primitive at its end."""
-    *scopes, primitive = components(name.split(";")[0])
+    *scopes, primitive = components(joined(name)[0])
     own: list[str] = []
     for scope in scopes:
         while inner := _TRANSFORM.match(scope):
@@ -80,7 +97,7 @@ class Origins:
         for computation in module.computations.values():
             for instruction in computation.instructions.values():
                 if "hxla." in instruction.rest:
-                    entries.add(tuple(scopes_of(op_name(instruction).split(";")[0])))
+                    entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}
         # Entry numbers count through a process; those of one program from 0 are what can be read
         # and compared.
         ordered = sorted((e for e in entries if e), key=lambda key: key[-1].entry)
@@ -119,8 +136,11 @@ class Origins:
         return self._known[key]
 
     def _make(self, name: str, frame: int, file: re.Match[str] | None) -> Origin:
-        path, primitive = module_path(name)
-        scopes = tuple(scopes_of(name.split(";")[0]))
+        pieces = joined(name)
+        found = [module_path(piece) for piece in pieces]
+        path, primitive = _several(p for p, _ in found), found[0][1]
+        labels = (self._label(tuple(scopes_of(piece))) for piece in pieces)
+        task_graph = _several(labels)
         places = self._module.source(frame) if frame else []
         if file:
             places = [(file[1], int(file[2] or 0), "")]
@@ -128,10 +148,10 @@ class Origins:
         source = own or (places[0] if places else None)
         function = source[2] if source and not source[2].startswith("<") else ""
         missing = ""
-        if not scopes and not path and not function:
+        if not task_graph and not path and not function:
             missing = "no scope surrounds it and the text does not name its function"
         return Origin(
-            task_graph=self._label(scopes) if scopes else "",
+            task_graph=task_graph,
             module=path,
             function=function.replace(".<locals>", ""),
             phase=_phase(name),
@@ -141,8 +161,18 @@ class Origins:
         )
 
     def _label(self, scopes: tuple[Scope, ...]) -> str:
+        if not scopes:
+            return ""
         kinds = " > ".join(written(s.kind, s.device_count) for s in scopes)
         return f"{kinds} #{self._numbers[scopes]}"
+
+
+def _several(names: Iterable[str]) -> str:
+    """Of what XLA joined the first few, each once."""
+    distinct = [n for n in dict.fromkeys(names) if n]
+    if len(distinct) <= _MAX_JOINED:
+        return " + ".join(distinct)
+    return f"{' + '.join(distinct[:_MAX_JOINED])} + {len(distinct) - _MAX_JOINED} others"
 
 
 def _phase(name: str) -> str:

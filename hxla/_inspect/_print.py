@@ -26,19 +26,24 @@ def text(inspection: Inspection, *, limit: int) -> str:
     """Tables of hxla's own programs, else of all with anything to tell; a line for the others."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, force_terminal=False, highlight=False)
-    has_roles = any(p.role for p in inspection.programs)
-    shown = [p for p in inspection.programs if (p.role if has_roles else _tells(p))]
-    shown = shown or list(inspection.programs)
-    for program in shown:
+    programs, others = shown(inspection)
+    for program in programs:
         _program(console, program, limit)
-    told = {id(p) for p in shown}
-    others = Counter(p.title for p in inspection.programs if id(p) not in told)
     if others:
         names = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in others.items())
         console.print(f"other programs: {names}", markup=False)
     for problem in inspection.problems:
         console.print(f"not read: {problem}", markup=False)
     return out.getvalue().rstrip() + "\n"
+
+
+def shown(inspection: Inspection) -> tuple[list[Program], Counter[str]]:
+    """hxla's own programs, else all with anything to tell, and how often there are others."""
+    programs = inspection.programs
+    has_roles = any(p.role for p in programs)
+    told = [p for p in programs if (p.role if has_roles else _tells(p))] or list(programs)
+    kept = {id(p) for p in told}
+    return told, Counter(p.title for p in programs if id(p) not in kept)
 
 
 def _tells(program: Program) -> bool:

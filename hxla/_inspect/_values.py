@@ -1,6 +1,7 @@
 """What an inspection is: values, from JSON and to it."""
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -332,7 +333,7 @@ class Program:
     @property
     def total(self) -> Work:
         """The sum over TaskGraphs."""
-        times = [w.collective_seconds for w in self.work]
+        times = [w.collective_seconds for w in self.work if w.num_collectives]
         known = [t for t in times if t is not None]
         return Work(
             task_graph="all",
@@ -410,6 +411,48 @@ class Inspection:
         from ._print import text
 
         return text(self, limit=limit)
+
+    def write_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "",
+        profile: str | os.PathLike[str] | None = None,
+        predicted: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write all of it as one HTML page that needs nothing beside it.
+
+        Args:
+            path: The file; its folder is made if it is not there.
+            title: Heading of the page.
+            profile: Folder that `jax.profiler.trace` was given: its last step is drawn.
+            predicted: What `hxla plan --write` wrote, a plan or the trace of a replica, to draw
+                beside it.
+
+        Raises:
+            InspectError: If there is no profile of these programs, or the path cannot be written.
+            PlanError: If `predicted` is neither a plan nor a trace of one.
+        """
+        from ._report import write_inspection
+
+        write_inspection(self, path, title=title, profile=profile, predicted=predicted)
+
+    def write_diff_html(
+        self, other: "Inspection", path: str | os.PathLike[str], *, title: str = ""
+    ) -> None:
+        """Write what changed from this inspection to `other` as one HTML page.
+
+        Args:
+            other: The later one.
+            path: The file; its folder is made if it is not there.
+            title: Heading of the page.
+
+        Raises:
+            InspectError: If the path cannot be written.
+        """
+        from ._report import write_diff
+
+        write_diff(self, other, path, title=title)
 
     def diff(self, other: "Inspection") -> tuple[str, ...]:
         """What `other` does that this one does not, and the reverse, a sentence each."""
