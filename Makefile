@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
+# An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
+TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format bench clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -29,5 +31,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# pip takes the PyTorch of its own index: a CPU build is enough and much smaller.
+bench: $(STAMP)
+	if [ "$(TORCH)" = .venv-torch/bin/python ] && ! $(TORCH) -c 'import torch' 2> /dev/null; then \
+		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet torch numpy \
+		|| echo "PyTorch cannot be installed here: its comparisons are left out"; fi
+	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
+
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) .venv-torch runs dist build

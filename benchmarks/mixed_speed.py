@@ -28,6 +28,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--meshes", nargs="+", default=DEFAULT)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=128)
+parser.add_argument(
+    "--out", type=pathlib.Path, default=ROOT / "benchmarks/results/mixed_speed.json"
+)
 args = parser.parse_args()
 
 
@@ -77,6 +80,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({k: v for k, v in row.items() if k != "rounds"}), flush=True)
         results[mesh] = row
 
-out = ROOT / "benchmarks" / "results" / "mixed_speed.json"
-measured = {row["mesh"]: row for row in json.loads(out.read_text())} if out.exists() else {}
-out.write_text(json.dumps([*(measured | results).values()], indent=2) + "\n")
+measured = (
+    {row["mesh"]: row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
+)
+args.out.write_text(json.dumps([*(measured | results).values()], indent=2) + "\n")

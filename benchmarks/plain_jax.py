@@ -1,12 +1,13 @@
 """hxla on two equal processes beside a hand-written plain-JAX loop, and exact beside float sums.
 
-    hxla run --mesh cpu-1.0-1.0 benchmarks/plain_jax.py
+    hxla run --mesh cpu-1.0-1.0 benchmarks/plain_jax.py [--rounds 8]
 
 The plain loop is `jax.jit` over a `data` mesh: parameters replicated, batch sharded, gradients
 averaged by the partitioner; once with the whole local batch at a time and once with `lax.scan` over
 the same microbatches. The four take turns, step by step, in the same processes.
 """
 
+import argparse
 import json
 import pathlib
 import statistics
@@ -30,7 +31,11 @@ from hxla._model import functional  # noqa: E402
 from hxla._train import _setup, _strategy  # noqa: E402
 from hxla._train._step import Engine  # noqa: E402
 
-BATCH, MICRO, ROUNDS = 64, 2, 8
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=8)
+parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/plain_jax.json")
+args = parser.parse_args()
+BATCH, MICRO = 64, 2
 M, D = BATCH // MICRO, jax.device_count()
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
 text = library()["text"]
@@ -103,7 +108,7 @@ runs = {
     "plain JAX, scan over microbatches": plain(scan=True),
 }
 seconds = {name: [] for name in runs}
-for n in range(ROUNDS + 1):
+for n in range(args.rounds + 1):
     for name, once in runs.items():
         begun = time.perf_counter()
         once(n)
@@ -117,5 +122,4 @@ if jax.process_index() == 0:
         "cost of exact over float": round(median["hxla exact"] / median["hxla float"] - 1, 4),
     }
     print(json.dumps(rows, indent=2))
-    out = ROOT / "benchmarks" / "results" / "plain_jax.json"
-    out.write_text(json.dumps(rows, indent=2) + "\n")
+    args.out.write_text(json.dumps(rows, indent=2) + "\n")

@@ -33,6 +33,7 @@ CLUSTERS = {
 parser = argparse.ArgumentParser()
 parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
 parser.add_argument("--models", nargs="+", default=["gpt", "bert", "conv"])
+parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/prediction.json")
 args = parser.parse_args()
 
 
@@ -94,5 +95,4 @@ table = {
     "rows": rows,
 }
 print(json.dumps({k: v for k, v in table.items() if k != "rows"}))
-out = ROOT / "benchmarks" / "results" / "prediction.json"
-out.write_text(json.dumps(table, indent=1) + "\n")
+args.out.write_text(json.dumps(table, indent=1) + "\n")

@@ -11,9 +11,10 @@ the median over steps but the first, as JSON.
 
 import argparse
 import json
+import pathlib
 import statistics
 
-from torch_ddp import run_workers
+from torch_ddp import hxla_speed, run_workers
 
 from hxla import load_cluster
 
@@ -89,6 +90,8 @@ if __name__ == "__main__":
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--beside-hxla", action="store_true", help="hxla on the same, afterwards")
+    parser.add_argument("--out", type=pathlib.Path, help="write the result, too")
     args = parser.parse_args()
     shares = [d.core_share for d in load_cluster(args.mesh).devices]
     num_stages = len(args.cut.split(","))
@@ -112,4 +115,13 @@ if __name__ == "__main__":
         "seconds": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds),
     }
+    if args.beside_hxla:
+        # hxla measures the layers and cuts them itself.
+        options = ("--microbatch-size", str(args.microbatch_size), "--stages", str(num_stages))
+        batch_size = args.microbatches * args.microbatch_size
+        own = hxla_speed(args.mesh, batch_size, args.steps, *options)
+        result["hxla_tokens_per_second"] = own
+        result["hxla over torch"] = round(own / result["tokens_per_second"], 2)
     print(json.dumps(result, indent=2))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -21,6 +21,7 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--split", default="measured", help="measured, even, or counts such as 9,3")
 parser.add_argument("--batch-size", type=int, default=64)
 parser.add_argument("--microbatch-size", type=int, default=2)
+parser.add_argument("--stages", type=int, help="cut the model into a pipeline")
 parser.add_argument("--reduction", default="exact")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--run-dir")
@@ -39,6 +40,7 @@ result = hxla.train(
     batch_size=args.batch_size,
     microbatch_size=args.microbatch_size or None,
     steps=args.steps,
+    stages=args.stages,
     split=split,
     reduction=args.reduction,
     run_dir=args.run_dir,

@@ -16,6 +16,7 @@ from ._errors import CheckpointError as CheckpointError
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
 from ._errors import HxlaError as HxlaError
+from ._errors import InspectError as InspectError
 from ._errors import LaunchError as LaunchError
 from ._errors import LossError as LossError
 from ._errors import MeshError as MeshError
@@ -29,6 +30,8 @@ from ._history import EvalRecord as EvalRecord
 from ._history import History as History
 from ._history import Rebalance as Rebalance
 from ._history import StepRecord as StepRecord
+from ._inspect._inspect import inspect as inspect
+from ._inspect._values import Inspection as Inspection
 from ._launch.join import init as init
 from ._loss import Merged as Merged
 from ._loss import merge as merge

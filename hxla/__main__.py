@@ -1,13 +1,17 @@
 """The command line."""
 
 import argparse
+import json
 import os
 import sys
 
 from . import _detect
-from ._errors import HxlaError
+from ._errors import HxlaError, InspectError
+from ._inspect._values import Inspection
 from ._launch import _run
 from ._launch.join import cluster_in_sight
+
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
     where.add_argument("-n", type=int, help="number of processes")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
+    run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
     run.add_argument("script", help="Python script, followed by its own arguments")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
     devices = commands.add_parser("devices", help="what is here, how fast it is, and how joined")
@@ -44,10 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
     plan.add_argument("script", help="Python script, followed by its own arguments")
     plan.add_argument("arguments", nargs=argparse.REMAINDER)
+    inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
+    inspect.add_argument("dump", help="folder of hxla run --dump or of XLA, or a file of it")
+    inspect.add_argument("--axes", type=_axes, default=None, metavar="data=2,tensor=4")
+    inspect.add_argument("--mesh", help="mesh file, to predict the collectives' times on")
+    inspect.add_argument("--rules", help="rule set that parameters should follow")
+    inspect.add_argument("--diff", metavar="DUMP", help="a later dump: what changed")
+    inspect.add_argument("--html", metavar="FILE", help="write one page, of --diff too")
+    inspect.add_argument("--profile", metavar="DIR", help="of jax.profiler.trace, for --html")
+    inspect.add_argument("--predicted", metavar="FILE", help="of hxla plan --write, for --html")
+    inspect.add_argument("--json", action="store_true", help="for machines")
+    inspect.add_argument("--limit", type=int, default=20, help="most rows of a table")
     args = parser.parse_args(arguments)
     try:
         if args.command == "devices":
             _detect.command(measured=args.measure, write=args.write)
+            return 0
+        if args.command == "inspect":
+            _inspect(args)
             return 0
         command = [args.script, *args.arguments]
         if args.command == "profile":
@@ -55,8 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "plan":
             return _plan(args, command)
         if cluster_in_sight() and args.mesh is None and args.n is None:
+            if args.dump is not None:  # other tasks write into it too
+                rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
+                os.environ |= _run.dumping(os.environ, os.path.abspath(args.dump), rank)
             return _in_place(command)  # one task per accelerator is running already
-        return _run.run(command, mesh=args.mesh, number=args.n, grace_seconds=args.grace)
+        return _run.run(
+            command, mesh=args.mesh, number=args.n, grace_seconds=args.grace, dump=args.dump
+        )
     except HxlaError as error:
         print(f"hxla: {error}", file=sys.stderr)
         return 2
@@ -64,6 +88,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _axes(text: str) -> dict[str, int]:
+    pairs = (part.split("=") for part in text.split(","))
+    return {name: int(size) for name, size in pairs}
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from ._inspect._inspect import inspect
+
+    def read(dump: str) -> Inspection:
+        return inspect(dump, mesh=args.axes, cluster=args.mesh, rules=args.rules)
+
+    if args.html is None and (args.profile or args.predicted):
+        raise InspectError("--profile and --predicted are drawn on a page: give --html FILE")
+    if args.diff is not None and (args.profile or args.predicted):
+        raise InspectError("a page of --diff has no timeline: leave out --profile and --predicted")
+    found = read(args.dump)
+    if args.diff is None:
+        if args.html is not None:
+            found.write_html(args.html, profile=args.profile, predicted=args.predicted)
+        print(found.to_json() if args.json else found.text(limit=args.limit))
+        return
+    later = read(args.diff)
+    if args.html is not None:
+        found.write_diff_html(later, args.html)
+    lines = found.diff(later)
+    print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "nothing changed")
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:

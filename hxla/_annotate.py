@@ -26,7 +26,7 @@ from ._errors import AnnotationError
 Kind = Literal["replicate", "split"]
 
 _entries = itertools.count()  # tells entries of one scope apart; its values carry no meaning
-_SCOPE = re.compile(r"hxla\.(replicate|split)\[(\d+|all)\]@(\d+)")
+_SCOPE = re.compile(r"hxla\.(replicate|split)\[(\d+|all)\]\.(\d+)")
 
 
 class Scope(NamedTuple):
@@ -38,8 +38,8 @@ class Scope(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the named scope."""
-        return f"hxla.{self.kind}[{self.device_count or 'all'}]@{self.entry}"
+        """Of the named scope. XLA ends an operation's name at `@`, so it holds none."""
+        return f"hxla.{self.kind}[{self.device_count or 'all'}].{self.entry}"
 
 
 def written(kind: Kind, device_count: int | None) -> str:

@@ -9,7 +9,8 @@ HxlaError
 ├── PlanError         no feasible plan
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
 ├── CheckpointError   a checkpoint folder, or a checkpoint of another model
-└── LaunchError       starting, joining or throttling processes
+├── LaunchError       starting, joining or throttling processes
+└── InspectError      what is to be inspected
 """
 
 
@@ -51,3 +52,7 @@ class CheckpointError(HxlaError):
 
 class LaunchError(HxlaError):
     """Processes could not be started, joined or throttled."""
+
+
+class InspectError(HxlaError):
+    """What is to be inspected is no compiled program and no dump."""

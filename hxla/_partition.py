@@ -84,7 +84,8 @@ def partition(
         The partition; `print` shows it.
 
     Raises:
-        PlanError: If the devices do not fit the annotations, or nothing explains an axis.
+        PlanError: If the devices do not fit the annotations or make a pipeline, or nothing
+            explains an axis.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
 
     Example:
@@ -99,9 +100,11 @@ def partition(
             raise PlanError("rules name mesh axes: pass axes={'data': 4, 'tensor': 2} with them")
         virtual, inner, roles = axes_of_annotations(graph, num_devices, share=share_devices)
         num_replicas = virtual.num_replicas if inner else num_devices
+        _no_stages(inner)
     else:
         inner = tuple((n, size) for n, size in axes.items() if n != DATA_AXIS)
         num_replicas = axes.get(DATA_AXIS, 1)
+        _no_stages(inner)
         rule_set = load_rules(rules) if isinstance(rules, str) else rules
         roles = roles_of_mesh(graph, inner, by_rules=rule_set is not None)
         if rule_set is not None:
@@ -118,6 +121,14 @@ def partition(
         bridges=sharded.bridges(),
         warnings=sharded.warnings,
     )
+
+
+def _no_stages(axes: Axes) -> None:
+    if any(name == STAGE_AXIS for name, _ in axes):
+        raise PlanError(
+            "hxla.partition lays out models without stages, these devices make a pipeline: the "
+            "plan of hxla.train says how it is cut"
+        )
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes) -> Resolved:

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from ._evaluate import Env, Placement, read, run_ops
 from ._graph import Graph
 from ._segments import Segment, segments_at
@@ -57,10 +55,9 @@ def parts_of(graph: Graph, points: Sequence[int]) -> tuple[Part, ...]:
     return tuple(out)
 
 
-def is_float(graph: Graph, value: int) -> bool:
+def has_gradient(graph: Graph, value: int) -> bool:
     """Whether a gradient flows back through a value that crosses."""
-    known = graph.values[value]
-    return known.differentiable and bool(jnp.issubdtype(known.dtype, jnp.floating))
+    return graph.values[value].differentiable
 
 
 def run_part(

@@ -82,7 +82,6 @@ class Plan:
                 line += f" of {self.microbatch_seconds[i] * 1e3:.1f} ms, busy {busy:.3f} s"
             lines.append(line)
         if self.step_seconds:
-            lines.append(
-                f"  predicted step {self.step_seconds:.3f} s, at most {self.gap:.1%} above any plan"
-            )
+            known = f", at most {self.gap:.1%} above any plan" if self.bound_seconds else ""
+            lines.append(f"  predicted step {self.step_seconds:.3f} s{known}")
         return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ._annotate import scopes_of
 from ._errors import PlanError
 from ._evaluate import Env, run_ops
 from ._graph import Graph, Op, leaves
@@ -85,6 +86,35 @@ def task_points(graph: Graph) -> tuple[int, ...]:
     """Where one TaskGraph ends and the next begins, as `segments_at` takes it."""
     ops = _parameter_views(graph)[1]
     return tuple(i for i in range(1, len(ops)) if ops[i].task != ops[i - 1].task)
+
+
+def in_task_order(graph: Graph) -> Graph:
+    """The graph with the operations of each TaskGraph together, in the order of the TaskGraphs.
+
+    What no annotation covers (the loss, its weights, metrics) follows the last TaskGraph that it
+    reads.
+
+    Raises:
+        PlanError: If a TaskGraph reads what a later one makes.
+    """
+    views, _ = _parameter_views(graph)
+    made_in: dict[int, int] = {}
+    ordered: list[list[Op]] = [[] for _ in graph.task_graphs]
+    for op in graph.ops:
+        before = max((made_in[v] for v in _reads(op) if v in made_in), default=None)
+        here = op.task
+        if before is not None and not scopes_of(op.stack):
+            here = before
+        elif before is not None and before > here:
+            early, late = graph.task_graphs[here], graph.task_graphs[before]
+            raise PlanError(
+                f"TaskGraph {early.index} ({early.label}, {early.source}) reads what TaskGraph "
+                f"{late.index} ({late.label}, {late.source}) makes: stages of a pipeline follow "
+                "one another, so annotate the later equations as a stage of their own"
+            )
+        made_in.update({v: here for v in op.outputs if v not in views})
+        ordered[here].append(dataclasses.replace(op, task=here))
+    return dataclasses.replace(graph, ops=tuple(itertools.chain.from_iterable(ordered)))
 
 
 def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
@@ -193,12 +223,16 @@ def _segment(
                 needed(inner)
             own_views[id(views[v])] = views[v]
 
-    read = dict.fromkeys(v for op in chunk for v in _reads(op))
+    # A result may be a parameter as it is, so the end reads the results too.
+    is_last = index == max(made_in.values(), default=0)
+    results = [v for v in graph.result_values if isinstance(v, int)] if is_last else []
+    read = dict.fromkeys([*(v for op in chunk for v in _reads(op)), *results])
     for v in read:
         needed(v)
     ops = (*own_views.values(), *chunk)
     made = {v for op in ops for v in op.outputs}
-    outside = dict.fromkeys(v for op in ops for v in _reads(op) if v not in made)
+    read_inside = [*(v for op in ops for v in _reads(op)), *results]
+    outside = dict.fromkeys(v for v in read_inside if v not in made)
     of_param = {v: p for p, v in enumerate(graph.param_values)}
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from ._errors import PlanError
 from ._replay import SEND, Event, Timeline
 from ._schedules import BACKWARD, FORWARD, WEIGHT
 
@@ -108,6 +109,42 @@ def perfetto(timeline: Timeline, names: Sequence[str] = ()) -> str:
             )
     records += [_record(event) for event in (*timeline.events, *timeline.sends)]
     return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
+
+
+def from_perfetto(text: str) -> tuple[Timeline, tuple[str, ...]]:
+    """Read what `perfetto` wrote: the timeline, and the names of its stages.
+
+    Raises:
+        PlanError: If the text is something else.
+    """
+    try:
+        records = json.loads(text)["traceEvents"]
+        # Of each stage two tracks, its own and that of its sends.
+        names = {
+            r["tid"] // 2: r["args"]["name"]
+            for r in records
+            if r["ph"] == "M" and r["name"] == "thread_name" and r["tid"] % 2 == 0
+        }
+        events = [
+            Event(
+                stage=r["tid"] // 2,
+                kind=r["cat"],
+                microbatch=r["args"]["microbatch"],
+                chunk=r["args"]["chunk"],
+                start_seconds=r["ts"] * 1e-6,
+                end_seconds=(r["ts"] + r["dur"]) * 1e-6,
+            )
+            for r in records
+            if r["ph"] == "X"
+        ]
+        stages = tuple(names[stage] for stage in range(len(names)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"this is no timeline that hxla plan wrote: {error!r}") from error
+    return Timeline(
+        num_stages=len(stages),
+        events=tuple(e for e in events if e.kind != SEND),
+        sends=tuple(e for e in events if e.kind == SEND),
+    ), stages
 
 
 def _record(event: Event) -> dict[str, object]:

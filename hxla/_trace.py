@@ -154,12 +154,11 @@ class _Tracer:
             group = []
             for i in range(count):
                 var = next(variables)
-                floating = jnp.issubdtype(var.aval.dtype, jnp.floating)
                 number = self._new(
                     var.aval,
                     param=i if kind == 0 else None,
                     batch_dim=0 if kind == 3 else None,
-                    differentiable=kind == 0 and floating,
+                    differentiable=kind == 0 and _inexact(var.aval),
                 )
                 env[var] = number
                 group.append(number)
@@ -242,9 +241,13 @@ class _Tracer:
         num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
         first_slice = num_consts + num_carry if kind == "scan" else None
         numbers = []
+        flows = any(self._drafts[v].differentiable for v in inputs if isinstance(v, int))
         for i, (var, outer) in enumerate(zip(inner.jaxpr.invars, inputs, strict=True)):
             sliced = first_slice is not None and i >= first_slice
             numbers.append(self._stand_in(var.aval, outer, sliced))
+            if num_consts <= i < num_consts + num_carry and flows:
+                # What starts as zeros is something else in the next iteration.
+                self._drafts[numbers[-1]].differentiable = _inexact(var.aval)
         inside: dict[Any, Input] = dict(zip(inner.jaxpr.invars, numbers, strict=True))
         start = len(self._consts)
         self._add_consts(inner, inside)
@@ -320,7 +323,7 @@ class _Tracer:
                 batch_dim=_batch_dim(factors, inputs, i, self._drafts),
                 differentiable=not stops
                 and any(d.differentiable for d in drafts)
-                and jnp.issubdtype(var.aval.dtype, jnp.floating),
+                and _inexact(var.aval),
                 task=task,
             )
             outputs.append(number)
@@ -389,6 +392,10 @@ class _Tracer:
             return tuple(out[::-1])
 
         return visit(ops)
+
+
+def _inexact(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:

@@ -10,21 +10,21 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from sailor_data import KIND, Data, Measured, Place, load, read, read_plan
 
+from hxla._errors import PlanError
 from hxla._planner._cost import (
     Link,
+    StageLoad,
     StepCost,
-    monotone,
     ring_all_reduce_seconds,
-    stage_loads,
     step_cost,
 )
 from hxla._planner._memory import DeviceMemory, MemoryRule, pipeline_memory
-from hxla._profile._values import Setting
+from hxla._profile._values import LayerTime, Profile, Setting
 from hxla._schedules import one_f_one_b
 
 #: All from the repository's own simulator (`get_memory_footprint_on_gpu`), whose authors found them
@@ -50,6 +50,86 @@ def rule_of(place: Place, rule: MemoryRule = PUBLISHED) -> MemoryRule:
     if place.kind == KIND:
         return rule
     return dataclasses.replace(rule, context_bytes=OTHER_CONTEXT_BYTES[place.tensor > 1])
+
+
+def monotone(profile: Profile) -> Profile:
+    """The profile in which no layer's time falls when its microbatch grows.
+
+    More examples are never less work, so the least time over the larger microbatches bounds the
+    time of a smaller one, and where a measurement is above it, that measurement was disturbed.
+    """
+    times: dict[Setting, tuple[LayerTime, ...]] = {}
+    for setting, own in profile.times.items():
+        larger = [
+            layers
+            for other, layers in profile.times.items()
+            if (other.kind, other.tensor) == (setting.kind, setting.tensor)
+            and other.microbatch_size >= setting.microbatch_size
+        ]
+        times[setting] = tuple(
+            dataclasses.replace(
+                time,
+                forward=min(layers[i].forward for layers in larger),
+                backward=min(layers[i].backward for layers in larger),
+            )
+            for i, time in enumerate(own)
+        )
+    return dataclasses.replace(profile, times=times)
+
+
+def excess_per_example(profile: Profile, setting: Setting) -> float | None:
+    """How much more time an example takes than in twice the microbatch, as a share of the latter.
+
+    Near 0 the device is the limit and the profile can be trusted; well above it the host that
+    launches kernels is, and then a run's times depend on what else the host does: on a profiler's
+    hooks, on other processes, on logging. None if twice the microbatch was not measured.
+    """
+    double = dataclasses.replace(setting, microbatch_size=2 * setting.microbatch_size)
+    if double not in profile.times:
+        return None
+    own, twice = (
+        sum(time.forward + time.backward for time in profile.times[s]) for s in (setting, double)
+    )
+    return 2 * own / twice - 1
+
+
+def stage_loads(
+    profile: Profile, settings: Sequence[Setting], stages: Sequence[Sequence[int]]
+) -> tuple[StageLoad, ...]:
+    """Loads of the stages of a pipeline.
+
+    Args:
+        profile: Sizes and times of the layers.
+        settings: Device kind, microbatch size and tensor parallelism of each stage.
+        stages: Indices of the layers of each stage.
+
+    Raises:
+        PlanError: If the profile has no times or sizes for a setting, naming what there is.
+    """
+    loads = []
+    for setting, layers in zip(settings, stages, strict=True):
+        times = _lookup(profile.times, setting, profile.model, "times")
+        key = (setting.microbatch_size, setting.tensor)
+        sizes = _lookup(profile.sizes, key, profile.model, "sizes")
+        loads.append(
+            StageLoad(
+                forward_seconds=sum(times[i].forward for i in layers),
+                backward_seconds=sum(times[i].backward for i in layers),
+                update_seconds=sum(times[i].update for i in layers),
+                gradient_bytes=sum(sizes[i].parameter_bytes for i in layers),
+                send_bytes=sizes[layers[-1]].output_bytes,
+            )
+        )
+    return tuple(loads)
+
+
+def _lookup(table, key, model, what):
+    if key not in table:
+        known = ", ".join(sorted(map(str, table))) or "none"
+        raise PlanError(
+            f"the profile of {model} has no {what} for {key}, only for: {known}; profile it"
+        )
+    return table[key]
 
 
 def predict_time(

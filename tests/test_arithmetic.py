@@ -1,9 +1,11 @@
 """The law behind equal bits: one compiled microbatch, whatever the spread."""
 
 import pathlib
+import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import models
 import numpy as np
 import optax
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
+from hxla._lower import _replicate
 from hxla._lower._reduce import Reducer
 from hxla._model import functional
 from hxla._train._step import Engine
@@ -80,3 +83,34 @@ def test_the_optimized_microbatch_is_the_same_program_in_every_spread(case):
 def test_the_comparison_sees_other_arithmetic():
     (exact,), (floats,) = (programs("nnx", jax.devices()[:1], r) for r in ("exact", "float"))
     assert exact[0] != floats[0]
+
+
+@pytest.mark.parametrize(
+    ("alone", "gradient"), [((), "f32[40,24]"), ((0,), "f32[24,40]")], ids=["dense", "rows"]
+)
+def test_no_dot_of_a_dense_layer_on_cpu_has_both_operands_across(alone, gradient):
+    """JAX contracts to (out, in) and transposes; folded into the dot, that is slow."""
+
+    def sums_of(params, aux, key, batch):
+        loss = jnp.sum(jnp.tanh(batch @ params["w"]))
+        return loss, jnp.stack([loss, 1.0]), aux
+
+    weights = jax.ShapeDtypeStruct((24, 40), np.float32)
+    programs = _replicate.build(
+        sums_of=sums_of,
+        params={"w": weights},
+        aux={},
+        names=("w",),
+        num_sums=2,
+        optimizer=optax.sgd(1.0),
+        num_microbatches=2,
+        seed=0,
+        reduction="exact",
+        platform="cpu",
+        alone=alone,
+    )
+    ints = [np.zeros(n, np.int32) for n in (1, 3)]
+    batch = np.ones((16, 24), np.float32)
+    lowered = programs.micro.lower([weights], [], jax.eval_shape(programs.zeros), *ints, batch)
+    shapes = re.findall(r"(f32\[[\d,]*\])\S* dot\(", lowered.compile().as_text())
+    assert shapes == ["f32[16,40]", gradient]

@@ -1,7 +1,6 @@
 """Collectives in compiled programs, counted against theory."""
 
-import collections
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +10,19 @@ import pytest
 from jax.sharding import AxisType
 
 import hxla
+from hxla import testing
 from hxla._annotate import Strategy
+from hxla._inspect import _shapes
 from hxla._partition import shard_graph
 from hxla._trace import trace_sums
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def collectives(text):
-    """Name and result shape of every collective of an HLO module; an async pair counts once."""
-    pattern = rf"= (.+?) ({'|'.join(KINDS)})(?:-start)?\("
-    return [(kind, shape) for shape, kind in re.findall(pattern, text)]
-
-
-def counted(text):
-    return collections.Counter(kind for kind, _ in collectives(text))
-
-
-def shapes(text, kind):
-    """Array shapes that the collectives of one kind return."""
-    found = [re.findall(r"\w+\[([\d,]*)\]", s) for k, s in collectives(text) if k == kind]
-    return [tuple(int(n) for n in s.split(",") if n) for group in found for s in group]
+def shapes(text, kind=None):
+    """Array shapes that the collectives of one kind work on, or of all kinds."""
+    found = hxla.inspect(text).main.select(kind)
+    return [_shapes.arrays(array)[0][1] for c in found for array in c.arrays]
 
 
 class Split:
@@ -125,13 +115,20 @@ def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward():
     batch = {"x": normal(BATCH, LENGTH, WIDTH), "y": normal(BATCH, LENGTH, WIDTH)}
     split = Split(loss, params, batch)
     split.check()
-    assert dict(counted(split.forward_text())) == {"all-reduce": 2}
+    only_all_reduces = functools.partial(
+        testing.assert_collectives,
+        all_gather=0,
+        reduce_scatter=0,
+        all_to_all=0,
+        collective_permute=0,
+    )
+    only_all_reduces(split.forward_text(), all_reduce=2)
     both = split.gradient_text()
     # The forward value is not needed for the gradient of a sum; what is left of its second
     # all-reduce is that of the loss itself.
     of_activations = [s for s in shapes(both, "all-reduce") if s == (BATCH, LENGTH, WIDTH)]
     assert len(of_activations) == 4
-    assert set(counted(both)) == {"all-reduce"}
+    only_all_reduces(both)
 
 
 def classifier(params, batch):
@@ -148,7 +145,10 @@ def test_a_split_classifier_moves_features_and_not_its_weights():
     batch = {"x": normal(BATCH, 16), "y": np.arange(BATCH, dtype=np.int32) * 100}
     split = Split(classifier, params, batch)
     split.check()
-    moved = [s for kind in KINDS for s in shapes(split.gradient_text(), kind)]
+    moved = shapes(split.gradient_text())
+    testing.assert_no_all_gather_of_parameters(
+        split.gradient.lower(split.params, split.batch).compile()
+    )
     assert moved
     # Features and the gradient of what makes them; the classifier's is 24 x 1024.
     assert max(np.prod(s) for s in moved) == 16 * 24, moved
@@ -171,7 +171,8 @@ def test_a_fused_bridge_leaves_no_collective():
     split.check()
     (bridge,) = [b for b in split.sharded.bridges() if b.array == f"float32[{BATCH},64]"]
     assert bridge.kind == "fused"
-    assert sum(counted(split.forward_text()).values()) == 1  # the row-parallel sum
+    (total,) = hxla.inspect(split.forward_text()).collectives  # the row-parallel sum
+    assert total.kind == "all-reduce"
 
 
 def test_replicate_after_replicate_moves_gradients_only():
@@ -190,7 +191,8 @@ def test_replicate_after_replicate_moves_gradients_only():
         [(), (16, 64), (64, 16)],
         [(16, 64), (64, 16)],
     )
-    assert dict(counted(split.forward_text())) == {"all-reduce": 1}  # the loss
+    (total,) = hxla.inspect(split.forward_text()).collectives  # the loss
+    assert total.kind == "all-reduce"
 
 
 def test_experts_exchange_tokens_by_all_to_all():
@@ -220,8 +222,7 @@ def test_experts_exchange_tokens_by_all_to_all():
     split = Split(loss, params, batch)
     split.check()
     text = split.forward_text()
-    assert counted(text)["all-to-all"] == 2, counted(text)
-    assert "all-gather" not in counted(text)
+    testing.assert_collectives(text, all_to_all=2, all_gather=0)
     cut = dict(zip(split.graph.param_names, split.sharded.param_specs(), strict=True))
     assert cut["up"][0] == cut["down"][0] == "tensor"
 

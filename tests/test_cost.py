@@ -5,18 +5,15 @@ import dataclasses
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from sailor import excess_per_example, monotone, stage_loads
 
 from hxla._errors import PlanError
 from hxla._planner._cost import (
     StageLoad,
     all_gather_seconds,
-    excess_per_example,
     exposed_reduction_seconds,
-    hierarchical_all_reduce_seconds,
     line,
-    monotone,
     ring_all_reduce_seconds,
-    stage_loads,
     step_cost,
 )
 from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
@@ -68,20 +65,6 @@ def test_a_link_refuses_what_is_none(latency, bandwidth):
 def test_one_device_reduces_nothing(num_bytes):
     assert ring_all_reduce_seconds(num_bytes, 1, line(1, 1)) == 0
     assert ring_all_reduce_seconds(0, 4, line(1, 1)) == 0
-
-
-def test_nodes_that_reduce_inside_first_send_less_between():
-    fast, slow = line(0, 100e9), line(0, 1e9)
-    flat = ring_all_reduce_seconds(1e9, 32, slow)
-    nodes = hierarchical_all_reduce_seconds(1e9, 8, 4, fast, slow)
-    assert nodes == pytest.approx(2 * 7 / 8 / 100 + 2 * 3 / 4 / 8)
-    assert nodes < flat / 5
-    assert hierarchical_all_reduce_seconds(1e9, 1, 4, fast, slow) == pytest.approx(
-        ring_all_reduce_seconds(1e9, 4, slow)
-    )
-    assert hierarchical_all_reduce_seconds(1e9, 8, 1, fast, slow) == pytest.approx(
-        ring_all_reduce_seconds(1e9, 8, fast)
-    )
 
 
 @hypothesis.given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 20))

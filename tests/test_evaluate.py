@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hxla._planner._chain import Chain, Group, Replica, Staging
-from hxla._planner._evaluate import Shortage, shortages, staging_cost, staging_memory
+from hxla._planner._evaluate import staging_cost, staging_memory
 
 FAST = Group(
     kind="fast",
@@ -77,12 +77,3 @@ def test_memory_is_state_stash_and_workspace():
     assert stages[1].total_bytes == 10 * 4 + 1 * 3 + 7
     light = dataclasses.replace(CHAIN, state_factor=2.0)
     assert staging_memory(light, MIXED)[0][0].total_bytes == 30 * 2 + 2 * 9 + 7
-
-
-def test_a_shortage_names_the_device_and_the_bytes():
-    tight = dataclasses.replace(CHAIN, groups=(dataclasses.replace(FAST, memory_bytes=140.0), SLOW))
-    memory = staging_memory(tight, MIXED)
-    assert shortages(tight, MIXED, memory) == (
-        Shortage(replica=0, stage=0, kind="fast", missing_bytes=5.0),
-    )
-    assert shortages(CHAIN, MIXED, memory) == ()

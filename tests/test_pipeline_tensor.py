@@ -1,6 +1,5 @@
 """Stages that are split over several devices each: tensor parallelism inside a pipeline."""
 
-import collections
 import re
 
 import families
@@ -14,6 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hxla
+from hxla import testing
+from hxla._inspect import _shapes
 from hxla._lower import _pipeline
 from hxla._lower._inside import check_permutes
 from hxla._lower._slots import make_slots
@@ -123,38 +124,20 @@ def reference(model, loss, data):
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Texts of the programs that pipelines compile: slots filled, ticks, sums collected."""
+    """What pipelines compile: slots filled, ticks, sums collected."""
     found = []
     adopt = _pipeline.Pipeline.adopt
 
     def record(self, compiled):
-        found.append([program.as_text() for program in compiled])
+        found.append(list(compiled))
         adopt(self, compiled)
 
     monkeypatch.setattr(_pipeline.Pipeline, "adopt", record)
     return found
 
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def collectives(text):
-    """Kind, shapes and devices of every collective."""
-    pattern = (
-        rf"= (.+?) ({'|'.join(KINDS)})(?:-start)?\(.*?"
-        r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|[^ ]+?),? "
-    )
-    for shape, kind, devices in re.findall(pattern, text):
-        sizes = [tuple(map(int, s.split(","))) for s in re.findall(r"\w+\[([\d,]+)\]", shape)]
-        yield kind, sizes, groups_of(devices)
-
-
-def groups_of(text):
-    """Groups or pairs of devices, written out or as `[groups,size]<=[devices]`."""
-    iota = re.fullmatch(r"\[(\d+),(\d+)\]<=\[(\d+)\]", text)
-    if iota:
-        return np.arange(int(iota[3])).reshape(int(iota[1]), int(iota[2])).tolist()
-    return [list(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", text)]
+def shapes(collectives):
+    return [_shapes.arrays(array)[0][1] for c in collectives for array in c.arrays]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -177,34 +160,34 @@ def test_split_stages_train_as_one_device_does_and_two_pipelines_as_one(name, pr
 
 def test_the_collectives_of_a_split_stage_are_megatrons(programs):
     trained(gpt(), families.token_loss, text(), stages=2, **on_mesh(data=1, stage=2, tensor=2))
-    fill, ticks, finish = ([*collectives(t)] for t in programs[0])
+    fill, ticks, finish = (hxla.inspect(program).main for program in programs[0])
     activation = (MICRO, LENGTH, WIDTH)
-    over_tensor, over_stage = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
-    counted = collections.Counter(kind for kind, _, _ in ticks)
-    assert set(counted) == {"all-reduce", "collective-permute"}
-    permutes = [g for kind, _, g in ticks if kind == "collective-permute"]
-    # Within a stage one would wait for devices that took another action.
-    assert sorted(permutes) == [[[0, 2], [1, 3]], [[2, 0], [3, 1]]]
-    reduces = [(sizes, g) for kind, sizes, g in ticks if kind == "all-reduce"]
-    assert all(g == over_tensor for _, g in reduces)
-    large = [s for sizes, _ in reduces for s in sizes if s == activation]
+    testing.assert_collectives(
+        programs[0][1], all_gather=0, reduce_scatter=0, all_to_all=0, collective_permute=2
+    )
+    # Within a stage a permute would wait for devices that took another action.
+    permutes = sorted(c.groups for c in ticks.select("collective-permute"))
+    assert permutes == [((0, 2), (1, 3)), ((2, 0), (3, 1))]
+    reduces = ticks.select("all-reduce")
+    assert all(c.axes == ("tensor",) for c in reduces)
+    large = [s for s in shapes(reduces) if s == activation]
     # Forward: the vocabulary's lookup, attention and MLP of the first block. Its backward: again
     # but for the last, whose result is not needed, and two for the gradients. The last stage:
     # attention and MLP, two for their gradients, one for that of the tied logits.
     assert len(large) == 3 + (2 + 2) + (2 + 2 + 1)
-    small = [s for sizes, _ in reduces for s in sizes if s != activation]
+    small = [s for s in shapes(reduces) if s != activation]
     # The softmax over a cut vocabulary: its largest, its sum, the label's logit.
     assert len(small) == 3
     assert all(np.prod(s) == MICRO * LENGTH for s in small)
 
-    assert [(kind, g) for kind, _, g in fill] == [("all-to-all", over_stage)]
-    assert collections.Counter((kind, str(g)) for kind, _, g in finish) == {
-        ("all-to-all", str(over_stage)): 1,
-        ("all-gather", str(over_stage)): 1,
-        ("all-reduce", str(over_tensor)): 1,
-    }
-    [[(num_peaks,)]] = [sizes for kind, sizes, _ in finish if kind == "all-reduce"]
+    assert [(c.kind, c.axes) for c in fill.select(None)] == [("all-to-all", ("stage",))]
+    assert sorted((c.kind, c.axes) for c in finish.select(None)) == [
+        ("all-gather", ("stage",)),
+        ("all-reduce", ("tensor",)),
+        ("all-to-all", ("stage",)),
+    ]
+    [(num_peaks,)] = shapes(finish.select("all-reduce"))
     assert num_peaks < 20
 
 
@@ -261,6 +244,7 @@ def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
             hxla.PlanError,
             "mesh axes fsdp would cut the batch inside a stage",
         ),
+        ({"mesh": {"data": 1, "stage": 1, "tensor": 2}}, hxla.PlanError, "at least two stages"),
         (
             {"mesh": {"data": 1, "tensor": 2}, "stages": 2},
             hxla.ConfigError,
@@ -272,6 +256,14 @@ def test_what_split_stages_cannot_do_is_refused(options, error, message):
     axes = options.pop("mesh", {"data": 1, "stage": 2, "tensor": 2})
     with pytest.raises(error, match=re.escape(message)):
         trained(gpt(), families.token_loss, text(), **on_mesh(**axes), **options)
+
+
+def test_partition_leaves_pipelines_to_train():
+    batch = {k: v[:MICRO] for k, v in vectors().items()}
+    graph = hxla.trace(mlp(split_in_two), models.squared_error, batch)
+    for options in ({"num_devices": 4}, {"axes": {"stage": 2, "tensor": 2}, "rules": "decoder"}):
+        with pytest.raises(hxla.PlanError, match="lays out models without stages"):
+            hxla.partition(graph, **options)
 
 
 def test_a_permute_that_only_one_stage_would_come_to_is_refused():

@@ -11,7 +11,6 @@ import pytest
 import sailor
 import sailor_data
 
-from hxla._planner._cost import excess_per_example
 from hxla._profile._values import Setting
 
 DATA = sailor_data.load()
@@ -29,7 +28,7 @@ def memory_error(plan, memory):
 def host_bound(plan):
     """Whether an example takes over 5 % longer than in twice the microbatch."""
     setting = Setting(sailor_data.KIND, plan.microbatch_size, sailor_data.TENSOR)
-    excess = excess_per_example(DATA.profiles[plan.model], setting)
+    excess = sailor.excess_per_example(DATA.profiles[plan.model], setting)
     assert excess is not None
     return excess > 0.05
 

@@ -90,23 +90,16 @@ def test_bounds_hold_where_devices_are_too_many_for_exact_packing(monkeypatch):
     assert feasible > 25
 
 
+MIXED = {
+    "devices": (256, 256, 256),
+    "memory": (80, 40, 32),
+    "speeds": (1.0, 0.6, 0.35),
+    "microbatches": 4096,
+}
 LARGE = {
-    "deep": {
-        "devices": (256, 256, 256),
-        "memory": (80, 40, 32),
-        "speeds": (1.0, 0.6, 0.35),
-        "microbatches": 4096,
-        "parameters": 2.7e9 / 96 * 2,
-        "stash": 2560 * 2048 * 4.0,
-    },
-    "shallow": {
-        "devices": (256, 256, 256),
-        "memory": (80, 40, 32),
-        "speeds": (1.0, 0.6, 0.35),
-        "microbatches": 4096,
-        "parameters": 1.3e9 / 96 * 2,
-        "stash": 1024 * 2048 * 2.0,
-    },
+    "deep": MIXED | {"parameters": 2.7e9 / 96 * 2, "stash": 2560 * 2048 * 4.0},
+    "tight": MIXED | {"parameters": 13e9 / 96 * 2, "stash": 5120 * 2048 * 16.0},
+    "shallow": MIXED | {"parameters": 1.3e9 / 96 * 2, "stash": 1024 * 2048 * 2.0},
 }
 
 

@@ -1,5 +1,6 @@
 """A graph cut into a chain gives what the whole gives, and is cut where little crosses."""
 
+import dataclasses
 import importlib.util
 import pathlib
 
@@ -13,7 +14,7 @@ from flax import nnx
 import hxla
 from hxla._loss import as_sums
 from hxla._model import functional
-from hxla._segments import run_segment, segments
+from hxla._segments import in_task_order, run_segment, segments, task_points
 from hxla._trace import trace_functional
 
 
@@ -99,3 +100,54 @@ def test_no_segments_are_refused():
     graph = hxla.trace(models.Dense(nnx.Rngs(0)), models.squared_error, batch)
     with pytest.raises(hxla.PlanError, match="at least one segment"):
         segments(graph, 0)
+
+
+class Stages(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 5, rngs=rngs)
+        self.second = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        with hxla.replicate(1):
+            x = self.first(x)
+            kept = x.sum(-1)
+        with hxla.replicate(1):
+            return self.second(x), kept
+
+
+def weighted(model, batch):
+    """Weights and a metric that read the batch and the first stage only, after the second."""
+    made, kept = model(batch["x"])
+    return ((made - batch["y"]) ** 2).sum(-1), batch["mask"] + 0.5, {"kept": kept * 2}
+
+
+def test_what_no_annotation_covers_follows_what_it_reads():
+    batch = {k: v[:4] for k, v in models.regression().items()}
+    graph = hxla.trace(Stages(nnx.Rngs(0)), weighted, batch)
+    assert len(task_points(graph)) > 1
+    ordered = in_task_order(graph)
+    assert len(task_points(ordered)) == 1
+    assert [op.task for op in ordered.ops] == sorted(op.task for op in ordered.ops)
+    assert sorted(op.outputs for op in ordered.ops) == sorted(op.outputs for op in graph.ops)
+    known = {*graph.param_values, *graph.batch_values, *graph.aux_values, graph.key_value}
+    known |= {v for v, _ in graph.consts}
+    for op in ordered.ops:
+        assert all(v in known for v in op.inputs if isinstance(v, int))
+        known |= set(op.outputs)
+
+
+def test_a_task_graph_that_reads_what_a_later_one_makes_is_no_stage():
+    def loss(model, batch):
+        with hxla.replicate(1):
+            x = model.first(batch["x"])
+        with hxla.replicate(1):
+            x = jnp.tanh(x)
+        return weighted(lambda _: (model.second(x), x[:, 0]), batch)
+
+    batch = {k: v[:4] for k, v in models.regression().items()}
+    model = Stages(nnx.Rngs(0))
+    graph = hxla.trace(model, loss, batch)
+    tasks = [1 - op.task for op in graph.ops]  # as if the second were written first
+    tasks = [dataclasses.replace(op, task=t) for op, t in zip(graph.ops, tasks, strict=True)]
+    with pytest.raises(hxla.PlanError, match=r"TaskGraph 0 .* reads what TaskGraph 1 .* makes"):
+        in_task_order(dataclasses.replace(graph, ops=tuple(tasks)))

@@ -288,3 +288,22 @@ def test_each_entry_of_a_loop_is_a_task_graph_of_its_own():
     assert [t.params for t in graph.task_graphs] == [
         (f"layers/{i}/bias", f"layers/{i}/kernel") for i in range(3)
     ]
+
+
+def test_gradients_flow_through_what_a_scan_carries_and_through_complex_numbers():
+    """The scan puts out what it was given: zeros first, then what the parameters made."""
+
+    def run(params, aux, key, batch):
+        def step(before, x):
+            return x * params["w"], before
+
+        _, shifted = jax.lax.scan(step, jnp.zeros(3), batch)
+        waves = jnp.fft.rfft(batch * params["w"])
+        value = shifted.sum() + jnp.abs(waves).sum()
+        return value, jnp.stack([value, 1.0]), aux
+
+    graph = hxla._trace.trace_sums(run, {"w": jnp.ones(3)}, {}, jnp.ones((4, 3)))
+    (scan,) = (op for op in graph.ops if op.kind == "scan")
+    assert [graph.values[v].differentiable for v in scan.outputs] == [True, True]
+    (fft,) = (op for op in graph.ops if op.eqn.primitive.name == "fft")
+    assert graph.values[fft.outputs[0]].differentiable

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from .. import _nvml
@@ -76,6 +76,7 @@ def run(
     mesh: str | None = None,
     number: int | None = None,
     grace_seconds: float = 5.0,
+    dump: str | None = None,
 ) -> int:
     """Start the processes, pass on their output and signals, and wait for them.
 
@@ -84,6 +85,7 @@ def run(
         mesh: Built-in name or path of a mesh file.
         number: Processes to start, instead of a mesh.
         grace_seconds: Between SIGTERM and SIGKILL once a process has failed.
+        dump: New folder for what XLA makes of each program, `process-0` and so on below it.
 
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
@@ -92,13 +94,53 @@ def run(
     devices = describe(mesh, number)
     if not pathlib.Path(command[0]).is_file():
         raise LaunchError(f"no script {command[0]!r} in {os.getcwd()}")
-    return _Job(devices, command, mesh, grace_seconds).wait()
+    return _Job(devices, command, mesh, grace_seconds, new_dump(dump)).wait()
+
+
+def new_dump(folder: str | None) -> str | None:
+    """The absolute path of a folder that holds no other dump.
+
+    Raises:
+        LaunchError: If there is anything in it.
+    """
+    if folder is None:
+        return None
+    path = pathlib.Path(folder).resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise LaunchError(f"--dump {folder}: it is not empty; name a new folder for each run")
+    return str(path)
+
+
+def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]:
+    """Environment variables that make a process dump its programs.
+
+    Args:
+        env: Of the process so far.
+        folder: Of all processes.
+        process: Number of this one.
+    """
+    wanted = (
+        f"--xla_dump_to={folder}/process-{process}",
+        "--xla_dump_hlo_as_text",
+        "--xla_dump_hlo_as_proto",  # it holds the buffer assignment whole
+    )
+    return {
+        "XLA_FLAGS": " ".join([env.get("XLA_FLAGS", ""), *wanted]).strip(),
+        # A program from the cache is not compiled, and what is not compiled is not dumped.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
 
 
 class _Job:
     def __init__(
-        self, devices: Sequence[Device], command: Sequence[str], mesh: str | None, grace: float
+        self,
+        devices: Sequence[Device],
+        command: Sequence[str],
+        mesh: str | None,
+        grace: float,
+        dump: str | None,
     ):
+        self._dump = dump
         self._devices = devices
         self._mesh = mesh
         self._grace = grace
@@ -127,9 +169,12 @@ class _Job:
     def _start(
         self, rank: int, device: Device, core: int | None, command: Sequence[str], address: str
     ) -> None:
+        env = _environment(rank, device, self._devices, self._mesh, address)
+        if self._dump is not None:
+            env |= dumping(env, self._dump, str(rank))
         process = subprocess.Popen(
             [sys.executable, "-m", "hxla._launch", *command],
-            env=_environment(rank, device, self._devices, self._mesh, address),
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -19,6 +19,7 @@ References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
 
+import collections
 import dataclasses
 import functools
 import time
@@ -39,6 +40,7 @@ from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
 from ._inside import Inside, check_permutes, map_specs, only
+from ._kept import make_kept
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
 from ._shard import Sharded
@@ -61,8 +63,8 @@ class _Buffers(NamedTuple):
 
     inputs: jax.Array
     grads: jax.Array
-    residuals: jax.Array
-    late: jax.Array
+    residuals: list[jax.Array]
+    late: list[jax.Array]
     down: jax.Array
     up: jax.Array
 
@@ -88,7 +90,7 @@ class PipelineSpec:
         seed: Root of all random keys.
         reduction: `exact` or `float`.
         recompute: Whether backwards run forwards again from kept inputs.
-        sharded: What the devices of a stage cut; its graph is this one. None: a stage has one.
+        sharded: What the devices of a stage cut, by the numbers of `graph`; None: a stage has one.
     """
 
     graph: Graph
@@ -106,8 +108,9 @@ class PipelineSpec:
 
     @property
     def num_terms(self) -> int:
-        """Terms of one element's sum: a parameter that several stages read has more."""
-        return self.num_microbatches * self.slots.most_readers
+        """Terms of one element's sum: a parameter that several parts read has more."""
+        readers = collections.Counter(p for part in self.parts for p in part.segment.params)
+        return self.num_microbatches * max(readers.values(), default=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,11 +149,11 @@ class Pipeline:
         graph, slots = spec.graph, spec.slots
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
-        wrap = upright if platform == "cpu" else lambda x: x
         inner = tuple(name for name, _ in replica.axes[1:])
         self._inside = Inside(mesh=self._mesh, axes=inner)
         placement = spec.sharded.placement(self._mesh) if spec.sharded is not None else None
-        self._stages = [StagePart(graph, part, wrap, placement) for part in spec.parts]
+        self._stages = [StagePart(graph, part, placement) for part in spec.parts]
+        self._upright = platform == "cpu"
         self._aux = jax.tree.leaves(aux)
         self._batch_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
@@ -164,6 +167,8 @@ class Pipeline:
         some = spec.schedule(spec.unit)
         self._halves = any(op.kind == WEIGHT for op in some.rows[0])
         self._programs = self._shared()
+        self._residuals = make_kept([stage.residuals for stage in self._stages])
+        self._late = make_kept([stage.late for stage in self._stages])
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
         self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
@@ -249,12 +254,11 @@ class Pipeline:
         most = self._actions(spec.most)
         down = max(s.below.words.size for s in self._stages)
         up = max(s.above.float_words.size for s in self._stages)
-        kept = max((s.residuals.size for s in self._stages), default=0)
         buffers = _Buffers(
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
-            residuals=each((most.num_residuals, kept)),
-            late=each((most.num_late, max(s.late.size for s in self._stages))),
+            residuals=[each((most.num_residuals, *s), t) for s, t in self._residuals.kinds],
+            late=[each((most.num_late, *s), t) for s, t in self._late.kinds],
             down=each((down,)),
             up=each((up,)),
         )
@@ -389,10 +393,8 @@ class Pipeline:
                 made = stage.forward(params, inputs, given)
             else:
                 made, saved = stage.forward_and_residuals(params, inputs, given)
-                kept = stage.residuals.pack(saved, buffers.residuals.shape[-1])
-                buffers = buffers._replace(
-                    residuals=_set(buffers.residuals, kept, field["residual"])
-                )
+                kept = self._residuals.put(buffers.residuals, p, saved, field["residual"])
+                buffers = buffers._replace(residuals=kept)
             if stage.part.is_last:
                 acc = self._record(acc, made, given, index, exponents)
             else:
@@ -419,7 +421,7 @@ class Pipeline:
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
             else:
-                saved, grads = self._waiting(stage, buffers, field)
+                saved, grads = self._waiting(p, stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
             packed = stage.above.float_words.pack(self._inside.whole(d_inputs), buffers.up.size)
@@ -432,12 +434,11 @@ class Pipeline:
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
             buffers = carry.buffers
-            saved, grads = self._waiting(stage, buffers, field)
+            saved, grads = self._waiting(p, stage, buffers, field)
             params = self._params(p, stage, slots)
             d_inputs, kept = stage.input_grads(params, saved, given, grads)
-            late = stage.late.pack(kept, buffers.late.shape[-1])
             buffers = buffers._replace(
-                late=_set(buffers.late, late, field["late"]),
+                late=self._late.put(buffers.late, p, kept, field["late"]),
                 up=stage.above.float_words.pack(d_inputs, buffers.up.size),
             )
             return carry._replace(buffers=buffers)
@@ -448,17 +449,17 @@ class Pipeline:
         def run(
             carry: _Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> _Carry:
-            saved, grads = self._waiting(stage, carry.buffers, field)
+            saved, grads = self._waiting(p, stage, carry.buffers, field)
             params = self._params(p, stage, slots)
-            kept = stage.late.unpack(carry.buffers.late[field["late"]])
+            kept = self._late.get(carry.buffers.late, p, field["late"])
             d_params = stage.weight_grads(params, saved, given, grads, kept)
             return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
 
         return run
 
-    def _waiting(self, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
+    def _waiting(self, p: int, stage: StagePart, buffers: _Buffers, field: Any) -> tuple[Any, Any]:
         """A part's residuals and the gradients of its outputs."""
-        saved = stage.residuals.unpack(buffers.residuals[field["residual"]])
+        saved = self._residuals.get(buffers.residuals, p, field["residual"])
         return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
 
     def _add_grads(
@@ -467,6 +468,8 @@ class Pipeline:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
         places = [held[param] for param in stage.params]
         specs = [self._slot_specs[slot] for slot in places]
+        if self._upright:
+            grads = [upright(grad) if grad.ndim == 2 else grad for grad in grads]
         grads = self._inside.place(list(grads), specs)
         slots = list(acc.slots)
         for slot, grad in zip(places, grads, strict=True):

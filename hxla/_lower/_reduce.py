@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._types import DATA_AXIS
+from .._types import DATA_AXIS, PyTree
 from ._replica import Replica
 
 BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
@@ -120,9 +120,13 @@ class Reducer:
             np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
         )
         self._flat = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+        def hxla_exchange(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x, DATA_AXIS)
+
         self._exchange = jax.jit(
             jax.shard_map(
-                lambda x: jax.lax.psum(x, DATA_AXIS),
+                hxla_exchange,
                 mesh=self._flat,
                 in_specs=P(DATA_AXIS),
                 out_specs=P(),
@@ -171,7 +175,7 @@ class Reducer:
             back = total.astype(self._dtype)
             return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
-        def run(
+        def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
             if num == 1:
@@ -203,14 +207,16 @@ class Reducer:
         # One device, no mesh: it would mark the outputs as sharded, and what uses them would be
         # compiled in another form.
         if flat and num == 1:
-            return Summation(program=jax.jit(run), argument_specs=arguments, result_specs=results)
+            return Summation(
+                program=jax.jit(hxla_sum), argument_specs=arguments, result_specs=results
+            )
         trees: Any = (
             whole[:num_own],
             whole[num_own:],
             [tuple([s] * num_parts) for s in specs],
         )
         mapped = jax.shard_map(
-            run,
+            hxla_sum,
             mesh=self._mesh,
             in_specs=jax.tree.map(_stacked, trees, is_leaf=lambda x: isinstance(x, P)),
             out_specs=(P(), P(), P() if flat else list(specs)),
@@ -235,29 +241,40 @@ class Reducer:
             out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
         return out
 
-    def run(self, summation: Summation, per_replica: Sequence[Any]) -> list[Any]:
+    def stack(self, specs: Sequence[P], per_replica: Sequence[PyTree]) -> PyTree:
+        """One tree for all replicas, as `run` takes it; moves nothing and waits for nothing.
+
+        Args:
+            specs: How each leaf lies on the inner axes of a replica.
+            per_replica: For each local replica its tree, arrays at least 1-D.
+        """
+        if self._is_single:
+            return per_replica[0]
+        flat = [jax.tree.flatten(tree) for tree in per_replica]
+        stacked = [self._stack(s, [leaves[i] for leaves, _ in flat]) for i, s in enumerate(specs)]
+        return jax.tree.unflatten(flat[0][1], stacked)
+
+    def run(self, summation: Summation, arguments: Any) -> list[Any]:
         """Call what `sums` made; waits for nothing.
 
         Args:
             summation: From `sums`.
-            per_replica: For each local replica its arguments (a tuple), arrays at least 1-D.
+            arguments: Its arguments (a tuple), from `stack`.
 
         Returns:
             The results on each local replica.
         """
-        num = len(self.replicas)
-        if num == 1 and not self._inner:
-            return [summation.program(*per_replica[0])]
-        flat = [jax.tree.flatten(arguments) for arguments in per_replica]
-        stacked = [
-            self._stack(spec, [leaves[i] for leaves, _ in flat])
-            for i, spec in enumerate(summation.argument_specs)
-        ]
-        results = summation.program(*jax.tree.unflatten(flat[0][1], stacked))
+        results = summation.program(*arguments)
+        if self._is_single:
+            return [results]
         leaves, treedef = jax.tree.flatten(results)
         specs = [*summation.result_specs, *[P()] * (len(leaves) - len(summation.result_specs))]
         pieces = [self._unstack(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
         return [jax.tree.unflatten(treedef, [p[i] for p in pieces]) for i in range(len(self.local))]
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self.replicas) == 1 and not self._inner
 
     def _stack(self, spec: P, arrays: Sequence[jax.Array]) -> jax.Array:
         """The arrays of all replicas one after another, without moving anything."""

@@ -180,6 +180,12 @@ def build(
         chosen = [s for s, f in zip(layout.aux, float_aux, strict=True) if f]
         specs = [*layout.params, *chosen]
 
+    num_params = len(param_leaves)  # rows of an embedding are scattered, not multiplied
+    transposed = [
+        platform == "cpu" and i < num_params and i not in alone and len(x.shape) == 2
+        for i, x in enumerate(floats)
+    ]
+
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape or (1,)  # at least 1-D, so that shards can be stacked
 
@@ -199,16 +205,20 @@ def build(
         if layout is None:
             return local_largest(values)
         axes = layout.mesh.axis_names
+        each = [
+            P(*(*s, *[None] * (2 - len(s)))[::-1]) if t else s
+            for s, t in zip(specs, transposed, strict=True)
+        ]
 
         def run(values: list[jax.Array]) -> jax.Array:  # one collective for all tensors
             return jax.lax.pmax(local_largest(values), axes)
 
         mapped = jax.shard_map(
-            run, mesh=layout.mesh, in_specs=(specs,), out_specs=P(), check_vma=False
+            run, mesh=layout.mesh, in_specs=(each,), out_specs=P(), check_vma=False
         )
         return mapped(values)
 
-    def micro(
+    def hxla_micro(
         params: Sequence[jax.Array],
         aux: Sequence[jax.Array],
         sums: Sums,
@@ -220,13 +230,12 @@ def build(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
 
         def loss(leaves: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-            if platform == "cpu":
-                leaves = [upright(x) for x in leaves]
             tree = jax.tree.unflatten(param_def, leaves)
             value, sums_S, new_aux = sums_of(tree, jax.tree.unflatten(aux_def, aux), key, batch)
             return value, (sums_S, new_aux)
 
         (_, (sums_S, new_aux)), grads = jax.value_and_grad(loss, has_aux=True)(list(params))
+        grads = [upright(g) if t else g for g, t in zip(grads, transposed, strict=False)]
         if clip_before is not None:
             share = jnp.maximum(sums_S[1], jnp.finfo(jnp.float32).tiny) if mean else 1.0
             own = _clip([g.astype(jnp.float32) / share for g in grads], clip_before)
@@ -240,7 +249,8 @@ def build(
         values = [x.astype(jnp.float32) for x in grads] + deltas
         if layout is not None:
             values = [layout.place(x, s) for x, s in zip(values, specs, strict=True)]
-        maxima_T = largest(values)
+        # As the dots left them: a transposition that only the sums see is part of their loop.
+        maxima_T = largest([x.T if t else x for x, t in zip(values, transposed, strict=True)])
         # Bit patterns of non-negative floats sort as the floats do, NaN above all.
         peaks_T = jax.lax.bitcast_convert_type(maxima_T, jnp.int32)
 
@@ -265,7 +275,7 @@ def build(
         )
         return out, sums_S[1]
 
-    def update(
+    def hxla_update(
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
@@ -315,14 +325,16 @@ def build(
         opt_specs = jax.tree.unflatten(opt_def, layout.opt_state)
         of_update = layout.shardings((list(layout.params), opt_specs, list(layout.aux), P()))
     return Programs(
-        micro=jax.jit(micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro),
+        micro=jax.jit(
+            hxla_micro, donate_argnums=2, compiler_options=options, out_shardings=of_micro
+        ),
         clear=jax.jit(
             lambda sums: jax.tree.map(lambda x: x * 0, sums),
             donate_argnums=0,
             out_shardings=of_micro and of_micro[0],
         ),
         update=jax.jit(
-            update,
+            hxla_update,
             donate_argnums=(0, 1, 2),
             compiler_options=options,
             out_shardings=of_update,
@@ -338,13 +350,13 @@ def build(
     )
 
 
-def upright(x: jax.Array) -> jax.Array:
-    """The same matrix; its gradient is computed from operands that lie along the contraction.
+def upright(gradient: jax.Array) -> jax.Array:
+    """A matrix gradient whose dot has operands that lie along the contraction.
 
     XLA folds the transposition at the end of a dense layer's gradient into its dot, and the CPU's
     dot takes up to four times longer with both operands across. A barrier keeps them apart.
     """
-    return jax.lax.optimization_barrier(x.T).T if x.ndim == 2 else x
+    return jax.lax.optimization_barrier(gradient.T).T
 
 
 def _clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:

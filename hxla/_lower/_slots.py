@@ -70,14 +70,6 @@ class Slots:
         return [_also_cut(s, d) for s, d in zip(self.inner, self.dims, strict=True)]
 
     @property
-    def most_readers(self) -> int:
-        """Stages that read the most widely read parameter."""
-        counts = np.zeros(len(self.dims), int)
-        for held in self.of:
-            counts[list(held)] += 1
-        return int(counts.max(initial=1))
-
-    @property
     def padding(self) -> float:
         """Share of the slots' bytes that hold no parameter."""
         sizes = [math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in self.slots]

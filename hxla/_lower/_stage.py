@@ -15,7 +15,7 @@ import numpy as np
 from .._evaluate import Env, Placement
 from .._graph import Graph
 from .._halves import Halves, halve
-from .._parts import Part, is_float, run_part
+from .._parts import Part, has_gradient, run_part
 from ._words import Words
 
 
@@ -39,7 +39,7 @@ class Crossing:
 def crossing(graph: Graph, values: Sequence[int]) -> Crossing:
     """Of the values that cross a boundary."""
     shapes = [jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype) for v in values]
-    floats = tuple(i for i, v in enumerate(values) if is_float(graph, v))
+    floats = tuple(i for i, v in enumerate(values) if has_gradient(graph, v))
     return Crossing(
         values=tuple(values),
         words=Words.like(shapes),
@@ -54,29 +54,21 @@ class StagePart:
     Args:
         graph: Traced.
         part: Of the chain.
-        upright: Wraps parameters, see `_replicate.upright`.
         placement: Where arrays lie on a stage's devices; None: it has one.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        part: Part,
-        upright: Callable[[Any], Any],
-        placement: Placement | None = None,
-    ):
+    def __init__(self, graph: Graph, part: Part, placement: Placement | None = None):
         self.part = part
         self._graph = graph
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
         self._run = run_part(graph, part, placement)
-        self._upright = upright
         self._residual_tree: Any = None
         self._kept: list[tuple[str, int]] = []
         self._halves: Halves | None = None
-        self.residuals = Words((), ())
-        self.late = Words((), ())
+        self.residuals: list[jax.ShapeDtypeStruct] = []
+        self.late: list[jax.ShapeDtypeStruct] = []
 
     def _function(
         self, inputs: Sequence[Any], given: Env
@@ -87,7 +79,7 @@ class StagePart:
             all_inputs = list(inputs)
             for i, x in zip(self.above.floats, floats, strict=True):
                 all_inputs[i] = x
-            made = self._run([self._upright(x) for x in params], all_inputs, given)
+            made = self._run(params, all_inputs, given)
             if self.part.is_last:
                 return [made[0]], made
             return [made[i] for i in self.below.floats], made
@@ -120,7 +112,7 @@ class StagePart:
                 where = ("saved", len(saved))
                 saved.append(x)
             self._kept.append(where)
-        self.residuals = Words.like(saved)
+        self.residuals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved]
         return made, saved
 
     def backward_from_residuals(
@@ -155,7 +147,7 @@ class StagePart:
         arguments = (list(params), list(saved), list(given.values()), list(grads))
         self._halves = halve(jax.make_jaxpr(run)(*arguments), len(self.above.floats))
         d_floats, kept = self._halves.run_early(jax.tree.leaves(arguments))
-        self.late = Words.like(kept)
+        self.late = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
         return d_floats, kept
 
     def weight_grads(

@@ -64,36 +64,43 @@ def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _num_words(shape: tuple[int, ...], dtype: Any) -> int:
+def _carried(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """What stands for an array, as bits of 8, 16, 32 or 64: keys, booleans and others have none."""
     if _is_key(dtype):
-        return math.prod(_key_data(shape, dtype).shape)
-    return -(
-        -math.prod(shape)
-        * (1 if jnp.issubdtype(dtype, jnp.bool_) else jnp.dtype(dtype).itemsize)
-        // 4
-    )
+        return _key_data(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.ShapeDtypeStruct((*shape, 2), jnp.finfo(dtype).dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jax.ShapeDtypeStruct(shape, jnp.int8)
+    return jax.ShapeDtypeStruct(shape, jnp.uint8 if dtype == jnp.bool_ else dtype)
+
+
+def _num_words(shape: tuple[int, ...], dtype: Any) -> int:
+    carried = _carried(shape, dtype)
+    return -(-math.prod(carried.shape) * carried.dtype.itemsize // 4)
 
 
 def _to_words(x: jax.Array) -> jax.Array:
+    carried = _carried(x.shape, x.dtype)
     if _is_key(x.dtype):
         x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.bool_):
-        x = x.astype(jnp.uint8)
-    flat = x.reshape(-1)
-    narrow = 4 // x.dtype.itemsize
+    elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    flat = x.astype(carried.dtype).reshape(-1)
+    narrow = 4 // flat.dtype.itemsize
     if narrow > 1:
         flat = jnp.pad(flat, (0, -flat.size % narrow)).reshape(-1, narrow)
     return jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
 
 
 def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    carried = _carried(shape, dtype)
+    if carried.dtype.itemsize > 4:
+        words = words.reshape(-1, carried.dtype.itemsize // 4)
+    flat = jax.lax.bitcast_convert_type(words, carried.dtype).reshape(-1)
+    x = flat[: math.prod(carried.shape)].reshape(carried.shape)
     if _is_key(dtype):
-        data = words.reshape(_key_data(shape, dtype).shape)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), dtype)))
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return _from_words(words, shape, jnp.dtype(jnp.uint8)).astype(bool)
-    itemsize = jnp.dtype(dtype).itemsize
-    if itemsize > 4:
-        words = words.reshape(-1, itemsize // 4)
-    flat = jax.lax.bitcast_convert_type(words, dtype).reshape(-1)
-    return flat[: math.prod(shape)].reshape(shape)
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), dtype)))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(x[..., 0], x[..., 1])
+    return x.astype(dtype)

@@ -1,18 +1,20 @@
 """A time that no staging of a chain can beat."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy.optimize
 
-from ._packing import best_packing, fractional_packing
+from ._packing import best_packing
 from ._pipeline import Array, Tables
-from ._relaxed import Pipelines, Relaxation, subsets
+from ._priced import priced
+from ._relaxed import Bands, Pipelines, Relaxation, subsets
 
 _MAX_INTERVALS = 80
-_RATIO = 1.003
-_MAX_WORK = 1.5e9  # elements of the dynamic programme over mixes
+_FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
+_COARSE = 1.06
 
 
 def work_bound(t: Tables, num_microbatches: int) -> float:
@@ -84,8 +86,8 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
-    *One cut for all.* Where there are few cuts of S stages the same is done cut by cut, and the
-    least of their bounds holds: then no relaxation of the shared cut is left.
+    *One cut for all.* The same may be asked about a box of cuts, down to a single one: then no
+    relaxation of the shared cut is left. `Branching` parts the cuts so.
 
     *Many numbers of stages at once.* At prices per device (the packing's dual) a pipeline's excess
     is its microbatches less the price of its devices. All devices together run at most
@@ -100,18 +102,24 @@ class Bound:
         SOSP 2025 (the search this is held against).
     """
 
-    def __init__(self, t: Tables, num_microbatches: int):
+    def __init__(self, t: Tables, num_microbatches: int, check: Callable[[], None]):
         self.t = t
-        self.relaxation = Relaxation(t)
+        self.relaxation = Relaxation(t, check)
         self.max_stages = min(t.num_layers, sum(t.num_devices))
-        self._num = num_microbatches
+        self.num_microbatches = self._num = num_microbatches
+        self._check = check
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
         self.floor = work_bound(t, num_microbatches) + self.tails(self.max_stages)[0][2]
 
     def refute(
-        self, seconds: float, prices: Sequence[float], known: "dict[int, Alive] | None" = None
+        self,
+        seconds: float,
+        prices: Sequence[float],
+        known: "dict[int, Alive] | None" = None,
+        *,
+        ratio: float = _FINE,
     ) -> dict[int, Alive]:
         """Numbers of stages that may take less than `seconds`, with what is known of them.
 
@@ -119,17 +127,16 @@ class Bound:
             seconds: Of a step.
             prices: Of a device of each kind, in any unit.
             known: What the same has found for a longer time.
+            ratio: Of the longest to the least period of an interval.
         """
         r = self.relaxation
         left = seconds - self.tails(self.max_stages)[0][2]
         low = r.least_period()
         if known is None:
-            whole = Alive(*r.periods(low, left, 1.06), shallow=frozenset(self._depths()))
+            whole = Alive(*r.periods(low, left, _COARSE), shallow=frozenset(self._depths()))
             known = self._survivors(
                 left, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
             )
-        if not known:
-            return known
         # Few stages have long periods: finer intervals, by numbers of stages that are alike.
         alive: dict[int, Alive] = {}
         start = 1
@@ -140,7 +147,7 @@ class Bound:
             shallow = frozenset(depth for x in members.values() for depth in x.shallow)
             if spans or shallow:
                 coarse = np.array(sorted(spans)).reshape(-1, 2).T
-                fine = r.within(low, left, _RATIO, (coarse[0], coarse[1]))
+                fine = r.within(low, left, ratio, (coarse[0], coarse[1]), _MAX_FINE // max(members))
                 some = Alive(*fine, shallow=shallow)
                 alive |= self._survivors(left, prices, dict.fromkeys(members, some))
         return alive
@@ -148,15 +155,18 @@ class Bound:
     def _survivors(
         self, seconds: float, prices: Sequence[float], known: "dict[int, Alive]"
     ) -> "dict[int, Alive]":
-        t = self.t
+        t, r = self.t, self.relaxation
         prices = self._worth_batch(prices)
         worth = float(np.dot(prices, t.num_devices))
         most = max(known)
         some = next(iter(known.values()))
-        intervals = (some.first, some.last)
-        deep = self.relaxation.excess(
-            most, prices, seconds, intervals, depth=self.max_stages, most=self._num
-        )
+
+        def excess(first: Array, last: Array, depth: int, limit: int, upto: int) -> Array:
+            parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
+            found = [part.excess(upto, prices, seconds) for part in parts]
+            return np.concatenate([np.zeros((0, upto)), *found])
+
+        deep = excess(some.first, some.last, self.max_stages, self._num, most)
         shallow = {}
         for depth, limit in self._shallow(most):
             if depth not in some.shallow:
@@ -164,12 +174,12 @@ class Bound:
             # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
             number = np.arange(1, most + 1)
             shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
-            if min(prices) < 1:
-                coarse = self.relaxation.periods(self.relaxation.least_period(), seconds, 1.06)
-                closer = self.relaxation.excess(
-                    most, prices, seconds, coarse, depth=depth, most=limit
-                )
-                shallow[depth] = np.minimum(shallow[depth], closer.max(axis=0, initial=-np.inf))
+            nearly = np.maximum(0.0, deep.max(axis=0, initial=-np.inf))
+            close = [n for n in known if shallow[depth][n - 1] > nearly[n - 1]]
+            if close:
+                coarse = r.periods(r.least_period(), seconds, _COARSE)
+                closer = excess(*coarse, depth, limit, max(close)).max(axis=0, initial=-np.inf)
+                shallow[depth][: max(close)] = np.minimum(shallow[depth][: max(close)], closer)
         alive = {}
         for num in known:
             replicas = sum(t.num_devices) // num
@@ -212,35 +222,60 @@ class Bound:
         num_stages: int,
         seconds: float,
         known: Alive | None,
-        cuts: tuple[int, ...] | None = None,
+        box: Bands | None = None,
+        *,
+        work: float = math.inf,
     ) -> Stages | None:
-        """Relaxed pipelines for plans of less than `seconds` (None: too many mixes)."""
+        """Relaxed pipelines for plans of less than `seconds` (None: more than `work` elements).
+
+        Args:
+            num_stages: Stages.
+            seconds: Of a step.
+            known: What is known of such plans.
+            box: Per position from the end, the layers that its stage may begin with.
+            work: Of the dynamic programme.
+        """
         t, r = self.t, self.relaxation
-        low = max(r.least_period(), self._least / num_stages)
-        mixes = sum(_count_mixes(n, t.num_devices) for n in range(1, num_stages + 1))
-        ratio = 1.0005
-        while True:
-            if known is None:
-                first, last = r.periods(low, seconds, ratio)
-            else:
-                first, last = r.within(low, seconds, ratio, (known.first, known.last))
-            if len(first) <= _MAX_INTERVALS:
-                break
-            ratio = 1 + 1.5 * (ratio - 1)
-        if mixes * max(1, len(first)) * t.num_layers * t.num_kinds * 4 > _MAX_WORK:
-            return None
-        parts = []
-        if len(first):
-            parts.append(
-                r.pipelines(num_stages, first, last, depth=num_stages, most=self._num, cuts=cuts)
+        classes = self.classes(num_stages, seconds, known, 1.0005, _MAX_INTERVALS)
+        needed = 0
+        for depth, _, first, last in classes:
+            widths = [b - a for a, b in box or r.bands(num_stages, float(last.max()), depth)]
+            longest = r.longest_stage(float(last.max()))
+            needed += len(first) * sum(
+                _count_mixes(i + 1, t.num_devices) * widths[i] * min(longest, widths[i - 1])
+                for i in range(1, num_stages)
             )
+        if needed * t.num_kinds > work:
+            return None
+        parts = [
+            r.pipelines(num_stages, first, last, depth=depth, most=most, bands=box)
+            for depth, most, first, last in classes
+        ]
+        cuts = None
+        if box is not None and all(b - a == 1 for a, b in box):
+            cuts = tuple(a for a, _ in reversed(box))
+        return Stages(num_stages=num_stages, parts=tuple(parts), cuts=cuts)
+
+    def classes(
+        self,
+        num_stages: int,
+        seconds: float,
+        known: Alive | None,
+        ratio: float,
+        most_intervals: int,
+    ) -> list[tuple[int, int, Array, Array]]:
+        """Pipelines by microbatches in flight: depth, most microbatches, intervals of periods."""
+        r = self.relaxation
+        low = max(r.least_period(), self._least / num_stages)
+        spans = None if known is None else (known.first, known.last)
+        first, last = r.within(low, seconds, ratio, spans, most_intervals)
+        found = [(num_stages, self._num, first, last)] if len(first) else []
         for depth, most in self._shallow(num_stages):
             if known is None or depth in known.shallow:
                 first, last = r.periods(low, seconds, 1.05)
-                parts.append(
-                    r.pipelines(num_stages, first, last, depth=depth, most=most, cuts=cuts)
-                )
-        return Stages(num_stages=num_stages, parts=tuple(parts), cuts=cuts)
+                if len(first):
+                    found.append((depth, most, first, last))
+        return found
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
@@ -255,19 +290,12 @@ class Bound:
                 return True
         return False
 
-    def prices(self, stages: Stages, seconds: float) -> list[float]:
-        """Of a device of each kind, in microbatches of a step of `seconds`."""
-        used, value = self._columns(stages, seconds)
-        if not len(value):
-            return [0.0] * self.t.num_kinds
-        return [max(0.0, float(x)) for x in
-                fractional_packing(used, value, self.t.num_devices)[1]]  # fmt: skip
-
     def least_seconds(self, stages: Stages, low: float, high: float) -> float:
         """The greatest time in [low, high] that is refuted."""
         if not self.possible(stages, high * (1 - 1e-9)):
             return high
         while high - low > 1e-5 * high:
+            self._check()
             middle = (low + high) / 2
             if self.possible(stages, middle):
                 high = middle

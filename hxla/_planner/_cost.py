@@ -6,16 +6,13 @@ them, so bubbles are counted and not estimated.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 from .._errors import PlanError
-from .._profile._values import LayerTime, Profile, Setting
 from .._replay import Timeline, replay
 from .._schedules import Schedule, one_f_one_b
 
 Link = Callable[[float], float]
-_V = TypeVar("_V")
 
 
 def line(latency_seconds: float, bytes_per_second: float) -> Link:
@@ -65,28 +62,6 @@ def all_gather_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
     return _ring_seconds(num_bytes, num_devices, link)
 
 
-def hierarchical_all_reduce_seconds(
-    num_bytes: float, num_local: int, num_nodes: int, local: Link, remote: Link
-) -> float:
-    """All-reduce over several nodes of like size.
-
-    Reduce-scatter within each node, an all-reduce of every device's part with its counterparts on
-    the other nodes, all-gather within each node.
-
-    Args:
-        num_bytes: Of the array that every device holds.
-        num_local: Devices of a node.
-        num_nodes: Nodes.
-        local: Link within a node.
-        remote: Link between nodes as one device sees it while all of its node send.
-
-    References:
-        Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4.
-    """
-    inside = 2 * _ring_seconds(num_bytes, num_local, local)
-    return inside + ring_all_reduce_seconds(num_bytes / num_local, num_nodes, remote)
-
-
 def _ring_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
     if num_devices <= 1 or num_bytes == 0:
         return 0.0
@@ -109,47 +84,6 @@ def exposed_reduction_seconds(
     return max(reduction_seconds / num_buckets, reduction_seconds - hidden)
 
 
-def monotone(profile: Profile) -> Profile:
-    """The profile in which no layer's time falls when its microbatch grows.
-
-    More examples are never less work, so the least time over the larger microbatches bounds the
-    time of a smaller one, and where a measurement is above it, that measurement was disturbed.
-    """
-    times: dict[Setting, tuple[LayerTime, ...]] = {}
-    for setting, own in profile.times.items():
-        larger = [
-            layers
-            for other, layers in profile.times.items()
-            if (other.kind, other.tensor) == (setting.kind, setting.tensor)
-            and other.microbatch_size >= setting.microbatch_size
-        ]
-        times[setting] = tuple(
-            dataclasses.replace(
-                time,
-                forward=min(layers[i].forward for layers in larger),
-                backward=min(layers[i].backward for layers in larger),
-            )
-            for i, time in enumerate(own)
-        )
-    return dataclasses.replace(profile, times=times)
-
-
-def excess_per_example(profile: Profile, setting: Setting) -> float | None:
-    """How much more time an example takes than in twice the microbatch, as a share of the latter.
-
-    Near 0 the device is the limit and the profile can be trusted; well above it the host that
-    launches kernels is, and then a run's times depend on what else the host does: on a profiler's
-    hooks, on other processes, on logging. None if twice the microbatch was not measured.
-    """
-    double = dataclasses.replace(setting, microbatch_size=2 * setting.microbatch_size)
-    if double not in profile.times:
-        return None
-    own, twice = (
-        sum(time.forward + time.backward for time in profile.times[s]) for s in (setting, double)
-    )
-    return 2 * own / twice - 1
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageLoad:
     """What one stage of one replica has to do.
@@ -167,45 +101,6 @@ class StageLoad:
     update_seconds: float
     gradient_bytes: float
     send_bytes: float
-
-
-def stage_loads(
-    profile: Profile, settings: Sequence[Setting], stages: Sequence[Sequence[int]]
-) -> tuple[StageLoad, ...]:
-    """Loads of the stages of a pipeline.
-
-    Args:
-        profile: Sizes and times of the layers.
-        settings: Device kind, microbatch size and tensor parallelism of each stage.
-        stages: Indices of the layers of each stage.
-
-    Raises:
-        PlanError: If the profile has no times or sizes for a setting, naming what there is.
-    """
-    loads = []
-    for setting, layers in zip(settings, stages, strict=True):
-        times = _lookup(profile.times, setting, profile.model, "times")
-        key = (setting.microbatch_size, setting.tensor)
-        sizes = _lookup(profile.sizes, key, profile.model, "sizes")
-        loads.append(
-            StageLoad(
-                forward_seconds=sum(times[i].forward for i in layers),
-                backward_seconds=sum(times[i].backward for i in layers),
-                update_seconds=sum(times[i].update for i in layers),
-                gradient_bytes=sum(sizes[i].parameter_bytes for i in layers),
-                send_bytes=sizes[layers[-1]].output_bytes,
-            )
-        )
-    return tuple(loads)
-
-
-def _lookup(table: Mapping[Any, _V], key: Any, model: str, what: str) -> _V:
-    if key not in table:
-        known = ", ".join(sorted(map(str, table))) or "none"
-        raise PlanError(
-            f"the profile of {model} has no {what} for {key}, only for: {known}; profile it"
-        )
-    return table[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from ._chain import Replica
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
 from ._pipeline import Array, Tables, fill_and_period, tail_seconds
-from ._relaxed import Relaxation, mixes_of
+from ._relaxed import Relaxation, best_cut, mixes_of
 
 _MAX_PERIODS = 24
 _ANY = 1 << 40  # microbatches, where memory sets no limit
@@ -57,7 +57,9 @@ class CutPipelines:
         return tuple(kinds)
 
 
-def cut_pipelines(t: Tables, cuts: tuple[int, ...], num_microbatches: int) -> CutPipelines:
+def cut_pipelines(
+    t: Tables, cuts: tuple[int, ...], num_microbatches: int, check: Callable[[], None]
+) -> CutPipelines:
     """All pipelines of a cut that can be best: for each mix and period the least fill, exactly.
 
     A dynamic programme from the last stage to the first; its state is (devices used per kind, kind
@@ -76,7 +78,7 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], num_microbatches: int) -> Cu
         # The full depth comes first: a lesser one matters only where more fits.
         if fits.tobytes() not in seen:
             seen.add(fits.tobytes())
-            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth))
+            parts.append(_solve(t, cuts, fits, _ANY if depth == num else depth, check))
     return CutPipelines(
         cuts=cuts,
         used=parts[0].used,
@@ -91,7 +93,9 @@ def cut_pipelines(t: Tables, cuts: tuple[int, ...], num_microbatches: int) -> Cu
     )
 
 
-def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipelines:
+def _solve(
+    t: Tables, cuts: tuple[int, ...], fits: Array, most: int, check: Callable[[], None]
+) -> CutPipelines:
     num, kinds = len(cuts), t.num_kinds
     ends = (*cuts[1:], t.num_layers)
     busy = np.array([t.seconds[:, a, b] for a, b in zip(cuts, ends, strict=True)])  # [S, a]
@@ -113,6 +117,7 @@ def _solve(t: Tables, cuts: tuple[int, ...], fits: Array, most: int) -> CutPipel
     rest[:, :, :, kinds] = 0.0
     after: list[dict[tuple[int, ...], Array]] = []
     for i in reversed(range(num)):
+        check()
         index = {mix: j for j, mix in enumerate(mixes)}
         mixes = mixes_of(num - i, t.num_devices)
         here = np.full((len(limits), len(mixes), kinds + 1, kinds + 1), np.inf)
@@ -200,6 +205,7 @@ def best_replicas(
     kinds: Sequence[int],
     start: float,
     tolerance: float,
+    check: Callable[[], None],
 ) -> tuple[float, tuple[Replica, ...]] | None:
     """The fastest step with one cut, on devices of some kinds.
 
@@ -211,6 +217,7 @@ def best_replicas(
 
     def enough(seconds: float) -> bool:
         nonlocal best
+        check()
         value, at = p.microbatches(seconds * (1 + 1e-12))
         value = np.minimum(np.floor(value + 1e-9), num_microbatches)
         chosen, _ = best_packing(p.used, value, available)
@@ -283,20 +290,12 @@ def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] 
     if not kinds:
         return None
     ratio = (r.period[kinds] / periods[kinds][:, None, None]).max(axis=0)
-    rest = np.full(len(ratio), np.inf)
-    rest[-1] = 0.0
-    ends = []
-    for position in range(1, num_stages + 1):
+
+    def score(position: int) -> Array:
         ok = (r.t.fits(position)[kinds] & np.isfinite(r.cost[kinds])).all(axis=0)
-        total = np.maximum(np.where(ok, ratio, np.inf), rest[None, :])
-        ends.append(total.argmin(axis=1))
-        rest = total.min(axis=1)
-    if not np.isfinite(rest[0]):
-        return None
-    cuts = [0]
-    for after in reversed(ends[1:]):
-        cuts.append(int(after[cuts[-1]]))
-    return tuple(cuts)
+        return np.where(ok, ratio, np.inf)
+
+    return best_cut(num_stages, score, np.maximum)
 
 
 def least(enough: Callable[[float], bool], start: float, tolerance: float) -> float:

@@ -4,7 +4,6 @@ A search over stagings needs closed formulas; this is the slower and truer figur
 it hands over, and where each device's time and memory go.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -13,23 +12,6 @@ from .._schedules import Schedule, one_f_one_b
 from ._chain import Chain, Replica, Staging
 from ._cost import Link, StageLoad, StepCost, step_cost
 from ._memory import DeviceMemory, MemoryRule, pipeline_memory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """A device that cannot hold its stage.
-
-    Attributes:
-        replica: Index of the sort of replicas.
-        stage: Which.
-        kind: Of device.
-        missing_bytes: How much more memory it would need.
-    """
-
-    replica: int
-    stage: int
-    kind: str
-    missing_bytes: float
 
 
 def staging_cost(
@@ -98,18 +80,6 @@ def staging_memory(
         return pipeline_memory(parts, make_schedule(len(parts), replica.num_microbatches), rule)
 
     return tuple(of(replica) for replica in staging.replicas)
-
-
-def shortages(
-    chain: Chain, staging: Staging, memory: tuple[tuple[DeviceMemory, ...], ...]
-) -> tuple[Shortage, ...]:
-    """Every device that lacks memory, and how much."""
-    return tuple(
-        Shortage(replica=r, stage=s, kind=chain.groups[group].kind, missing_bytes=missing)
-        for r, (replica, stages) in enumerate(zip(staging.replicas, memory, strict=True))
-        for s, (group, device) in enumerate(zip(replica.groups, stages, strict=True))
-        if (missing := device.missing_from(chain.groups[group].memory_bytes))
-    )
 
 
 def _layers(chain: Chain, staging: Staging) -> list[range]:

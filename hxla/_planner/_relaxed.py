@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ._pipeline import Array, Tables
+
+Bands = Sequence[tuple[int, int]]  # per position from the end: from, up to
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,19 +37,20 @@ class Pipelines:
 class Relaxation:
     """A chain with every boundary crossed at the speed of the fastest pair of kinds."""
 
-    def __init__(self, t: Tables):
+    def __init__(self, t: Tables, check: Callable[[], None]):
         self.t = t
+        self._check = check
         kinds, size = t.num_kinds, t.num_layers + 1
         cross = t.cross[:, :kinds, :kinds].min(axis=(1, 2))
         after = np.triu(np.ones((size, size), bool), 1)
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
-        # The shortest period of any stage of a kind and a number of layers.
-        self._shortest = np.array(
-            [[self.period[k].diagonal(n).min() for n in range(size)] for k in range(kinds)]
-        )
         # Periods of stages that fit at all.
         self._values = np.unique(self.period[t.fits(1) & after])
+        # The shortest period of a stage of at least so many layers.
+        fitting = np.where(t.fits(1) & after, self.period, np.inf).min(axis=0)
+        least = [fitting.diagonal(n).min() for n in range(1, size)]
+        self._reach = np.minimum.accumulate(least[::-1])[::-1]
 
     def periods(self, low: float, high: float, ratio: float) -> tuple[Array, Array]:
         """Intervals that hold every period there can be from `low` on: first and last member.
@@ -68,19 +71,42 @@ class Relaxation:
         return np.array(first), np.array(last)
 
     def within(
-        self, low: float, high: float, ratio: float, coarse: tuple[Array, Array]
+        self,
+        low: float,
+        high: float,
+        ratio: float,
+        coarse: tuple[Array, Array] | None,
+        most: int,
     ) -> tuple[Array, Array]:
-        """Of the intervals those that meet a coarser one."""
-        first, last = self.periods(low, high, ratio)
-        meets = np.zeros(len(first), bool)
-        for a, b in zip(*coarse, strict=True):
-            meets |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
-        return first[meets], last[meets]
+        """Of the intervals those that meet a coarser one; wider ones where they are too many."""
+        while True:
+            first, last = self.periods(low, high, ratio)
+            meets = np.full(len(first), coarse is None)
+            for a, b in zip(*(coarse or ((), ())), strict=True):
+                meets |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
+            if meets.sum() <= most:
+                return first[meets], last[meets]
+            ratio = 1 + 1.5 * (ratio - 1)
 
     def least_period(self) -> float:
         """Some stage holds the longest layer."""
         layers = np.arange(self.t.num_layers)
         return float(self.period[:, layers, layers + 1].min(axis=0).max())
+
+    def some_pipeline_fits(self, max_stages: int) -> bool:
+        """Whether some pipeline fits, however many devices of each kind it takes."""
+        real = np.isfinite(self.cost)
+        rest = np.zeros(self.t.num_layers + 1, bool)
+        rest[-1] = True
+        for position in range(1, max_stages + 1):
+            rest = ((real & self.t.fits(position)).any(axis=0) & rest[None, :]).any(axis=1)
+            if rest[0]:
+                return True
+        return False
+
+    def longest_stage(self, limit: float) -> int:
+        """Layers of the longest stage that fits some device and has a period up to a limit."""
+        return int(np.searchsorted(self._reach, limit * (1 + 1e-12), side="right"))
 
     def pipelines(
         self,
@@ -90,7 +116,7 @@ class Relaxation:
         *,
         depth: int,
         most: int,
-        cuts: tuple[int, ...] | None = None,
+        bands: Bands | None = None,
     ) -> Pipelines:
         """All mixes of devices over `num_stages` stages.
 
@@ -103,19 +129,18 @@ class Relaxation:
             last: [W] Longest period of each interval.
             depth: Microbatches in flight that memory is counted for at most.
             most: Microbatches that such a pipeline runs at most.
-            cuts: The first layer of each stage (default: free).
+            bands: Per position from the end, the layers its stage may begin with (default: any).
         """
         t = self.t
-        if cuts is None:
-            bands = self._bands(num_stages, float(last.max()), depth)
-        else:
-            bands = [(cut, cut + 1) for cut in reversed(cuts)]
+        if bands is None:
+            bands = self.bands(num_stages, float(last.max()), depth)
         mixes = [(0,) * t.num_kinds]
         rest = np.full((len(last), 1, t.num_layers + 1), np.inf)
         rest[:, :, -1] = 0.0
         size, longest = t.num_layers + 1, last.max()
         before_low, before_high = t.num_layers, size
         for position in range(1, num_stages + 1):
+            self._check()
             fits = t.fits(min(position, depth))
             low, high = bands[position - 1]
             index = {mix: i for i, mix in enumerate(mixes)}
@@ -144,7 +169,7 @@ class Relaxation:
             rest, before_low, before_high = here, low, high
         return Pipelines(used=np.array(mixes), period=first, fill=rest[:, :, 0], most=most)
 
-    def _bands(self, num_stages: int, longest: float, depth: int) -> list[tuple[int, int]]:
+    def bands(self, num_stages: int, longest: float, depth: int) -> list[tuple[int, int]]:
         """Per position from the end, where its stage can begin: within reach from both ends."""
         size = self.t.num_layers + 1
         allowed = np.isfinite(self.cost) & (self.period <= longest)
@@ -167,73 +192,44 @@ class Relaxation:
             bands.append((low, max(low, min(high, size - 1 - position)) + 1))
         return [*bands[:-1], (0, 1)]
 
-    def excess(
-        self,
-        max_stages: int,
-        prices: Sequence[float],
-        seconds: float,
-        intervals: tuple[Array, Array],
-        *,
-        depth: int,
-        most: int,
-    ) -> Array:
-        """How many microbatches more than its devices are worth a pipeline can run.
-
-        With a price per device the fill and the prices add up stage by stage, so that one pass
-        serves every number of stages.
-
-        Returns:
-            [W, max_stages] the excess, never too little.
-        """
-        t = self.t
-        first, last = intervals
-        longest = last.max(initial=0.0)
-        rest = np.full((len(last), t.num_layers + 1), np.inf)
-        rest[:, -1] = 0.0
-        found = np.full((len(last), max_stages), -np.inf)
-        for position in range(1, max_stages + 1):
-            fits = t.fits(min(position, depth))
-            here = np.full_like(rest, np.inf)
-            for k in range(t.num_kinds):
-                for length in range(1, t.num_layers + 1):
-                    lows = np.arange(t.num_layers + 1 - length)
-                    if self._shortest[k, length] > longest:
-                        continue
-                    ok = fits[k, lows, lows + length]
-                    if not ok.any():
-                        break
-                    ok = ok & (self.period[k, lows, lows + length] <= last[:, None])
-                    cost = np.where(ok, self.cost[k, lows, lows + length], np.inf)
-                    total = rest[:, length:] + cost / first[:, None] + prices[k]
-                    np.minimum(here[:, : len(lows)], total, out=here[:, : len(lows)])
-            rest = here
-            found[:, position - 1] = np.minimum(
-                1 + seconds / first - rest[:, 0], most - position * min(prices)
-            )
-        return found
-
     def cut(
         self, num_stages: int, prices: Sequence[float], period: float, limit: float
     ) -> tuple[int, ...] | None:
         """The cut with the least fill / period + prices, of periods up to a limit."""
-        t = self.t
-        size = t.num_layers + 1
         price = np.array(prices)[:, None, None]
         allowed = np.where(self.period <= limit, self.cost / period + price, np.inf)
-        rest = np.full(size, np.inf)
-        rest[-1] = 0.0
-        ends = []
-        for position in range(1, num_stages + 1):
-            own = np.where(t.fits(position), allowed, np.inf).min(axis=0)
-            total = own + rest[None, :]
-            ends.append(total.argmin(axis=1))
-            rest = total.min(axis=1)
-        if not np.isfinite(rest[0]):
-            return None
-        cuts = [0]
-        for after in reversed(ends[1:]):
-            cuts.append(int(after[cuts[-1]]))
-        return tuple(cuts)
+
+        def score(position: int) -> Array:
+            return np.where(self.t.fits(position), allowed, np.inf).min(axis=0)
+
+        return best_cut(num_stages, score, np.add)
+
+
+def best_cut(
+    num_stages: int, score: Callable[[int], Array], combine: np.ufunc
+) -> tuple[int, ...] | None:
+    """The cut of the least score: a dynamic programme from the last stage to the first.
+
+    Args:
+        num_stages: Stages.
+        score: Position from the end to [L+1, L+1], the score of a stage over some layers.
+        combine: Makes the score of a cut from that of its stages: `np.add` or `np.maximum`.
+    """
+    rest, ends = None, []
+    for position in range(1, num_stages + 1):
+        own = score(position)
+        if rest is None:
+            rest = np.full(len(own), np.inf)
+            rest[-1] = 0.0
+        total = combine(own, rest[None, :])
+        ends.append(total.argmin(axis=1))
+        rest = total.min(axis=1)
+    if rest is None or not np.isfinite(rest[0]):
+        return None
+    cuts = [0]
+    for after in reversed(ends[1:]):
+        cuts.append(int(after[cuts[-1]]))
+    return tuple(cuts)
 
 
 def mixes_of(total: int, available: Sequence[int]) -> list[tuple[int, ...]]:

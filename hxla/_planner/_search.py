@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import math
-import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
 from .._errors import PlanError
 from ._bound import Alive, Bound
+from ._branch import Branching
 from ._chain import Chain, Replica, Staging
 from ._cuts import (
     CutPipelines,
@@ -20,14 +20,18 @@ from ._cuts import (
     fractional_seconds,
     pure_periods,
 )
+from ._deadline import Deadline, OutOfTime
 from ._packing import fractional_packing
 from ._pipeline import tables
 from ._relaxed import subsets
 from ._stages import best_pipeline, explain_infeasible
 
-_LEVELS = (1.05, 1.12, 1.3)
+_LEVELS = (1.1, 1.3)
 _SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40
-_MAX_CUTS = 128
+_MAX_CUTS = 20
+_FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
+_ROUGH = 1.01
+_NODES = (1, 4, 16, 128)  # of branching, visit by visit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,8 @@ class Searched:
     """What a search found.
 
     Attributes:
-        ranked: Plans, the fastest first: at most one for each alternative and number of stages.
+        ranked: Plans, the fastest first: at most one for each alternative and number of stages, and
+            none of those that were seen early to be no better.
         bound_seconds: No plan of any alternative is faster.
         exhausted: Whether time ran out: the plans and the bound hold, but more time may better
             them, and another run may find others.
@@ -76,14 +81,17 @@ def search(
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
     Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
-    recomputation. The plan space of one chain is that of `Bound`. Numbers of stages are tried in
-    the order of what whole pipelines of one kind would take; those that `Bound` refutes are not.
-    For each a cut that suits all kinds is improved by moving its boundaries, each cut being given
-    the replicas that suit it best.
+    recomputation. The plan space of one chain is that of `Bound`. First each alternative gets a
+    plan, at the number of stages that promises most, unless a simple bound says that it cannot be
+    the best; then every number of stages of all of them is held against the best plan known
+    (`Bound.refute`); what is left is worked on, the most promising first, by `Branching`, which
+    refutes it or names cuts, and each cut that may be better is given the replicas that suit it
+    best.
 
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
-        time_budget_seconds: Where it runs out, what is known by then is returned.
+        time_budget_seconds: Where it runs out, what is known by then is returned; but never before
+            there is a plan.
         good_enough: Certified gap at which the search may end.
         num_ranked: Most plans to return.
 
@@ -101,19 +109,14 @@ def search(
         raise PlanError("there is nothing to search: give at least one chain")
     if not time_budget_seconds > 0:
         raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
-    deadline = time.monotonic() + time_budget_seconds
+    deadline = Deadline(time_budget_seconds)
+    searches = {key: _Search(chain, deadline) for key, chain in chains.items()}
     infeasible: dict[Hashable, str] = {}
-    searches: dict[Hashable, _Search] = {}
-    for key, chain in chains.items():
-        searches[key] = _Search(chain, deadline)
-    fastest = math.inf
-    # The most promising first, so that the others are refuted by its plan.
-    for key in sorted(searches, key=lambda key: searches[key].estimate):
-        searches[key].run(fastest, good_enough)
-        if not searches[key].plans:
-            infeasible[key] = searches[key].why_not()
-        else:
-            fastest = min(fastest, searches[key].fastest)
+    try:
+        _run(searches, infeasible, good_enough, deadline)
+        exhausted = False
+    except OutOfTime:
+        exhausted = True
     if len(infeasible) == len(chains):
         raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
@@ -134,30 +137,72 @@ def search(
     )
     return Searched(
         ranked=ranked[:num_ranked],
-        bound_seconds=min(bounds.values()),
-        exhausted=any(s.exhausted for s in searches.values()),
+        bound_seconds=min(*bounds.values(), ranked[0].staging.step_seconds),
+        exhausted=exhausted,
         infeasible=infeasible,
     )
+
+
+def _run(
+    searches: "Mapping[Hashable, _Search]",
+    infeasible: dict[Hashable, str],
+    good_enough: float,
+    deadline: Deadline,
+) -> None:
+    """Plans for all chains, then bounds for all, then whatever bounds the whole search least."""
+    fastest = math.inf
+    # The most promising first: its plan refutes others before any time is spent on them.
+    order = sorted(searches, key=lambda key: searches[key].estimate)
+    for key in order:
+        s = searches[key]
+        if not s.bound.relaxation.some_pipeline_fits(s.bound.max_stages):
+            infeasible[key] = s.why_not()
+        elif s.bound.floor < fastest:
+            s.first_plans(3 if fastest == math.inf else 1)
+            if not s.plans:
+                infeasible[key] = s.why_not()
+            fastest = min(fastest, s.fastest)
+            deadline.armed |= fastest < math.inf
+    left = [s for key, s in searches.items() if key not in infeasible]
+    if not left:
+        return
+    for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
+        s.first_bounds(fastest, good_enough)
+        fastest = min(fastest, s.fastest)
+    while True:
+        s = min(left, key=lambda s: s.urgency(fastest, good_enough))
+        if s.urgency(fastest, good_enough)[0] == math.inf:
+            break
+        s.work(fastest, good_enough)
+        fastest = min(fastest, s.fastest)
 
 
 class _Search:
     """One chain: the best plan known and the bound for each number of stages."""
 
-    def __init__(self, chain: Chain, deadline: float):
+    def __init__(self, chain: Chain, deadline: Deadline):
         self.chain = chain
         self.t = tables(chain)
-        self.bound = Bound(self.t, chain.num_microbatches)
+        self._check = deadline.check
+        self.bound = Bound(self.t, chain.num_microbatches, deadline.check)
         self.plans: dict[int, tuple[float, tuple[int, ...], tuple[Replica, ...]]] = {}
-        self.exhausted = False
-        self._deadline = deadline
         self._num = chain.num_microbatches
-        self._bounds: dict[int, float] = {}
         self._target = math.inf
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
         self._small = sum(self.t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(
             range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
         )
+        self._bounds = dict.fromkeys(self._order, self.bound.floor)
+        self._promise = {num: i for i, num in enumerate(self._order)}
+        self._visits = dict.fromkeys(self._order, 0)
+        self._known: dict[int, Alive] = {}
+        self._branchings: dict[int, Branching] = {}
+        self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
+        self._tried: set[tuple[int, ...]] = set()
+        self._prices = [1 / float(total) for total in self.t.seconds[:, 0, -1]]
+        scale = self._num / float(np.dot(self._prices, self.t.num_devices))
+        self._prices = [scale * price for price in self._prices]
         self.estimate = self._estimate(self._order[0])
 
     @property
@@ -165,39 +210,117 @@ class _Search:
         """Of the plans known."""
         return min((seconds for seconds, _, _ in self.plans.values()), default=math.inf)
 
-    def run(self, fastest: float, good_enough: float) -> None:
-        """Find plans and bounds; `fastest` is that of other alternatives."""
-        self._target = fastest
-        prices: list[float] | None = None
-        for num in self._order[:3]:
-            before = self.fastest
-            found = self._improve(num, None, None, moves=0)
-            prices = found if prices is None or self.fastest < before else prices
-        for num in self._order[3:]:
-            if prices is None and not self._late():
+    def first_plans(self, num_tried: int) -> None:
+        """Plans of the most promising numbers of stages, of more where none fits."""
+        for i, num in enumerate(self._order):
+            if i < num_tried or not self.plans:
+                before = self.fastest
                 prices = self._improve(num, None, None, moves=0)
+                if prices is not None and self.fastest < before:
+                    self._prices = prices
         if self._small and self.t.num_layers <= _SMALL_LAYERS:
             self._try_single()
-        if self._best() == math.inf:
-            return
-        known = self._first_bounds(prices, good_enough)
-        done: set[int] = set()
-        # What bounds the chain least goes first: its bound is raised, or its plan bettered.
-        while len(done) < len(self._order) and not self._late():
-            num = min(self._bounds, key=lambda num: (num in done, self._bounds[num], num))
-            if self._best() <= self._bounds[num] * (1 + good_enough):
+
+    def first_bounds(self, fastest: float, good_enough: float) -> None:
+        """Bounds for every number of stages at once, by levels below the best plan known."""
+        self._target = fastest
+        left = set(self._order)
+        for level in (1.0 + good_enough, *_LEVELS):
+            if self._best() <= self.bound.floor * level:
                 break
-            done.add(num)
-            stages = self.bound.stages(num, min(self._best(), 1e300), known.get(num))
+            best = self._best()
+            if level == 1.0 + good_enough:
+                alive = self.bound.refute(best / level, self._prices)
+            else:
+                alive = self.bound.refute(best / level, self._prices, alive, ratio=_ROUGH)
+            self._raise(left - set(alive), best / level)
+            left &= set(alive)
+            if level == 1.0 + good_enough:
+                self._known = alive
+                # By turns those of the best plans and those where all devices might run most.
+                for i, num in enumerate(sorted(alive, key=lambda n: (-self._room(alive[n], n), n))):
+                    self._promise[num] = min(self._promise[num], i)
+            if not left:
+                break
+
+    def urgency(self, fastest: float, good_enough: float) -> tuple[float, float]:
+        """Which chain to work on: the one with the least first (infinity: none is needed)."""
+        self._target = fastest
+        num = self._next(good_enough)
+        return (math.inf, 0.0) if num is None else (self._visits[num], self._bounds[num])
+
+    def _next(self, good_enough: float) -> int | None:
+        enough = self._best() / (1 + good_enough) * (1 - 1e-9)
+        left = [
+            num
+            for num in self._order
+            if self._bounds[num] < enough and self._visits[num] < len(_NODES)
+        ]
+
+        def urgency(num: int) -> tuple[float, float, int]:
+            visits = self._visits[num]
+            return visits, self._bounds[num] if visits else 0.0, self._promise[num]
+
+        return min(left, key=urgency, default=None)
+
+    def work(self, fastest: float, good_enough: float) -> None:
+        """Raise the bound, or better the plan, of the number of stages that needs it most."""
+        self._target = fastest
+        num = self._next(good_enough)
+        assert num is not None
+        visit = self._visits[num]
+        self._visits[num] += 1
+        if visit == 1 and self._has_few_cuts(num):
+            self._visits[num] = len(_NODES)
+            self._cut_by_cut(num, self._known.get(num))
+            return
+        if visit == 1:
+            stages = self.bound.stages(num, self._best(), self._known.get(num), work=_FEW_MIXES)
             if stages is not None:
-                self._bounds[num] = max(
-                    self._bounds[num],
-                    self.bound.least_seconds(stages, self._bounds[num], self._best()),
-                )
-            if self._best() > self._bounds[num] * (1 + good_enough) and self._has_few_cuts(num):
-                self._cut_by_cut(num, known.get(num))
-            elif self._best() > self._bounds[num] * (1 + good_enough):
-                self._improve(num, known.get(num), prices, moves=3)
+                low = self._bounds[num]
+                self._raise([num], self.bound.least_seconds(stages, low, self._best()))
+                return
+        self._branch(num, _NODES[visit], good_enough)
+
+    def _branch(self, num: int, num_nodes: int, good_enough: float) -> None:
+        """Part the cuts of so many stages, and try those that may have a better plan."""
+        if num not in self._branchings:
+            self._branchings[num] = Branching(
+                self.bound, num, self._best(), self._known.get(num), self._prices, self._check
+            )
+        branching = self._branchings[num]
+        for _ in range(num_nodes):
+            if not branching.num_open:
+                break
+            seconds = self._best() / (1 + good_enough)
+            worth = self._best() / (1 + good_enough / 2)
+            for cuts in branching.step(seconds):
+                if cuts not in self._tried and branching.may_pay(cuts, worth):
+                    self._tried.add(cuts)
+                    pipelines = cut_pipelines(self.t, cuts, self._num, self._check)
+                    least = fractional_seconds(pipelines, self.t.num_devices, self._num)
+                    if least < worth:
+                        self._build(pipelines, least)
+        if branching.stuck:
+            self._visits[num] = len(_NODES)
+        if branching.refuted:
+            level = self._best() / (1 + good_enough)
+            self._raise([num], level)
+            self._prices = branching.prices
+            # The prices that refuted these stages may refute others.
+            left = [n for n in self._order if self._bounds[n] < level]
+            known = {n: self._known[n] for n in left if n in self._known}
+            self._wait -= 1
+            if self._wait < 0 and len(left) == len(known) > 2:
+                alive = self.bound.refute(level, self._prices, known)
+                self._known |= alive
+                self._raise(set(left) - set(alive), level)
+                if len(left) - len(alive) < 4:
+                    self._patience = self._wait = 2 * self._patience
+
+    def _raise(self, nums: Iterable[int], seconds: float) -> None:
+        for num in nums:
+            self._bounds[num] = max(self._bounds[num], seconds)
 
     def _room(self, alive: Alive, num: int) -> float:
         excess = float(alive.excess.max(initial=0.0))
@@ -210,12 +333,12 @@ class _Search:
         """Bound and plan for each cut of so many stages."""
         least = math.inf
         for inner in itertools.combinations(range(1, self.t.num_layers), num - 1):
-            if self._late():
-                return
+            self._check()
             cuts, best = (0, *inner), self._best()
-            stages = self.bound.stages(num, best, alive, cuts)
+            box = [(cut, cut + 1) for cut in reversed(cuts)]
+            stages = self.bound.stages(num, best, alive, box)
             if stages is not None and self.bound.possible(stages, best * (1 - 1e-9)):
-                pipelines = cut_pipelines(self.t, cuts, self._num)
+                pipelines = cut_pipelines(self.t, cuts, self._num, self._check)
                 seconds = fractional_seconds(pipelines, self.t.num_devices, self._num)
                 if seconds < math.inf:
                     self._build(pipelines, seconds)
@@ -242,35 +365,9 @@ class _Search:
     def _best(self) -> float:
         return min(self.fastest, self._target)
 
-    def _first_bounds(self, prices: list[float] | None, good_enough: float) -> dict[int, Alive]:
-        """Bounds for every number of stages at once, by levels below the best plan known."""
-        self._bounds = dict.fromkeys(self._order, self.bound.floor)
-        known: dict[int, Alive] = {}
-        if prices is None or self._best() == math.inf:
-            return known
-        left = set(self._order)
-        for level in (1.0, 1.0 + good_enough, *_LEVELS):
-            best = self._best()
-            alive = self.bound.refute(best / level, prices, known or None)
-            for num in left - set(alive):
-                self._bounds[num] = max(self.bound.floor, best / level)
-            left &= set(alive)
-            if level == 1.0:
-                known = alive
-                # Where all devices together might run most, better plans are likeliest.
-                for num in sorted(left, key=lambda num: (-self._room(known[num], num), num))[:4]:
-                    self._improve(num, known[num], prices, moves=0)
-            if not left or self._late():
-                break
-        return known
-
     def why_not(self) -> str:
         """Why no plan was found."""
         return explain_infeasible(self.chain)
-
-    def _late(self) -> bool:
-        self.exhausted |= time.monotonic() > self._deadline
-        return self.exhausted
 
     def _estimate(self, num: int) -> float:
         """Time of whole pipelines of one kind each, with the least period of each kind."""
@@ -296,7 +393,7 @@ class _Search:
 
         def score(cuts: tuple[int, ...]) -> float:
             if cuts not in scored:
-                pipelines = cut_pipelines(t, cuts, self._num)
+                pipelines = cut_pipelines(t, cuts, self._num, self._check)
                 scored[cuts] = fractional_seconds(pipelines, t.num_devices, self._num)
             return scored[cuts]
 
@@ -324,8 +421,6 @@ class _Search:
             return None
         cuts = min(scored, key=lambda cuts: (scored[cuts], cuts))
         for _ in range(moves):
-            if self._late():
-                break
             near = min(_neighbours(cuts, t.num_layers), key=lambda x: (score(x), x), default=cuts)
             if score(near) >= score(cuts) * (1 - 1e-9):
                 break
@@ -334,7 +429,7 @@ class _Search:
         for cuts in sorted(scored, key=lambda cuts: (scored[cuts], cuts))[:2]:
             if scored[cuts] == math.inf:
                 continue
-            pipelines = cut_pipelines(t, cuts, self._num)
+            pipelines = cut_pipelines(t, cuts, self._num, self._check)
             if prices is None:
                 value, _ = pipelines.microbatches(1.05 * scored[cuts])
                 prices = fractional_packing(pipelines.used, value, t.num_devices, whole=False)[
@@ -360,7 +455,7 @@ class _Search:
                     or not enough_for(pipelines, available, self._num, best - tail)
                 ):
                     continue
-            found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance)
+            found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
             if found and found[0] < best:
                 self.plans[num] = (found[0], pipelines.cuts, found[1])
 

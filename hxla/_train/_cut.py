@@ -58,11 +58,13 @@ class Cut:
     Attributes:
         order: The devices of the pipelines, in the order of their stages.
         layers: Segments of each stage.
+        fractions: Of a microbatch's work, as its own device measures it, on each stage.
         reason: For the plan.
     """
 
     order: tuple[int, ...]
     layers: tuple[int, ...]
+    fractions: tuple[float, ...]
     reason: str
 
 
@@ -141,10 +143,12 @@ def best_cut(
         )
         for g, start, n in zip(replica.groups, staging.cuts, layers, strict=True)
     ]
+    whole = [sum(groups[g].forward_seconds + groups[g].backward_seconds) for g in replica.groups]
     shown = ", ".join(f"{s * 1e3:.3g}" for s in busy)
     return Cut(
         order=tuple(itertools.chain(*pipelines)),
         layers=layers,
+        fractions=tuple(b / w if w else 0.0 for b, w in zip(busy, whole, strict=True)),
         reason=f"cut by measured times: {shown} ms a microbatch on the stages",
     )
 

@@ -29,6 +29,7 @@ from .._launch import _coordination
 from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
+from .._lower._replica import Replica
 from .._lower._replicate import Reduction, num_parts
 from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
@@ -151,7 +152,8 @@ def train(
         epochs: Passes over the data.
         seed: Root of sample order, dropout and Linen initialisation.
         mesh: A mesh with an axis `data` for copies of the model, and inner axes (`tensor`, ...)
-            that rules or annotations cut; default: every device of the job, used as annotated.
+            that rules or annotations cut, and `stage` for pipelines; default: every device of the
+            job, used as annotated.
         rules: Rule set, or the name or file of one, that says what the inner axes cut.
         patterns: Which dimensions of an equation can be cut together; add your own with
             `hxla.PATTERNS.with_pattern`.
@@ -378,6 +380,7 @@ class _Run:
         self._beat(-1, "compiling and measuring")
         start = self.saved = self._restore_meta()
         self.known = _devices.described(self.devices, self.cluster)
+        self.listed = self.devices  # stages may take them in another order
         self._functional = self._read_model(start)
         self.strategy = dataclasses.replace(self._choose_strategy(start), patterns=self.patterns)
         replicas = self.strategy.replicas
@@ -402,7 +405,7 @@ class _Run:
         self.strategy = dataclasses.replace(
             self.strategy, reasons=(*self.strategy.reasons, *reasons)
         )
-        self.names = _devices.replica_names(replicas, self.devices, self.known)
+        self.names = _devices.replica_names(replicas, self.listed, self.known)
         request = _dry.requested()
         if isinstance(request, _dry.ProfileRequest):
             make = functools.partial(self._make_engine, start)
@@ -550,7 +553,7 @@ class _Run:
             reduction=self.reduction,
         )
         self.devices = tuple(self.devices[i] for i in cut.order)
-        stages = dataclasses.replace(stages, layers=cut.layers)
+        stages = dataclasses.replace(stages, layers=cut.layers, fractions=cut.fractions)
         strategy = _strategy.pipelined(self.devices, stages)
         return dataclasses.replace(strategy, reasons=(cut.reason,))
 
@@ -582,7 +585,13 @@ class _Run:
                     f"{stages.make_schedule(stages.num).name}: use a multiple of "
                     f"{num_pipelines * stages.num}"
                 )
-            self.split = "even"
+            if not isinstance(self.split, str) and len(set(self.split)) > 1:
+                raise ConfigError(
+                    f"split={tuple(self.split)}: this schedule gives every pipeline as many "
+                    "microbatches; use split='even', or pipeline.schedule='1f1b'"
+                )
+            if self.split == "measured":
+                self.split = "even"
 
     def _rows_to_send(self) -> tuple[dict[int, int], tuple[str, ...]]:
         if self.rows_read is None:
@@ -658,7 +667,9 @@ class _Run:
         texts = self._gather("pipeline times", _pipeline_report.to_text(own))
         some = next(iter(pipelines.values()))
         for replica, measured in sorted(_pipeline_report.from_texts(texts).items()):
-            predicted = _pipeline_report.predict(some, measured, counts[replica])
+            predicted = _pipeline_report.predict(
+                some, measured, counts[replica], self.strategy.stages.fractions
+            )
             self.predicted[replica] = predicted
             self.reasons += (_pipeline_report.explain(replica, predicted, measured),)
 
@@ -693,6 +704,14 @@ class _Run:
             fixed=self.balancer.fixed,
             reasons=self.reasons,
         )
+        if self.predicted:
+            # Of a pipeline, a microbatch's share of the whole is not what one more would take.
+            updates = self.balancer.fixed
+            self.plan = dataclasses.replace(
+                self.plan,
+                step_seconds=max(p.busy_seconds + updates[r] for r, p in self.predicted.items()),
+                bound_seconds=max(p.bound_seconds for p in self.predicted.values()),
+            )
 
     def _gather(self, what: str, text: str) -> tuple[str, ...]:
         timeout_seconds = self.settings.watchdog.progress_timeout_seconds
@@ -909,7 +928,12 @@ class _Run:
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
             devices = {
-                r.index: [" ".join(map(str, row)) for row in r.rows] for r in self.strategy.replicas
+                r.index: _devices.replica_names(
+                    [Replica(s, row, r.axes[1:]) for s, row in enumerate(r.rows)],
+                    self.listed,
+                    self.known,
+                )
+                for r in self.strategy.replicas
             }
             write_report(
                 path,

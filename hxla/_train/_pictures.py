@@ -7,7 +7,6 @@ Matplotlib takes a third of a second to import, so only the functions that draw 
 """
 
 import contextlib
-import dataclasses
 import io
 import math
 import os
@@ -19,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from .._errors import ConfigError
+from .._format import percent, plural, shares, si, span
 from .._history import History
-from ._format import percent, plural, shares, si, span
+from .._page import Picture
 from ._summary import Phase, names_of, num_units, summarise
 
 #: Name of the CSS variable and colour on white.
@@ -40,19 +40,6 @@ _MAX_POINTS = 600  # a curve of more steps is drawn as the range and mean of gro
 _MAX_ROWS = 24  # devices whose bars are drawn
 _MAX_BANDS = 12  # devices with a band of their own
 _MAX_LABELLED_MARKS = 15
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A picture for a page.
-
-    Attributes:
-        svg: An `<svg>` element that needs nothing from outside.
-        caption: What to see in it, in words.
-    """
-
-    svg: str
-    caption: str
 
 
 def loss_picture(history: History) -> Picture:

@@ -22,11 +22,14 @@ class Predicted:
         schedule: Of its microbatches.
         timeline: Replayed with the measured times.
         fixed_seconds: Before and after the ticks.
+        bound_seconds: No cut can be faster: every device busy from the pipeline's filling to its
+            draining, at its own speed (0: the devices' speeds are not known).
     """
 
     schedule: Schedule
     timeline: Timeline
     fixed_seconds: float
+    bound_seconds: float = 0.0
 
     @property
     def busy_seconds(self) -> float:
@@ -63,8 +66,17 @@ def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
     return found
 
 
-def predict(pipeline: Pipeline, measured: Measured, num_microbatches: int) -> Predicted:
-    """Replay the schedule of so many microbatches."""
+def predict(
+    pipeline: Pipeline, measured: Measured, num_microbatches: int, fractions: Sequence[float]
+) -> Predicted:
+    """Replay the schedule of so many microbatches.
+
+    Args:
+        pipeline: Any of the job, for the schedule.
+        measured: Times of the pieces on this one's devices.
+        num_microbatches: That it runs.
+        fractions: Of the whole work on each stage, by its own device's times; none: not known.
+    """
     schedule = pipeline.spec.schedule(num_microbatches)
     timeline = replay_ticks(
         schedule,
@@ -72,7 +84,19 @@ def predict(pipeline: Pipeline, measured: Measured, num_microbatches: int) -> Pr
         pipeline.crossed(schedule),
         transfer_seconds=measured.transfer_seconds,
     )
-    return Predicted(schedule=schedule, timeline=timeline, fixed_seconds=measured.fixed_seconds)
+    bound = 0.0
+    if fractions and all(fractions):
+        busy = [0.0] * schedule.num_stages
+        for (_, part), took in measured.seconds.items():
+            busy[part % schedule.num_stages] += took
+        microbatches_per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
+        bound = (num_microbatches + schedule.num_stages - 1) / microbatches_per_second
+    return Predicted(
+        schedule=schedule,
+        timeline=timeline,
+        fixed_seconds=measured.fixed_seconds,
+        bound_seconds=bound,
+    )
 
 
 def explain(replica: int, predicted: Predicted, measured: Measured) -> str:

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Mapping
 
 from .._errors import ConfigError
+from .._format import clock, gain, number, percent, plural, shares, si, span
 from .._history import History
-from ._format import clock, gain, number, percent, plural, shares, si, span
+from .._page import write
 from ._html import html_report
 from ._pictures import save_pictures
 from ._summary import Summary, names_of, summarise
@@ -75,15 +76,8 @@ def write_report(
         ConfigError: The path cannot be written.
     """
     text = html_report(history, title=title, notes=notes, pictures=pictures, comparison=comparison)
-    path = pathlib.Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write(path, text)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {path}: {error.strerror or error}. "

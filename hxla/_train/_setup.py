@@ -10,13 +10,13 @@ import optax
 
 from .._cluster import Device
 from .._errors import ConfigError, PlanError
+from .._format import num_bytes
 from .._lower._reduce import Reducer
 from .._model import leaf_names
 from .._plan import Plan
 from .._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
 from .._planner._microbatch import best_size, candidate_sizes
 from .._types import PyTree
-from ._format import num_bytes
 from ._step import Engine
 
 Split = str | Sequence[int]

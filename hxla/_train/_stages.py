@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
@@ -18,7 +19,7 @@ from .._lower._slots import make_slots
 from .._model import Functional
 from .._parts import parts_of
 from .._schedules import Schedule, make_schedule, schedule_from_table
-from .._segments import cut_points, segments, task_points
+from .._segments import cut_points, in_task_order, segments, task_points
 from .._trace import trace_sums
 from .._types import PyTree
 
@@ -40,6 +41,7 @@ class Stages:
         shares: Work of each part in proportion; None: even.
         by_tasks: Whether the cuts are those of the annotations.
         layers: Segments of each part, once they are measured; None: by `shares`.
+        fractions: Of the work on each stage by its own device's times; none if not measured.
     """
 
     num: int
@@ -49,6 +51,7 @@ class Stages:
     shares: tuple[float, ...] | None = None
     by_tasks: bool = False
     layers: tuple[int, ...] | None = None
+    fractions: tuple[float, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -102,11 +105,9 @@ class Stages:
         if self.by_tasks:
             points = task_points(graph)
             if len(points) + 1 != self.num_parts:
-                names = ", ".join(f"{t.index}: {t.label}" for t in graph.task_graphs)
                 raise PlanError(
-                    f"the annotations make {len(points) + 1} runs of equations for "
-                    f"{self.num_parts} stages ({names}): equations of a TaskGraph must follow one "
-                    "another, so that it is one stage"
+                    f"the annotations make {len(points) + 1} parts for {self.num_parts} stages: "
+                    "each takes a TaskGraph with equations of its own, and one chunk"
                 )
             return points
         fine = cut_points(graph, self.num_segments)
@@ -157,6 +158,8 @@ class Stages:
             if sharded is not None
             else trace_sums(run, model.params, model.aux, batch, logical=model.logical)
         )
+        if self.by_tasks:
+            graph = in_task_order(graph)
         parts = parts_of(graph, self.points(graph))
         leaves = jax.tree.leaves(model.params)
         slots = make_slots(
@@ -205,13 +208,20 @@ def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
     """What arguments and configuration say of a pipeline; of the number of stages, if they do.
 
     Raises:
-        ConfigError: If the shares are not positive numbers, one per part.
+        ConfigError: If it is no number, or the shares are not positive numbers, one per part.
     """
-    num = 0 if stages is None else stages if isinstance(stages, int) else len(stages)
-    shares = None
-    if stages is not None and not isinstance(stages, int):
-        shares = tuple(map(float, stages))
-        num, rest = divmod(num, config.num_chunks)
+    num, shares = 0, None
+    if isinstance(stages, SupportsIndex):
+        num = operator.index(stages)
+    elif stages is not None:
+        try:
+            shares = tuple(map(float, stages))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"stages={stages!r} is neither a number of stages nor one share of the work for "
+                "each"
+            ) from None
+        num, rest = divmod(len(shares), config.num_chunks)
         if rest or not all(0 < x < float("inf") for x in shares):
             raise ConfigError(
                 f"stages={list(stages)} must be positive shares of the work, one for each of the "

@@ -154,12 +154,12 @@ class Engine:
         self._aux_def = jax.tree.structure(model.aux)
         options = _replicate.compiler_options(platform, reduction)
 
-        def evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
+        def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed), index)
             tree = jax.tree.unflatten(self._param_def, params)
             return eval_sums(tree, jax.tree.unflatten(self._aux_def, aux), key, batch)[1]
 
-        self._evaluate = jax.jit(evaluate, compiler_options=options)
+        self._evaluate = jax.jit(hxla_evaluate, compiler_options=options)
         opt_state = jax.jit(optimizer.init, compiler_options=options)(model.params)
         self._sharded: Sharded | None = None
         self.reasons: tuple[str, ...] = ()
@@ -322,7 +322,7 @@ class Engine:
         seconds: list[list[float]] = [[] for _ in self._states]
         for state in self._states:
             state.sums = state.programs.clear(state.sums)
-        self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds))
+        self._sum_over_devices([np.zeros(_NUM_SHARED, np.float32)] * len(seconds), self._stack())
         self._compile(batch)
         unit = self._pipelines[0].spec.unit if self._pipelines else 1
         for _ in range(2 if self._exact else 1):  # again with scales that fit
@@ -386,27 +386,31 @@ class Engine:
         for i, pipeline in enumerate(self._pipelines):
             pipeline.adopt(compiled[first_pipeline + 3 * i :][:3])
 
+    def _stack(self) -> Any:
+        """The sums of the local devices as the reducer takes them, without `rows`."""
+        held = [
+            ([s.sums.peaks_T], [s.sums.small_MS, *s.sums.ints], s.sums.values) for s in self._states
+        ]
+        return self._reducer.stack(self._sums.argument_specs[1:], held)
+
     def _sum_over_devices(
-        self, rows: Sequence[np.ndarray]
+        self, rows: Sequence[np.ndarray], held: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sum what the devices accumulated; the totals stay on the devices.
 
         Args:
             rows: float32[3] of each local device.
+            held: From `_stack`.
 
         Returns:
             The rows of all devices, float32[D, 3]; every microbatch's sums, float32[M, S]; the
             largest magnitude of each tensor, float32[T].
         """
-        arguments = [
-            (
-                [replica.put(row.view(np.int32)), s.sums.peaks_T],
-                [s.sums.small_MS, *s.sums.ints],
-                s.sums.values,
-            )
-            for row, replica, s in zip(rows, self._reducer.local, self._states, strict=True)
-        ]
-        results = self._reducer.run(self._sums, arguments)
+        local = zip(rows, self._reducer.local, strict=True)
+        put = [replica.put(row.view(np.int32)) for row, replica in local]
+        rows_D3 = self._reducer.stack(self._sums.argument_specs[:1], put)
+        own, ints, values = held
+        results = self._reducer.run(self._sums, ([rows_D3, *own], ints, values))
         for state, (_, ints, totals) in zip(self._states, results, strict=True):
             state.totals = totals, ints[1:]
         (rows_D3, peaks_DT), (small_MS, *_), _ = results[0]
@@ -497,13 +501,14 @@ class Engine:
         start = time.perf_counter()
         ticks = [self._run_own(i, step, ids[i], batches[i]) for i in range(len(self._states))]
         watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
+        held = self._stack()  # while the devices are busy: some hundred arrays take milliseconds
         busy = [watch.result() for watch in watches]
         rows = [
             np.array([busy[i], self._update_seconds[i], float(stop)], np.float32)
             for i in range(len(self._states))
         ]
         on_reduce()
-        rows_D3, small_MS, maxima = self._sum_over_devices(rows)
+        rows_D3, small_MS, maxima = self._sum_over_devices(rows, held)
         loss, weight, metrics = _means(small_MS, self._train_metrics, ids[0])
         nonfinite = tuple(
             name

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from .._errors import AnnotationError, ConfigError, PlanError
 from .._factors import PATTERNS, Patterns
+from .._format import num_bytes
 from .._graph import Graph
 from .._lower._pipeline import PipelineSpec
 from .._lower._replica import Replica
@@ -30,7 +31,6 @@ from .._rules import RuleSet
 from .._trace import trace_sums
 from .._types import DATA_AXIS, STAGE_AXIS, PyTree
 from .._virtual import Layout
-from ._format import num_bytes
 from ._stages import Stages
 
 
@@ -303,7 +303,12 @@ def _staged_mesh(
     rules: RuleSet | None,
     stages: Stages,
 ) -> Strategy:
-    inner = axes[1:]
+    if stages.num < 2:
+        raise PlanError(
+            f"the mesh axis {STAGE_AXIS!r} has size {stages.num}: a pipeline has at least two "
+            "stages, leave the axis out"
+        )
+    inner = tuple(axis for axis in axes[1:] if axis[1] > 1)
     batch_axes = [name for name, _ in inner if name in BATCH_AXES]
     if batch_axes:
         raise PlanError(

@@ -1,0 +1,95 @@
+"""Which devices run a collective together, and which mesh axes that is."""
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+Mesh = tuple[tuple[str, int], ...]
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"mesh\[([^\]]*)\](?:\s*,\s*device_ids=[^{]*)?\s*\{([^}]*)\}")
+
+
+def parse(text: str | None, num_devices: int) -> Groups:
+    """Groups of any of the three forms; `{}` and None are all devices together.
+
+    Args:
+        text: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` or `mesh['d'=4] {'d'}`.
+        num_devices: Of the program.
+
+    Raises:
+        ValueError: For a form that is not known.
+    """
+    if text is None or text.replace(" ", "") in ("{}", "{{}}"):
+        return (tuple(range(num_devices)),)
+    if iota := _IOTA.match(text):
+        shape, dims = _ints(iota[1]), _ints(iota[2])
+        ids = np.arange(np.prod(dims)).reshape(dims)
+        if iota[3]:
+            ids = ids.transpose(_ints(iota[3]))
+        return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
+    if named := _NAMED.match(text):
+        mesh = mesh_of(named[1])
+        return groups_of(mesh, [a for a in re.findall(r"'([^']+)'", named[2])])
+    found = re.findall(r"\{([\d,\s]+)\}", text)
+    if not found:
+        raise ValueError(f"replica groups of a form not known: {text[:60]}")
+    return tuple(tuple(_ints(group)) for group in found)
+
+
+def pairs(text: str | None) -> Groups:
+    """Sources and targets of a collective-permute."""
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text or ""))
+
+
+def mesh_of(text: str) -> Mesh:
+    """`'d'=2,'t'=4` or `"d"=2, "t"=4` as axes."""
+    return tuple((name, int(n)) for name, n in re.findall(r"['\"]?(\w+)['\"]?=(\d+)", text))
+
+
+def groups_of(mesh: Mesh, axes: Sequence[str]) -> Groups:
+    """Devices that differ along these axes only, for every place along the others."""
+    names = [name for name, _ in mesh]
+    ids = np.arange(np.prod([n for _, n in mesh], dtype=int)).reshape([n for _, n in mesh])
+    rest = [i for i, name in enumerate(names) if name not in axes]
+    own = [names.index(a) for a in axes]
+    size = int(np.prod([mesh[i][1] for i in own], dtype=int))
+    return tuple(map(tuple, ids.transpose([*rest, *own]).reshape(-1, size).tolist()))
+
+
+def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes that groups run over; None if they are not those of any axes."""
+    wanted = {frozenset(g) for g in groups}
+    real = [name for name, size in mesh if size > 1]
+    size = len(groups[0]) if groups else 0
+    sizes = dict(mesh)
+    for num in range(len(real) + 1):
+        for axes in itertools.combinations(real, num):
+            if np.prod([sizes[a] for a in axes], dtype=int) != size:
+                continue
+            if {frozenset(g) for g in groups_of(mesh, axes)} == wanted:
+                return axes
+    return None
+
+
+def axes_of_pairs(found: Groups, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes along which some source and its target differ."""
+    shape = [n for _, n in mesh]
+    total = int(np.prod(shape, dtype=int))
+    if any(i >= total for pair in found for i in pair):
+        return None
+    moved: set[str] = set()
+    for a, b in found:
+        for (name, _), i, j in zip(
+            mesh, np.unravel_index(a, shape), np.unravel_index(b, shape), strict=True
+        ):
+            if i != j:
+                moved.add(name)
+    return tuple(name for name, _ in mesh if name in moved)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]

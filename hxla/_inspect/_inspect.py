@@ -1,0 +1,97 @@
+"""`hxla.inspect`: what XLA really did."""
+
+import gc
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .._cluster import Cluster
+from .._errors import InspectError
+from .._mesh_file import load_cluster
+from .._rules import RuleSet, load_rules
+from . import _dump, _text
+from ._live import live
+from ._program import Found, Wish, program
+from ._values import Inspection
+
+
+def inspect(
+    step: Any,
+    *args: Any,
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+    cluster: Cluster | str | None = None,
+    rules: RuleSet | str | None = None,
+    owners: Mapping[str, str] | None = None,
+) -> Inspection:
+    """Say what a compiled program does: collectives, memory, work, and what to look at.
+
+    Args:
+        step: A compiled step (`jax.stages.Compiled`), a lowered one, a jitted function with the
+            arguments it is called with, the text of an optimized HLO module, or the path of a dump:
+            a folder that XLA or `hxla run --dump` wrote, or one file of it.
+        args: Of a jitted function: arrays or `jax.ShapeDtypeStruct`s.
+        mesh: Axis names and sizes in order, where the program does not tell them.
+        cluster: Described devices in the order of the mesh, or a mesh file's name: collectives then
+            have predicted times.
+        rules: A rule set or its name: parameters that do not follow it are warned of.
+        owners: Whose an argument's memory is, by how its path starts, where names do not tell:
+            `{"w": "parameter", "state.slow": "optimizer state"}`.
+
+    Returns:
+        Values; `print(hxla.inspect(step).text())` shows them.
+
+    Raises:
+        InspectError: If `step` is none of these, or a path leads to no HLO.
+        MeshError: For a mesh file that cannot be read.
+        AnnotationError: For rules that do not fit the parameters.
+
+    Example:
+        >>> inspection = hxla.inspect(jax.jit(step), params, batch)
+        >>> print(inspection.text())
+        >>> assert not inspection.main.select("all-gather")
+    """
+    wish = Wish(
+        mesh=_axes(mesh),
+        cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+        rules=load_rules(rules) if isinstance(rules, str) else rules,
+        owners=owners or {},
+    )
+    # Millions of small objects that live until the end would be walked again and again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _inspect(step, args, wish)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _inspect(step: Any, args: tuple[Any, ...], wish: Wish) -> Inspection:
+    if isinstance(step, Inspection):
+        return step
+    if isinstance(step, str) and step.lstrip().startswith("HloModule"):
+        module = _text.read(step.splitlines())
+        found = Found(source="text", memory_missing="HLO text alone does not tell")
+        return Inspection(programs=(program(module, found, wish),))
+    if isinstance(step, str | os.PathLike):
+        return _dump.read(pathlib.Path(step), wish)
+    if isinstance(step, jax.stages.Compiled):
+        return Inspection(programs=(live(step, wish),))
+    if isinstance(step, jax.stages.Lowered):
+        return Inspection(programs=(live(step.compile(), wish),))
+    if callable(step) and hasattr(step, "lower"):
+        return Inspection(programs=(live(step.lower(*args).compile(), wish),))
+    raise InspectError(
+        f"{step!r} is nothing to inspect: give a compiled, lowered or jitted step, HLO text, or "
+        "the path of a dump; jax.jit a plain function first"
+    )
+
+
+def _axes(mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    if mesh is None:
+        return ()
+    shape = mesh.shape if isinstance(mesh, jax.sharding.Mesh) else mesh
+    return tuple((str(name), int(size)) for name, size in shape.items())

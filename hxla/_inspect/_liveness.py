@@ -1,0 +1,109 @@
+"""Which temporary values live when most of their memory is in use.
+
+The compiler says where each value lies; the schedule says when. Together they name what fills the
+memory at the peak. Loop bodies count once, at the place of their loop.
+"""
+
+from ._assignment import Piece
+from ._text import Computation, Instruction, Module
+
+_PASSES = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier"})
+_CALLS = {
+    "while": ("condition", "body"),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "async-start": ("calls",),
+}
+_Use = tuple[Instruction, int]  # who reads a value, and as which operand
+
+
+class Schedule:
+    """Places of all instructions of control flow in the one order they run in."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self.place: dict[str, int] = {}
+        self._home: dict[str, Computation] = {}
+        self._caller: dict[str, str] = {}  # of a computation: the instruction that calls it
+        self._uses: dict[str, list[_Use]] = {}
+        if module.entry in module.computations:
+            self._walk(module.computations[module.entry])
+
+    def _walk(self, computation: Computation) -> None:
+        for instruction in computation.instructions.values():
+            for key in _CALLS.get(instruction.opcode, ()):
+                for name in instruction.called(key):
+                    inner = self._module.computations.get(name)
+                    if inner is not None and name not in self._caller:
+                        self._caller[name] = instruction.name
+                        self._walk(inner)
+            self.place[instruction.name] = len(self.place)
+            self._home[instruction.name] = computation
+            for number, (name, _) in enumerate(instruction.operands):
+                self._uses.setdefault(name, []).append((instruction, number))
+
+    def last_use(self, name: str, element: int | None) -> int:
+        """Place of the last instruction that reads a value, or an element of one."""
+        last = self.place[name]
+        waiting: list[tuple[str, int | None]] = [(name, element)]
+        seen = set(waiting)
+        while waiting:
+            name, element = waiting.pop()
+            home = self._home[name]
+            if home.root is not None and home.root.name == name:
+                caller = self._caller.get(home.name)
+                # What a computation returns is read by whoever reads its caller; the caller's own
+                # value is another piece of memory, or the same one under its own name.
+                last = max(last, self.place.get(caller or "", len(self.place)))
+            for user, number in self._uses.get(name, ()):
+                _, picked = user.operands[number]
+                if element is not None and picked is not None and picked != element:
+                    continue
+                last = max(last, self.place[user.name])
+                passed = self._passed(user, number, element if picked is None else None)
+                if passed is not None and passed not in seen:
+                    seen.add(passed)
+                    waiting.append(passed)
+        return last
+
+    def _passed(
+        self, user: Instruction, number: int, element: int | None
+    ) -> tuple[str, int | None] | None:
+        """The value that a reader only hands on."""
+        if user.opcode not in _PASSES:
+            return None
+        if user.opcode == "tuple":
+            return user.name, number
+        if user.opcode == "get-tuple-element":
+            return (user.name, None) if element in (None, user.index) else None
+        return user.name, element
+
+
+def peak(module: Module, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces that live when together they fill most, each place in memory once."""
+    schedule = Schedule(module)
+    events: list[tuple[int, int, Piece]] = []
+    for piece in pieces:
+        if piece.name in schedule.place and piece.num_bytes:
+            end = schedule.last_use(piece.name, piece.element)
+            events.append((schedule.place[piece.name], 0, piece))
+            events.append((end, 1, piece))
+    events.sort(key=lambda e: e[:2])
+    live: dict[tuple[int, int], list[Piece]] = {}
+    now = best = 0
+    found: tuple[Piece, ...] = ()
+    for _, is_end, piece in events:
+        key = piece.offset, piece.num_bytes
+        if is_end:
+            live[key].remove(piece)
+            if not live[key]:
+                del live[key]
+                now -= piece.num_bytes
+            continue
+        live.setdefault(key, []).append(piece)
+        if len(live[key]) == 1:
+            now += piece.num_bytes
+        if now > best:
+            best = now
+            found = tuple(own[0] for own in live.values())
+    return found

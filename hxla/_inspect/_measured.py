@@ -1,0 +1,209 @@
+"""One measured step, read from what jax's profiler wrote."""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from .._errors import InspectError
+from ._collectives import KINDS
+from ._values import Program
+
+COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
+_TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One run of an operation on one device.
+
+    Attributes:
+        device: Index into `Measured.devices`.
+        program: Name of the HLO module.
+        name: In the HLO.
+        kind: `computation`, `collective` or `transfer`.
+        start_seconds: From the start of the step.
+        end_seconds: The same.
+    """
+
+    device: int
+    program: str
+    name: str
+    kind: str
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One step.
+
+    Attributes:
+        devices: Their names.
+        operations: Those that hold no others, by start.
+        num_steps: Steps that the profile holds; this is the last.
+        source: File or folder.
+    """
+
+    devices: tuple[str, ...]
+    operations: tuple[Operation, ...]
+    num_steps: int
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """Until the last operation ends."""
+        return max(op.end_seconds for op in self.operations)
+
+    def busy_seconds(self, device: int, kind: str) -> float:
+        """Time in which a device does at least one operation of a kind."""
+        busy, until = 0.0, 0.0
+        for op in self.operations:  # by start
+            if op.device == device and op.kind == kind and op.end_seconds > until:
+                busy += op.end_seconds - max(op.start_seconds, until)
+                until = op.end_seconds
+        return busy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Event:
+    """As the profiler has it, in nanoseconds."""
+
+    device: str
+    line: str
+    program: str
+    run: str
+    name: str
+    start: float
+    end: float
+
+
+def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
+    """The last step of a profile.
+
+    A step ends with the last run of the program that ran last, and begins after its run before.
+    Where several processes wrote a profile each, each one's last step begins at zero.
+
+    Args:
+        path: What was given to `jax.profiler.trace`, a folder that holds several such, or an
+            `xplane.pb` file.
+        programs: Those of the step; runs of others are left out.
+
+    Raises:
+        InspectError: If there is no profile, or no run of the programs in it.
+    """
+    files = _files(path)
+    if not files:
+        raise InspectError(
+            f"{path} holds no profile: no file like plugins/profile/*/*.xplane.pb; make one with "
+            "jax.profiler.trace(FOLDER)"
+        )
+    names = {program.name for program in programs}
+    collectives = {(p.name, c.name) for p in programs for c in p.collectives}
+    devices: list[str] = []
+    operations: list[Operation] = []
+    num_steps = 0
+    seen: set[str] = set()
+    for number, file in enumerate(files):
+        events = list(_events(file))
+        seen |= {e.program for e in events}
+        own = [e for e in events if e.program in names]
+        if not own:
+            continue
+        step, num_steps = _last_step(own)
+        begin = min(e.start for e in step)
+        where = f"process {number} " if len(files) > 1 else ""
+        index: dict[str, int] = {}
+        for device in sorted({e.device for e in step}, key=lambda d: (len(d), d)):
+            index[device] = len(devices)
+            devices.append(f"{where}device {device}")
+        operations += [
+            Operation(
+                device=index[e.device],
+                program=e.program,
+                name=e.name,
+                kind=_kind(e, collectives),
+                start_seconds=(e.start - begin) * 1e-9,
+                end_seconds=(e.end - begin) * 1e-9,
+            )
+            for e in _leaves(step)
+        ]
+    if not operations:
+        raise InspectError(
+            f"{path} has no run of {', '.join(sorted(names)) or 'any program'}, only of "
+            f"{', '.join(sorted(seen)) or 'none'}: profile the step that is inspected"
+        )
+    return Measured(
+        devices=tuple(devices),
+        operations=tuple(sorted(operations, key=lambda op: op.start_seconds)),
+        num_steps=num_steps,
+        source=str(path),
+    )
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Of each `plugins/profile` the newest session's, a file for each process."""
+    if path.is_file():
+        return [path]
+    sessions: dict[pathlib.Path, pathlib.Path] = {}
+    for file in sorted(path.rglob("*.xplane.pb")):
+        sessions[file.parent.parent] = file.parent  # sessions are named by their time
+    return [file for folder in sessions.values() for file in sorted(folder.glob("*.xplane.pb"))]
+
+
+def _events(file: pathlib.Path) -> Iterator[_Event]:
+    try:
+        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    except Exception as error:  # whatever the reader raises, the file is the reason
+        raise InspectError(f"{file} is no profile that jax can read: {error}") from error
+    for plane in planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                name, program = stats.get("hlo_op"), stats.get("hlo_module")
+                if not name or not program:
+                    continue
+                ordinal = stats.get("device_ordinal")
+                yield _Event(
+                    device=str(ordinal) if ordinal is not None else plane.name.split(":")[-1],
+                    line=f"{plane.name} {line.name}",
+                    program=str(program).split("(")[0],
+                    run=str(stats.get("run_id", "")),
+                    name=str(name),
+                    start=event.start_ns,
+                    end=event.start_ns + event.duration_ns,
+                )
+
+
+def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
+    """Events of the last step, and how many steps there are."""
+    last = max(events, key=lambda e: e.end).program
+    ends: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for event in events:
+        if event.program == last:
+            own = ends[event.device]
+            own[event.run] = max(own.get(event.run, 0.0), event.end)
+    # One device may begin its next step before another has ended this one.
+    after = {device: sorted(own.values())[-2] for device, own in ends.items() if len(own) > 1}
+    step = [e for e in events if e.start >= after.get(e.device, 0.0)]
+    return step, max(map(len, ends.values()))
+
+
+def _leaves(events: Sequence[_Event]) -> Iterator[_Event]:
+    """Events that hold no others of their line: not the loop, but what runs in it."""
+    lines: dict[tuple[str, str], list[_Event]] = collections.defaultdict(list)
+    for event in events:
+        lines[event.device, event.line].append(event)
+    for own in lines.values():
+        own.sort(key=lambda e: (e.start, -e.end))
+        for event, after in zip(own, [*own[1:], None], strict=True):
+            if after is None or after.start >= event.end:
+                yield event
+
+
+def _kind(event: _Event, collectives: set[tuple[str, str]]) -> str:
+    if (event.program, event.name) in collectives or event.name.startswith(tuple(KINDS)):
+        return COLLECTIVE
+    return TRANSFER if event.name.startswith(_TRANSFERS) else COMPUTATION

@@ -1,0 +1,56 @@
+"""Shapes as HLO text writes them, and their bytes."""
+
+import functools
+import math
+import re
+
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+
+
+def element_bits(dtype: str) -> int:
+    """Bits of an element: 16 for `bf16`, 8 for `f8e4m3fn`; 0 for what is no array."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    number = re.match(r"[a-z]+(\d+)", dtype)
+    return int(number[1]) if number else 0
+
+
+@functools.lru_cache(maxsize=65536)
+def parts(shape: str) -> tuple[str, ...]:
+    """Outermost elements of a tuple; the shape itself if it is none."""
+    if not shape.startswith("("):
+        return (shape,)
+    out, depth, start = [], 0, 1
+    for i, char in enumerate(shape):
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if (char == "," and depth == 1) or (char == ")" and depth == 0):
+            piece = shape[start:i].strip()
+            out.append(re.sub(r"/\*.*?\*/\s*", "", piece))
+            start = i + 1
+    return tuple(p for p in out if p)
+
+
+@functools.lru_cache(maxsize=65536)
+def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and dimensions of every array of a shape, tuples flattened."""
+    found = _ARRAY.findall(shape)
+    return tuple(
+        (dtype, tuple(int(n.strip(" <=?") or 0) for n in dims.split(",") if n.strip()))
+        for dtype, dims in found
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def num_bytes(shape: str) -> int:
+    """Bytes of all arrays of a shape, without padding of layouts."""
+    return sum(-(-element_bits(dtype) * math.prod(dims) // 8) for dtype, dims in arrays(shape))
+
+
+def written(shape: str) -> str:
+    """Without layouts: `f32[8,16]`, `(f32[8], s32[])`."""
+    names = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(shape)]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"

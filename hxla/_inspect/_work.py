@@ -1,0 +1,275 @@
+"""FLOPs and bytes of instructions, and transfers between host and device."""
+
+import json
+import math
+import re
+
+from . import _shapes
+from ._calls import Context, total_runs
+from ._collectives import KINDS
+from ._origin import Origins
+from ._text import Computation, Instruction, Module
+from ._values import Collective, Fusion, Origin, Transfer, Work
+
+# They name memory that is there already.
+_FREE = frozenset(
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-start"),
+        *("while", "conditional", "call", "after-all", "optimization-barrier", "opt-barrier"),
+        *("partition-id", "replica-id"),
+    }
+)
+_WITH_FLOPS = frozenset({"dot", "convolution", "custom-call", "fusion"})
+_PARTIAL = frozenset({"dynamic-slice", "dynamic-update-slice"})
+_TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
+_CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
+_HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
+_NUM_FUSIONS = 20
+
+
+class Costs:
+    """FLOPs and bytes of one run of any instruction of a module."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._inner: dict[str, float] = {}
+
+    def flops(self, instruction: Instruction, computation: Computation) -> float:
+        """Of matrix products and convolutions, those inside a fusion included."""
+        if instruction.opcode == "dot":
+            return self._dot(instruction, computation)
+        if instruction.opcode == "convolution":
+            return self._convolution(instruction, computation)
+        if instruction.opcode == "custom-call" and "gemm" in instruction.rest:
+            return self._gemm(instruction, computation)
+        if instruction.opcode == "fusion":
+            return sum(self._inside(name) for name in instruction.called("calls"))
+        return 0.0
+
+    def _inside(self, name: str) -> float:
+        if name not in self._inner:
+            self._inner[name] = 0.0
+            inner = self._module.computations.get(name)
+            if inner is not None and inner.opcodes & _WITH_FLOPS:
+                self._inner[name] = sum(self.flops(i, inner) for i in inner.instructions.values())
+        return self._inner[name]
+
+    def _dot(self, dot: Instruction, computation: Computation) -> float:
+        dims = self.operand_dims(dot, 0, computation)
+        contracted = [
+            int(i) for i in re.findall(r"\d+", dot.attribute("lhs_contracting_dims") or "")
+        ]
+        if any(i >= len(dims) for i in contracted):
+            return 0.0
+        return 2.0 * _size(dot.shape) * math.prod(dims[i] for i in contracted)
+
+    def _convolution(self, convolution: Instruction, computation: Computation) -> float:
+        kernel = self.operand_dims(convolution, 1, computation)
+        labels = (convolution.attribute("dim_labels") or "").replace("->", "_").split("_")
+        if len(labels) < 2 or "o" not in labels[1] or len(kernel) != len(labels[1]):
+            return 0.0
+        return 2.0 * _size(convolution.shape) * math.prod(kernel) / kernel[labels[1].index("o")]
+
+    def _gemm(self, gemm: Instruction, computation: Computation) -> float:
+        found = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', gemm.rest)
+        dims = self.operand_dims(gemm, 0, computation)
+        contracted = [int(i) for i in json.loads(found[1])] if found else []
+        if not contracted or any(i >= len(dims) for i in contracted):
+            return 0.0
+        first = _shapes.parts(gemm.shape)[0]
+        return 2.0 * _size(first) * math.prod(dims[i] for i in contracted)
+
+    def operand_shape(self, instruction: Instruction, number: int, computation: Computation) -> str:
+        """Shape of an operand; empty if it is not known."""
+        operands = instruction.operands
+        return self._shape(operands[number], computation) if number < len(operands) else ""
+
+    def _shape(self, operand: tuple[str, int | None], computation: Computation) -> str:
+        name, picked = operand
+        found = computation.instructions.get(name)
+        if found is None:
+            return ""
+        if picked is None:
+            return found.shape
+        elements = _shapes.parts(found.shape)
+        return elements[picked] if picked < len(elements) else ""
+
+    def operand_dims(
+        self, instruction: Instruction, number: int, computation: Computation
+    ) -> tuple[int, ...]:
+        """Dimensions of an operand."""
+        arrays = _shapes.arrays(self.operand_shape(instruction, number, computation))
+        return arrays[0][1] if arrays else ()
+
+    def num_bytes(self, instruction: Instruction, computation: Computation) -> int:
+        """Read and written, as far as it touches its operands."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode == "dynamic-slice":
+            return 2 * _shapes.num_bytes(instruction.shape)
+        shapes = [self._shape(operand, computation) for operand in instruction.operands]
+        if opcode == "dynamic-update-slice":
+            return 2 * _shapes.num_bytes(shapes[1]) if len(shapes) > 1 else 0
+        written = _shapes.num_bytes(instruction.shape)
+        read = [_shapes.num_bytes(s) for s in shapes]
+        if opcode == "fusion":
+            inner = self._module.computations.get((instruction.called("calls") or [""])[0])
+            if inner is not None and inner.opcodes & _PARTIAL:
+                written, read = self._touched(inner, written, read)
+        return written + sum(read)
+
+    def _touched(self, inner: Computation, written: int, read: list[int]) -> tuple[int, list[int]]:
+        """Bytes that a fusion touches of its result and operands, slices of them being less."""
+        parameters = {p.name: int(p.arguments) for p in inner.parameters}
+        sliced: dict[str, int] = {}
+        whole: set[str] = set()
+        for i in inner.instructions.values():
+            names = [n for n, _ in i.operands]
+            for place, name in enumerate(names):
+                if name not in parameters:
+                    continue
+                if i.opcode == "dynamic-slice" and place == 0:
+                    sliced[name] = sliced.get(name, 0) + _shapes.num_bytes(i.shape)
+                elif i.opcode == "dynamic-update-slice" and place == 0:
+                    sliced.setdefault(name, 0)
+                else:
+                    whole.add(name)
+        for name, number in parameters.items():
+            if name in sliced and name not in whole and number < len(read):
+                read[number] = sliced[name]
+        root = inner.root
+        if root is not None and root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
+            written = _shapes.num_bytes(self.operand_shape(root, 1, inner))
+        return written, read
+
+
+def _size(shape: str) -> int:
+    arrays = _shapes.arrays(shape)
+    return math.prod(arrays[0][1]) if arrays else 0
+
+
+def work(
+    module: Module,
+    contexts: dict[str, list[Context]],
+    origins: Origins,
+    collectives: tuple[Collective, ...],
+) -> tuple[tuple[Work, ...], tuple[Fusion, ...]]:
+    """FLOPs, bytes and collectives per TaskGraph, and the biggest fusions."""
+    costs = Costs(module)
+    flops: dict[str, float] = {}
+    moved: dict[str, float] = {}
+    inexact: set[str] = set()
+    fusions = []
+    for name, ways in contexts.items():
+        if all(c.is_fused for c in ways):
+            continue
+        computation = module.computations[name]
+        runs = total_runs(ways)
+        for instruction in computation.instructions.values():
+            if instruction.opcode in _FREE or instruction.opcode.removesuffix("-start") in KINDS:
+                continue
+            own_flops = costs.flops(instruction, computation)
+            own_bytes = costs.num_bytes(instruction, computation)
+            if not own_flops and not own_bytes:
+                continue
+            origin = origins.of(instruction, computation)
+            task = origin.task_graph
+            times = len(ways) if runs is None else runs
+            flops[task] = flops.get(task, 0.0) + own_flops * times
+            moved[task] = moved.get(task, 0.0) + own_bytes * times
+            if runs is None:
+                inexact.add(task)
+            if instruction.opcode == "fusion":
+                fusions.append((own_bytes * times, instruction, own_flops, own_bytes, runs, origin))
+    fusions.sort(key=lambda f: -f[0])
+    biggest = tuple(
+        Fusion(
+            name=i.name,
+            array=_shapes.written(i.shape),
+            flops=own_flops,
+            num_bytes=own_bytes,
+            runs=runs,
+            origin=origin,
+        )
+        for _, i, own_flops, own_bytes, runs, origin in fusions[:_NUM_FUSIONS]
+    )
+    tasks = {*flops, *(c.origin.task_graph for c in collectives)}
+    each = tuple(
+        _work(t, flops, moved, collectives, t in inexact)
+        for t in sorted(tasks, key=lambda t: (not t, _rank(t)))
+    )
+    return each, biggest
+
+
+def _rank(task_graph: str) -> int:
+    return int(task_graph.rpartition("#")[2] or 0)
+
+
+def _work(
+    task: str,
+    flops: dict[str, float],
+    moved: dict[str, float],
+    collectives: tuple[Collective, ...],
+    is_inexact: bool,
+) -> Work:
+    own = [(c, 1 if c.runs is None else c.runs) for c in collectives if c.origin.task_graph == task]
+    seconds = [None if c.seconds is None else c.seconds * runs for c, runs in own]
+    known = [s for s in seconds if s is not None]
+    return Work(
+        task_graph=task,
+        flops=flops.get(task, 0.0),
+        num_bytes=moved.get(task, 0.0),
+        num_collectives=sum(runs for _, runs in own),
+        collective_bytes=sum(c.sent_bytes * runs for c, runs in own),
+        collective_seconds=sum(known) if seconds and len(known) == len(seconds) else None,
+        is_exact=not is_inexact and all(c.runs is not None for c, _ in own),
+    )
+
+
+def transfers(
+    module: Module, contexts: dict[str, list[Context]], origins: Origins
+) -> tuple[Transfer, ...]:
+    """Between host and device, and calls back into Python."""
+    out = []
+    for name, ways in contexts.items():
+        computation = module.computations[name]
+        if not computation.opcodes & _TRANSFERS:
+            continue
+        for i in computation.instructions.values():
+            kind = _transfer_kind(i, computation)
+            if kind:
+                origin: Origin = origins.of(i, computation)
+                shape = i.shape if kind != "outfeed" else i.arguments
+                out.append(
+                    Transfer(
+                        kind=kind,
+                        name=i.name,
+                        num_bytes=_shapes.num_bytes(_shapes.parts(shape)[0] if shape else ""),
+                        runs=total_runs(ways),
+                        origin=origin,
+                    )
+                )
+    return tuple(out)
+
+
+def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
+    opcode = instruction.opcode
+    if opcode not in _TRANSFERS:
+        return ""
+    if opcode in ("infeed", "outfeed"):
+        return opcode
+    if opcode in ("send", "recv") and "is_host_transfer=true" in instruction.rest:
+        return "to host" if opcode == "send" else "to device"
+    if opcode == "custom-call":
+        if "MoveToHost" in instruction.rest:
+            return "to host"
+        if "MoveToDevice" in instruction.rest:
+            return "to device"
+        return "callback" if _CALLBACK.search(instruction.rest) else ""
+    if opcode in ("copy", "copy-start") and instruction.operands:
+        source = computation.instructions.get(instruction.operands[0][0])
+        here = _shapes.parts(instruction.shape)[0]
+        if source is not None and (_HOST_SPACE in source.shape) != (_HOST_SPACE in here):
+            return "to host" if _HOST_SPACE in here else "to device"
+    return ""

@@ -1,0 +1,213 @@
+"""Assertions on compiled steps, for users' own tests.
+
+Each takes what `hxla.inspect` takes, or an inspection made before, and raises `AssertionError` with
+the collectives or buffers in question.
+
+Example:
+    >>> from hxla import testing
+    >>> step = jax.jit(train_step).lower(state, batch).compile()
+    >>> testing.assert_collectives(step, all_gather=0, all_reduce=2)
+    >>> testing.assert_no_all_gather_of_parameters(step)
+    >>> testing.assert_peak_memory_below(step, "2GiB")
+"""
+
+import re
+from typing import Any
+
+from ._errors import InspectError
+from ._format import num_bytes as size
+from ._inspect._inspect import inspect
+from ._inspect._values import Collective, Inspection
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS |= {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def assert_collectives(
+    step: Any,
+    *args: Any,
+    all_reduce: int | None = None,
+    all_gather: int | None = None,
+    reduce_scatter: int | None = None,
+    all_to_all: int | None = None,
+    collective_permute: int | None = None,
+    axis: str | None = None,
+    task_graph: str | None = None,
+    module: str | None = None,
+) -> None:
+    """Hold the number of collectives in a program's text against what it should be.
+
+    A collective in a loop counts once; an asynchronous pair counts once.
+
+    Args:
+        step: As of `hxla.inspect`.
+        args: As of `hxla.inspect`.
+        all_reduce: How many; None: any number. So for the other kinds.
+        all_gather: How many.
+        reduce_scatter: How many.
+        all_to_all: How many.
+        collective_permute: How many.
+        axis: Only those over this mesh axis.
+        task_graph: Only those of TaskGraphs that start so: `split(4)`.
+        module: Only those whose module path holds this.
+
+    Raises:
+        AssertionError: If there are more or fewer, listing them.
+    """
+    wanted = {
+        "all-reduce": all_reduce,
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+        "all-to-all": all_to_all,
+        "collective-permute": collective_permute,
+    }
+    found = inspect(step, *args)
+    if axis is not None:
+        _know_axes(found)
+    wrong = []
+    for kind, number in wanted.items():
+        own = _select(found, kind, axis=axis, task_graph=task_graph, module=module)
+        if number is not None and len(own) != number:
+            wrong.append(f"{len(own)} {kind}s where {number} should be:{_listed(own)}")
+    if wrong:
+        raise AssertionError("\n".join(wrong))
+
+
+def assert_at_most(
+    step: Any, *args: Any, kind: str, number: int, each: str = "", axis: str | None = None
+) -> None:
+    """Limit the collectives of one kind in each block of a model.
+
+    Args:
+        step: As of `hxla.inspect`.
+        args: As of `hxla.inspect`.
+        kind: `all-reduce`, `all-gather`, ...
+        number: The most there may be in each block.
+        each: Regular expression that finds a block in a module path, `Block_\\d+`; empty: all of
+            the program is one block.
+        axis: Only those over this mesh axis.
+
+    Raises:
+        AssertionError: If a block has more, listing them.
+        InspectError: If no operation of the program is in such a block.
+    """
+    found = inspect(step, *args)
+    if axis is not None:
+        _know_axes(found)
+    blocks: dict[str, list[Collective]] = {}
+    for collective in _select(found, kind, axis=axis):
+        block = re.search(each, collective.origin.module)
+        if block is not None:
+            blocks.setdefault(block[0], []).append(collective)
+    wrong = [
+        f"{len(own)} {kind}s in {block or 'the program'} where at most {number} should be:"
+        f"{_listed(own)}"
+        for block, own in blocks.items()
+        if len(own) > number
+    ]
+    if wrong:
+        raise AssertionError("\n".join(wrong))
+
+
+def assert_no_all_gather_of_parameters(step: Any, *args: Any) -> None:
+    """Hold that no parameter is gathered, be it cast or sliced before.
+
+    Args:
+        step: As of `hxla.inspect`.
+        args: As of `hxla.inspect`.
+
+    Raises:
+        AssertionError: If one is, naming it.
+        InspectError: If the program has no argument that is a parameter: give `owners` to
+            `hxla.inspect` and pass its result.
+    """
+    found = inspect(step, *args)
+    parameters = {a.path for p in found.programs for a in p.arrays if a.owner == "parameter"}
+    if not parameters:
+        raise InspectError(
+            "no argument of the program is known to be a parameter: pass "
+            "hxla.inspect(step, owners={'name of the argument': 'parameter'})"
+        )
+    wrong = [c for c in found.collectives if c.kind == "all-gather" and {*c.operands} & parameters]
+    if wrong:
+        rows = [f"\n  {', '.join(c.operands)}:{_listed([c])}" for c in wrong]
+        raise AssertionError(f"parameters are gathered:{''.join(rows)}")
+
+
+def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
+    """Limit the memory of one device.
+
+    Args:
+        step: As of `hxla.inspect`.
+        limit: Bytes, or a text with a unit: `"2GiB"`, `"500 MB"`.
+        args: As of `hxla.inspect`.
+
+    Raises:
+        AssertionError: If a program needs as much or more, with the largest buffers.
+        InspectError: If a program's memory is not known, or the limit is no size.
+    """
+    most = num_bytes(limit)
+    for program in inspect(step, *args).programs:
+        memory = program.memory
+        if memory is None:
+            raise InspectError(
+                f"the memory of {program.name} is not known: {program.memory_missing}"
+            )
+        if memory.total_bytes >= most:
+            owners = ", ".join(f"{owner} {size(n)}" for owner, n in memory.by_owner.items())
+            rows = [f"\n  {size(b.num_bytes)} {b.owner} {b.name}" for b in memory.buffers[:5]]
+            raise AssertionError(
+                f"{program.title} needs {size(memory.total_bytes)} at its peak where less than "
+                f"{limit} should do: {owners}; the largest:{''.join(rows)}"
+            )
+
+
+def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> None:
+    """Hold that there is nothing to warn of.
+
+    Args:
+        step: As of `hxla.inspect`.
+        args: As of `hxla.inspect`.
+        kinds: Of warnings, `replicated`, `hoistable`, `reshard`, `padding`, `unused axis` or
+            `donation`; none: all.
+
+    Raises:
+        AssertionError: With the warnings.
+    """
+    found = [w for p in inspect(step, *args).programs for w in p.warnings]
+    wrong = [w.text for w in found if not kinds or w.kind in kinds]
+    if wrong:
+        raise AssertionError("\n".join(wrong))
+
+
+def num_bytes(limit: str | int) -> int:
+    """A size in bytes: 2147483648 of `"2GiB"`.
+
+    Raises:
+        InspectError: If it is no size.
+    """
+    if isinstance(limit, int):
+        return limit
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit)
+    if found is None or found[2] not in _UNITS:
+        raise InspectError(f"{limit!r} is no size: write 500MB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _select(found: Inspection, kind: str, **where: str | None) -> list[Collective]:
+    return [c for program in found.programs for c in program.select(kind, **where)]
+
+
+def _know_axes(found: Inspection) -> None:
+    missing = {c.axes_missing for c in found.collectives if c.axes is None}
+    if missing:
+        raise InspectError(f"the axes of collectives are not known: {'; '.join(sorted(missing))}")
+
+
+def _listed(collectives: list[Collective]) -> str:
+    rows = [
+        f"\n  {c.kind} of {', '.join(c.arrays)} over {c.over} in {c.origin.where} "
+        f"{c.origin.source}".rstrip()
+        for c in collectives
+    ]
+    return "".join(rows) or " none"

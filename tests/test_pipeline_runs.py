@@ -1,0 +1,301 @@
+"""Runs of pipelines: several at once, dropout, checkpoints, evaluation, and what is refused."""
+
+import shutil
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._parts import parts_of
+from hxla._train._stages import Stages
+
+
+def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
+    """Attention, BatchNorm and dropout, unless another net is given."""
+    stages = options.get("stages")
+    num = num_devices or (stages if isinstance(stages, int) else len(stages or (1,)))
+    config = dict(options.pop("config", {}))
+    config["cluster"] = {"visible_devices": list(range(num))}
+    tokens = models.tokens(48)
+    arguments = {
+        "batch_size": 16,
+        "microbatch_size": 2,
+        "steps": 3,
+        "shuffle": False,
+        "split": "even",
+    } | options
+    model = net(nnx.Rngs(0)) if issubclass(net, nnx.Module) else net()
+    return hxla.train(model, tokens, loss, optax.sgd(0.1), **arguments, config=config)
+
+
+def floats(tree):
+    leaves = jax.tree.leaves(tree)
+    return [np.asarray(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def same_but_for_rounding(a, b):
+    for x, y in zip(floats(a.state), floats(b.state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=5e-6 * max(1.0, np.abs(y).max()))
+    own, other = ({s.step: s.loss for s in r.history.steps} for r in (a, b))
+    common = sorted(set(own) & set(other))
+    assert common
+    np.testing.assert_allclose([own[s] for s in common], [other[s] for s in common], rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_the_bits_do_not_depend_on_how_many_pipelines_there_are():
+    one = train(2, stages=2)
+    assert train(4, stages=2).sha256 == one.sha256
+    assert train(4, stages=2, split=(5, 3)).sha256 == one.sha256
+
+
+@pytest.mark.slow
+def test_dropout_statistics_and_evaluation_are_those_without_stages():
+    evaluated = {"eval_data": models.tokens(20), "eval_every": 1}
+    plain = train(1, **evaluated)
+    piped = train(4, stages=4, **evaluated)
+    same_but_for_rounding(piped, plain)
+    np.testing.assert_allclose(
+        [e.loss for e in piped.history.evaluations],
+        [e.loss for e in plain.history.evaluations],
+        rtol=2e-6,
+    )
+    assert jax.tree.structure(piped.state) == jax.tree.structure(plain.state)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
+    def resumed(name, first, then):
+        folder = tmp_path / name
+        if not folder.exists():
+            train(first, stages=first, checkpoint_dir=folder, steps=2) if first else train(
+                1, checkpoint_dir=folder, steps=2
+            )
+        copy = shutil.copytree(folder, tmp_path / f"{name}-{then}")
+        result = train(then or 1, stages=then, checkpoint_dir=copy)
+        assert [s.step for s in result.history.steps] == [2]
+        return result
+
+    whole = train(2, stages=2)
+    assert resumed("two", 2, 2).sha256 == whole.sha256
+    same_but_for_rounding(resumed("two", 2, None), whole)
+    same_but_for_rounding(resumed("two", 2, 4), whole)
+    same_but_for_rounding(resumed("none", None, 2), whole)
+
+
+class Annotated(nnx.Module):
+    """The same operations with annotations and without."""
+
+    def __init__(self, rngs, *, annotate=True):
+        dense = lambda i, o: nnx.Linear(i, o, use_bias=False, rngs=rngs)  # noqa: E731
+        self.layers = nnx.List([nnx.List([dense(16, 32), dense(32, 16)]) for _ in range(4)])
+        self.annotate = annotate
+
+    def __call__(self, x):
+        for up, down in self.layers:
+            with hxla.replicate(1) if self.annotate else jax.named_scope("plain"):
+                x = down(jnp.tanh(up(x)))
+        return x
+
+
+def spec_of(annotate, **how):
+    def run(params, aux, key, batch):
+        graphdef, _ = nnx.split(model)
+        value = (nnx.merge(graphdef, params)(batch) ** 2).sum()
+        return value, jnp.stack([value, 1.0]), aux
+
+    model = Annotated(nnx.Rngs(0), annotate=annotate)
+    functional = hxla._model.functional(
+        model,
+        lambda m, b: m(b).sum(-1),
+        lambda m, b: m(b).sum(-1),
+        variables=None,
+        seed=0,
+        example=np.ones((2, 16), np.float32),
+    )
+    return Stages(num=4, **how).spec(
+        run,
+        functional,
+        np.ones((2, 16), np.float32),
+        num_microbatches=8,
+        num_sums=2,
+        seed=0,
+        reduction="exact",
+        num_pipelines=1,
+    )
+
+
+def test_annotations_make_the_pipeline_of_the_cut_that_they_say():
+    annotated, cut = spec_of(True, by_tasks=True), spec_of(False, shares=(1, 1, 1, 1))
+    assert annotated.slots == cut.slots
+    for ours, theirs in zip(annotated.parts, cut.parts, strict=True):
+        assert ours.segment.params == theirs.segment.params
+        assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
+        names = [[op.eqn.primitive.name for op in p.segment.ops] for p in (ours, theirs)]
+        assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("shares", "layers"),
+    [((3, 1), [6, 2]), ((0.75, 0.25), [6, 2]), ((1, 1), [4, 4]), ((1, 3, 2, 2), [1, 3, 2, 2])],
+)
+def test_shares_say_how_much_of_the_work_a_stage_has(shares, layers):
+    def run(params, aux, key, batch):
+        x = batch
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x.sum(), jnp.stack([x.sum(), 1.0]), aux
+
+    params = [np.ones((16, 16), np.float32)] * 8
+    graph = hxla._trace.trace_sums(run, params, {}, np.ones((2, 16), np.float32))
+    points = Stages(num=len(shares), shares=shares).points(graph)
+    assert [len(part.segment.params) for part in parts_of(graph, points)] == layers
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return jnp.tanh(nn.Dense(16)(x)), None
+
+        x = jnp.eye(16)[tokens % 16]
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)
+        return layers()(x, None)[0]
+
+
+def scanned_loss(model, batch):
+    return model(batch["tokens"]).mean((1, 2))
+
+
+class AnnotatedTokens(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(models.VOCABULARY, 16, rngs=rngs)
+        self.out = nnx.Linear(16, models.VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        with hxla.replicate(1):
+            x = self.embed(tokens)
+        with hxla.replicate(1):
+            return self.out(x)
+
+
+class SplitStages(AnnotatedTokens):
+    def __call__(self, tokens):
+        with hxla.split(2):
+            x = self.embed(tokens)
+        with hxla.split(4):
+            return self.out(x)
+
+
+class UnevenStages(AnnotatedTokens):
+    def __call__(self, tokens):
+        with hxla.replicate(1):
+            x = self.embed(tokens)
+        with hxla.replicate(3):
+            return self.out(x)
+
+
+TABLE = [["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]
+
+
+def pipeline(**settings):
+    return {"config": {"pipeline": settings}}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (
+            hxla.PlanError,
+            "8 devices cannot make pipelines of 3 stages: use 2 or 4 or 8",
+            {"stages": 3, "num_devices": 8},
+        ),
+        (hxla.PlanError, "pipelines of 1 stages", {"stages": 1, "num_devices": 2}),
+        (hxla.PlanError, "pipelines of 0 stages", {"stages": 0, "num_devices": 2}),
+        (hxla.ConfigError, "neither a number of stages", {"stages": 2.5, "num_devices": 2}),
+        (hxla.ConfigError, "positive shares", {"stages": (1, -1)}),
+        (hxla.ConfigError, "positive shares", {"stages": (1, 0)}),
+        (hxla.ConfigError, "positive shares", {"stages": (1, float("nan"))}),
+        (
+            hxla.ConfigError,
+            "one for each of the 2 chunks",
+            {
+                "stages": (1, 1, 1),
+                "num_devices": 2,
+                **pipeline(schedule="interleaved", num_chunks=2),
+            },
+        ),
+        (
+            hxla.ConfigError,
+            "needs pipeline.schedule='interleaved'",
+            {"stages": 2, **pipeline(num_chunks=2)},
+        ),
+        (
+            hxla.ConfigError,
+            "remove the annotations or the stages",
+            {"stages": 2, "net": AnnotatedTokens},
+        ),
+        (
+            hxla.PlanError,
+            "a scan over layers is one",
+            {"stages": 4, "net": Scanned, "loss": scanned_loss},
+        ),
+        (
+            hxla.PlanError,
+            "8 microbatches do not suit 1 pipelines .* multiple of 3",
+            {"stages": 3, **pipeline(schedule="interleaved")},
+        ),
+        (
+            hxla.PlanError,
+            "is for 2 stages, 1 microbatches",
+            {"stages": 2, **pipeline(schedule=TABLE)},
+        ),
+        (hxla.PlanError, "is for 2 stages", {"stages": 4, **pipeline(schedule=TABLE)}),
+        (
+            hxla.PlanError,
+            "needs F0, which",
+            {"stages": 2, "microbatch_size": 16, **pipeline(schedule=[["B0", "F0"], ["F0", "B0"]])},
+        ),
+        (
+            hxla.ConfigError,
+            "clip='after'",
+            {"stages": 2, "config": {"communication": {"clip_norm": 1.0, "clip": "before"}}},
+        ),
+        (
+            hxla.PlanError,
+            "each is hxla.replicate of the same count",
+            {"net": SplitStages, "num_devices": 6},
+        ),
+        (
+            hxla.PlanError,
+            "each is hxla.replicate of the same count",
+            {"net": UnevenStages, "num_devices": 4},
+        ),
+        (
+            hxla.PlanError,
+            "only 2 microbatches",
+            {"stages": 2, "num_devices": 8, "microbatch_size": 8},
+        ),
+        (
+            hxla.ConfigError,
+            r"split=\(5, 3\): this schedule",
+            {
+                "stages": 2,
+                "num_devices": 4,
+                "split": (5, 3),
+                **pipeline(schedule="interleaved", num_chunks=2),
+            },
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(error, message, options):
+    with pytest.raises(error, match=message):
+        train(**options)
