@@ -96,20 +96,17 @@ def t5():
 
 
 class ResNet(nnx.Module):
-    """That of the examples, without its annotations."""
+    """One block of that of the examples, without its annotations."""
 
     def __init__(self, rngs):
-        make = example("resnet").Bottleneck
         self.stem = nnx.Conv(3, 4, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.blocks = nnx.List([make(4, 4, 1, rngs), make(16, 8, 2, rngs)])
-        self.head = nnx.Linear(32, 16, rngs=rngs)
+        self.block = example("resnet").Bottleneck(4, 4, 2, rngs)
+        self.head = nnx.Linear(16, 16, rngs=rngs)
 
     def __call__(self, images):
         x = nnx.relu(self.norm(self.stem(images)))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((1, 2)))
+        return self.head(self.block(x).mean((1, 2)))
 
 
 def resnet():
@@ -198,7 +195,7 @@ def reference(model, loss, data, micro=2):
 
     gradient = jax.jit(jax.value_and_grad(sums, has_aux=True))
     optimizer = make_optimizer()
-    state, losses = optimizer.init(params), []
+    state, losses, start = optimizer.init(params), [], params
     for batch in batches(data):
         cuts = [jax.tree.map(lambda x: x[i : i + micro], batch) for i in range(0, BATCH, micro)]  # noqa: B023
         done = [gradient(params, rest, cut) for cut in cuts]
@@ -217,7 +214,7 @@ def reference(model, loss, data, micro=2):
             ),
             *[new for (_, (_, new)), _ in done],
         )
-    return losses, params, rest
+    return losses, params, rest, start
 
 
 def floating(tree):
@@ -225,28 +222,38 @@ def floating(tree):
     return [np.asarray(x, np.float32) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def close(ours, theirs, tolerance=5e-6):
-    """Each array to rounding of its own largest number; small ones to that of the largest."""
-    largest = max(np.abs(x).max() for x in floating(theirs))
+def close(ours, theirs, tolerance):
     for a, b in zip(floating(ours), floating(theirs), strict=True):
-        scale = max(np.abs(b).max(), 0.1 * largest)
-        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
-def check(name, stages, tolerance=5e-6, **options):
+def moved_alike(ours, theirs, start, tolerance):
+    """What the steps changed is the same, to its own rounding and to that of the parameters."""
+    leaves = [jax.tree.leaves(tree) for tree in (ours, theirs, start)]
+    dtypes = [x.dtype for x in leaves[2]]
+    ours, theirs, start = ([np.asarray(x, np.float32) for x in tree] for tree in leaves)
+    moved = [np.abs(b - p).max() for b, p in zip(theirs, start, strict=True)]
+    for a, b, move, dtype in zip(ours, theirs, moved, dtypes, strict=True):
+        # Some gradients are zero in theory: what moves them is rounding.
+        allowed = tolerance * max(move, 1e-3 * max(moved))
+        allowed += 4 * float(jnp.finfo(dtype).eps) * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=allowed)
+
+
+def check(name, stages, tolerance=2e-4, **options):
     model, loss, data = globals()[name]()
-    losses, params, rest = reference(model, loss, data)
+    losses, params, rest, start = reference(model, loss, data)
     result = train(model, loss, data, stages=stages, **options)
-    np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=tolerance)
+    np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=tolerance / 40)
     if isinstance(model, nnx.Module):
         state, others = nnx.split_state(result.state, nnx.Param, ...)
         rest = nnx.split_state(rest, nnx.RngState, ...)[1]
     else:
         state, others = result.state["params"], {k: result.state[k] for k in rest}
-    close(state, params, tolerance)
+    moved_alike(state, params, start, tolerance)
     assert bool(jax.tree.leaves(rest)) == (name in ("resnet", "linen") or "odd" in name)
     if jax.tree.leaves(rest):
-        close(others, rest, tolerance)
+        close(others, rest, tolerance / 40)
     for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(rest), strict=True):
         assert jnp.issubdtype(theirs.dtype, jnp.floating) or ours == theirs
     return result
@@ -278,9 +285,9 @@ def test_a_pipeline_trains_as_one_device_does(name, stages, options):
 @pytest.mark.parametrize(
     ("name", "tolerance", "options"),
     [
-        ("odd", 5e-6, {}),
-        ("odd", 5e-6, {"recompute": True}),
-        ("odd_in_bfloat16", 1e-3, {"schedule": "gpipe"}),
+        ("odd", 2e-4, {}),
+        ("odd", 2e-4, {"recompute": True}),
+        ("odd_in_bfloat16", 4e-2, {"schedule": "gpipe"}),
     ],
 )
 def test_what_is_seldom_met_crosses_stages(name, tolerance, options):
