@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._inspect import _groups, _shapes, _text
+from hxla._inspect import _groups, _origin, _shapes, _text
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -349,3 +349,30 @@ def test_a_callback_is_a_host_transfer():
 
     (transfer,) = hxla.inspect(jax.jit(step), programs.like(16)).main.transfers
     assert (transfer.kind, transfer.num_bytes, transfer.runs) == ("callback", 64, 1)
+
+
+def test_a_collective_that_xla_made_of_several_has_the_task_graphs_of_all():
+    where = programs.mesh(data=4)
+
+    def loss(params, x):
+        with hxla.split(1):
+            h = jnp.tanh(x @ params["up"])
+        with hxla.replicate(1):
+            return (h @ params["down"]).sum()
+
+    whole = {"up": P(), "down": P()}
+    step = programs.jitted(jax.grad(loss), where, (whole, P("data")), whole)
+    params = {"up": programs.like(8, 16), "down": programs.like(16, 8)}
+    found = hxla.inspect(step, params, programs.like(8, 8)).collectives
+    joined = {label for c in found for label in c.origin.task_graph.split(" + ")}
+    assert joined == {"split(1) #0", "replicate(1) #1"}
+    assert all(c.origin.phase == "backward" for c in found)
+
+
+def test_joined_names_are_taken_apart():
+    assert _origin.joined("jit(f)/a/dot") == ["jit(f)/a/dot"]
+    assert _origin.joined("jit(f)/(a(b:c)/dot:(d/add:e/mul))") == [
+        "jit(f)/a(b:c)/dot",
+        "jit(f)/d/add",
+        "jit(f)/e/mul",
+    ]

@@ -263,6 +263,33 @@ def test_the_profiled_step_is_one_step_and_its_collectives_are_those_of_the_prog
         assert all(0 < seconds <= measured.seconds for seconds in busy)
 
 
+def event(name, run, start, end, device="0"):
+    return _measured._Event(
+        device=device, line=device, program=name, run=run, name="f", start=start, end=end
+    )
+
+
+def test_a_step_of_hxla_ends_with_its_update():
+    events = [
+        *(event("jit_hxla_micro", "1", 0, 10), event("jit_hxla_update", "2", 10, 12)),
+        *(event("jit_hxla_micro", "3", 13, 20), event("jit_hxla_update", "4", 20, 25)),
+        event("jit_hxla_evaluate", "5", 30, 40),
+        # The second device is behind: its own first update ends in the first one's second step.
+        *(event("jit_hxla_micro", "1", 0, 13, "1"), event("jit_hxla_update", "2", 13, 14, "1")),
+        *(event("jit_hxla_micro", "3", 14, 21, "1"), event("jit_hxla_update", "4", 21, 26, "1")),
+    ]
+    step, num = _measured._last_step(events)
+    assert num == 2
+    assert sorted((e.device, e.run) for e in step) == [
+        ("0", "3"),
+        ("0", "4"),
+        ("1", "3"),
+        ("1", "4"),
+    ]
+    step, num = _measured._last_step(events[4:5])
+    assert (num, [e.run for e in step]) == (1, ["5"])
+
+
 def test_a_profile_of_something_else_is_refused(tmp_path):
     other = profiled(*looped(), tmp_path, times=1)
     step, args, _ = programs.tensor()

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from .._format import num_bytes as size
-from .._format import si, span
+from .._format import plural, si, span
 from .._page import figure, page, section, table, tiles
 from . import _shards, _steps
 from ._measured import COLLECTIVE, COMPUTATION, Measured
@@ -114,11 +114,19 @@ def inspection_page(
     if others:
         names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in others.items())
         parts.append(section("Other programs", f"<p>{html.escape(names)}</p>"))
-    words = {"live": "a compiled step", "text": "HLO text"}
-    sources = dict.fromkeys(words.get(p.source, p.source) for p in programs)
-    lead = f"{', '.join(p.title for p in programs)}, from {', '.join(sources)}; "
-    lead += f"{len(warned) or 'no'} {'warning' if len(warned) == 1 else 'warnings'}."
+    lead = f"{_sources(programs)}; "
+    lead += f"{plural(len(warned), 'warning') if warned else 'no warnings'}."
     return page(title, html.escape(lead), parts, css=_CSS)
+
+
+def _sources(programs: Sequence[Program]) -> str:
+    """What is shown, and what it was read from."""
+    words = {"live": "a compiled step", "text": "HLO text"}
+    sources = {words.get(p.source, p.source) for p in programs}
+    whole = os.path.commonpath(sources) if all(map(os.path.isabs, sources)) and sources else ""
+    names = ", ".join(dict.fromkeys(p.title for p in programs))
+    what = names if len(programs) < 3 else f"{len(programs)} programs"
+    return f"{what}, from {whole or ', '.join(sorted(sources))}"
 
 
 def diff_page(before: Inspection, after: Inspection, *, title: str) -> str:
@@ -140,7 +148,7 @@ def diff_page(before: Inspection, after: Inspection, *, title: str) -> str:
         if old is not None:
             parts.append(f'<h2 class="part">{html.escape(new.title)}</h2>')
             parts += _both(old, new)
-    lead = f"{len(lines) or 'no'} {'change' if len(lines) == 1 else 'changes'}."
+    lead = f"{plural(len(lines), 'change') if lines else 'no changes'}."
     return page(title, html.escape(lead), parts, css=_CSS)
 
 
@@ -193,7 +201,7 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     yield (
         "Sent by a device",
         size(total.collective_bytes),
-        f"{total.num_collectives} collectives" + (f", predicted {time}" if time else ""),
+        plural(total.num_collectives, "collective") + (f", predicted {time}" if time else ""),
     )
 
 
@@ -260,7 +268,7 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
     for number, (task_graph, own) in enumerate(_by(program.collectives, "task_graph")):
         name = html.escape(task_graph or "outside all TaskGraphs")
         runs = sum(c.runs or 1 for c in own)
-        said = f"{runs} {'run' if runs == 1 else 'runs'}, {size(_sent(own))} sent"
+        said = f"{plural(runs, 'run')}, {size(_sent(own))} sent"
         time = _predicted(own)
         said += f", predicted {time}" if time else ""
         is_open = " open" if number < 3 else ""

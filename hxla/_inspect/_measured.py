@@ -12,6 +12,7 @@ from ._collectives import KINDS
 from ._values import Program
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
+_UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
 _TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
 
 
@@ -83,8 +84,9 @@ class _Event:
 def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
     """The last step of a profile.
 
-    A step ends with the last run of the program that ran last, and begins after its run before.
-    Where several processes wrote a profile each, each one's last step begins at zero.
+    A step ends with the last run of hxla's update, or else of the program that ran last, and begins
+    after its run before. Where several processes wrote a profile each, each one's last step begins
+    at zero.
 
     Args:
         path: What was given to `jax.profiler.trace`, a folder that holds several such, or an
@@ -114,11 +116,14 @@ def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
             continue
         step, num_steps = _last_step(own)
         begin = min(e.start for e in step)
-        where = f"process {number} " if len(files) > 1 else ""
         index: dict[str, int] = {}
-        for device in sorted({e.device for e in step}, key=lambda d: (len(d), d)):
+        own_devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
+        for device in own_devices:
             index[device] = len(devices)
-            devices.append(f"{where}device {device}")
+            name = f"device {device}"
+            if len(files) > 1:
+                name = f"process {number}" + (f", {name}" if len(own_devices) > 1 else "")
+            devices.append(name)
         operations += [
             Operation(
                 device=index[e.device],
@@ -180,14 +185,20 @@ def _events(file: pathlib.Path) -> Iterator[_Event]:
 def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
     """Events of the last step, and how many steps there are."""
     last = max(events, key=lambda e: e.end).program
+    if any(e.program == _UPDATE for e in events):
+        last = _UPDATE
     ends: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for event in events:
         if event.program == last:
             own = ends[event.device]
             own[event.run] = max(own.get(event.run, 0.0), event.end)
     # One device may begin its next step before another has ended this one.
-    after = {device: sorted(own.values())[-2] for device, own in ends.items() if len(own) > 1}
-    step = [e for e in events if e.start >= after.get(e.device, 0.0)]
+    bounds = {device: [0.0, *sorted(own.values())][-2:] for device, own in ends.items()}
+    step = [
+        e
+        for e in events
+        if e.device in bounds and bounds[e.device][0] <= e.start < bounds[e.device][1]
+    ]
     return step, max(map(len, ends.values()))
 
 
