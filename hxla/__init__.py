@@ -52,4 +52,4 @@ from ._trace import trace as trace
 from ._train._loop import Result as Result
 from ._train._loop import TrainState as TrainState
 from ._train._loop import fingerprint as fingerprint
-from ._train._loop import train as train
+from ._train._train import train as train

@@ -1,10 +1,9 @@
-"""`hxla.train`."""
+"""One run of training: set up, steps, the end."""
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
 import pathlib
@@ -12,44 +11,41 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from .._cluster import Cluster
-from .._config import Config, as_config
-from .._errors import CheckpointError, ConfigError, LaunchError, NonFiniteError, PlanError
-from .._factors import PATTERNS, Patterns
+from .._config import Config
+from .._errors import CheckpointError, ConfigError, NonFiniteError
+from .._factors import Patterns
 from .._graph import Graph, rows_read
 from .._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._launch import _coordination
-from .._launch.join import uninitialised_cluster
 from .._lower import _devices
 from .._lower._reduce import Reducer
 from .._lower._replica import Replica
 from .._lower._replicate import Reduction, num_parts
-from .._mesh_file import load_cluster
 from .._model import Functional, Loss, functional
 from .._plan import Plan
-from .._rules import RuleSet, load_rules
+from .._rules import RuleSet
 from .._trace import trace_functional
 from .._types import DATA_AXIS, EXIT_PREEMPTED, PyTree
-from . import _cut, _dry, _pipeline_report, _setup, _stages, _strategy
+from . import _cut, _dry, _setup, _stages, _strategy
 from ._balance import Balancer
 from ._checkpoint import Checkpoints
 from ._compilations import num_compilations
-from ._data import Loader, as_source, eval_batches, num_steps
+from ._data import Loader, eval_batches
 from ._metrics import MetricsWriter
+from ._pipelines import Pipelines
 from ._progress import Progress
 from ._report import terminal_report, write_report
 from ._step import Engine
 from ._strategy import Strategy
 from ._watchdog import Watchdog
-
-_MICROBATCHES_PER_STAGE = 4  # a bubble of at most a fifth
 
 _FORMAT = 1  # of the checkpoint's own fields
 
@@ -100,214 +96,9 @@ class Result:
     sha256: str
 
 
-def train(
-    model: Any,
-    data: Any,
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    *,
-    batch_size: int,
-    microbatch_size: int | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    seed: int = 0,
-    mesh: jax.sharding.Mesh | None = None,
-    rules: str | RuleSet | None = None,
-    patterns: Patterns = PATTERNS,
-    stages: int | Sequence[float] | None = None,
-    split: Literal["measured", "even"] | Sequence[int] = "measured",
-    reduction: Reduction = "exact",
-    nonfinite: Literal["stop", "skip"] = "stop",
-    shuffle: bool = True,
-    num_examples: int | None = None,
-    variables: PyTree | None = None,
-    eval_data: Any = None,
-    eval_loss: Loss | None = None,
-    eval_every: int | None = None,
-    checkpoint_dir: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    tensorboard: bool = False,
-    callbacks: Sequence[Callback] = (),
-    config: Config | Mapping[str, Any] | None = None,
-) -> Result:
-    """Train a Flax model on every device of the job; the same bits however the work is spread.
-
-    The global batch is cut into microbatches of one shape. Each device runs as many as its
-    measured speed is worth, and the gradients are summed exactly, so the trained parameters depend
-    on the arguments below and on nothing else: not on the number of devices, their speeds, or how
-    often work moved between them.
-
-    Args:
-        model: An `nnx.Module` instance (updated in place) or an unbound `flax.linen.Module`.
-        data: A pytree of arrays, a sequence, a Grain dataset, a callable from index to example, or
-            an iterable of global batches.
-        loss: `loss(model, batch)`, returning a scalar (the mean over its microbatch), per-example
-            losses, or `(losses, weights)`; optionally followed by a dictionary of metrics. The
-            gradient is that of the global batch's mean. Linen modules come bound.
-        optimizer: Any optax transformation; it sees the model's own parameter tree.
-        batch_size: Examples of a global batch; never changes with the hardware.
-        microbatch_size: Examples of a microbatch; measured and chosen if None.
-        steps: Updates in all. Give either this or `epochs`.
-        epochs: Passes over the data.
-        seed: Root of sample order, dropout and Linen initialisation.
-        mesh: A mesh with an axis `data` for copies of the model, and inner axes (`tensor`, ...)
-            that rules or annotations cut, and `stage` for pipelines; default: every device of the
-            job, used as annotated.
-        rules: Rule set, or the name or file of one, that says what the inner axes cut.
-        patterns: Which dimensions of an equation can be cut together; add your own with
-            `hxla.PATTERNS.with_pattern`.
-        stages: Cut the model into a pipeline: so many stages of work that suits their devices, or
-            one number per stage, the shares of the work; how it runs: `hxla.Config.pipeline`.
-        split: `measured` (counts follow the devices), `even`, or one count per device.
-        reduction: `exact`, or `float` for ordinary float32 sums whose bits depend on the spread.
-        nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
-        shuffle: Whether random-access data is shuffled anew each epoch.
-        num_examples: Of a callable that is to have epochs.
-        variables: Initial variables of a Linen module; initialised from `seed` if None.
-        eval_data: Data to evaluate on; any kind that `data` takes but an unbounded one.
-        eval_loss: Loss for evaluation; default `loss`. NNX models are in evaluation mode.
-        eval_every: Steps between evaluations; default: only after the last step.
-        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
-        checkpoint_every: Steps between checkpoints; default: only at the end and on SIGTERM.
-        run_dir: Folder for `metrics.jsonl` and `report.html`; nothing is written if None.
-        tensorboard: Also write TensorBoard events to `run_dir`.
-        callbacks: Called on every process as `callback(record, state)` after each step; True from
-            any process ends training after the next step.
-        config: Further settings, see `hxla.Config`.
-
-    Returns:
-        The trained model and state, the history and the plan.
-
-    Raises:
-        ConfigError: Arguments that contradict each other or cannot be met.
-        DataError: Data that is malformed or shorter than asked.
-        LossError: A loss of another form.
-        MeshError: Devices that cannot be used.
-        PlanError: No split fits the devices.
-        NonFiniteError: A gradient was not finite and `nonfinite="stop"`.
-        CheckpointError: A folder that cannot be written, or a checkpoint of another run.
-        SystemExit: With code 75 after SIGTERM, once a checkpoint is written.
-
-    Example:
-        >>> import jax, numpy as np, optax, hxla
-        >>> from flax import nnx
-        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8.0, dtype=np.float32)}
-        >>> def loss(model, batch):
-        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
-        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-        >>> result = hxla.train(model, data, loss, optax.sgd(0.1), batch_size=8,
-        ...                     microbatch_size=1, steps=3)
-        >>> result.step
-        3
-
-    References:
-        Jia et al., "Whale", USENIX ATC 2022 (load balance over unlike devices).
-        Li et al., "EasyScale", SC 2023 (logical workers with an identity of their own).
-    """
-    settings = as_config(config)
-    _check_arguments(steps, epochs, eval_every, checkpoint_every, checkpoint_dir, eval_data)
-    _check_choices(
-        reduction=reduction, nonfinite=nonfinite, tensorboard=tensorboard, run_dir=run_dir
-    )
-    alone = uninitialised_cluster()
-    if alone:
-        raise LaunchError(
-            f"this is one of several processes ({alone}) but they have not joined: each would "
-            "train a model of its own. Start the script with hxla run, or call hxla.init() before "
-            "anything else uses JAX"
-        )
-    cluster = load_cluster(os.environ["HXLA_MESH"]) if os.environ.get("HXLA_MESH") else None
-    devices = _devices.resolve(mesh, cluster, settings.cluster.visible_devices)
-    num_cuts = settings.pipeline.num_micro_batch
-    if num_cuts is not None:
-        microbatch_size = _setup.size_of_microbatches(batch_size, num_cuts, microbatch_size)
-    _setup.check_batch(batch_size, microbatch_size, 1)
-    source = as_source(
-        data,
-        batch_size=batch_size,
-        seed=seed,
-        shuffle=shuffle,
-        num_examples=num_examples,
-        examples_per_file=settings.io.examples_per_file,
-    )
-    last_step = (
-        steps if steps is not None else num_steps(source, batch_size=batch_size, epochs=epochs or 0)
-    )
-    run = _Run(
-        model=model,
-        source=source,
-        loss=loss,
-        eval_loss=eval_loss or loss,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        last_step=last_step,
-        seed=seed,
-        devices=devices,
-        mesh=mesh,
-        rules=load_rules(rules) if isinstance(rules, str) else rules,
-        patterns=patterns,
-        stages=stages if stages is not None else settings.auto.num_stages,
-        cluster=cluster,
-        split=split,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        variables=variables,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        run_dir=pathlib.Path(run_dir) if run_dir is not None else None,
-        tensorboard=tensorboard,
-        callbacks=tuple(callbacks),
-        settings=settings,
-    )
-    request = _dry.requested()
-    if isinstance(request, _dry.PlanRequest):
-        _dry.plan(request, run.job())
-        raise SystemExit(0)
-    with contextlib.ExitStack() as stack:
-        return run.run(stack)
-
-
-def _check_arguments(
-    steps: int | None,
-    epochs: int | None,
-    eval_every: int | None,
-    checkpoint_every: int | None,
-    checkpoint_dir: Any,
-    eval_data: Any,
-) -> None:
-    if (steps is None) == (epochs is None):
-        raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
-    numbers = {
-        "steps": steps,
-        "epochs": epochs,
-        "eval_every": eval_every,
-        "checkpoint_every": checkpoint_every,
-    }
-    low = [f"{k}={v}" for k, v in numbers.items() if v is not None and v < 1]
-    if low:
-        raise ConfigError(f"{', '.join(low)} must be at least 1")
-    if checkpoint_every is not None and checkpoint_dir is None:
-        raise ConfigError(f"checkpoint_every={checkpoint_every} needs a checkpoint_dir")
-    if eval_every is not None and eval_data is None:
-        raise ConfigError(f"eval_every={eval_every} needs eval_data")
-
-
-def _check_choices(*, reduction: str, nonfinite: str, tensorboard: bool, run_dir: Any) -> None:
-    if reduction not in ("exact", "float"):
-        raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
-    if nonfinite not in ("stop", "skip"):
-        raise ConfigError(f"nonfinite={nonfinite!r}: use 'stop' or 'skip'")
-    if tensorboard and run_dir is None:
-        raise ConfigError("tensorboard=True needs a run_dir to write to")
-
-
 @dataclasses.dataclass(kw_only=True)
-class _Run:
-    """One call of `train`."""
+class Run:
+    """One call of `train`, with its arguments."""
 
     model: Any
     source: Any
@@ -569,27 +360,14 @@ class _Run:
                 "stage of a pipeline has: use clip='after'"
             )
         if self.microbatch_size is None:
-            num = num_pipelines * stages.num * _MICROBATCHES_PER_STAGE
-            divisors = [b for b in range(1, self.batch_size + 1) if self.batch_size % b == 0]
-            size = max((b for b in divisors if b * num <= self.batch_size), default=1)
+            size, reason = _stages.microbatch_size(stages, self.batch_size, num_pipelines)
             self.microbatch_size = size
-            reason = f"microbatch_size={size}: at least {_MICROBATCHES_PER_STAGE} per stage"
             self.strategy = dataclasses.replace(
                 self.strategy, reasons=(*self.strategy.reasons, reason)
             )
         if stages.needs_even_counts:
             num = self.batch_size // self.microbatch_size
-            if num % (num_pipelines * stages.unit(num // num_pipelines)):
-                raise PlanError(
-                    f"{num} microbatches do not suit {num_pipelines} pipelines of schedule "
-                    f"{stages.make_schedule(stages.num).name}: use a multiple of "
-                    f"{num_pipelines * stages.num}"
-                )
-            if not isinstance(self.split, str) and len(set(self.split)) > 1:
-                raise ConfigError(
-                    f"split={tuple(self.split)}: this schedule gives every pipeline as many "
-                    "microbatches; use split='even', or pipeline.schedule='1f1b'"
-                )
+            _stages.check_even(stages, num, num_pipelines, self.split)
             if self.split == "measured":
                 self.split = "even"
 
@@ -652,45 +430,19 @@ class _Run:
             self.split, self.batch_size // chosen.microbatch_size, chosen.seconds, limits
         )
         self.reasons = (*self.strategy.reasons, *chosen.engine.reasons, *chosen.reasons)
-        self._plan_pipelines(first(chosen.microbatch_size), counts)
+        self.pipelines = Pipelines(self.engine, self.strategy, self._gather)
+        self.reasons += self.pipelines.measure(first(chosen.microbatch_size), counts)
         self.balancer = Balancer(self.settings.balance, counts, limits, chosen.seconds)
         self._set_plan()
 
-    def _plan_pipelines(self, batch: PyTree, counts: Sequence[int]) -> None:
-        """Predict the step of each pipeline from the measured times of its pieces."""
-        self.predicted: dict[int, _pipeline_report.Predicted] = {}
-        self.ticks: dict[int, list[list[tuple[float, float]]]] = {}
-        pipelines = self.engine.pipelines
-        if self.strategy.stages is None or _strategy.stages_share_cores(self.strategy.replicas):
-            return
-        own = self.engine.measure_pipelines(batch, repeats=3)
-        texts = self._gather("pipeline times", _pipeline_report.to_text(own))
-        some = next(iter(pipelines.values()))
-        for replica, measured in sorted(_pipeline_report.from_texts(texts).items()):
-            predicted = _pipeline_report.predict(
-                some, measured, counts[replica], self.strategy.stages.fractions
+    def _stage_names(self) -> dict[int, tuple[str, ...]]:
+        """Of each pipeline's stages, as the mesh file numbers their devices."""
+        return {
+            r.index: _devices.replica_names(
+                [Replica(s, row) for s, row in enumerate(r.rows)], self.listed, self.known
             )
-            self.predicted[replica] = predicted
-            self.reasons += (_pipeline_report.explain(replica, predicted, measured),)
-
-    def _time_ticks(self, on: bool) -> None:
-        """Take the time of every tick of the next step, or tell all processes those of the last."""
-        for pipeline in self.engine.pipelines.values():
-            pipeline.timed = on
-        if on:
-            return
-        own = {
-            replica: [stage, pipeline.times]
-            for replica, pipeline in self.engine.pipelines.items()
-            for stage, devices in enumerate(self.reducer.replicas[replica].rows)
-            if any(d.process_index == jax.process_index() for d in devices)
+            for r in self.strategy.replicas
         }
-        for text in self._gather("ticks", json.dumps(own)):
-            for replica, (stage, times) in json.loads(text).items():
-                num = self.reducer.replicas[int(replica)].axes[0][1]
-                rows = self.ticks.setdefault(int(replica), [[] for _ in range(num)])
-                # Clocks differ between hosts: each counts from its own first tick.
-                rows[stage] = [(a - times[0][0], b - times[0][0]) for a, b in times]
 
     def _set_plan(self) -> None:
         assert self.microbatch_size is not None
@@ -704,14 +456,7 @@ class _Run:
             fixed=self.balancer.fixed,
             reasons=self.reasons,
         )
-        if self.predicted:
-            # Of a pipeline, a microbatch's share of the whole is not what one more would take.
-            updates = self.balancer.fixed
-            self.plan = dataclasses.replace(
-                self.plan,
-                step_seconds=max(p.busy_seconds + updates[r] for r, p in self.predicted.items()),
-                bound_seconds=max(p.bound_seconds for p in self.predicted.values()),
-            )
+        self.plan = self.pipelines.planned(self.plan)
 
     def _gather(self, what: str, text: str) -> tuple[str, ...]:
         timeout_seconds = self.settings.watchdog.progress_timeout_seconds
@@ -778,9 +523,8 @@ class _Run:
             batches = [[next(loaded) for _ in own] for own in ids]
             self._beat(step, "microbatches")
             compiled = num_compilations()
-            timed = step == start + 1 and bool(self.predicted) and self.run_dir is not None
-            if timed:
-                self._time_ticks(on=True)
+            timed = step == start + 1 and self.run_dir is not None
+            self.pipelines.time_ticks(timed)
             outcome = self.engine.accumulate(
                 step,
                 ids,
@@ -789,7 +533,7 @@ class _Run:
                 on_reduce=functools.partial(self._beat, step, "reduce"),
             )
             if timed:
-                self._time_ticks(on=False)
+                self.pipelines.tell_ticks()
             self._beat(step, "update")
             if outcome.nonfinite:
                 self._nonfinite(step, outcome.nonfinite)
@@ -927,20 +671,12 @@ class _Run:
             print(terminal_report(history, title="hxla"))
         if self.main and self.run_dir is not None and history.steps:
             path = self.run_dir / "report.html"
-            devices = {
-                r.index: _devices.replica_names(
-                    [Replica(s, row, r.axes[1:]) for s, row in enumerate(r.rows)],
-                    self.listed,
-                    self.known,
-                )
-                for r in self.strategy.replicas
-            }
             write_report(
                 path,
                 history,
                 title=self.run_dir.name,
                 notes={"Plan": self.plan.explain()},
-                pictures=_pipeline_report.write(self.run_dir, self.predicted, self.ticks, devices),
+                pictures=self.pipelines.draw(self.run_dir, self._stage_names()),
             )
             print(f"report: {path}")
         return Result(
@@ -981,7 +717,7 @@ def _counts(counts: tuple[int, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _sigterm(run: _Run) -> Iterator[None]:
+def _sigterm(run: Run) -> Iterator[None]:
     """SIGTERM asks for a checkpoint at the next step's end, on all processes at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals; the caller keeps its own handling

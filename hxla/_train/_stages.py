@@ -25,6 +25,7 @@ from .._types import PyTree
 
 _FINE = 4  # segments that each part is chosen from
 _MOST_SEGMENTS = 32
+_MICROBATCHES_PER_STAGE = 4  # a bubble of at most a fifth
 
 Table = Sequence[Sequence[str]]
 
@@ -246,6 +247,34 @@ def asked(stages: int | Sequence[float] | None, config: Pipeline) -> Stages:
         recompute=config.recompute,
         shares=shares,
     )
+
+
+def microbatch_size(stages: Stages, batch_size: int, num_pipelines: int) -> tuple[int, str]:
+    """The largest that leaves every stage enough microbatches, and why."""
+    num = num_pipelines * stages.num * _MICROBATCHES_PER_STAGE
+    divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+    size = max((b for b in divisors if b * num <= batch_size), default=1)
+    return size, f"microbatch_size={size}: at least {_MICROBATCHES_PER_STAGE} per stage"
+
+
+def check_even(stages: Stages, num_microbatches: int, num_pipelines: int, split: Any) -> None:
+    """A schedule for some numbers of microbatches only gets one of them on every pipeline.
+
+    Raises:
+        PlanError: If the microbatches do not suit the pipelines.
+        ConfigError: If the split is uneven.
+    """
+    if num_microbatches % (num_pipelines * stages.unit(num_microbatches // num_pipelines)):
+        raise PlanError(
+            f"{num_microbatches} microbatches do not suit {num_pipelines} pipelines of schedule "
+            f"{stages.make_schedule(stages.num).name}: use a multiple of "
+            f"{num_pipelines * stages.num}"
+        )
+    if not isinstance(split, str) and len(set(split)) > 1:
+        raise ConfigError(
+            f"split={tuple(split)}: this schedule gives every pipeline as many microbatches; use "
+            "split='even', or pipeline.schedule='1f1b'"
+        )
 
 
 def check_unannotated(graph: Graph, num: int) -> None:
