@@ -195,7 +195,8 @@ def reference(model, loss, data, micro=2):
 
     gradient = jax.jit(jax.value_and_grad(sums, has_aux=True))
     optimizer = make_optimizer()
-    state, losses, start = optimizer.init(params), [], params
+    # A copy, for training updates the model in place.
+    state, losses, start = optimizer.init(params), [], jax.tree.map(jnp.array, params)
     for batch in batches(data):
         cuts = [jax.tree.map(lambda x: x[i : i + micro], batch) for i in range(0, BATCH, micro)]  # noqa: B023
         done = [gradient(params, rest, cut) for cut in cuts]
@@ -233,6 +234,7 @@ def moved_alike(ours, theirs, start, tolerance):
     dtypes = [x.dtype for x in leaves[2]]
     ours, theirs, start = ([np.asarray(x, np.float32) for x in tree] for tree in leaves)
     moved = [np.abs(b - p).max() for b, p in zip(theirs, start, strict=True)]
+    assert max(moved) > 1e-3
     for a, b, move, dtype in zip(ours, theirs, moved, dtypes, strict=True):
         # Some gradients are zero in theory: what moves them is rounding.
         allowed = tolerance * max(move, 1e-3 * max(moved))
