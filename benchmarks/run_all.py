@@ -188,7 +188,7 @@ PARTS = (
     Part(
         name="torch_ddp",
         options=["--mesh", MESH, "--batch-size", "64", "--steps", "4"],
-        quick=["--mesh", MESH, "--batch-size", "16", "--steps", "1"],
+        quick=["--mesh", MESH, "--batch-size", "16", "--steps", "2"],
         rows=torch_ddp,
         needs_torch=True,
     ),

@@ -1,5 +1,6 @@
 """The page of an inspection: what a browser makes of it, and what its pictures show."""
 
+import gzip
 import html
 import math
 import pathlib
@@ -298,9 +299,10 @@ def test_a_profile_of_something_else_is_refused(tmp_path):
         _measured.read(tmp_path, inspection.programs)
     with pytest.raises(hxla.InspectError, match="holds no profile"):
         _measured.read(tmp_path / "nothing", other.programs)
-    (tmp_path / "broken.xplane.pb").write_bytes(b"no protocol buffer")
-    with pytest.raises(hxla.InspectError):
-        _measured.read(tmp_path / "broken.xplane.pb", other.programs)
+    for content in (b"no gzip", gzip.compress(b"no JSON"), gzip.compress(b"[]")):
+        (tmp_path / "broken.trace.json.gz").write_bytes(content)
+        with pytest.raises(hxla.InspectError, match="is no profile"):
+            _measured.read(tmp_path / "broken.trace.json.gz", other.programs)
 
 
 def test_bars_that_cannot_be_told_apart_are_one_and_cover_the_same_time():

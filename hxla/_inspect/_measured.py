@@ -2,16 +2,18 @@
 
 import collections
 import dataclasses
+import gzip
+import json
 import pathlib
+import zlib
 from collections.abc import Iterator, Sequence
-
-import jax
 
 from .._errors import InspectError
 from ._collectives import KINDS
 from ._values import Program
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
+_SUFFIX = ".trace.json.gz"
 _UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
 _TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
 
@@ -70,7 +72,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    """As the profiler has it, in nanoseconds."""
+    """As the profiler has it, in microseconds."""
 
     device: str
     line: str
@@ -89,8 +91,8 @@ def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
     at zero.
 
     Args:
-        path: What was given to `jax.profiler.trace`, a folder that holds several such, or an
-            `xplane.pb` file.
+        path: What was given to `jax.profiler.trace`, a folder that holds several such, or a
+            `trace.json.gz` file.
         programs: Those of the step; runs of others are left out.
 
     Raises:
@@ -99,7 +101,7 @@ def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
     files = _files(path)
     if not files:
         raise InspectError(
-            f"{path} holds no profile: no file like plugins/profile/*/*.xplane.pb; make one with "
+            f"{path} holds no profile: no file like plugins/profile/*/*{_SUFFIX}; make one with "
             "jax.profiler.trace(FOLDER)"
         )
     names = {program.name for program in programs}
@@ -130,8 +132,8 @@ def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
                 program=e.program,
                 name=e.name,
                 kind=_kind(e, collectives),
-                start_seconds=(e.start - begin) * 1e-9,
-                end_seconds=(e.end - begin) * 1e-9,
+                start_seconds=(e.start - begin) * 1e-6,
+                end_seconds=(e.end - begin) * 1e-6,
             )
             for e in _leaves(step)
         ]
@@ -153,33 +155,35 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
     sessions: dict[pathlib.Path, pathlib.Path] = {}
-    for file in sorted(path.rglob("*.xplane.pb")):
+    for file in sorted(path.rglob(f"*{_SUFFIX}")):
         sessions[file.parent.parent] = file.parent  # sessions are named by their time
-    return [file for folder in sessions.values() for file in sorted(folder.glob("*.xplane.pb"))]
+    return [file for folder in sessions.values() for file in sorted(folder.glob(f"*{_SUFFIX}"))]
 
 
 def _events(file: pathlib.Path) -> Iterator[_Event]:
+    # The file's other form, xplane.pb, is for jax.profiler.ProfileData, which ends the process on
+    # some events of jax 0.12.
     try:
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    except Exception as error:  # whatever the reader raises, the file is the reason
-        raise InspectError(f"{file} is no profile that jax can read: {error}") from error
-    for plane in planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                name, program = stats.get("hlo_op"), stats.get("hlo_module")
-                if not name or not program:
-                    continue
-                ordinal = stats.get("device_ordinal")
-                yield _Event(
-                    device=str(ordinal) if ordinal is not None else plane.name.split(":")[-1],
-                    line=f"{plane.name} {line.name}",
-                    program=str(program).split("(")[0],
-                    run=str(stats.get("run_id", "")),
-                    name=str(name),
-                    start=event.start_ns,
-                    end=event.start_ns + event.duration_ns,
-                )
+        records = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise InspectError(f"{file} is no profile: {error}") from error
+    planes = {r["pid"]: r["args"]["name"] for r in records if r.get("name") == "process_name"}
+    for record in records:
+        args = record.get("args", {})
+        name, program = args.get("hlo_op"), args.get("hlo_module")
+        if record.get("ph") != "X" or not name or not program:
+            continue
+        start = float(record["ts"])
+        yield _Event(
+            # On GPUs and TPUs each device has a plane of its own: `/device:GPU:0`.
+            device=args.get("device_ordinal") or planes.get(record["pid"], "").split(":")[-1],
+            line=f"{record['pid']} {record['tid']}",
+            program=program.split("(")[0],
+            run=args.get("run_id", ""),
+            name=name,
+            start=start,
+            end=start + float(record.get("dur", 0)),
+        )
 
 
 def _last_step(events: Sequence[_Event]) -> tuple[list[_Event], int]:
