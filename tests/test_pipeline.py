@@ -275,6 +275,8 @@ def check(name, stages, tolerance=2e-4, **options):
         ("lstm", 3, {"recompute": True}),
         ("linen", 4, {"schedule": "gpipe", "recompute": True}),
         ("linen", 2, {"schedule": TABLE}),
+        ("linen", 3, {"schedule": "zb-h1"}),
+        ("gpt", 2, {"schedule": "zb-h1"}),
     ],
 )
 def test_a_pipeline_trains_as_one_device_does(name, stages, options):
