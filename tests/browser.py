@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import resource
 import shutil
 import subprocess
 
@@ -36,14 +35,6 @@ def screenshot(page, path, *options, **size):
     run(page, f"--screenshot={path}", *options, **size)
 
 
-def cpu_seconds(page):
-    """Of the whole browser, from its start to the loaded page: a busy machine changes nothing."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    dom(page)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-
 def ask(page, folder, expression, **size):
     """What a script sees in the page, whose own policy allows none, so a copy without it is asked.
 
@@ -60,3 +51,9 @@ def ask(page, folder, expression, **size):
     copy = folder / "copy.html"
     copy.write_text(without.replace("</body>", script))
     return re.search(r"<title>answer: (.*?)</title>", dom(copy, **size), re.DOTALL)[1]
+
+
+def opening_seconds(page, folder):
+    """From the begin of loading until all of the page is parsed and laid out, in the browser."""
+    laid_out = "(document.body.offsetHeight, performance.now())"
+    return float(ask(page, folder, laid_out)) / 1e3

@@ -99,10 +99,11 @@ class Text(HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_page_of_twelve_layers_is_small_and_opens_at_once(large):
+def test_the_page_of_twelve_layers_is_small_and_opens_at_once(large, tmp_path):
     _, page = large
     assert page.stat().st_size < 3_000_000
-    assert min(browser.cpu_seconds(page) for _ in range(3)) < 2
+    # The machine may be busy with something else: the best of three.
+    assert 0 < min(browser.opening_seconds(page, tmp_path) for _ in range(3)) < 2
 
 
 @pytest.mark.slow
