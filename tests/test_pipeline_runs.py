@@ -271,12 +271,12 @@ def pipeline(**settings):
         ),
         (
             hxla.PlanError,
-            "each is hxla.replicate of the same count",
+            "all are hxla.replicate, or all hxla.split, of the same count",
             {"net": SplitStages, "num_devices": 6},
         ),
         (
             hxla.PlanError,
-            "each is hxla.replicate of the same count",
+            "all are hxla.replicate, or all hxla.split, of the same count",
             {"net": UnevenStages, "num_devices": 4},
         ),
         (
