@@ -4,7 +4,7 @@
 
 A GPT of 8 blocks, exact sums, in 2, 4 and 8 stages with 16 microbatches, and in 8 stages with 64;
 what one device compiles for a step (microbatch and update) against what a pipeline does (slots,
-ticks, sums and update). Processor seconds of the process, so that other work beside disturbs little.
+ticks, sums and update). Processor seconds, so that other work beside disturbs little.
 Writes benchmarks/results/pipeline_compile.json.
 """
 
