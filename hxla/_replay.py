@@ -159,10 +159,10 @@ def _overlapped(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], lis
                 took = _send_seconds(schedule, seconds, need, part)
                 start = max(start, ends[need] + took)
                 if took:
-                    sends.append(_event(need[0], SEND, op, ends[need], took))
+                    sends.append(make_event(need[0], SEND, op, ends[need], took))
             free[stage] = start + seconds[op.kind][part]
             ends[stage, op] = free[stage]
-            events.append(_event(stage, op.kind, op, start, seconds[op.kind][part]))
+            events.append(make_event(stage, op.kind, op, start, seconds[op.kind][part]))
     return events, sends
 
 
@@ -198,7 +198,7 @@ def _blocking(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[
         touched = [stage]
         if computes:
             took = seconds[op.kind][part]
-            events.append(_event(stage, op.kind, op, start, took))
+            events.append(make_event(stage, op.kind, op, start, took))
             free[stage] = start + took
             computed.add((stage, op))
             owed[stage] += (stage, op) in receivers
@@ -208,7 +208,7 @@ def _blocking(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[
             assert need is not None
             took = _send_seconds(schedule, seconds, need, part)
             if took:
-                sends.append(_event(need[0], SEND, op, start, took))
+                sends.append(make_event(need[0], SEND, op, start, took))
             free[stage] = free[need[0]] = start + took
             owed[need[0]] -= 1
             received.add((stage, op))
@@ -236,7 +236,7 @@ def _receivers(schedule: Schedule) -> set[tuple[int, Op]]:
     return found
 
 
-def _event(stage: int, kind: str, op: Op, start: float, took: float) -> Event:
+def make_event(stage: int, kind: str, op: Op, start: float, took: float) -> Event:
     return Event(
         stage=stage,
         kind=kind,

@@ -7,8 +7,8 @@ even where it needs nothing of them, which `_replay` does not.
 
 from collections.abc import Mapping, Sequence
 
-from ._replay import SEND, Event, Timeline
-from ._schedules import Op, Schedule
+from ._replay import SEND, Event, Timeline, make_event
+from ._schedules import Schedule
 
 Seconds = Mapping[tuple[str, int], float]
 
@@ -43,7 +43,7 @@ def replay_ticks(
             part = op.chunk * num_stages + stage
             took = seconds.get((op.kind, part), 0.0)
             done[stage] = ready[stage] + took
-            events.append(_event(stage, op.kind, op, ready[stage], done[stage]))
+            events.append(make_event(stage, op.kind, op, ready[stage], took))
         ready = list(done)
         for b in crossed:
             for stage, other in ((b, (b + 1) % num_stages), ((b + 1) % num_stages, b)):
@@ -51,7 +51,8 @@ def replay_ticks(
                 ready[stage] = max(ready[stage], meet)
         for stage, op in enumerate(tick):
             if op is not None and ready[stage] > done[stage] and transfer_seconds:
-                sends.append(_event(stage, SEND, op, ready[stage] - transfer_seconds, ready[stage]))
+                start = ready[stage] - transfer_seconds
+                sends.append(make_event(stage, SEND, op, start, transfer_seconds))
     return Timeline(
         num_stages=num_stages,
         events=tuple(sorted(events, key=lambda e: e.stage)),
@@ -70,20 +71,10 @@ def measured_timeline(
             tick ends when its transfers have.
     """
     events = [
-        _event(stage, op.kind, op, *times_ST[stage][t])
+        make_event(stage, op.kind, op, start, end - start)
         for stage in range(schedule.num_stages)
         for t, tick in enumerate(schedule.table_TS)
         if (op := tick[stage]) is not None
+        for start, end in [times_ST[stage][t]]
     ]
     return Timeline(num_stages=schedule.num_stages, events=tuple(events), sends=())
-
-
-def _event(stage: int, kind: str, op: Op, start: float, end: float) -> Event:
-    return Event(
-        stage=stage,
-        kind=kind,
-        microbatch=op.microbatch,
-        chunk=op.chunk,
-        start_seconds=start,
-        end_seconds=end,
-    )
