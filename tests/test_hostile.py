@@ -145,8 +145,8 @@ HOSTILE = {
         hxla.PlanError,
         r"need 16 one after another.*share_devices",
     ),
-    "a pipeline": (
-        lambda: fit(two_stages(R(4), R(4))),
+    "stages of unlike kinds": (
+        lambda: fit(two_stages(R(4), S(4))),
         hxla.PlanError,
         r"stages of a pipeline.*share_devices",
     ),
