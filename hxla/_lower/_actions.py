@@ -55,6 +55,12 @@ def exchanges(num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(found))
 
 
+def exchange_of(schedule: Schedule) -> list[int]:
+    """For each tick the smallest of the `exchanges` that holds all that is crossed."""
+    sets = exchanges(schedule.num_stages, schedule.num_chunks)
+    return [next(i for i, s in enumerate(sets) if used <= set(s)) for used in crossed(schedule)]
+
+
 def crossed(schedule: Schedule) -> list[set[int]]:
     """Boundaries that something crosses after each tick."""
     num_stages = schedule.num_stages
@@ -86,19 +92,15 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
     """
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     num_parts = num_stages * num_chunks
+    splits = schedule.has_weight
     ticks = {
         (stage, op): t
         for t, tick in enumerate(schedule.table_TS)
         for stage, op in enumerate(tick)
         if op is not None
     }
-    splits = any(op.kind == WEIGHT for op in schedule.rows[0])
     table = np.zeros((schedule.num_ticks, num_stages, len(FIELDS)), np.int32)
-    sets = exchanges(num_stages, num_chunks)
-    for t, used in enumerate(crossed(schedule)):
-        table[t, :, FIELDS.index("exchange")] = next(
-            i for i, s in enumerate(sets) if used <= set(s)
-        )
+    table[:, :, FIELDS.index("exchange")] = np.array(exchange_of(schedule))[:, None]
     sizes = {"input": 1, "grad": 1, "residual": 1, "late": 1}
     for stage in range(num_stages):
         spans: dict[str, list[tuple[int, int, Op]]] = {name: [] for name in sizes}

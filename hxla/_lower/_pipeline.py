@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from .._evaluate import Env
 from .._graph import Graph
 from .._parts import Part
+from .._profile._hardware import median_seconds
 from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
@@ -164,8 +165,7 @@ class Pipeline:
         self._bits = _exact.num_bits(spec.num_terms) if self._exact else 0
         self._sum_dtype = jnp.int32 if self._exact else jnp.float32
         self._num_tensors = len(slots.dims) + sum(self._float_aux)
-        some = spec.schedule(spec.unit)
-        self._halves = any(op.kind == WEIGHT for op in some.rows[0])
+        self._halves = spec.schedule(spec.unit).has_weight
         self._programs = self._shared()
         self._residuals = make_kept([stage.residuals for stage in self._stages])
         self._late = make_kept([stage.late for stage in self._stages])
@@ -327,7 +327,7 @@ class Pipeline:
             return self._exchange(carry, field)
 
         inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
-        return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[:1, :1].sum()[None].sum()
+        return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[0, 0]
 
     def _placing(self, action: Callable[..., _Carry]) -> Callable[..., _Carry]:
         """An action whose arrays lie where they did, whatever it does with them."""
@@ -635,15 +635,14 @@ class Pipeline:
             table[0, :, -1] = exchange
             where = self._put(np.array([0, 0, 0, 1], np.int32))
             placed = self._padded(table)
-            seconds = []
-            for _ in range(1 + repeats):
-                start = time.perf_counter()
+
+            def run() -> Any:
                 self._state, tick = ticks(
                     slots, list(aux), self._state, exponents, placed, where, stacked
                 )
-                jax.block_until_ready((tick, self._state))
-                seconds.append(time.perf_counter() - start)
-            return float(np.median(seconds[1:]))
+                return tick, self._state
+
+            return median_seconds(run, repeats)
 
         found: dict[tuple[str, int], float] = {}
         nothing = tick_seconds([0] * num_stages, 0)
@@ -653,36 +652,33 @@ class Pipeline:
                 took = tick_seconds([_actions.number(p, kind) for p in numbers], 0)
                 found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
         transfer = tick_seconds([0] * num_stages, len(self._exchanges) - 1) - nothing
-        once = []
-        for _ in range(1 + repeats):
-            start = time.perf_counter()
+
+        def once() -> Any:
             jax.block_until_ready(fill(list(params)))
             sums, self._state = finish(self._state)
-            jax.block_until_ready(sums)
-            once.append(time.perf_counter() - start)
+            return sums
+
         return Measured(
             seconds=found,
             transfer_seconds=max(0.0, transfer),
-            fixed_seconds=float(np.median(once[1:])),
+            fixed_seconds=median_seconds(once, repeats),
         )
 
     def crossed(self, schedule: Schedule) -> list[tuple[int, ...]]:
         """Boundaries of each tick's exchange."""
-        used = _actions.crossed(schedule)
-        return [next(s for s in self._exchanges if u <= set(s)) for u in used]
+        return [self._exchanges[i] for i in _actions.exchange_of(schedule)]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: filling slots, ticks, collecting sums."""
         spec = self.spec
         if self._state is None:
             self._state = self._zeros()
-        shapes = jax.eval_shape(lambda x: x, self._state)
 
         def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self._mesh, spec)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        state = jax.tree.map(like, shapes, self._carry_specs)
+        state = jax.tree.map(like, self._shapes(), self._carry_specs)
         slots = [
             like(jax.ShapeDtypeStruct((spec.slots.num_stages, *s.shape), s.dtype), p)
             for s, p in zip(spec.slots.slots, self._slot_specs, strict=True)

@@ -60,11 +60,11 @@ def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, flo
     return tuple(points)
 
 
-def median_seconds(run: Callable[[], Any]) -> float:
+def median_seconds(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Median time, after a first run that compiles and warms up."""
     jax.block_until_ready(run())
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         begin = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)

@@ -34,6 +34,7 @@ def measure_segments(
 ) -> str:
     """The segments' times on this process's devices, as text for the other processes."""
     chain = segments(graph, stages.num_segments)
+    host = jax.tree.map(np.asarray, batch)
     found = {}
     for i, device in enumerate(devices):
         if device.process_index != jax.process_index():
@@ -43,7 +44,7 @@ def measure_segments(
             chain,
             params=model.params,
             aux=model.aux,
-            batch=jax.tree.map(np.asarray, batch),
+            batch=host,
             device=device,
             options=compiler_options(device.platform, reduction),
         )
@@ -102,10 +103,14 @@ def best_cut(
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]
     # Several pipelines share one cut: that of a pipeline whose stages are each the mean of theirs,
     # after each has its larger memories first, for earlier stages keep more.
-    for own in pipelines[: len(pipelines) if len(pipelines) > 1 else 0]:
-        own.sort(
-            key=lambda d: (-(memory_bytes[d] or 0), sum(t.forward + t.backward for t in times[d]))
-        )
+    if len(pipelines) > 1:
+        for own in pipelines:
+            own.sort(
+                key=lambda d: (
+                    -(memory_bytes[d] or 0),
+                    sum(t.forward + t.backward for t in times[d]),
+                )
+            )
     groups = []
     for position in range(num):
         devices = [own[position] for own in pipelines]
@@ -132,10 +137,7 @@ def best_cut(
     (replica,) = staging.replicas
     ends = (*staging.cuts[1:], len(sizes))
     layers = tuple(b - a for a, b in zip(staging.cuts, ends, strict=True))
-    if len(pipelines) > 1 and replica.groups != tuple(range(num)):
-        pipelines = [[own[g] for g in replica.groups] for own in pipelines]
-    elif len(pipelines) == 1:
-        pipelines = [[pipelines[0][g] for g in replica.groups]]
+    pipelines = [[own[g] for g in replica.groups] for own in pipelines]
     busy = [
         sum(
             groups[g].forward_seconds[i] + groups[g].backward_seconds[i]

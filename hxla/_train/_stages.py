@@ -19,7 +19,7 @@ from .._lower._slots import make_slots
 from .._model import Functional
 from .._parts import parts_of
 from .._schedules import Schedule, make_schedule, schedule_from_table
-from .._segments import cut_points, in_task_order, segments, task_points
+from .._segments import cut_points, in_task_order, segments_at, task_points
 from .._trace import trace_sums
 from .._types import PyTree
 
@@ -112,7 +112,7 @@ class Stages:
                 )
             return points
         fine = cut_points(graph, self.num_segments)
-        chain = segments(graph, self.num_segments)
+        chain = segments_at(graph, fine)
         if len(chain) < self.num_parts:
             raise PlanError(
                 f"the loss has {len(chain)} parts that can be told apart (a scan over layers is "

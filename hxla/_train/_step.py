@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 import time
@@ -359,32 +360,31 @@ class Engine:
         """Compile ahead what the devices run, so that no step waits for a compiler."""
         lowered = []
         where, weight = np.zeros(3, np.int32), np.float32(1)
-        for state, replica in zip(self._states, self._reducer.local, strict=True):
+        for i, (state, replica) in enumerate(zip(self._states, self._reducer.local, strict=True)):
             exponents = replica.put(self.exponents)
-            first = replica.put_tree(batch, self._batch_specs)
-            micro = (
-                None
-                if self._pipelines
-                else state.programs.micro.lower(
-                    state.params, state.aux, state.sums, exponents, where, first
-                )
-            )
             update = state.programs.update.lower(
                 state.params, state.opt_state, state.aux, *state.totals, exponents, weight
             )
-            lowered += [micro, update]
-        for pipeline, state, replica in zip(
-            self._pipelines, self._states, self._reducer.local, strict=False
-        ):
-            exponents = replica.put(self.exponents)
-            lowered += pipeline.lower(state.params, state.aux, exponents)
-        self._micro_text = "".join(p.as_text() for p in lowered[: 1 if lowered[0] else None] if p)
-        compiled = list(self._pool.map(lambda program: program and program.compile(), lowered))
-        for i, state in enumerate(self._states):
-            state.micro, state.update = compiled[2 * i : 2 * i + 2]
-        first_pipeline = 2 * len(self._states)
-        for i, pipeline in enumerate(self._pipelines):
-            pipeline.adopt(compiled[first_pipeline + 3 * i :][:3])
+            if self._pipelines:
+                own = self._pipelines[i].lower(state.params, state.aux, exponents)
+            else:
+                first = replica.put_tree(batch, self._batch_specs)
+                own = [
+                    state.programs.micro.lower(
+                        state.params, state.aux, state.sums, exponents, where, first
+                    )
+                ]
+            lowered.append([update, *own])
+        # Of pipelines, processes must agree on every program.
+        text = itertools.chain(*lowered) if self._pipelines else lowered[0][1:]
+        self._micro_text = "".join(program.as_text() for program in text)
+        flat = iter(self._pool.map(lambda program: program.compile(), itertools.chain(*lowered)))
+        for i, (state, programs) in enumerate(zip(self._states, lowered, strict=True)):
+            state.update, *own = itertools.islice(flat, len(programs))
+            if self._pipelines:
+                self._pipelines[i].adopt(own)
+            else:
+                [state.micro] = own
 
     def _stack(self) -> Any:
         """The sums of the local devices as the reducer takes them, without `rows`."""
