@@ -31,13 +31,59 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """A program as a function of its arguments; equations keep their name stacks."""
+    return core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+
+
+def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    """An equation that runs other programs, with each of them changed; any other as it is."""
+    if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):
+        return eqn
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, core.ClosedJaxpr):
+            return change(value)
+        if isinstance(value, core.Jaxpr):
+            return change(core.ClosedJaxpr(value, ())).jaxpr
+        if isinstance(value, tuple) and any(isinstance(v, core.ClosedJaxpr) for v in value):
+            new = tuple(map(changed, value))
+            return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+        return value
+
+    params = {key: changed(value) for key, value in eqn.params.items()}
+    same = all(params[key] is eqn.params[key] for key in params)
+    return eqn if same else eqn.replace(params=params)
+
+
+def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
+    """The equations of a function of arrays, in the place of an equation with one result."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    traced = jax.make_jaxpr(function)(*shapes).jaxpr
+    names = dict(zip(traced.invars, eqn.invars, strict=True))
+    names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
+
+    def named(variables: Sequence[Any]) -> list[Any]:
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
+
+    return [
+        own.replace(
+            invars=named(own.invars),
+            outvars=named(own.outvars),
+            source_info=eqn.source_info,
+            ctx=eqn.ctx,
+        )
+        for own in traced.eqns
+    ]
+
+
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run one equation again, under its own name stack and context."""
     given = {
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
     alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=_debug_info())
-    return list(core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values()))
+    return list(as_function(core.ClosedJaxpr(alone, ()))(*given.values()))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from ._profile._hardware import median_seconds
 from ._profile._values import LayerSize, LayerTime
 from ._segments import Segment, run_segment
 from ._types import PyTree
+from ._uncross import uncrossed
 
 
 def fingerprint(params: PyTree) -> str:
@@ -93,7 +94,10 @@ def measure(
         forward = jax.jit(run, compiler_options=options)
         outputs = forward(own, inputs, rest)
         forward_seconds = median_seconds(functools.partial(forward, own, inputs, rest))
-        both = jax.jit(_with_backward(run), compiler_options=options)
+        with_backward = _with_backward(run)
+        if device.platform == "cpu":
+            with_backward = uncrossed(with_backward)
+        both = jax.jit(with_backward, compiler_options=options)
         both_seconds = median_seconds(functools.partial(both, own, inputs, rest))
         crossing |= dict(zip(segment.outputs, outputs, strict=True))
         times.append(

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._errors import PlanError
 from .._types import PyTree
+from .._uncross import row_major
 from ._shard import place_in
 from ._slots import names_of
 
@@ -30,10 +31,12 @@ class Inside:
     Attributes:
         mesh: Of the pipeline; its first axis is that of the stages.
         axes: Names of the others; none where a stage has one device.
+        on_cpu: Whether arrays are laid out as a CPU likes them.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
+    on_cpu: bool
 
     def place(self, tree: PyTree, specs: PyTree) -> PyTree:
         """Constrain the arrays of one stage; `specs` are those over all stages."""
@@ -58,7 +61,7 @@ class Inside:
         tensors: Sequence[int],
         values: Sequence[jax.Array],
         specs: Sequence[P],
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """Largest magnitudes that each device saw in its own pieces: nothing is communicated.
 
         Args:
@@ -66,26 +69,33 @@ class Inside:
             tensors: Columns of `peaks_NT`.
             values: Arrays of these tensors.
             specs: How they lie, over all stages.
+
+        Returns:
+            The new peaks, and the values as sums read them fast.
         """
         if not values:
-            return peaks_NT
+            return peaks_NT, []
 
-        def run(peaks_NT: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+        def run(
+            peaks_NT: jax.Array, values: Sequence[jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array]]:
             peaks_T = peaks_NT[0]
+            values = [row_major(x) if self.on_cpu else x for x in values]
             for tensor, x in zip(tensors, values, strict=True):
                 largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
                 # Bit patterns of non-negative floats sort as the floats do, NaN above all.
                 bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
                 peaks_T = peaks_T.at[tensor].max(bits)
-            return peaks_T[None]
+            return peaks_T[None], values
 
         if not self.axes:
             return run(peaks_NT, values)
+        own = [P(*s[1:]) for s in specs]
         mapped = jax.shard_map(
             run,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(P(self.axes), [P(*s[1:]) for s in specs]),
-            out_specs=P(self.axes),
+            in_specs=(P(self.axes), own),
+            out_specs=(P(self.axes), own),
             axis_names=frozenset(self.axes),
             check_vma=False,
         )

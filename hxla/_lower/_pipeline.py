@@ -43,7 +43,7 @@ from ._actions import FIELDS, Actions
 from ._inside import Inside, check_permutes, map_specs, only
 from ._kept import make_kept
 from ._replica import Replica
-from ._replicate import Reduction, Sums, compiler_options, num_parts, upright
+from ._replicate import Reduction, Sums, compiler_options, num_parts
 from ._shard import Sharded
 from ._slots import Slots
 from ._stage import StagePart
@@ -151,10 +151,11 @@ class Pipeline:
         platform = replica.devices[0].platform
         self._options = compiler_options(platform, spec.reduction)
         inner = tuple(name for name, _ in replica.axes[1:])
-        self._inside = Inside(mesh=self._mesh, axes=inner)
+        self._inside = Inside(mesh=self._mesh, axes=inner, on_cpu=platform == "cpu")
         placement = spec.sharded.placement(self._mesh) if spec.sharded is not None else None
-        self._stages = [StagePart(graph, part, placement) for part in spec.parts]
-        self._upright = platform == "cpu"
+        self._stages = [
+            StagePart(graph, part, placement, on_cpu=platform == "cpu") for part in spec.parts
+        ]
         self._aux = jax.tree.leaves(aux)
         self._batch_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
@@ -468,15 +469,13 @@ class Pipeline:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
         places = [held[param] for param in stage.params]
         specs = [self._slot_specs[slot] for slot in places]
-        if self._upright:
-            grads = [upright(grad) if grad.ndim == 2 else grad for grad in grads]
-        grads = self._inside.place(list(grads), specs)
+        peaks_NT, grads = self._inside.raise_peaks(
+            acc.peaks_NT, places, self._inside.place(list(grads), specs), specs
+        )
         slots = list(acc.slots)
         for slot, grad in zip(places, grads, strict=True):
             slots[slot] = self._add(slots[slot], grad, exponents[slot])
-        return acc._replace(
-            slots=slots, peaks_NT=self._inside.raise_peaks(acc.peaks_NT, places, grads, specs)
-        )
+        return acc._replace(slots=slots, peaks_NT=peaks_NT)
 
     def _add(self, before: Sequence[Any], x: jax.Array, exponent: Any) -> tuple[Any, ...]:
         x = x.astype(jnp.float32).reshape(before[0].shape)
@@ -506,11 +505,12 @@ class Pipeline:
                 ints.append(before + mine.reshape(before.shape))
         bits = jax.lax.bitcast_convert_type(jnp.asarray(sums_S, jnp.float32), jnp.int32)
         tensors = range(first, first + len(deltas))
+        peaks_NT, _ = self._inside.raise_peaks(
+            acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)
+        )
         return acc._replace(
             small_MS=acc.small_MS.at[index].set(bits),
-            peaks_NT=self._inside.raise_peaks(
-                acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)
-            ),
+            peaks_NT=peaks_NT,
             aux=floats,
             ints=ints,
         )

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._types import PyTree
+from .._uncross import row_major, uncrossed
 from . import _exact
 from ._reduce import BUCKET_ELEMENTS, Combine, buckets
 
@@ -180,12 +181,6 @@ def build(
         chosen = [s for s, f in zip(layout.aux, float_aux, strict=True) if f]
         specs = [*layout.params, *chosen]
 
-    num_params = len(param_leaves)  # rows of an embedding are scattered, not multiplied
-    transposed = [
-        platform == "cpu" and i < num_params and i not in alone and len(x.shape) == 2
-        for i, x in enumerate(floats)
-    ]
-
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape or (1,)  # at least 1-D, so that shards can be stacked
 
@@ -198,25 +193,27 @@ def build(
             [jnp.zeros(shape(x), jnp.int32) for x in others],
         )
 
-    def local_largest(values: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack([jnp.abs(jnp.max(jnp.abs(x), initial=0.0)) for x in values])
+    def with_largest(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        """The values as the sums read them, and the largest magnitude of each."""
 
-    def largest(values: list[jax.Array]) -> jax.Array:
+        def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            if platform == "cpu":
+                values = [row_major(x) for x in values]
+            largest = jnp.stack([jnp.abs(jnp.max(jnp.abs(x), initial=0.0)) for x in values])
+            return values, largest
+
         if layout is None:
-            return local_largest(values)
+            return local(values)
         axes = layout.mesh.axis_names
-        each = [
-            P(*(*s, *[None] * (2 - len(s)))[::-1]) if t else s
-            for s, t in zip(specs, transposed, strict=True)
-        ]
 
-        def run(values: list[jax.Array]) -> jax.Array:  # one collective for all tensors
-            return jax.lax.pmax(local_largest(values), axes)
+        def run(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            values, largest = local(values)
+            return values, jax.lax.pmax(largest, axes)  # one collective for all tensors
 
         mapped = jax.shard_map(
-            run, mesh=layout.mesh, in_specs=(each,), out_specs=P(), check_vma=False
+            run, mesh=layout.mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
         )
-        return mapped(values)
+        return mapped(values)  # type: ignore[no-any-return]
 
     def hxla_micro(
         params: Sequence[jax.Array],
@@ -234,8 +231,10 @@ def build(
             value, sums_S, new_aux = sums_of(tree, jax.tree.unflatten(aux_def, aux), key, batch)
             return value, (sums_S, new_aux)
 
-        (_, (sums_S, new_aux)), grads = jax.value_and_grad(loss, has_aux=True)(list(params))
-        grads = [upright(g) if t else g for g, t in zip(grads, transposed, strict=False)]
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        if platform == "cpu":
+            gradient = uncrossed(gradient)
+        (_, (sums_S, new_aux)), grads = gradient(list(params))
         if clip_before is not None:
             share = jnp.maximum(sums_S[1], jnp.finfo(jnp.float32).tiny) if mean else 1.0
             own = _clip([g.astype(jnp.float32) / share for g in grads], clip_before)
@@ -249,8 +248,7 @@ def build(
         values = [x.astype(jnp.float32) for x in grads] + deltas
         if layout is not None:
             values = [layout.place(x, s) for x, s in zip(values, specs, strict=True)]
-        # As the dots left them: a transposition that only the sums see is part of their loop.
-        maxima_T = largest([x.T if t else x for x, t in zip(values, transposed, strict=True)])
+        values, maxima_T = with_largest(values)
         # Bit patterns of non-negative floats sort as the floats do, NaN above all.
         peaks_T = jax.lax.bitcast_convert_type(maxima_T, jnp.int32)
 
@@ -348,15 +346,6 @@ def build(
         + tuple(n for n, f in zip(names[len(param_leaves) :], float_aux, strict=True) if f),
         float_aux=float_aux,
     )
-
-
-def upright(gradient: jax.Array) -> jax.Array:
-    """A matrix gradient whose dot has operands that lie along the contraction.
-
-    XLA folds the transposition at the end of a dense layer's gradient into its dot, and the CPU's
-    dot takes up to four times longer with both operands across. A barrier keeps them apart.
-    """
-    return jax.lax.optimization_barrier(gradient.T).T
 
 
 def _clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:

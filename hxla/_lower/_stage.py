@@ -16,6 +16,7 @@ from .._evaluate import Env, Placement
 from .._graph import Graph
 from .._halves import Halves, halve
 from .._parts import Part, has_gradient, run_part
+from .._uncross import uncrossed
 from ._words import Words
 
 
@@ -55,10 +56,14 @@ class StagePart:
         graph: Traced.
         part: Of the chain.
         placement: Where arrays lie on a stage's devices; None: it has one.
+        on_cpu: Whether dots are written as a CPU likes them.
     """
 
-    def __init__(self, graph: Graph, part: Part, placement: Placement | None = None):
+    def __init__(
+        self, graph: Graph, part: Part, placement: Placement | None = None, *, on_cpu: bool = False
+    ):
         self.part = part
+        self._on_cpu = on_cpu
         self._graph = graph
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
@@ -121,6 +126,8 @@ class StagePart:
         """Gradients of the parameters and of the floating inputs."""
         sources: dict[str, Any] = {"param": params, "saved": saved, "given": given}
         vjp = jax.tree.unflatten(self._residual_tree, [sources[k][i] for k, i in self._kept])
+        if self._on_cpu:
+            vjp = uncrossed(vjp)
         d_params, d_floats = vjp(self._cotangents(grads))
         return list(d_params), list(d_floats)
 
@@ -130,6 +137,8 @@ class StagePart:
         """The forward again: gradients of parameters and floating inputs, what `forward` gives."""
         floats = [inputs[i] for i in self.above.floats]
         _, vjp, made = jax.vjp(self._function(inputs, given), list(params), floats, has_aux=True)
+        if self._on_cpu:
+            vjp = uncrossed(vjp)
         d_params, d_floats = vjp(self._cotangents(grads))
         return list(d_params), list(d_floats), made
 
