@@ -199,7 +199,7 @@ class Flow:
         if picked is not None:
             elements = _shapes.parts(shape)
             shape = elements[picked] if picked < len(elements) else shape
-        return all(not dims for _, dims in _shapes.arrays(shape))
+        return _shapes.is_scalar(shape)
 
     def _only_views(self, name: str, slices: bool) -> bool:
         key = name, slices
@@ -209,7 +209,7 @@ class Flow:
             self._bare[key] = inner is not None and all(
                 i.opcode in allowed
                 or i.opcode in ("parameter", "constant")
-                or all(not dims for _, dims in _shapes.arrays(i.shape))
+                or _shapes.is_scalar(i.shape)
                 for i in inner.instructions.values()
             )
         return self._bare[key]

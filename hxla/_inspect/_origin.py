@@ -1,5 +1,6 @@
 """Which TaskGraph, module and line of the user's an instruction comes from."""
 
+import functools
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -67,6 +68,7 @@ def joined(name: str) -> list[str]:
     return out
 
 
+@functools.lru_cache(maxsize=65536)
 def module_path(name: str) -> tuple[str, str]:
     """The user's own scopes in a name, and the primitive at its end."""
     *scopes, primitive = components(joined(name)[0])
@@ -95,6 +97,8 @@ class Origins:
         entries: set[tuple[Scope, ...]] = set()
         self._any_scope = False
         for computation in module.computations.values():
+            if "hxla." not in computation:
+                continue
             for instruction in computation.instructions.values():
                 if "hxla." in instruction.rest:
                     entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}

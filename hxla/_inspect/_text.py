@@ -1,18 +1,25 @@
-"""Optimized HLO text, read line by line.
+"""Optimized HLO text.
 
-Nothing but the lines themselves is kept: operands and attributes of an instruction are taken apart
-when they are asked for, as most never are. What is not understood is counted and said, and never
-ends the reading.
+Nothing but the text itself is kept, and where in it the computations are: their instructions, and
+operands and attributes of these, are taken apart when they are asked for, as most never are. What
+is not understood is counted and said, and never ends the reading.
 """
 
 import dataclasses
+import functools
 import re
 import sys
-from collections.abc import Iterable
 
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
+_INSTRUCTION = re.compile(
+    r"^[^\S\n]++(ROOT )?%?([^\s=]++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)", re.MULTILINE
+)
+_OPCODE = re.compile(
+    r"^[^\S\n]++(?:ROOT )?%?[^\s=]++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+",
+    re.MULTILINE,
+)
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)\s.*\{")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+_MARKS = re.compile(r'[{}\[\](),"]')
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -93,17 +100,17 @@ class Instruction:
             end = self.rest.find(",", start)
             return self.rest[start:] if end < 0 else self.rest[start:end]
         depth, quoted = 0, False
-        for i in range(start, len(self.rest)):
-            char = self.rest[i]
-            if char == '"' and self.rest[i - 1] != "\\":
-                quoted = not quoted
+        for mark in _MARKS.finditer(self.rest, start):
+            char, i = mark[0], mark.start()
+            if char == '"':
+                quoted ^= self.rest[i - 1] != "\\"
             elif quoted:
                 continue
             elif char in "{[(":
                 depth += 1
             elif char in "}])":
                 depth -= 1
-            elif char == "," and depth == 0:
+            elif depth == 0:
                 return self.rest[start:i]
         return self.rest[start:]
 
@@ -117,19 +124,39 @@ class Instruction:
         return [n.strip(" %{}") for n in text.split(",")]
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Computation:
     """Instructions by name, in the order of the text (the schedule, where the module has one).
 
     Attributes:
         name: Without `%`.
-        instructions: By name.
+        text: Of the module.
+        start: Where in it the instructions begin.
+        end: Where they end.
         opcodes: Of all of them: most questions are answered by what is not there.
     """
 
     name: str
-    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-    opcodes: set[str] = dataclasses.field(default_factory=set)
+    text: str
+    start: int
+    end: int
+    opcodes: frozenset[str]
+
+    def __contains__(self, words: str) -> bool:
+        """Whether these words are anywhere in its text."""
+        return self.text.find(words, self.start, self.end) >= 0
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """By name."""
+        intern = sys.intern
+        return {
+            name: Instruction(name, intern(shape), intern(opcode), rest, bool(root))
+            for root, name, shape, opcode, rest in _INSTRUCTION.findall(
+                self.text, self.start, self.end
+            )
+            if ")" in rest
+        }
 
     @property
     def root(self) -> Instruction | None:
@@ -152,12 +179,17 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        found = [
-            i
+        numbers = self.numbers
+        return [self.instructions[name] for name in sorted(numbers, key=numbers.__getitem__)]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Of the parameters, by name."""
+        return {
+            i.name: int(number)
             for i in self.instructions.values()
-            if i.opcode == "parameter" and i.arguments.isdigit()
-        ]
-        return sorted(found, key=lambda i: int(i.arguments))
+            if i.opcode == "parameter" and (number := i.arguments).isdigit()
+        }
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -234,37 +266,24 @@ def _numbers(text: str) -> dict[str, int]:
     return {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", text)}
 
 
-def read(lines: Iterable[str]) -> Module:
+def read(text: str) -> Module:
     """Read one module.
 
     Args:
-        lines: Of its text.
+        text: Its lines; they end in a newline only.
 
     Returns:
         All that could be read; `problems` says what could not.
     """
     module = Module()
-    current: dict[str, Instruction] | None = None
-    opcodes: set[str] = set()
-    table: dict[int, str] | None = None
-    match, intern = _INSTRUCTION.match, sys.intern
     odd: list[str] = []
-    num_odd = 0
-    for line in lines:
-        if current is not None:
-            found = match(line)
-            if found is not None and ")" in line:
-                root, name, shape, opcode = found.groups()
-                rest = line[found.end() :].rstrip("\n")
-                opcode = intern(opcode)
-                opcodes.add(opcode)
-                current[name] = Instruction(name, intern(shape), opcode, rest, root is not None)
-            elif line.startswith("}"):
-                current = None
-            elif line.strip():
-                num_odd += 1
-                odd = odd or [line.strip()[:80]]
-            continue
+    table: dict[int, str] | None = None
+    opcodes: dict[frozenset[str], frozenset[str]] = {}
+    start, is_open = 0, False
+    while start < len(text):
+        end = text.find("\n", start)
+        end = len(text) if end < 0 else end
+        line, start = text[start:end], end + 1
         if line.startswith("HloModule"):
             module.header = line.strip()
             module.name = line.split(None, 2)[1].strip(",")
@@ -279,19 +298,33 @@ def read(lines: Iterable[str]) -> Module:
             if row:
                 table[int(row[1])] = row[2] if row[2] is not None else row[3]
         elif opening := _COMPUTATION.match(line):
-            computation = Computation(name=opening[2])
-            module.computations[opening[2]] = computation
-            current, opcodes = computation.instructions, computation.opcodes
+            end = text.find("\n}", start - 1)
+            is_open = end < 0
+            end = len(text) if is_open else end + 1
+            found = _OPCODE.findall(text, start, end)
+            if len(found) != text.count("\n", start, end):
+                odd += _odd(text[start:end])
+            own = frozenset(found)
+            name = opening[2]
+            module.computations[name] = Computation(
+                name=name, text=text, start=start, end=end, opcodes=opcodes.setdefault(own, own)
+            )
             if opening[1]:
-                module.entry = opening[2]
+                module.entry = name
+            start = text.find("\n", end) + 1 or len(text)
         else:
-            num_odd += 1
-            odd = odd or [word[:80]]
-    _complain(module, current is not None, num_odd, odd)
+            odd.append(word)
+    _complain(module, is_open, odd)
     return module
 
 
-def _complain(module: Module, is_open: bool, num_odd: int, odd: list[str]) -> None:
+def _odd(text: str) -> list[str]:
+    """Lines of a computation that are no instructions."""
+    lines = [line for line in text.split("\n") if not _OPCODE.match(line)]
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _complain(module: Module, is_open: bool, odd: list[str]) -> None:
     say = module.problems.append
     if not module.header:
         say("there is no HloModule line: this is no HLO text, or its beginning is missing")
@@ -301,5 +334,5 @@ def _complain(module: Module, is_open: bool, num_odd: int, odd: list[str]) -> No
         say(f"the text ends inside {last}, after {num} instructions of it: it was cut off")
     elif module.header and not module.entry:
         say("there is no ENTRY computation: the text was cut off, or is of a format not known")
-    if num_odd:
-        say(f"{num_odd} lines were not understood, the first: {odd[0]}")
+    if odd:
+        say(f"{len(odd)} lines were not understood, the first: {odd[0][:80]}")

@@ -6,7 +6,7 @@ import re
 
 from . import _shapes
 from ._calls import Context, total_runs
-from ._collectives import KINDS
+from ._collectives import OPCODES
 from ._origin import Origins
 from ._text import Computation, Instruction, Module
 from ._values import Collective, Fusion, Origin, Transfer, Work
@@ -19,6 +19,7 @@ _FREE = frozenset(
         *("partition-id", "replica-id"),
     }
 )
+_PASSED_OVER = _FREE | OPCODES.keys()
 _WITH_FLOPS = frozenset({"dot", "convolution", "custom-call", "fusion"})
 _PARTIAL = frozenset({"dynamic-slice", "dynamic-update-slice"})
 _TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
@@ -81,18 +82,19 @@ class Costs:
 
     def operand_shape(self, instruction: Instruction, number: int, computation: Computation) -> str:
         """Shape of an operand; empty if it is not known."""
-        operands = instruction.operands
-        return self._shape(operands[number], computation) if number < len(operands) else ""
+        shapes = self._operand_shapes(instruction, computation)
+        return shapes[number] if number < len(shapes) else ""
 
-    def _shape(self, operand: tuple[str, int | None], computation: Computation) -> str:
-        name, picked = operand
-        found = computation.instructions.get(name)
-        if found is None:
-            return ""
-        if picked is None:
-            return found.shape
-        elements = _shapes.parts(found.shape)
-        return elements[picked] if picked < len(elements) else ""
+    def _operand_shapes(self, instruction: Instruction, computation: Computation) -> list[str]:
+        out = []
+        for name, picked in instruction.operands:
+            found = computation.instructions.get(name)
+            shape = found.shape if found is not None else ""
+            if picked is not None:
+                elements = _shapes.parts(shape)
+                shape = elements[picked] if picked < len(elements) else ""
+            out.append(shape)
+        return out
 
     def operand_dims(
         self, instruction: Instruction, number: int, computation: Computation
@@ -108,7 +110,7 @@ class Costs:
             return 0
         if opcode == "dynamic-slice":
             return 2 * _shapes.num_bytes(instruction.shape)
-        shapes = [self._shape(operand, computation) for operand in instruction.operands]
+        shapes = self._operand_shapes(instruction, computation)
         if opcode == "dynamic-update-slice":
             return 2 * _shapes.num_bytes(shapes[1]) if len(shapes) > 1 else 0
         written = _shapes.num_bytes(instruction.shape)
@@ -121,7 +123,7 @@ class Costs:
 
     def _touched(self, inner: Computation, written: int, read: list[int]) -> tuple[int, list[int]]:
         """Bytes that a fusion touches of its result and operands, slices of them being less."""
-        parameters = {p.name: int(p.arguments) for p in inner.parameters}
+        parameters = inner.numbers
         sliced: dict[str, int] = {}
         whole: set[str] = set()
         for i in inner.instructions.values():
@@ -167,7 +169,7 @@ def work(
         computation = module.computations[name]
         runs = total_runs(ways)
         for instruction in computation.instructions.values():
-            if instruction.opcode in _FREE or instruction.opcode.removesuffix("-start") in KINDS:
+            if instruction.opcode in _PASSED_OVER:
                 continue
             own_flops = costs.flops(instruction, computation)
             own_bytes = costs.num_bytes(instruction, computation)
