@@ -48,11 +48,16 @@ def contexts(module: Module) -> dict[str, list[Context]]:
     while waiting:
         name, context = waiting.pop()
         computation = module.computations.get(name)
-        if computation is None or len(out.setdefault(name, [])) >= _MAX_CONTEXTS:
+        if computation is None:
             continue
-        out[name].append(context)
+        ways = out.setdefault(name, [])
+        if len(ways) >= _MAX_CONTEXTS:
+            continue
+        ways.append(context)
+        if not _has_callers(computation.opcodes):
+            continue
         if name not in edges:
-            edges[name] = list(_edges(module, computation))
+            edges[name] = _edges(module, computation)
         inner: dict[str, Context] = {}  # by how it is called, where no loop is
         for target, how, loop in edges[name]:
             if how not in inner or loop is not None:
@@ -79,8 +84,6 @@ def _has_callers(opcodes: frozenset[str]) -> bool:
 
 def _edges(module: Module, computation: Computation) -> list[tuple[str, str, Loop | None]]:
     out: list[tuple[str, str, Loop | None]] = []
-    if not _has_callers(computation.opcodes):
-        return out
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode not in _CALLERS and not opcode.endswith("-start"):

@@ -9,7 +9,7 @@ from .._annotate import Scope, scopes_of, written
 from ._text import Computation, Instruction, Module
 from ._values import Origin
 
-_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _SCOPE = re.compile(r"hxla\.(?:replicate|split)\[\w+\]\.\d+")

@@ -17,9 +17,12 @@ _OPCODE = re.compile(
     r"^[^\S\n]++(?:ROOT )?%?[^\s=]++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+",
     re.MULTILINE,
 )
-_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)\s.*\{")
+_COMPUTATION = re.compile(r"\n*+(?!HloModule)(ENTRY )?%?([^\s(]++)[^\S\n].*\{.*\n?")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+_OPENINGS = ("{", "[", "(", '"', "mesh")
 _MARKS = re.compile(r'[{}\[\](),"]')
+_NAME = re.compile(r"%[\w.\-]++")
+_METADATA = re.compile(r", metadata=\{[^}]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -92,18 +95,19 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Text of an attribute, with its brackets if it has any; None if there is none."""
-        start = self.rest.find(f", {name}=")
+        rest = self.rest
+        start = rest.find(f", {name}=")
         if start < 0:
             return None
         start += len(name) + 3
-        if self.rest[start : start + 1] not in ("{", "[", "(", '"', "m"):
-            end = self.rest.find(",", start)
-            return self.rest[start:] if end < 0 else self.rest[start:end]
+        if not rest.startswith(_OPENINGS, start):
+            end = rest.find(",", start)
+            return rest[start:] if end < 0 else rest[start:end]
         depth, quoted = 0, False
-        for mark in _MARKS.finditer(self.rest, start):
+        for mark in _MARKS.finditer(rest, start):
             char, i = mark[0], mark.start()
             if char == '"':
-                quoted ^= self.rest[i - 1] != "\\"
+                quoted ^= rest[i - 1] != "\\"
             elif quoted:
                 continue
             elif char in "{[(":
@@ -111,8 +115,8 @@ class Instruction:
             elif char in "}])":
                 depth -= 1
             elif depth == 0:
-                return self.rest[start:i]
-        return self.rest[start:]
+                return rest[start:i]
+        return rest[start:]
 
     def called(self, name: str) -> list[str]:
         """Computations that an attribute names: one, or several in braces."""
@@ -157,6 +161,14 @@ class Computation:
             )
             if ")" in rest
         }
+
+    @property
+    def likeness(self) -> tuple[str, tuple[int, ...]]:
+        """Equal for computations that differ in names of values and in metadata only."""
+        bare = _METADATA.sub("", self.text[self.start : self.end])
+        numbers: dict[str, int] = {}
+        order = [numbers.setdefault(name, len(numbers)) for name in _NAME.findall(bare)]
+        return _NAME.sub("%", bare), tuple(order)
 
     @property
     def root(self) -> Instruction | None:
@@ -281,6 +293,24 @@ def read(text: str) -> Module:
     opcodes: dict[frozenset[str], frozenset[str]] = {}
     start, is_open = 0, False
     while start < len(text):
+        if table is None and (opening := _COMPUTATION.match(text, start)):
+            is_entry, name = opening.groups()
+            start = opening.end()
+            # A closing bracket may follow at once.
+            end = text.find("\n}", start - 1)
+            is_open = end < 0
+            end = len(text) if is_open else end + 1
+            found = _OPCODE.findall(text, start, end)
+            if len(found) != text.count("\n", start, end):
+                odd += _odd(text[start:end])
+            own = frozenset(found)
+            module.computations[name] = Computation(
+                name=name, text=text, start=start, end=end, opcodes=opcodes.setdefault(own, own)
+            )
+            if is_entry:
+                module.entry = name
+            start = text.find("\n", end) + 1 or len(text)
+            continue
         end = text.find("\n", start)
         end = len(text) if end < 0 else end
         line, start = text[start:end], end + 1
@@ -297,21 +327,6 @@ def read(text: str) -> Module:
             row = _TABLE_ROW.match(word)
             if row:
                 table[int(row[1])] = row[2] if row[2] is not None else row[3]
-        elif opening := _COMPUTATION.match(line):
-            end = text.find("\n}", start - 1)
-            is_open = end < 0
-            end = len(text) if is_open else end + 1
-            found = _OPCODE.findall(text, start, end)
-            if len(found) != text.count("\n", start, end):
-                odd += _odd(text[start:end])
-            own = frozenset(found)
-            name = opening[2]
-            module.computations[name] = Computation(
-                name=name, text=text, start=start, end=end, opcodes=opcodes.setdefault(own, own)
-            )
-            if opening[1]:
-                module.entry = name
-            start = text.find("\n", end) + 1 or len(text)
         else:
             odd.append(word)
     _complain(module, is_open, odd)
