@@ -301,7 +301,7 @@ def read(text: str) -> Module:
             is_open = end < 0
             end = len(text) if is_open else end + 1
             found = _OPCODE.findall(text, start, end)
-            if len(found) != text.count("\n", start, end):
+            if is_open or len(found) != text.count("\n", start, end):
                 odd += _odd(text[start:end])
             own = frozenset(found)
             module.computations[name] = Computation(
