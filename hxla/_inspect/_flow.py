@@ -1,5 +1,6 @@
 """What a value is made of: an argument of the program seen through views, slices and loops."""
 
+import collections
 from collections.abc import Iterator
 
 from . import _shapes
@@ -114,7 +115,7 @@ class Flow:
         users = self._users_in(computation)
         waiting, seen = [start.name], {start.name}
         while waiting:
-            for user in users.get(waiting.pop(), []):
+            for user in users.get(waiting.pop(), ()):
                 if user.name in seen:
                     continue
                 seen.add(user.name)
@@ -216,8 +217,8 @@ class Flow:
 
 
 def _users(computation: Computation) -> dict[str, list[Instruction]]:
-    out: dict[str, list[Instruction]] = {}
+    out: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.instructions.values():
-        for name in {n for n, _ in instruction.operands}:
-            out.setdefault(name, []).append(instruction)
+        for name in dict(instruction.operands):
+            out[name].append(instruction)
     return out

@@ -11,17 +11,17 @@ import re
 import sys
 
 _INSTRUCTION = re.compile(
-    r"^[^\S\n]++(ROOT )?%?([^\s=]++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)", re.MULTILINE
+    r"^[ \t]++(ROOT )?+%?+(\S++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)\n?+", re.MULTILINE
 )
 _OPCODE = re.compile(
-    r"^[^\S\n]++(?:ROOT )?%?[^\s=]++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+",
+    r"^[ \t]++(?:ROOT )?+\S++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+\n?+",
     re.MULTILINE,
 )
 _COMPUTATION = re.compile(r"\n*+(?!HloModule)(ENTRY )?%?([^\s(]++)[^\S\n].*\{.*\n?")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _OPENINGS = ("{", "[", "(", '"', "mesh")
 _MARKS = re.compile(r'[{}\[\](),"]')
-_NAME = re.compile(r"%[\w.\-]++")
+_NAME = re.compile(r"(%[\w.\-]++)")
 _METADATA = re.compile(r", metadata=\{[^}]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -165,12 +165,12 @@ class Computation:
     @property
     def likeness(self) -> tuple[str, tuple[int, ...]]:
         """Equal for computations that differ in names of values and in metadata only."""
-        bare = _METADATA.sub("", self.text[self.start : self.end])
+        pieces = _NAME.split(_METADATA.sub("", self.text[self.start : self.end]))
         numbers: dict[str, int] = {}
-        order = [numbers.setdefault(name, len(numbers)) for name in _NAME.findall(bare)]
-        return _NAME.sub("%", bare), tuple(order)
+        order = [numbers.setdefault(name, len(numbers)) for name in pieces[1::2]]
+        return "%".join(pieces[::2]), tuple(order)
 
-    @property
+    @functools.cached_property
     def root(self) -> Instruction | None:
         """The computation's result."""
         found = next((i for i in reversed(self.instructions.values()) if i.is_root), None)
@@ -226,8 +226,7 @@ class Module:
 
     def number(self, key: str, default: int) -> int:
         """A number of the header."""
-        found = re.search(rf"\b{key}=(\d+)", self.header)
-        return int(found[1]) if found else default
+        return _number(self.header, key, default)
 
     @property
     def num_partitions(self) -> int:
@@ -272,6 +271,12 @@ class Module:
             # The text counts parents from 1, 0 and the frame's own number being none.
             frame = row.get("parent_frame_id", 1) - 1
         return out
+
+
+@functools.lru_cache
+def _number(header: str, key: str, default: int) -> int:
+    found = re.search(rf"\b{key}=(\d+)", header)
+    return int(found[1]) if found else default
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -114,8 +114,10 @@ def _hoistable(
         if not any(c.loops for c in ways):
             continue
         for instruction in body.instructions.values():
-            collective = by_name.get(instruction.name)
-            if collective is None or not collective.loops:
+            if instruction.opcode not in OPCODES:
+                continue
+            collective = by_name[instruction.name]
+            if not collective.loops:
                 continue
             trips = collective.loops[-1].trips
             if trips is not None and trips < 2:
