@@ -30,6 +30,7 @@ _LIBRARIES = tuple(
         *("site-packages", "dist-packages", "/hxla/_"),
     }
 )
+_NAMELESS = Origin(missing="XLA kept no name, here or in what it reads")
 _MAX_JOINED = 4  # names of one operation that are said
 _DEPTH = 4  # operands looked through for a name that XLA lost
 
@@ -110,9 +111,7 @@ class Origins:
     def of(self, instruction: Instruction, computation: Computation) -> Origin:
         """Where an instruction comes from, by its own name or that of what it reads."""
         found = self._named(instruction, computation, _DEPTH)
-        if found is None:
-            return Origin(missing="XLA kept no name, here or in what it reads")
-        return self._origin(found)
+        return _NAMELESS if found is None else self._origin(found)
 
     def _named(
         self, instruction: Instruction, computation: Computation, depth: int

@@ -24,6 +24,7 @@ _MARKS = re.compile(r'[{}\[\](),"]')
 _NAME = re.compile(r"(%[\w.\-]++)")
 _METADATA = re.compile(r", metadata=\{[^}]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_LEAVES = frozenset({"parameter", "constant", "iota"})  # what is in their brackets is no operand
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -71,21 +72,18 @@ class Instruction:
     def operands(self) -> tuple[tuple[str, int | None], ...]:
         """Names of operands, with the element of a tuple where `%name#1` picks one."""
         if self._operands is None:
-            self._operands = self._read_operands()
+            text = "" if self.opcode in _LEAVES else self.arguments
+            if "%" in text:
+                names = _OPERAND.findall(text)
+            else:
+                names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
+            if "#" in text:
+                split = [name.partition("#") for name in names]
+                found = [(name, int(i) if i.isdigit() else None) for name, _, i in split]
+            else:
+                found = [(name, None) for name in names]
+            self._operands = tuple(found)
         return self._operands
-
-    def _read_operands(self) -> tuple[tuple[str, int | None], ...]:
-        text = self.arguments
-        if "%" in text:
-            names = _OPERAND.findall(text)
-        elif self.opcode in ("parameter", "constant", "iota"):
-            return ()
-        else:
-            names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
-        if "#" not in text:
-            return tuple([(name, None) for name in names])
-        split = [name.partition("#") for name in names]
-        return tuple([(name, int(i) if i.isdigit() else None) for name, _, i in split])
 
     @property
     def index(self) -> int | None:
