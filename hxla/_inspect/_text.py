@@ -22,7 +22,7 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _OPENINGS = ("{", "[", "(", '"', "mesh")
 _MARKS = re.compile(r'[{}\[\](),"]')
 _NAME = re.compile(r"(%[\w.\-]++)")
-_METADATA = re.compile(r", metadata=\{[^}]*+\}")
+_METADATA = re.compile(r", metadata=\{[^}\n]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _LEAVES = frozenset({"parameter", "constant", "iota"})  # what is in their brackets is no operand
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
