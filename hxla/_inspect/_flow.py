@@ -219,6 +219,8 @@ class Flow:
 def _users(computation: Computation) -> dict[str, list[Instruction]]:
     out: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.instructions.values():
-        for name in dict(instruction.operands):
-            out[name].append(instruction)
+        for name, _ in instruction.operands:
+            users = out[name]
+            if not users or users[-1] is not instruction:
+                users.append(instruction)
     return out
