@@ -155,6 +155,19 @@ def prediction(result: Any) -> list[Row]:
     ]
 
 
+def inspect_speed(result: Any) -> list[Row]:
+    size, peak = result["megabytes"], result["peak_bytes"] / 1e6
+    best = min(result["rounds"], key=lambda row: row["cpu_seconds"])
+    return [
+        (
+            f"inspect of {size:g} MiB of HLO text beside a bare match of its lines, {peak:.0f} MB",
+            f"{best['cpu_seconds']} s",
+            f"{best['bare_seconds']} s",
+            f"{best['ratio']}x",
+        )
+    ]
+
+
 PARTS = (
     Part(
         name="plain_jax",
@@ -178,6 +191,12 @@ PARTS = (
         quick=["--instances", "1"],
         rows=planner_scale,
         environment={"OMP_NUM_THREADS": "1"},
+    ),
+    Part(
+        name="inspect_speed",
+        options=[],
+        quick=["--megabytes", "1", "--rounds", "1"],
+        rows=inspect_speed,
     ),
     Part(
         name="prediction",

@@ -331,7 +331,7 @@ def test_trips_are_counted_where_the_compiler_does_not_say_them():
 
 
 def test_the_reader_keeps_what_operands_and_attributes_hold():
-    module = _text.read(ASYNC.splitlines())
+    module = _text.read(ASYNC)
     permute = module.computations["main"].instructions["cp"]
     assert permute.operands == (("b", None),)
     assert permute.attribute("source_target_pairs") == "{{0,1},{1,0},{2,3},{3,2}}"

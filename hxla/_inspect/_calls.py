@@ -1,13 +1,14 @@
 """How often each computation runs, and inside which loops."""
 
 import dataclasses
+import functools
 import re
 
 from ._origin import module_path, op_name
 from ._text import Computation, Instruction, Module
 from ._values import Loop
 
-_TRIPS = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 _CALLERS = frozenset({"while", "conditional", "call", "async-start", "fusion", "custom-call"})
 _MAX_CONTEXTS = 64  # of one computation: callers of callers multiply
 
@@ -47,23 +48,26 @@ def contexts(module: Module) -> dict[str, list[Context]]:
     while waiting:
         name, context = waiting.pop()
         computation = module.computations.get(name)
-        if computation is None or len(out.setdefault(name, [])) >= _MAX_CONTEXTS:
+        if computation is None:
             continue
-        out[name].append(context)
+        ways = out.setdefault(name, [])
+        if len(ways) >= _MAX_CONTEXTS:
+            continue
+        ways.append(context)
+        if not _has_callers(computation.opcodes):
+            continue
         if name not in edges:
-            edges[name] = list(_edges(module, computation))
+            edges[name] = _edges(module, computation)
+        inner: dict[str, Context] = {}  # by how it is called, where no loop is
         for target, how, loop in edges[name]:
-            waiting.append(
-                (
-                    target,
-                    Context(
-                        loops=(*context.loops, loop) if loop else context.loops,
-                        is_conditional=context.is_conditional or how == "conditional",
-                        is_async=context.is_async or how == "async",
-                        is_fused=context.is_fused or how == "fusion",
-                    ),
+            if how not in inner or loop is not None:
+                inner[how] = Context(
+                    loops=(*context.loops, loop) if loop else context.loops,
+                    is_conditional=context.is_conditional or how == "conditional",
+                    is_async=context.is_async or how == "async",
+                    is_fused=context.is_fused or how == "fusion",
                 )
-            )
+            waiting.append((target, inner[how]))
     return out
 
 
@@ -73,10 +77,13 @@ def total_runs(found: list[Context]) -> int | None:
     return None if None in each else sum(r for r in each if r is not None)
 
 
+@functools.lru_cache(maxsize=1024)
+def _has_callers(opcodes: frozenset[str]) -> bool:
+    return any(o in _CALLERS or o.endswith("-start") for o in opcodes)
+
+
 def _edges(module: Module, computation: Computation) -> list[tuple[str, str, Loop | None]]:
     out: list[tuple[str, str, Loop | None]] = []
-    if not any(o in _CALLERS or o.endswith("-start") for o in computation.opcodes):
-        return out
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode not in _CALLERS and not opcode.endswith("-start"):

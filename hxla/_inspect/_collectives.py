@@ -17,7 +17,7 @@ KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_OPCODES = {kind: (kind, False) for kind in KINDS} | {f"{k}-start": (k, True) for k in KINDS}
+OPCODES = {kind: (kind, False) for kind in KINDS} | {f"{k}-start": (k, True) for k in KINDS}
 # Their start returns what it was given beside what it makes.
 _START_KEEPS_OPERANDS = frozenset({"all-gather", "reduce-scatter", "collective-permute"})
 _BY_PARTITION = frozenset({"all-to-all", "ragged-all-to-all", "collective-broadcast"})
@@ -47,10 +47,10 @@ def collectives(
     """
     out = []
     for computation in module.computations.values():
-        if not computation.opcodes & _OPCODES.keys():
+        if not computation.opcodes & OPCODES.keys():
             continue
         for instruction in computation.instructions.values():
-            found = _OPCODES.get(instruction.opcode)
+            found = OPCODES.get(instruction.opcode)
             if found is None:
                 continue
             kind, is_start = found

@@ -19,6 +19,7 @@ _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"
 )
 _HLO = (".txt", ".hlo", ".pb", ".txt.gz", ".hlo.gz", ".pb.gz")
+_PIECE = 1 << 13  # characters: what is lost of a file that cannot be read to its end
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -134,7 +135,7 @@ def _program(files: _Files, wish: Wish) -> Program:
     if text is not None:
         module = _read(text, problems)
     elif module_bytes:
-        module = _text.read(_proto.module_text(module_bytes).splitlines())
+        module = _text.read(_proto.module_text(module_bytes))
     else:
         before = files.by_kind.get("before .txt")
         reasons = "; ".join(problems) or (
@@ -155,14 +156,13 @@ def _program(files: _Files, wish: Wish) -> Program:
 
 
 def _read(file: pathlib.Path, problems: list[str]) -> Module:
-    def lines() -> Iterator[str]:
-        try:
-            with _open(file) as opened:
-                yield from opened
-        except (EOFError, OSError) as error:
-            problems.append(f"{file.name}: {error}")
-
-    return _text.read(lines())
+    pieces: list[str] = []
+    try:
+        with _open(file) as opened:
+            pieces.extend(iter(lambda: opened.read(_PIECE), ""))
+    except (EOFError, OSError) as error:
+        problems.append(f"{file.name}: {error}")
+    return _text.read("".join(pieces))
 
 
 def _before(files: _Files, problems: list[str]) -> Module | None:
@@ -174,7 +174,7 @@ def _before(files: _Files, problems: list[str]) -> Module | None:
         return None
     try:
         module, _ = _proto.parts_of_dump(_bytes(proto))
-        return _text.read(_proto.module_text(module).splitlines())
+        return _text.read(_proto.module_text(module))
     except ValueError as error:
         problems.append(f"{proto.name}: {error}")
         return None

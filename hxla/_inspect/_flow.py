@@ -1,5 +1,6 @@
 """What a value is made of: an argument of the program seen through views, slices and loops."""
 
+import collections
 from collections.abc import Iterator
 
 from . import _shapes
@@ -114,7 +115,7 @@ class Flow:
         users = self._users_in(computation)
         waiting, seen = [start.name], {start.name}
         while waiting:
-            for user in users.get(waiting.pop(), []):
+            for user in users.get(waiting.pop(), ()):
                 if user.name in seen:
                     continue
                 seen.add(user.name)
@@ -199,7 +200,7 @@ class Flow:
         if picked is not None:
             elements = _shapes.parts(shape)
             shape = elements[picked] if picked < len(elements) else shape
-        return all(not dims for _, dims in _shapes.arrays(shape))
+        return _shapes.is_scalar(shape)
 
     def _only_views(self, name: str, slices: bool) -> bool:
         key = name, slices
@@ -209,15 +210,17 @@ class Flow:
             self._bare[key] = inner is not None and all(
                 i.opcode in allowed
                 or i.opcode in ("parameter", "constant")
-                or all(not dims for _, dims in _shapes.arrays(i.shape))
+                or _shapes.is_scalar(i.shape)
                 for i in inner.instructions.values()
             )
         return self._bare[key]
 
 
 def _users(computation: Computation) -> dict[str, list[Instruction]]:
-    out: dict[str, list[Instruction]] = {}
+    out: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.instructions.values():
-        for name in {n for n, _ in instruction.operands}:
-            out.setdefault(name, []).append(instruction)
+        for name, _ in instruction.operands:
+            users = out[name]
+            if not users or users[-1] is not instruction:
+                users.append(instruction)
     return out

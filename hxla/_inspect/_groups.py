@@ -1,5 +1,6 @@
 """Which devices run a collective together, and which mesh axes that is."""
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"mesh\[([^\]]*)\](?:\s*,\s*device_ids=[^{]*)?\s*\{([^}]*)\}")
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str | None, num_devices: int) -> Groups:
     """Groups of any of the three forms; `{}` and None are all devices together.
 
@@ -40,6 +42,7 @@ def parse(text: str | None, num_devices: int) -> Groups:
     return tuple(tuple(_ints(group)) for group in found)
 
 
+@functools.lru_cache(maxsize=1024)
 def pairs(text: str | None) -> Groups:
     """Sources and targets of a collective-permute."""
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text or ""))

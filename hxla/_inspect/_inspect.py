@@ -73,7 +73,7 @@ def _inspect(step: Any, args: tuple[Any, ...], wish: Wish) -> Inspection:
     if isinstance(step, Inspection):
         return step
     if isinstance(step, str) and step.lstrip().startswith("HloModule"):
-        module = _text.read(step.splitlines())
+        module = _text.read(step)
         found = Found(source="text", memory_missing="HLO text alone does not tell")
         return Inspection(programs=(program(module, found, wish),))
     if isinstance(step, str | os.PathLike):

@@ -16,7 +16,7 @@ from ._values import Program
 
 def live(compiled: Any, wish: Wish) -> Program:
     """Inspect a `jax.stages.Compiled`."""
-    module = _text.read((compiled.as_text() or "").splitlines())
+    module = _text.read(compiled.as_text() or "")
     entry = module.computations.get(module.entry)
     num_parameters = len(entry.parameters) if entry else 0
     mesh, known, donated, problems = _arguments(compiled, num_parameters)

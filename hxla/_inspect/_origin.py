@@ -1,5 +1,6 @@
 """Which TaskGraph, module and line of the user's an instruction comes from."""
 
+import functools
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -8,7 +9,7 @@ from .._annotate import Scope, scopes_of, written
 from ._text import Computation, Instruction, Module
 from ._values import Origin
 
-_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _SCOPE = re.compile(r"hxla\.(?:replicate|split)\[\w+\]\.\d+")
@@ -29,6 +30,7 @@ _LIBRARIES = tuple(
         *("site-packages", "dist-packages", "/hxla/_"),
     }
 )
+_NAMELESS = Origin(missing="XLA kept no name, here or in what it reads")
 _MAX_JOINED = 4  # names of one operation that are said
 _DEPTH = 4  # operands looked through for a name that XLA lost
 
@@ -67,6 +69,7 @@ def joined(name: str) -> list[str]:
     return out
 
 
+@functools.lru_cache(maxsize=65536)
 def module_path(name: str) -> tuple[str, str]:
     """The user's own scopes in a name, and the primitive at its end."""
     *scopes, primitive = components(joined(name)[0])
@@ -95,6 +98,8 @@ class Origins:
         entries: set[tuple[Scope, ...]] = set()
         self._any_scope = False
         for computation in module.computations.values():
+            if "hxla." not in computation:
+                continue
             for instruction in computation.instructions.values():
                 if "hxla." in instruction.rest:
                     entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}
@@ -106,9 +111,7 @@ class Origins:
     def of(self, instruction: Instruction, computation: Computation) -> Origin:
         """Where an instruction comes from, by its own name or that of what it reads."""
         found = self._named(instruction, computation, _DEPTH)
-        if found is None:
-            return Origin(missing="XLA kept no name, here or in what it reads")
-        return self._origin(found)
+        return _NAMELESS if found is None else self._origin(found)
 
     def _named(
         self, instruction: Instruction, computation: Computation, depth: int

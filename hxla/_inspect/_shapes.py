@@ -50,6 +50,13 @@ def num_bytes(shape: str) -> int:
     return sum(-(-element_bits(dtype) * math.prod(dims) // 8) for dtype, dims in arrays(shape))
 
 
+@functools.lru_cache(maxsize=65536)
+def is_scalar(shape: str) -> bool:
+    """Whether no array of a shape has a dimension."""
+    return all(not dims for _, dims in arrays(shape))
+
+
+@functools.lru_cache(maxsize=65536)
 def written(shape: str) -> str:
     """Without layouts: `f32[8,16]`, `(f32[8], s32[])`."""
     names = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(shape)]

@@ -1,19 +1,30 @@
-"""Optimized HLO text, read line by line.
+"""Optimized HLO text.
 
-Nothing but the lines themselves is kept: operands and attributes of an instruction are taken apart
-when they are asked for, as most never are. What is not understood is counted and said, and never
-ends the reading.
+Nothing but the text itself is kept, and where in it the computations are: their instructions, and
+operands and attributes of these, are taken apart when they are asked for, as most never are. What
+is not understood is counted and said, and never ends the reading.
 """
 
 import dataclasses
+import functools
 import re
 import sys
-from collections.abc import Iterable
 
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\(")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)\s.*\{")
+_INSTRUCTION = re.compile(
+    r"^[ \t]++(ROOT )?+%?+(\S++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)\n?+", re.MULTILINE
+)
+_OPCODE = re.compile(
+    r"^[ \t]++(?:ROOT )?+\S++ = (?:\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\([^)\n]*+\).*+\n?+",
+    re.MULTILINE,
+)
+_COMPUTATION = re.compile(r"\n*+(?!HloModule)(ENTRY )?%?([^\s(]++)[^\S\n].*\{.*\n?")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+_OPENINGS = ("{", "[", "(", '"', "mesh")
+_MARKS = re.compile(r'[{}\[\](),"]')
+_NAME = re.compile(r"(%[\w.\-]++)")
+_METADATA = re.compile(r", metadata=\{[^}\n]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_LEAVES = frozenset({"parameter", "constant", "iota"})  # what is in their brackets is no operand
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -61,21 +72,18 @@ class Instruction:
     def operands(self) -> tuple[tuple[str, int | None], ...]:
         """Names of operands, with the element of a tuple where `%name#1` picks one."""
         if self._operands is None:
-            self._operands = self._read_operands()
+            text = "" if self.opcode in _LEAVES else self.arguments
+            if "%" in text:
+                names = _OPERAND.findall(text)
+            else:
+                names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
+            if "#" in text:
+                split = [name.partition("#") for name in names]
+                found = [(name, int(i) if i.isdigit() else None) for name, _, i in split]
+            else:
+                found = [(name, None) for name in names]
+            self._operands = tuple(found)
         return self._operands
-
-    def _read_operands(self) -> tuple[tuple[str, int | None], ...]:
-        text = self.arguments
-        if "%" in text:
-            names = _OPERAND.findall(text)
-        elif self.opcode in ("parameter", "constant", "iota"):
-            return ()
-        else:
-            names = [piece.split()[-1] for piece in text.split(",") if piece.strip()]
-        if "#" not in text:
-            return tuple([(name, None) for name in names])
-        split = [name.partition("#") for name in names]
-        return tuple([(name, int(i) if i.isdigit() else None) for name, _, i in split])
 
     @property
     def index(self) -> int | None:
@@ -85,27 +93,28 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Text of an attribute, with its brackets if it has any; None if there is none."""
-        start = self.rest.find(f", {name}=")
+        rest = self.rest
+        start = rest.find(f", {name}=")
         if start < 0:
             return None
         start += len(name) + 3
-        if self.rest[start : start + 1] not in ("{", "[", "(", '"', "m"):
-            end = self.rest.find(",", start)
-            return self.rest[start:] if end < 0 else self.rest[start:end]
+        if not rest.startswith(_OPENINGS, start):
+            end = rest.find(",", start)
+            return rest[start:] if end < 0 else rest[start:end]
         depth, quoted = 0, False
-        for i in range(start, len(self.rest)):
-            char = self.rest[i]
-            if char == '"' and self.rest[i - 1] != "\\":
-                quoted = not quoted
+        for mark in _MARKS.finditer(rest, start):
+            char, i = mark[0], mark.start()
+            if char == '"':
+                quoted ^= rest[i - 1] != "\\"
             elif quoted:
                 continue
             elif char in "{[(":
                 depth += 1
             elif char in "}])":
                 depth -= 1
-            elif char == "," and depth == 0:
-                return self.rest[start:i]
-        return self.rest[start:]
+            elif depth == 0:
+                return rest[start:i]
+        return rest[start:]
 
     def called(self, name: str) -> list[str]:
         """Computations that an attribute names: one, or several in braces."""
@@ -117,21 +126,49 @@ class Instruction:
         return [n.strip(" %{}") for n in text.split(",")]
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Computation:
     """Instructions by name, in the order of the text (the schedule, where the module has one).
 
     Attributes:
         name: Without `%`.
-        instructions: By name.
+        text: Of the module.
+        start: Where in it the instructions begin.
+        end: Where they end.
         opcodes: Of all of them: most questions are answered by what is not there.
     """
 
     name: str
-    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-    opcodes: set[str] = dataclasses.field(default_factory=set)
+    text: str
+    start: int
+    end: int
+    opcodes: frozenset[str]
+
+    def __contains__(self, words: str) -> bool:
+        """Whether these words are anywhere in its text."""
+        return self.text.find(words, self.start, self.end) >= 0
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """By name."""
+        intern = sys.intern
+        return {
+            name: Instruction(name, intern(shape), intern(opcode), rest, bool(root))
+            for root, name, shape, opcode, rest in _INSTRUCTION.findall(
+                self.text, self.start, self.end
+            )
+            if ")" in rest
+        }
 
     @property
+    def likeness(self) -> tuple[str, tuple[int, ...]]:
+        """Equal for computations that differ in names of values and in metadata only."""
+        pieces = _NAME.split(_METADATA.sub("", self.text[self.start : self.end]))
+        numbers: dict[str, int] = {}
+        order = [numbers.setdefault(name, len(numbers)) for name in pieces[1::2]]
+        return "%".join(pieces[::2]), tuple(order)
+
+    @functools.cached_property
     def root(self) -> Instruction | None:
         """The computation's result."""
         found = next((i for i in reversed(self.instructions.values()) if i.is_root), None)
@@ -152,12 +189,17 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        found = [
-            i
+        numbers = self.numbers
+        return [self.instructions[name] for name in sorted(numbers, key=numbers.__getitem__)]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Of the parameters, by name."""
+        return {
+            i.name: int(number)
             for i in self.instructions.values()
-            if i.opcode == "parameter" and i.arguments.isdigit()
-        ]
-        return sorted(found, key=lambda i: int(i.arguments))
+            if i.opcode == "parameter" and (number := i.arguments).isdigit()
+        }
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -182,8 +224,7 @@ class Module:
 
     def number(self, key: str, default: int) -> int:
         """A number of the header."""
-        found = re.search(rf"\b{key}=(\d+)", self.header)
-        return int(found[1]) if found else default
+        return _number(self.header, key, default)
 
     @property
     def num_partitions(self) -> int:
@@ -230,41 +271,52 @@ class Module:
         return out
 
 
+@functools.lru_cache
+def _number(header: str, key: str, default: int) -> int:
+    found = re.search(rf"\b{key}=(\d+)", header)
+    return int(found[1]) if found else default
+
+
 def _numbers(text: str) -> dict[str, int]:
     return {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", text)}
 
 
-def read(lines: Iterable[str]) -> Module:
+def read(text: str) -> Module:
     """Read one module.
 
     Args:
-        lines: Of its text.
+        text: Its lines; they end in a newline only.
 
     Returns:
         All that could be read; `problems` says what could not.
     """
     module = Module()
-    current: dict[str, Instruction] | None = None
-    opcodes: set[str] = set()
-    table: dict[int, str] | None = None
-    match, intern = _INSTRUCTION.match, sys.intern
     odd: list[str] = []
-    num_odd = 0
-    for line in lines:
-        if current is not None:
-            found = match(line)
-            if found is not None and ")" in line:
-                root, name, shape, opcode = found.groups()
-                rest = line[found.end() :].rstrip("\n")
-                opcode = intern(opcode)
-                opcodes.add(opcode)
-                current[name] = Instruction(name, intern(shape), opcode, rest, root is not None)
-            elif line.startswith("}"):
-                current = None
-            elif line.strip():
-                num_odd += 1
-                odd = odd or [line.strip()[:80]]
+    table: dict[int, str] | None = None
+    opcodes: dict[frozenset[str], frozenset[str]] = {}
+    start, is_open = 0, False
+    while start < len(text):
+        if table is None and (opening := _COMPUTATION.match(text, start)):
+            is_entry, name = opening.groups()
+            start = opening.end()
+            # A closing bracket may follow at once.
+            end = text.find("\n}", start - 1)
+            is_open = end < 0
+            end = len(text) if is_open else end + 1
+            found = _OPCODE.findall(text, start, end)
+            if is_open or len(found) != text.count("\n", start, end):
+                odd += _odd(text[start:end])
+            own = frozenset(found)
+            module.computations[name] = Computation(
+                name=name, text=text, start=start, end=end, opcodes=opcodes.setdefault(own, own)
+            )
+            if is_entry:
+                module.entry = name
+            start = text.find("\n", end) + 1 or len(text)
             continue
+        end = text.find("\n", start)
+        end = len(text) if end < 0 else end
+        line, start = text[start:end], end + 1
         if line.startswith("HloModule"):
             module.header = line.strip()
             module.name = line.split(None, 2)[1].strip(",")
@@ -278,20 +330,19 @@ def read(lines: Iterable[str]) -> Module:
             row = _TABLE_ROW.match(word)
             if row:
                 table[int(row[1])] = row[2] if row[2] is not None else row[3]
-        elif opening := _COMPUTATION.match(line):
-            computation = Computation(name=opening[2])
-            module.computations[opening[2]] = computation
-            current, opcodes = computation.instructions, computation.opcodes
-            if opening[1]:
-                module.entry = opening[2]
         else:
-            num_odd += 1
-            odd = odd or [word[:80]]
-    _complain(module, current is not None, num_odd, odd)
+            odd.append(word)
+    _complain(module, is_open, odd)
     return module
 
 
-def _complain(module: Module, is_open: bool, num_odd: int, odd: list[str]) -> None:
+def _odd(text: str) -> list[str]:
+    """Lines of a computation that are no instructions."""
+    lines = [line for line in text.split("\n") if not _OPCODE.match(line)]
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _complain(module: Module, is_open: bool, odd: list[str]) -> None:
     say = module.problems.append
     if not module.header:
         say("there is no HloModule line: this is no HLO text, or its beginning is missing")
@@ -301,5 +352,5 @@ def _complain(module: Module, is_open: bool, num_odd: int, odd: list[str]) -> No
         say(f"the text ends inside {last}, after {num} instructions of it: it was cut off")
     elif module.header and not module.entry:
         say("there is no ENTRY computation: the text was cut off, or is of a format not known")
-    if num_odd:
-        say(f"{num_odd} lines were not understood, the first: {odd[0]}")
+    if odd:
+        say(f"{len(odd)} lines were not understood, the first: {odd[0][:80]}")

@@ -7,7 +7,7 @@ from .._format import num_bytes as size
 from .._rules import RuleSet
 from . import _shapes
 from ._calls import Context
-from ._collectives import KINDS
+from ._collectives import KINDS, OPCODES
 from ._flow import Flow
 from ._groups import Mesh
 from ._origin import Origins
@@ -109,11 +109,15 @@ def _hoistable(
 ) -> Iterator[Warned]:
     for name, ways in contexts.items():
         body = module.computations[name]
-        if not flow.in_loop(name) or not any(c.loops for c in ways):
+        if not body.opcodes & OPCODES.keys() or not flow.in_loop(name):
+            continue
+        if not any(c.loops for c in ways):
             continue
         for instruction in body.instructions.values():
-            collective = by_name.get(instruction.name)
-            if collective is None or not collective.loops:
+            if instruction.opcode not in OPCODES:
+                continue
+            collective = by_name[instruction.name]
+            if not collective.loops:
                 continue
             trips = collective.loops[-1].trips
             if trips is not None and trips < 2:

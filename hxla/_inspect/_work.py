@@ -1,12 +1,14 @@
 """FLOPs and bytes of instructions, and transfers between host and device."""
 
+import dataclasses
 import json
 import math
 import re
+from collections.abc import Mapping
 
 from . import _shapes
 from ._calls import Context, total_runs
-from ._collectives import KINDS
+from ._collectives import OPCODES
 from ._origin import Origins
 from ._text import Computation, Instruction, Module
 from ._values import Collective, Fusion, Origin, Transfer, Work
@@ -19,12 +21,32 @@ _FREE = frozenset(
         *("partition-id", "replica-id"),
     }
 )
+_PASSED_OVER = _FREE | OPCODES.keys()
 _WITH_FLOPS = frozenset({"dot", "convolution", "custom-call", "fusion"})
 _PARTIAL = frozenset({"dynamic-slice", "dynamic-update-slice"})
+_TAKEN_APART = _WITH_FLOPS | _PARTIAL
 _TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
 _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
 _HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
 _NUM_FUSIONS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fused:
+    """What one run of a fused computation does.
+
+    Attributes:
+        flops: Of all that is in it.
+        read_bytes: Of operands that it reads slices of only, by their numbers.
+        written_bytes: Of a result that it updates in place; None: it writes the whole.
+    """
+
+    flops: float = 0.0
+    read_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    written_bytes: int | None = None
+
+
+_PLAIN = _Fused()
 
 
 class Costs:
@@ -32,30 +54,51 @@ class Costs:
 
     def __init__(self, module: Module):
         self._module = module
-        self._inner: dict[str, float] = {}
+        self._fused: dict[object, _Fused] = {}
 
-    def flops(self, instruction: Instruction, computation: Computation) -> float:
+    def of(self, instruction: Instruction, computation: Computation) -> tuple[float, int]:
+        """FLOPs, and bytes read and written as far as it touches its operands."""
+        if instruction.opcode != "fusion":
+            flops = self._flops(instruction, computation)
+            return flops, self._num_bytes(instruction, computation)
+        inside = self._inside(instruction)
+        written = inside.written_bytes
+        if written is None:
+            written = _shapes.num_bytes(instruction.shape)
+        read = [_shapes.num_bytes(s) for s in self._operand_shapes(instruction, computation)]
+        for number, num_bytes in inside.read_bytes.items():
+            if number < len(read):
+                read[number] = num_bytes
+        return inside.flops, written + sum(read)
+
+    def _flops(self, instruction: Instruction, computation: Computation) -> float:
         """Of matrix products and convolutions, those inside a fusion included."""
-        if instruction.opcode == "dot":
+        opcode = instruction.opcode
+        if opcode not in _WITH_FLOPS:
+            return 0.0
+        if opcode == "fusion":
+            return self._inside(instruction).flops
+        if opcode == "dot":
             return self._dot(instruction, computation)
-        if instruction.opcode == "convolution":
+        if opcode == "convolution":
             return self._convolution(instruction, computation)
-        if instruction.opcode == "custom-call" and "gemm" in instruction.rest:
-            return self._gemm(instruction, computation)
-        if instruction.opcode == "fusion":
-            return sum(self._inside(name) for name in instruction.called("calls"))
-        return 0.0
+        return self._gemm(instruction, computation) if "gemm" in instruction.rest else 0.0
 
-    def _inside(self, name: str) -> float:
-        if name not in self._inner:
-            self._inner[name] = 0.0
-            inner = self._module.computations.get(name)
-            if inner is not None and inner.opcodes & _WITH_FLOPS:
-                self._inner[name] = sum(self.flops(i, inner) for i in inner.instructions.values())
-        return self._inner[name]
+    def _inside(self, fusion: Instruction) -> "_Fused":
+        """Of what it calls: a model's layers have many computations that are alike."""
+        name = (fusion.called("calls") or [""])[0]
+        inner = self._module.computations.get(name)
+        if inner is None or inner.opcodes.isdisjoint(_TAKEN_APART):
+            return _PLAIN
+        # What others call, or say in words, their own text does not tell.
+        key = name if inner.opcodes & {"fusion", "custom-call"} else inner.likeness
+        if key not in self._fused:
+            self._fused[key] = _PLAIN  # should it call itself
+            self._fused[key] = self._read_inside(inner)
+        return self._fused[key]
 
     def _dot(self, dot: Instruction, computation: Computation) -> float:
-        dims = self.operand_dims(dot, 0, computation)
+        dims = self._operand_dims(dot, 0, computation)
         contracted = [
             int(i) for i in re.findall(r"\d+", dot.attribute("lhs_contracting_dims") or "")
         ]
@@ -64,7 +107,7 @@ class Costs:
         return 2.0 * _size(dot.shape) * math.prod(dims[i] for i in contracted)
 
     def _convolution(self, convolution: Instruction, computation: Computation) -> float:
-        kernel = self.operand_dims(convolution, 1, computation)
+        kernel = self._operand_dims(convolution, 1, computation)
         labels = (convolution.attribute("dim_labels") or "").replace("->", "_").split("_")
         if len(labels) < 2 or "o" not in labels[1] or len(kernel) != len(labels[1]):
             return 0.0
@@ -72,56 +115,54 @@ class Costs:
 
     def _gemm(self, gemm: Instruction, computation: Computation) -> float:
         found = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', gemm.rest)
-        dims = self.operand_dims(gemm, 0, computation)
+        dims = self._operand_dims(gemm, 0, computation)
         contracted = [int(i) for i in json.loads(found[1])] if found else []
         if not contracted or any(i >= len(dims) for i in contracted):
             return 0.0
         first = _shapes.parts(gemm.shape)[0]
         return 2.0 * _size(first) * math.prod(dims[i] for i in contracted)
 
-    def operand_shape(self, instruction: Instruction, number: int, computation: Computation) -> str:
+    def _operand_shape(
+        self, instruction: Instruction, number: int, computation: Computation
+    ) -> str:
         """Shape of an operand; empty if it is not known."""
-        operands = instruction.operands
-        return self._shape(operands[number], computation) if number < len(operands) else ""
+        shapes = self._operand_shapes(instruction, computation)
+        return shapes[number] if number < len(shapes) else ""
 
-    def _shape(self, operand: tuple[str, int | None], computation: Computation) -> str:
-        name, picked = operand
-        found = computation.instructions.get(name)
-        if found is None:
-            return ""
-        if picked is None:
-            return found.shape
-        elements = _shapes.parts(found.shape)
-        return elements[picked] if picked < len(elements) else ""
+    def _operand_shapes(self, instruction: Instruction, computation: Computation) -> list[str]:
+        out = []
+        for name, picked in instruction.operands:
+            found = computation.instructions.get(name)
+            shape = found.shape if found is not None else ""
+            if picked is not None:
+                elements = _shapes.parts(shape)
+                shape = elements[picked] if picked < len(elements) else ""
+            out.append(shape)
+        return out
 
-    def operand_dims(
+    def _operand_dims(
         self, instruction: Instruction, number: int, computation: Computation
     ) -> tuple[int, ...]:
         """Dimensions of an operand."""
-        arrays = _shapes.arrays(self.operand_shape(instruction, number, computation))
+        arrays = _shapes.arrays(self._operand_shape(instruction, number, computation))
         return arrays[0][1] if arrays else ()
 
-    def num_bytes(self, instruction: Instruction, computation: Computation) -> int:
-        """Read and written, as far as it touches its operands."""
+    def _num_bytes(self, instruction: Instruction, computation: Computation) -> int:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done"):
             return 0
         if opcode == "dynamic-slice":
             return 2 * _shapes.num_bytes(instruction.shape)
-        shapes = [self._shape(operand, computation) for operand in instruction.operands]
+        read = [_shapes.num_bytes(s) for s in self._operand_shapes(instruction, computation)]
         if opcode == "dynamic-update-slice":
-            return 2 * _shapes.num_bytes(shapes[1]) if len(shapes) > 1 else 0
-        written = _shapes.num_bytes(instruction.shape)
-        read = [_shapes.num_bytes(s) for s in shapes]
-        if opcode == "fusion":
-            inner = self._module.computations.get((instruction.called("calls") or [""])[0])
-            if inner is not None and inner.opcodes & _PARTIAL:
-                written, read = self._touched(inner, written, read)
-        return written + sum(read)
+            return 2 * read[1] if len(read) > 1 else 0
+        return _shapes.num_bytes(instruction.shape) + sum(read)
 
-    def _touched(self, inner: Computation, written: int, read: list[int]) -> tuple[int, list[int]]:
-        """Bytes that a fusion touches of its result and operands, slices of them being less."""
-        parameters = {p.name: int(p.arguments) for p in inner.parameters}
+    def _read_inside(self, inner: Computation) -> "_Fused":
+        flops = sum(self._flops(i, inner) for i in inner.instructions.values())
+        if inner.opcodes.isdisjoint(_PARTIAL):
+            return _Fused(flops=flops)
+        parameters = inner.numbers
         sliced: dict[str, int] = {}
         whole: set[str] = set()
         for i in inner.instructions.values():
@@ -135,13 +176,14 @@ class Costs:
                     sliced.setdefault(name, 0)
                 else:
                     whole.add(name)
-        for name, number in parameters.items():
-            if name in sliced and name not in whole and number < len(read):
-                read[number] = sliced[name]
-        root = inner.root
+        root, written = inner.root, None
         if root is not None and root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
-            written = _shapes.num_bytes(self.operand_shape(root, 1, inner))
-        return written, read
+            written = _shapes.num_bytes(self._operand_shape(root, 1, inner))
+        return _Fused(
+            flops=flops,
+            read_bytes={parameters[name]: sliced[name] for name in sliced.keys() - whole},
+            written_bytes=written,
+        )
 
 
 def _size(shape: str) -> int:
@@ -167,10 +209,9 @@ def work(
         computation = module.computations[name]
         runs = total_runs(ways)
         for instruction in computation.instructions.values():
-            if instruction.opcode in _FREE or instruction.opcode.removesuffix("-start") in KINDS:
+            if instruction.opcode in _PASSED_OVER:
                 continue
-            own_flops = costs.flops(instruction, computation)
-            own_bytes = costs.num_bytes(instruction, computation)
+            own_flops, own_bytes = costs.of(instruction, computation)
             if not own_flops and not own_bytes:
                 continue
             origin = origins.of(instruction, computation)

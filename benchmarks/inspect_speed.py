@@ -1,0 +1,66 @@
+"""`hxla.inspect` of a dump with 100 MB of HLO text, beside a bare match of its lines.
+
+    python benchmarks/inspect_speed.py [--megabytes 100] [--rounds 3]
+
+Every round is a process of its own: processor and wall seconds, and the most memory that it held,
+Python and jax included. The match of every line with one pattern, right before and after, tells how
+fast the core was; the ratio to it is what other work on the machine disturbs least. Writes
+benchmarks/results/inspect_speed.json.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from large_dump import large_text  # noqa: E402
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--megabytes", type=float, default=100, help="of text, 2**20 bytes each")
+parser.add_argument("--rounds", type=int, default=3)
+parser.add_argument(
+    "--out", type=pathlib.Path, default=ROOT / "benchmarks/results/inspect_speed.json"
+)
+args = parser.parse_args()
+
+rounds = []
+with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / "module_0000.jit_large.cpu_after_optimizations.txt"
+    text, copies = large_text(int(args.megabytes * 2**20))
+    num_lines = text.count("\n")
+    file.write_text(text)
+    for _ in range(args.rounds):
+        ran = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "large_dump.py"), str(file)],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        found = json.loads(ran.stdout)
+        if (found["collectives"], found["problems"]) != (copies, 0):
+            sys.exit(f"{copies} collectives are in the text, but the inspection found {found}")
+        row = {key: round(found[key], 2) for key in found if key.endswith("_seconds")}
+        row["ratio"] = round(found["cpu_seconds"] / found["bare_seconds"], 2)
+        row["peak_bytes"] = found["peak_bytes"]
+        rounds.append(row)
+        print(row, flush=True)
+
+result = {
+    "jax": jax.__version__,
+    "megabytes": args.megabytes,
+    "lines": num_lines,
+    "collectives": copies,
+    "cpu_seconds": min(row["cpu_seconds"] for row in rounds),
+    "ratio": sorted(row["ratio"] for row in rounds)[len(rounds) // 2],
+    "peak_bytes": max(row["peak_bytes"] for row in rounds),
+    "rounds": rounds,
+}
+args.out.write_text(json.dumps(result, indent=1) + "\n")
