@@ -172,7 +172,7 @@ PARTS = (
     Part(
         name="plain_jax",
         before=[*RUN, "cpu-1.0-1.0"],
-        options=["--rounds", "6"],
+        options=["--rounds", "4"],
         quick=["--rounds", "1"],
         rows=plain_jax,
     ),
@@ -213,7 +213,17 @@ PARTS = (
     ),
     Part(
         name="torch_pipeline",
-        options=["--mesh", MESH, "--cut", "3,1", "--steps", "4", "--beside-hxla"],
+        options=[
+            "--mesh",
+            MESH,
+            "--cut",
+            "3,1",
+            "--microbatch-size",
+            "4",
+            "--steps",
+            "4",
+            "--beside-hxla",
+        ],
         quick=[
             "--mesh",
             MESH,
