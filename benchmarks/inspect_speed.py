@@ -10,9 +10,7 @@ benchmarks/results/inspect_speed.json.
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -20,7 +18,7 @@ import jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from large_dump import large_text  # noqa: E402
+from large_dump import large_text, measured_alone  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--megabytes", type=float, default=100, help="of text, 2**20 bytes each")
@@ -37,14 +35,7 @@ with tempfile.TemporaryDirectory() as folder:
     num_lines = text.count("\n")
     file.write_text(text)
     for _ in range(args.rounds):
-        ran = subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "large_dump.py"), str(file)],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        found = json.loads(ran.stdout)
+        found = measured_alone(file)
         if (found["collectives"], found["problems"]) != (copies, 0):
             sys.exit(f"{copies} collectives are in the text, but the inspection found {found}")
         row = {key: round(found[key], 2) for key in found if key.endswith("_seconds")}
