@@ -126,10 +126,7 @@ class StagePart:
         """Gradients of the parameters and of the floating inputs."""
         sources: dict[str, Any] = {"param": params, "saved": saved, "given": given}
         vjp = jax.tree.unflatten(self._residual_tree, [sources[k][i] for k, i in self._kept])
-        if self._on_cpu:
-            vjp = uncrossed(vjp)
-        d_params, d_floats = vjp(self._cotangents(grads))
-        return list(d_params), list(d_floats)
+        return self._pulled_back(vjp, grads)
 
     def backward(
         self, params: Sequence[Any], inputs: Sequence[Any], given: Env, grads: Sequence[Any]
@@ -137,10 +134,7 @@ class StagePart:
         """The forward again: gradients of parameters and floating inputs, what `forward` gives."""
         floats = [inputs[i] for i in self.above.floats]
         _, vjp, made = jax.vjp(self._function(inputs, given), list(params), floats, has_aux=True)
-        if self._on_cpu:
-            vjp = uncrossed(vjp)
-        d_params, d_floats = vjp(self._cotangents(grads))
-        return list(d_params), list(d_floats), made
+        return *self._pulled_back(vjp, grads), made
 
     def input_grads(
         self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
@@ -204,5 +198,11 @@ class StagePart:
         text += [f"{c.dtype}{c.shape}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
         return "\n".join(text)
 
-    def _cotangents(self, grads: Sequence[Any]) -> list[Any]:
-        return [jnp.float32(1)] if self.part.is_last else list(grads)
+    def _pulled_back(
+        self, vjp: Callable[..., Any], grads: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters and of the floating inputs, from those of the outputs."""
+        if self._on_cpu:
+            vjp = uncrossed(vjp)
+        d_params, d_floats = vjp([jnp.float32(1)] if self.part.is_last else list(grads))
+        return list(d_params), list(d_floats)
