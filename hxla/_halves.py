@@ -1,14 +1,34 @@
-"""A backward in two halves: the gradient of the input, which a stage waits for, and the rest.
+"""A program in two halves, with as few bytes kept between them as can be.
+
+A forward and its backward are such halves, and so are a backward's gradient of the input, which a
+stage waits for, and the rest. What the late half reads of the early one is kept, or made again
+where that is only element-wise work: a minimum cut says which costs the fewest bytes.
 
 References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
+    Ansel et al., "PyTorch 2", ASPLOS 2024, section 5 (min-cut rematerialization).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ._jaxpr import ClosedJaxpr, Literal, run_equation
+import jax
+import numpy as np
+
+from ._jaxpr import ClosedJaxpr, Literal, as_function, inner_jaxpr, part
+
+# Their work is hidden behind reading their operands; exp or tanh take longer than a copy.
+# fmt: off
+_CHEAP = frozenset({
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "lt",
+    "max", "min", "mul", "ne", "neg", "not", "or", "reshape", "rsqrt", "select_n", "sign",
+    "slice", "sqrt", "square", "squeeze", "sub", "transpose", "xor",
+})
+# fmt: on
+
+_MOST = 1 << 29  # SciPy's flows are int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,76 +36,141 @@ class Halves:
     """A program whose results are wanted at two times.
 
     Attributes:
-        early: Equations that the first results need.
-        late: Those that only the others need.
-        kept: What the early ones make and the late ones read.
-        inputs: The program's arguments.
-        consts: What it closes over.
-        first: Its first results.
-        others: The rest.
+        early: From its arguments to the first results and then what is kept.
+        late: From its arguments and then what was kept to the other results.
+        num_first: Results of the early half.
+        kept: Shapes of what is kept.
     """
 
-    early: tuple[Any, ...]
-    late: tuple[Any, ...]
+    early: ClosedJaxpr
+    late: ClosedJaxpr
+    num_first: int
     kept: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    consts: tuple[tuple[Any, Any], ...]
-    first: tuple[Any, ...]
-    others: tuple[Any, ...]
 
     def run_early(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The first results, and what `run_late` needs of them besides the arguments."""
-        env = dict(self.consts) | dict(zip(self.inputs, arguments, strict=True))
-        _run(self.early, env)
-        return [_read(env, v) for v in self.first], [env[v] for v in self.kept]
+        """The first results, and what `run_late` needs of them besides its arguments."""
+        made = as_function(self.early)(*arguments)
+        return made[: self.num_first], made[self.num_first :]
 
     def run_late(self, arguments: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The other results."""
-        env = dict(self.consts) | dict(zip(self.inputs, arguments, strict=True))
-        env |= dict(zip(self.kept, kept, strict=True))
-        _run(self.late, env)
-        return [_read(env, v) for v in self.others]
+        return as_function(self.late)(*arguments, *kept)
 
 
-def halve(closed: ClosedJaxpr, num_first: int) -> Halves:
+def halve(
+    closed: ClosedJaxpr,
+    num_first: int,
+    *,
+    only_early: Collection[int] = (),
+    only_late: Collection[int] = (),
+) -> Halves:
     """Cut a program in two.
 
     Args:
         closed: Traced.
-        num_first: How many of its results are wanted early.
+        num_first: How many of its results are wanted early; they need no argument that is only
+            there late.
+        only_early: Places of arguments that are there for the early half only.
+        only_late: Places of those that are there for the late half only.
     """
     jaxpr = closed.jaxpr
     first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
-    wanted = {v for v in first if not isinstance(v, Literal)}
-    early: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if wanted & set(eqn.outvars):
-            early.append(eqn)
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    made = {v for eqn in early for v in eqn.outvars}
-    needed = {v for v in others if not isinstance(v, Literal)}
-    late: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed and v not in made for v in eqn.outvars):
-            late.append(eqn)
-            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    kept = dict.fromkeys(v for eqn in early[::-1] for v in eqn.outvars if v in needed)
+    gone = {jaxpr.invars[i] for i in only_early}
+    coming = {jaxpr.invars[i] for i in only_late}
+    known = {*jaxpr.constvars, *jaxpr.invars} - gone - coming
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    needed = _slice(jaxpr.eqns, first, known)
+    # What the early half can have, at most by cheap work beyond that for its own results.
+    can_be_early = known | gone
+    for eqn in jaxpr.eqns:
+        if id(eqn) in needed or (_is_cheap(eqn) and can_be_early.issuperset(_operands(eqn))):
+            can_be_early |= set(eqn.outvars)
+
+    must_be_late = _slice(jaxpr.eqns, others, can_be_early)
+    read = {v for eqn in jaxpr.eqns if id(eqn) in must_be_late for v in _operands(eqn)}
+    read |= {v for v in others if not isinstance(v, Literal)}
+    kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known)
+    saved = [v for v in (*jaxpr.invars, *maker) if v in kept]
+    early = _slice(jaxpr.eqns, [*first, *kept], known | gone)
+    late = _slice(jaxpr.eqns, others, known | coming | kept)
+
+    def some(which: set[int], inputs: Sequence[Any], outputs: Sequence[Any]) -> ClosedJaxpr:
+        return part(closed, [eqn for eqn in jaxpr.eqns if id(eqn) in which], inputs, outputs)
+
     return Halves(
-        early=tuple(early[::-1]),
-        late=tuple(late[::-1]),
-        kept=tuple(kept),
-        inputs=tuple(jaxpr.invars),
-        consts=tuple(zip(jaxpr.constvars, closed.consts, strict=True)),
-        first=first,
-        others=others,
+        early=some(early, [v for v in jaxpr.invars if v not in coming], [*first, *saved]),
+        late=some(late, [*(v for v in jaxpr.invars if v not in gone), *saved], others),
+        num_first=num_first,
+        kept=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in saved),
     )
 
 
-def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in equations:
-        results = run_equation(eqn, [_read(env, v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
+def _is_cheap(eqn: Any) -> bool:
+    if eqn.primitive.name in ("jit", "pjit"):
+        inner = inner_jaxpr(eqn)
+        return inner is not None and all(map(_is_cheap, inner.jaxpr.eqns))
+    return eqn.primitive.name in _CHEAP
 
 
-def _read(env: dict[Any, Any], v: Any) -> Any:
-    return v.val if isinstance(v, Literal) else env[v]
+def _operands(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
+
+
+def _slice(equations: Sequence[Any], results: Iterable[Any], there: Collection[Any]) -> set[int]:
+    """Identities of the equations that results need besides the values that are there."""
+    wanted = {v for v in results if not isinstance(v, Literal)} - set(there)
+    out = set()
+    for eqn in reversed(equations):
+        if wanted & set(eqn.outvars):
+            out.add(id(eqn))
+            wanted |= set(_operands(eqn)) - set(there)
+    return out
+
+
+def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[Any]) -> set[Any]:
+    """The values to keep so that those which are read can be made by cheap equations.
+
+    Of cuts of the same size the last, after which the least is left to be made again.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    number: dict[Any, int] = {}
+    todo = [v for v in read if v not in known]
+    edges: list[tuple[int, int, int]] = []
+    source, sink = 0, 1
+
+    def place(v: Any) -> tuple[int, int]:
+        """Nodes before and after the value is kept."""
+        if v not in number:
+            number[v] = len(number)
+            todo.append(v)
+        return 2 + 2 * number[v], 3 + 2 * number[v]
+
+    ends = [place(v)[1] for v in [*todo]]
+    done: set[Any] = set()
+    while todo:
+        v = todo.pop()
+        if v in done:
+            continue
+        done.add(v)
+        before = place(v)[0]
+        eqn = maker.get(v)
+        if eqn is None or not _is_cheap(eqn):
+            edges.append((source, before, _MOST))
+            continue
+        edges += [(place(u)[1], before, _MOST) for u in set(_operands(eqn)) if u not in known]
+    if not number:
+        return set()
+    edges += [(end, sink, _MOST) for end in set(ends)]
+    sizes = [v.aval.size * v.aval.dtype.itemsize for v in number]
+    unit = 1 + sum(sizes) // (_MOST // 2)
+    edges += [(2 + 2 * i, 3 + 2 * i, 1 + size // unit) for i, size in enumerate(sizes)]
+    rows, columns, capacities = np.array(edges, np.int32).T
+    num = 2 + 2 * len(number)
+    graph = coo_array((capacities, (rows, columns)), shape=(num, num)).tocsr()
+    left = graph - maximum_flow(graph, source, sink).flow
+    left.eliminate_zeros()
+    behind = set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
+    return {v for v, i in number.items() if 3 + 2 * i in behind and 2 + 2 * i not in behind}

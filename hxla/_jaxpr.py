@@ -77,6 +77,17 @@ def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
     ]
 
 
+def part(
+    closed: ClosedJaxpr, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> ClosedJaxpr:
+    """Some equations of a program as a program of their own, which closes over the same."""
+    jaxpr = closed.jaxpr
+    own = core.Jaxpr(
+        jaxpr.constvars, inputs, outputs, equations, jaxpr.effects, debug_info=_debug_info()
+    )
+    return core.ClosedJaxpr(own, closed.consts)
+
+
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run one equation again, under its own name stack and context."""
     given = {

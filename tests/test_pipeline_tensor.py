@@ -183,7 +183,6 @@ def test_the_collectives_of_a_split_stage_are_megatrons(programs):
 
     assert [(c.kind, c.axes) for c in fill.select(None)] == [("all-to-all", ("stage",))]
     assert sorted((c.kind, c.axes) for c in finish.select(None)) == [
-        ("all-gather", ("stage",)),
         ("all-reduce", ("tensor",)),
         ("all-to-all", ("stage",)),
     ]

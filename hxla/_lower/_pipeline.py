@@ -168,8 +168,9 @@ class Pipeline:
         self._num_tensors = len(slots.dims) + sum(self._float_aux)
         self._halves = spec.schedule(spec.unit).has_weight
         self._programs = self._shared()
-        self._residuals = make_kept([stage.residuals for stage in self._stages])
-        self._late = make_kept([stage.late for stage in self._stages])
+        kept = [] if spec.recompute else self._stages
+        self._residuals = make_kept([stage.residuals for stage in kept])
+        self._late = make_kept([stage.late for stage in kept if self._halves])
         self._actions = functools.cache(self._lower)
         self._num_ticks = len(self._actions(spec.most).table_TSF)
         self._exchanges = _actions.exchanges(slots.num_stages, len(spec.parts) // slots.num_stages)
@@ -236,8 +237,7 @@ class Pipeline:
         out = []
         for p, stage in enumerate(self._stages):
             held = self.spec.slots.of[p % num]
-            text = stage.signature(recompute=self.spec.recompute, halves=self._halves)
-            key = text, *(held[i] for i in stage.params)
+            key = stage.signature(), *(held[i] for i in stage.params)
             out.append(seen.setdefault(key, p))
         return tuple(out)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._types import STAGE_AXIS
@@ -145,38 +144,25 @@ class Slots:
                 else [a + b for a, b in zip(before, parts, strict=True)]
             )
 
-        cut = [
-            (slot, own) for slot, own in zip(self.slots, sums, strict=True) if slot.dim is not None
-        ]
-        whole = [
-            (slot, own) for slot, own in zip(self.slots, sums, strict=True) if slot.dim is None
-        ]
-        if cut:
-            flat = [
-                jnp.stack([x.reshape(-1) for x in jnp.split(part, num, slot.dim or 0)])
-                for slot, own in cut
-                for part in own
+        def message(stage: int) -> list[jax.Array]:
+            own = [
+                _chunk(part, slot.dim, stage, num)
+                for slot, parts in zip(self.slots, sums, strict=True)
+                for part in parts
             ]
-            sizes = [x.shape[1] for x in flat]
-            received = jax.lax.all_to_all(jnp.concatenate(flat, 1), STAGE_AXIS, 0, 0, tiled=True)
-            pieces = iter(jnp.split(received, np.cumsum(sizes)[:-1], 1))
-            for slot, own in cut:
-                assert slot.dim is not None
-                shape = list(slot.piece)
-                shape[slot.dim] //= num
-                own_pieces = [next(pieces) for _ in own]
-                for stage, param in enumerate(slot.params):
-                    if param is not None:
-                        add(param, [x[stage].reshape(shape) for x in own_pieces])
-        words = Words.like([*small, *(part for _, own in whole for part in own)])
-        packed = words.pack([*small, *(part for _, own in whole for part in own)])
-        everyone = jax.lax.all_gather(packed, STAGE_AXIS)
-        of_stage = [words.unpack(everyone[i]) for i in range(num)]
-        for i, (slot, own) in enumerate(whole):
-            first = len(small) + sum(len(parts) for _, parts in whole[:i])
+            return [*small, *own]
+
+        messages = [message(i) for i in range(num)]
+        words = Words.like(messages[0])
+        sent = jnp.stack([words.pack(own) for own in messages])
+        received = jax.lax.all_to_all(sent, STAGE_AXIS, 0, 0, tiled=True)
+        of_stage = [words.unpack(received[i]) for i in range(num)]
+        first = len(small)
+        for slot, own in zip(self.slots, sums, strict=True):
             for stage, param in enumerate(slot.params):
                 if param is not None:
                     add(param, of_stage[stage][first : first + len(own)])
+            first += len(own)
         missing = [p for p in range(len(self.dims)) if p not in totals]
         assert not missing, missing
         gathered = [jnp.stack([arrays[i] for arrays in of_stage]) for i in range(len(small))]
@@ -233,6 +219,14 @@ def make_slots(
     for stage in range(num_stages):
         of.append({s.params[stage]: i for i, s in enumerate(slots) if s.params[stage] is not None})  # type: ignore[misc]
     return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims, inner=specs)
+
+
+def _chunk(x: jax.Array, dim: int | None, index: int, num: int) -> jax.Array:
+    """One of `num` equal pieces in a dimension; None: the whole."""
+    if dim is None:
+        return x
+    size = x.shape[dim] // num
+    return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=dim)
 
 
 def names_of(part: Any) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ Everything is a pure function of arrays; buffers, ticks and permutes are the pip
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from .._evaluate import Env, Placement
 from .._graph import Graph
 from .._halves import Halves, halve
+from .._jaxpr import ClosedJaxpr
 from .._parts import Part, has_gradient, run_part
 from .._uncross import uncrossed
 from ._words import Words
@@ -68,12 +70,67 @@ class StagePart:
         self.params = part.segment.params
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
+        self._given = (*graph.aux_values, *graph.batch_values, graph.key_value)
         self._run = run_part(graph, part, placement)
-        self._residual_tree: Any = None
-        self._kept: list[tuple[str, int]] = []
-        self._halves: Halves | None = None
-        self.residuals: list[jax.ShapeDtypeStruct] = []
-        self.late: list[jax.ShapeDtypeStruct] = []
+
+    def _like(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+        known = self._graph.values
+        return [jax.ShapeDtypeStruct(known[v].shape, known[v].dtype) for v in values]
+
+    @functools.cached_property
+    def _whole(self) -> ClosedJaxpr:
+        """`(params, inputs, given, grads) -> (made, gradients of params and of inputs)`."""
+
+        def run(params: Any, inputs: Any, given: Any, grads: Any) -> Any:
+            again = dict(zip(self._given, given, strict=True))
+            d_params, d_floats, made = self.backward(params, inputs, again, grads)
+            return made, d_params, d_floats
+
+        return jax.make_jaxpr(run)(*self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
+        return (
+            self._like(self._graph.param_values[p] for p in self.params),
+            self._like(self.part.inputs),
+            self._like(self._given),
+            self._like(self.below.values[i] for i in self.below.floats),
+        )
+
+    @functools.cached_property
+    def _passes(self) -> Halves:
+        """Forward and backward."""
+        ends = np.cumsum([len(own) for own in self._shapes])
+        num_grads = len(self.params) + len(self.above.floats)
+        return halve(
+            self._whole,
+            len(self._whole.jaxpr.outvars) - num_grads,
+            only_early=range(ends[0], ends[1]),
+            only_late=range(ends[2], ends[3]),
+        )
+
+    @functools.cached_property
+    def _backward_halves(self) -> Halves:
+        """The gradients of the inputs, and those of the parameters."""
+        num = len(self.params)
+
+        def run(arguments: Any, kept: Any) -> Any:
+            made = self._passes.run_late(arguments, kept)
+            return made[num:], made[:num]
+
+        params, _, given, grads = self._shapes
+        closed = jax.make_jaxpr(run)([*params, *given, *grads], list(self._passes.kept))
+        return halve(closed, len(self.above.floats))
+
+    @property
+    def residuals(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """Shapes of what `forward_and_residuals` keeps."""
+        return self._passes.kept
+
+    @property
+    def late(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """Shapes of what `input_grads` keeps."""
+        return self._backward_halves.kept
 
     def _function(
         self, inputs: Sequence[Any], given: Env
@@ -99,34 +156,15 @@ class StagePart:
     def forward_and_residuals(
         self, params: Sequence[Any], inputs: Sequence[Any], given: Env
     ) -> tuple[list[Any], list[Any]]:
-        """`forward`, and what the backward needs besides parameters and what is given.
-
-        The residuals that are parameters, inputs of the whole program or constants are left out:
-        the backward has them.
-        """
-        floats = [inputs[i] for i in self.above.floats]
-        _, vjp, made = jax.vjp(self._function(inputs, given), list(params), floats, has_aux=True)
-        leaves, self._residual_tree = jax.tree.flatten(vjp)
-        known = {id(x): ("param", i) for i, x in enumerate(params)}
-        known |= {id(x): ("given", v) for v, x in given.items()}
-        self._kept = []
-        saved: list[Any] = []
-        for x in leaves:
-            where = known.get(id(x))
-            if where is None:
-                where = ("saved", len(saved))
-                saved.append(x)
-            self._kept.append(where)
-        self.residuals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved]
-        return made, saved
+        """`forward`, and what the backward needs besides parameters and what is given."""
+        return self._passes.run_early([*params, *inputs, *self._read(given)])
 
     def backward_from_residuals(
         self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters and of the floating inputs."""
-        sources: dict[str, Any] = {"param": params, "saved": saved, "given": given}
-        vjp = jax.tree.unflatten(self._residual_tree, [sources[k][i] for k, i in self._kept])
-        return self._pulled_back(vjp, grads)
+        made = self._passes.run_late([*params, *self._read(given), *grads], saved)
+        return made[: len(self.params)], made[len(self.params) :]
 
     def backward(
         self, params: Sequence[Any], inputs: Sequence[Any], given: Env, grads: Sequence[Any]
@@ -140,18 +178,7 @@ class StagePart:
         self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the floating inputs, and what `weight_grads` needs besides."""
-        order = tuple(given)
-
-        def run(params: Any, saved: Any, values: Any, grads: Any) -> Any:
-            again = dict(zip(order, values, strict=True))
-            d_params, d_floats = self.backward_from_residuals(params, saved, again, grads)
-            return d_floats, d_params
-
-        arguments = (list(params), list(saved), list(given.values()), list(grads))
-        self._halves = halve(jax.make_jaxpr(run)(*arguments), len(self.above.floats))
-        d_floats, kept = self._halves.run_early(jax.tree.leaves(arguments))
-        self.late = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
-        return d_floats, kept
+        return self._backward_halves.run_early([*params, *self._read(given), *grads, *saved])
 
     def weight_grads(
         self,
@@ -162,37 +189,19 @@ class StagePart:
         kept: Sequence[Any],
     ) -> list[Any]:
         """Gradients of the parameters, after `input_grads`."""
-        assert self._halves is not None
-        arguments = (list(params), list(saved), list(given.values()), list(grads))
-        return self._halves.run_late(jax.tree.leaves(arguments), kept)
+        arguments = [*params, *self._read(given), *grads, *saved]
+        return self._backward_halves.run_late(arguments, kept)
 
-    def signature(self, *, recompute: bool, halves: bool) -> str:
+    def _read(self, given: Env) -> list[Any]:
+        return [given[v] for v in self._given]
+
+    def signature(self) -> str:
         """Text that two parts share only if they compute the same from arrays of the same shapes.
 
         It is that of the backward, in which the gradient rules of the user's functions are written
         out.
         """
-        graph = self._graph
-
-        def like(v: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype)
-
-        params = [like(graph.param_values[p]) for p in self.params]
-        inputs = [like(v) for v in self.part.inputs]
-        others = (*graph.aux_values, graph.key_value, *graph.batch_values)
-        given = {v: like(v) for v in others}
-        grads = [like(self.below.values[i]) for i in self.below.floats]
-
-        def run(params: Any, inputs: Any, given: Any, grads: Any) -> Any:
-            if recompute:
-                return self.backward(params, inputs, given, grads)
-            made, saved = self.forward_and_residuals(params, inputs, given)
-            if halves:
-                d_floats, kept = self.input_grads(params, saved, given, grads)
-                return made, saved, d_floats, self.weight_grads(params, saved, given, grads, kept)
-            return made, saved, self.backward_from_residuals(params, saved, given, grads)
-
-        closed = jax.make_jaxpr(run)(params, inputs, given, grads)
+        closed = self._whole
         words = (self.above.words, self.above.floats, self.below.words, self.below.floats)
         text = [re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr)), str((words, self.part.is_last))]
         text += [f"{c.dtype}{c.shape}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
