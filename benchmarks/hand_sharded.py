@@ -5,15 +5,18 @@
 Eight fake devices on this machine's cores: only the ratio means anything. The plain step is one
 `jax.jit` over the same mesh, with Megatron's PartitionSpecs written out and constraints on the
 activations between heads and MLP; both bring the loss to the host in every step, and both keep
-their heap pages, as `hxla run` sets it. hxla also looks
-for gradients that are not finite, in every tensor, which the plain step does not.
+their heap pages, as `hxla run` sets it. hxla also looks for gradients that are not finite, in every
+tensor, which the plain step does not.
 
-Each runs with one microbatch per copy and step, and with four, in turns of three steps, of which
-the first is not counted: it finds the caches full of another program. Every second round of turns
-goes backwards. A ratio is the median over the rounds of by hand's turn over ours in the same round:
-of wall-clock seconds, and of the CPU seconds that the process used, which other work on the machine
-disturbs less. Also the time that tracing and choosing patterns adds to compilation. Writes
-benchmarks/results/hand_sharded.json.
+Each runs with one microbatch per copy and step, and with as many as `hxla.train` chooses when it is
+given no microbatch size (it measures some). The step that a user gets is that of hxla's own choice;
+beside it stands the faster of the plain ones, which a user by hand would take.
+
+All take turns of three steps, of which the first is not counted: it finds the caches full of
+another program. Every second round of turns goes backwards. A ratio is the median over the rounds
+of by hand's turn over ours in the same round: of wall-clock seconds, and of the CPU seconds that
+the process used, which other work on the machine disturbs less. Also the time that tracing and
+choosing patterns adds to compilation. Writes benchmarks/results/hand_sharded.json.
 """
 
 import os
@@ -156,8 +159,10 @@ def plain(num_cuts):
 
 
 def ours(reduction, num_cuts, times):
-    size = BATCH // DATA // num_cuts
-    first = {"tokens": batch_of(0)["tokens"][:size]}
+    def first_batch(size):
+        return {"tokens": batch_of(0)["tokens"][:size]}
+
+    first = first_batch(1)
     model = functional(Net(nnx.Rngs(0)), loss, loss, variables=None, seed=0, example=first)
     begun = time.perf_counter()
     strategy = _strategy.from_mesh(trace_functional(model, first), mesh, hxla.load_rules("decoder"))
@@ -171,19 +176,27 @@ def ours(reduction, num_cuts, times):
 
     reducer = Reducer(strategy.replicas)
     begun = time.perf_counter()
-    engine = Engine(
-        model,
-        optimizer,
+    found = _setup.choose(
+        lambda size: Engine(
+            model,
+            optimizer,
+            reducer,
+            batch=first_batch(size),
+            num_microbatches=BATCH // size,
+            microbatch_size=size,
+            seed=0,
+            reduction=reduction,
+            shard=shard,
+        ),
+        first_batch,
         reducer,
-        batch=first,
-        num_microbatches=DATA * num_cuts,
-        microbatch_size=size,
-        seed=0,
-        reduction=reduction,
-        shard=shard,
+        batch_size=BATCH,
+        microbatch_size=num_cuts and BATCH // DATA // num_cuts,
+        measure=num_cuts is None,
     )
-    engine.calibrate(first, repeats=0)
+    engine, size = found.engine, found.microbatch_size
     times["all of it, compilation included"] = time.perf_counter() - begun
+    num_cuts = BATCH // DATA // size
     ids = _setup.own_ids((num_cuts,) * DATA, reducer)
 
     def once(n):
@@ -194,21 +207,22 @@ def ours(reduction, num_cuts, times):
         jax.block_until_ready(jax.tree.leaves(engine.params))
         return outcome.loss
 
-    return once
+    return num_cuts, once
 
 
 by_hand = False
 exact_times = {}
+CUTS, own_choice = ours("exact", None, {})
 own = {
-    "hxla exact, 1": ours("exact", 1, exact_times),
-    "hxla float, 1": ours("float", 1, {}),
-    "hxla exact, 4": ours("exact", 4, {}),
-    "hxla float, 4": ours("float", 4, {}),
+    "hxla exact, 1": ours("exact", 1, exact_times)[1],
+    "hxla float, 1": ours("float", 1, {})[1],
+    f"hxla exact, {CUTS}": own_choice,
+    f"hxla float, {CUTS}": ours("float", CUTS, {})[1],
 }
 by_hand = True  # the others are traced already
-own |= {"by hand, 1": plain(1), "by hand, 4": plain(4)}
+own |= {"by hand, 1": plain(1), f"by hand, {CUTS}": plain(CUTS)}
 # What is compared runs side by side: the machine's speed drifts.
-runs = {f"{who}, {n}": own[f"{who}, {n}"] for n in (1, 4) for who in _ORDER}
+runs = {f"{who}, {n}": own[f"{who}, {n}"] for n in (1, CUTS) for who in _ORDER}
 seconds = {name: [] for name in runs}
 cpu_seconds = {name: [] for name in runs}
 losses = {name: [] for name in runs}
@@ -226,9 +240,9 @@ def medians(times):
     return {name: round(statistics.median(s), 4) for name, s in times.items()}
 
 
-def speed(times, reduction, num_cuts):
-    """How many times as fast as by hand."""
-    pairs = zip(times[f"by hand, {num_cuts}"], times[f"hxla {reduction}, {num_cuts}"], strict=True)
+def speed(times, name, other):
+    """How many times as fast as another."""
+    pairs = zip(times[other], times[name], strict=True)
     return round(statistics.median(hand / own for hand, own in pairs), 3)
 
 
@@ -239,11 +253,12 @@ rows = {
     "seconds_per_step": medians(seconds),
     "cpu_seconds_per_step": medians(cpu_seconds),
     "last_losses": {name: round(values[-1], 4) for name, values in losses.items()},
+    "microbatches that hxla chooses": CUTS,
     **{
-        f"hxla {r}, {n} over by hand, {n}{what}": speed(times, r, n)
-        for what, times in (("", seconds), (", CPU seconds", cpu_seconds))
+        f"hxla {r}, {n} over by hand, {m}{what}": speed(t, f"hxla {r}, {n}", f"by hand, {m}")
+        for what, t in (("", seconds), (", CPU seconds", cpu_seconds))
         for r in ("exact", "float")
-        for n in (1, 4)
+        for n, m in ((CUTS, 1), (CUTS, CUTS), (1, 1))
     },
     "tracing_and_planning_seconds": round(planning, 3),
     "compilation_seconds": round(compiling, 3),

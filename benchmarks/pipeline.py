@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 
+from hxla import load_cluster
+
 ROOT = pathlib.Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "pipeline.json"
 
@@ -100,7 +102,7 @@ def main() -> None:
         row["planned_over_even"] = row["even"]["step_seconds"] / row["planned"]["step_seconds"]
         row["share_of_bound"] = row["planned"]["bound_seconds"] / row["planned"]["step_seconds"]
         if args.torch:
-            stages = mesh.count("-") if mesh.startswith("cpu-1") else 4
+            stages = len(load_cluster(mesh).devices)
             cut = ",".join([str(4 // stages)] * stages)
             row["torch_tokens_per_second"] = torch(args.torch, mesh, cut, *sizes)
             row["over_torch"] = row["planned"]["tokens_per_second"] / row["torch_tokens_per_second"]

@@ -113,15 +113,16 @@ def torch_pipeline(result: Any) -> list[Row]:
 
 def hand_sharded(result: Any) -> list[Row]:
     seconds = result["seconds_per_step"]
+    chosen = result["microbatches that hxla chooses"]
     out = [
         (
-            f"rules over data and tensor, {n} microbatch a step, {r} sums, beside sharding by hand",
+            f"rules over data and tensor, {r} sums, {n} microbatches, beside {m} by hand",
             f"{seconds[f'hxla {r}, {n}']} s",
-            f"{seconds[f'by hand, {n}']} s",
-            f"{result[f'hxla {r}, {n} over by hand, {n}']}x",
+            f"{seconds[f'by hand, {m}']} s",
+            f"{result[f'hxla {r}, {n} over by hand, {m}']}x",
         )
         for r in ("exact", "float")
-        for n in (1, 4)
+        for n, m in ((chosen, 1), (chosen, chosen), (1, 1))
     ]
     share = result["tracing and planning over compilation"]
     own, other = result["tracing_and_planning_seconds"], result["compilation_seconds"]
@@ -178,7 +179,7 @@ PARTS = (
     ),
     Part(
         name="mixed_speed",
-        options=["--meshes", MESH, "--rounds", "1", "--batch-size", "64"],
+        options=["--meshes", MESH, "--rounds", "1", "--batch-size", "48"],
         quick=["--meshes", MESH, "--rounds", "1", "--batch-size", "16"],
         rows=mixed_speed,
     ),
@@ -206,7 +207,7 @@ PARTS = (
     ),
     Part(
         name="torch_ddp",
-        options=["--mesh", MESH, "--batch-size", "64", "--steps", "4"],
+        options=["--mesh", MESH, "--batch-size", "32", "--steps", "4"],
         quick=["--mesh", MESH, "--batch-size", "16", "--steps", "2"],
         rows=torch_ddp,
         needs_torch=True,
@@ -221,7 +222,7 @@ PARTS = (
             "--microbatch-size",
             "4",
             "--steps",
-            "4",
+            "3",
             "--beside-hxla",
         ],
         quick=[
