@@ -197,6 +197,14 @@ def test_a_context_seen_on_average_is_too_small_for_the_fullest_device():
     assert min(errors) < -0.14
 
 
+def test_the_temporaries_of_a_traced_layer_are_too_many_beside_the_largest_context():
+    # A layer's backward holds 1.9 stashes where the rule has the least, 1.
+    errors = memory_errors(POSSIBLE, dataclasses.replace(sailor.RULE, workspace_layers=1.9))
+    assert 0.025 < statistics.mean(map(abs, errors)) < 0.03
+    assert min(errors) > -0.02
+    assert max(errors) < 0.082
+
+
 def test_the_repositorys_own_context_is_too_large_for_small_peaks():
     errors = memory_errors(POSSIBLE, sailor.THEIRS)
     assert 0.035 < statistics.mean(map(abs, errors)) < 0.04
