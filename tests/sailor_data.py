@@ -2,7 +2,8 @@
 
 Source: eth-easl/sailor (Strati et al., SOSP 2025), MIT licence, commit cf2c8e3: Megatron-DeepSpeed
 in float32 on nodes of 4 GH200. `data/sailor.json` holds what the predictions of its plans need.
-`python tests/sailor_data.py FOLDER` writes it from the repository's data.
+`python tests/sailor_data.py FOLDER` writes it from the repository's data. `data/aceso.json` holds
+what runs of another runtime, Aceso's, took of the same machines' memory, from the same repository.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared/data/sailor"
 SHIPPED = pathlib.Path(__file__).parent / "data/sailor.json"
+OTHER = pathlib.Path(__file__).parent / "data/aceso.json"
+MEBI = 2**20
 KIND, TENSOR, ZONE, FLOAT_BYTES = "GH-96", 4, "us-central1-a", 4
 MODELS = {"GPT-NEO": "GPT-Neo-2.7", "OPT-350": "OPT-350"}
 #: Transformer layers in the model that was profiled, besides embedding and head: the repository's
@@ -102,6 +105,31 @@ class Data:
             return senders * num_bytes / 1e9 / gigabytes_per_second
 
         return seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Memory of one device under the other runtime.
+
+    Attributes:
+        used_bytes: What the driver shows.
+        allocated_bytes: The most that PyTorch's allocator handed out at once.
+        reserved_bytes: The most that it held.
+    """
+
+    used_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
+
+
+def other_runs() -> tuple[Held, ...]:
+    """The first rank of each stage of each of the other runtime's runs."""
+    return tuple(
+        Held(
+            used_bytes=used * MEBI, allocated_bytes=allocated * MEBI, reserved_bytes=reserved * MEBI
+        )
+        for *_, used, allocated, reserved in json.loads(OTHER.read_text())["rows"]
+    )
 
 
 def _with(place, tensor):

@@ -5,7 +5,7 @@ import dataclasses
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from sailor import excess_per_example, monotone, stage_loads
+from sailor import monotone, stage_loads, was_set
 
 from hxla._errors import PlanError
 from hxla._planner._cost import (
@@ -83,11 +83,17 @@ def test_a_disturbed_measurement_is_bounded_by_a_larger_microbatch():
     assert monotone(monotone(rough)) == monotone(rough)
 
 
-def test_the_excess_per_example_says_when_the_host_is_the_limit():
-    known = profile({1: (1.0, 1.0), 2: (1.0, 1.0), 4: (2.0, 2.0)})
-    assert excess_per_example(known, Setting("gpu", 1)) == pytest.approx(1.0)
-    assert excess_per_example(known, Setting("gpu", 2)) == pytest.approx(0.0)
-    assert excess_per_example(known, Setting("gpu", 4)) is None
+def test_forwards_of_whole_tenths_of_a_millisecond_were_set():
+    measured = LayerTime(forward=1.719e-3, backward=3e-3, update=0.0)
+    rounded = LayerTime(forward=1.7e-3, backward=3.141e-3, update=0.0)
+
+    def with_inner(*inner):
+        setting = Setting("gpu", 1)
+        times = {setting: (measured, *inner, measured)}
+        return was_set(dataclasses.replace(profile({}), times=times), setting)
+
+    assert with_inner(rounded, rounded)
+    assert not with_inner(rounded, measured)
 
 
 def test_loads_sum_the_layers_of_a_stage():

@@ -4,6 +4,7 @@ The bar is time within 5 % on average and 10 % at worst, memory within 3 %. What
 is what is reached; where that is less than the bar, the test says why.
 """
 
+import dataclasses
 import json
 import statistics
 
@@ -25,12 +26,15 @@ def memory_error(plan, memory):
     return memory.total_bytes / plan.peak_bytes - 1
 
 
-def host_bound(plan):
-    """Whether an example takes over 5 % longer than in twice the microbatch."""
+def was_set(plan):
+    """Whether the forwards that the plan is predicted from are no measurements."""
     setting = Setting(sailor_data.KIND, plan.microbatch_size, sailor_data.TENSOR)
-    excess = sailor.excess_per_example(DATA.profiles[plan.model], setting)
-    assert excess is not None
-    return excess > 0.05
+    return sailor.was_set(DATA.profiles[plan.model], setting)
+
+
+def memory_errors(plans, rule):
+    memories = [sailor.fullest(sailor.predict_memory(DATA, plan, rule)) for plan in plans]
+    return [memory_error(plan, m) for plan, m in zip(plans, memories, strict=True)]
 
 
 needs_shared = pytest.mark.skipif(
@@ -100,22 +104,31 @@ def test_step_times_are_within_five_percent_on_average():
     assert statistics.mean(abs(time_error(plan)) for plan in DATA.plans) < 0.05
 
 
-def test_step_times_are_within_five_percent_where_the_device_is_the_limit():
-    plans = [plan for plan in DATA.plans if not host_bound(plan)]
-    assert len(plans) == 11
-    assert max(abs(time_error(plan)) for plan in plans) < 0.05
+def test_step_times_are_within_five_percent_where_the_profile_was_measured():
+    plans = [plan for plan in DATA.plans if not was_set(plan)]
+    assert len(plans) == 13
+    assert statistics.mean(abs(time_error(plan)) for plan in plans) < 0.022
+    assert max(abs(time_error(plan)) for plan in plans) < 0.046
 
 
 def test_three_step_times_are_off_by_more_than_ten_percent():
-    # All three are one stage at microbatches of 1 and 4, whose profile the host set: forwards there
-    # are 1.5 to 1.8 ms a layer whatever the microbatch.
-    # Two ran 12 % faster than the sum of their own layers' profile, one 14 % slower, so no constant
-    # could mend both.
+    # All three are one stage at microbatches of 1 and 4, where the host sets the pace and the
+    # profile's forwards are 1.5, 1.7 and 1.8 ms a layer sharp. Two ran 12 and 14 % faster than the
+    # sum of their layers, one 14 % slower, so no constant could mend both.
     off = [plan for plan in DATA.plans if abs(time_error(plan)) > 0.1]
     assert {(plan.num_replicas, len(plan.cuts)) for plan in off} == {(1, 1), (4, 1)}
     assert len(off) == 3
-    assert all(host_bound(plan) for plan in off)
+    assert all(was_set(plan) for plan in off)
     assert max(abs(time_error(plan)) for plan in off) < 0.14
+
+
+def test_the_slow_ones_file_contradicts_itself():
+    """What its reduction leaves of the step is less than its backwards take."""
+    (slow,) = (plan for plan in DATA.plans if time_error(plan) < -0.1)
+    profile = DATA.profiles[slow.model]
+    setting = Setting(sailor_data.KIND, slow.microbatch_size, sailor_data.TENSOR)
+    backward = sum(time.backward for time in profile.times[setting])
+    assert slow.step_seconds - slow.reduction_seconds < 0.3 * slow.num_microbatches * backward
 
 
 def test_transfers_that_block_explain_the_pipelines():
@@ -159,42 +172,43 @@ def test_one_measured_peak_is_less_than_its_state_and_stash():
     assert (odd.model, odd.num_replicas, len(odd.cuts)) == ("GPT-Neo-2.7", 2, 4)
 
 
-def test_peaks_with_published_constants_are_within_four_percent_on_average():
-    # The published context is too large where little else is there, by 8 to 11 % of 7 to 13 GB.
-    errors = [
-        memory_error(plan, sailor.fullest(sailor.predict_memory(DATA, plan))) for plan in POSSIBLE
-    ]
-    assert statistics.mean(map(abs, errors)) < 0.042
-    assert min(errors) > -0.03
-    assert max(errors) < 0.12
-    large = [e for e, plan in zip(errors, POSSIBLE, strict=True) if plan.peak_bytes > 15e9]
-    assert len(large) == 13
-    assert max(map(abs, large)) < 0.035
+def test_context_and_allocator_come_from_another_runtimes_runs():
+    assert len(sailor.OTHER_RUNS) == 32
+    assert sailor.RULE.context_bytes == 3883 * 2**20
+    assert sailor.RULE.allocator_share == pytest.approx(0.053, abs=0.0005)
 
 
-def test_peaks_are_within_three_percent_once_the_machine_is_known():
-    """Each plan predicted with the context, communicators and workspace of all the others."""
-    errors = [memory_error(plan, memory) for plan, memory in sailor.leave_one_out(DATA).items()]
-    assert statistics.mean(map(abs, errors)) < 0.015
-    # Two of the small ones, of 10 and 13 GB, are off by 430 MB.
-    assert sum(abs(e) > 0.03 for e in errors) == 2
-    assert max(map(abs, errors)) < 0.045
+def test_peaks_are_within_three_percent_but_for_one():
+    errors = dict(zip(POSSIBLE, memory_errors(POSSIBLE, sailor.RULE), strict=True))
+    assert statistics.mean(map(abs, errors.values())) < 0.015
+    (off,) = (plan for plan, e in errors.items() if abs(e) > 0.03)
+    # Under the other runtime the same plan had 982 MiB less of context than is assumed for all.
+    # That is 8 % of its peak, so that no one context brings it and the others within 3 %.
+    assert (off.model, off.num_replicas, len(off.cuts)) == ("OPT-350", 2, 1)
+    assert 0.03 < errors[off] < 0.05
 
 
-def test_a_machine_known_from_one_model_predicts_the_other():
-    errors = {}
-    for model in DATA.profiles:
-        rule = sailor.fitted(DATA, [plan for plan in POSSIBLE if plan.model != model])
-        for plan in POSSIBLE:
-            if plan.model == model:
-                memory = sailor.fullest(sailor.predict_memory(DATA, plan, rule))
-                errors[plan] = memory_error(plan, memory)
-    assert statistics.mean(map(abs, errors.values())) < 0.02
-    assert max(abs(e) for plan, e in errors.items() if plan.model == "GPT-Neo-2.7") < 0.011
-    # GPT-Neo ran in pipelines only: what their communicators take counts as context from it, and
-    # makes the plans of one stage too large.
-    assert max(abs(e) for plan, e in errors.items() if len(plan.cuts) > 1) < 0.027
-    assert all(-0.001 < e < 0.07 for plan, e in errors.items() if len(plan.cuts) == 1)
+def test_a_context_seen_on_average_is_too_small_for_the_fullest_device():
+    # That the largest counts, and not the mean, is a choice that these plans confirm.
+    mean = statistics.mean(run.used_bytes - run.reserved_bytes for run in sailor.OTHER_RUNS)
+    rule = dataclasses.replace(sailor.RULE, context_bytes=mean)
+    errors = memory_errors(POSSIBLE, rule)
+    assert max(errors) < 0
+    assert min(errors) < -0.14
+
+
+def test_the_temporaries_of_a_traced_layer_are_too_many_beside_the_largest_context():
+    # A layer's backward holds 1.9 stashes where the rule has the least, 1.
+    errors = memory_errors(POSSIBLE, dataclasses.replace(sailor.RULE, workspace_layers=1.9))
+    assert 0.025 < statistics.mean(map(abs, errors)) < 0.03
+    assert min(errors) > -0.02
+    assert max(errors) < 0.082
+
+
+def test_the_repositorys_own_context_is_too_large_for_small_peaks():
+    errors = memory_errors(POSSIBLE, sailor.THEIRS)
+    assert 0.035 < statistics.mean(map(abs, errors)) < 0.04
+    assert 0.1 < max(errors) < 0.105
 
 
 @pytest.mark.parametrize("plan", DATA.plans, ids=lambda plan: plan.name)

@@ -23,9 +23,11 @@ class MemoryRule:
         workspace_layers: Temporaries of a layer's forward and backward, in units of the largest
             stash of one layer and microbatch. At least 1: a layer's backward makes a gradient of
             everything that its forward kept.
-        context_bytes: Of the driver's context and the loaded kernels.
-        communicator_bytes: Buffers of the communication between stages, if there are several.
-        margin: Share by which memory may exceed the prediction, for the allocator's fragments.
+        context_bytes: What the driver shows and the allocator does not hold: its context, the
+            loaded kernels, the communicators.
+        allocator_share: What the allocator holds beyond what it has handed out, rounding and
+            fragments, as a share of the latter.
+        margin: Share by which memory may exceed the prediction.
     """
 
     gradient_factor: float = 1.0
@@ -33,7 +35,7 @@ class MemoryRule:
     buffer_factor: float = 0.0
     workspace_layers: float = 1.0
     context_bytes: float = 0.0
-    communicator_bytes: float = 0.0
+    allocator_share: float = 0.0
     margin: float = 0.0
 
     def __post_init__(self) -> None:
@@ -58,7 +60,8 @@ class DeviceMemory:
         buffer_bytes: Flat buffers and copies.
         stash_bytes: Activations of the microbatches in flight.
         workspace_bytes: Temporaries.
-        fixed_bytes: Context and communicators.
+        allocator_bytes: Rounding and fragments of all the above.
+        context_bytes: Of the driver, kernels and communicators.
         margin: Share by which memory may exceed the total.
     """
 
@@ -69,7 +72,8 @@ class DeviceMemory:
     buffer_bytes: float
     stash_bytes: float
     workspace_bytes: float
-    fixed_bytes: float
+    allocator_bytes: float
+    context_bytes: float
     margin: float
 
     @property
@@ -83,7 +87,8 @@ class DeviceMemory:
             + self.buffer_bytes
             + self.stash_bytes
             + self.workspace_bytes
-            + self.fixed_bytes
+            + self.allocator_bytes
+            + self.context_bytes
         )
 
     def missing_from(self, capacity_bytes: float) -> float:
@@ -161,17 +166,20 @@ def pipeline_memory(
         largest = max(
             (size.stash_bytes for part in parts[stage::num_stages] for size in part), default=0.0
         )
+        allocated = {
+            "parameter_bytes": own[stage],
+            "padding_bytes": held - own[stage],
+            "gradient_bytes": held * rule.gradient_factor,
+            "optimizer_bytes": held * rule.optimizer_factor,
+            "buffer_bytes": held * rule.buffer_factor,
+            "stash_bytes": stash[stage],
+            "workspace_bytes": largest * rule.workspace_layers,
+        }
         predictions.append(
             DeviceMemory(
-                parameter_bytes=own[stage],
-                padding_bytes=held - own[stage],
-                gradient_bytes=held * rule.gradient_factor,
-                optimizer_bytes=held * rule.optimizer_factor,
-                buffer_bytes=held * rule.buffer_factor,
-                stash_bytes=stash[stage],
-                workspace_bytes=largest * rule.workspace_layers,
-                fixed_bytes=rule.context_bytes
-                + (rule.communicator_bytes if num_stages > 1 else 0.0),
+                **allocated,
+                allocator_bytes=rule.allocator_share * sum(allocated.values()),
+                context_bytes=rule.context_bytes,
                 margin=rule.margin,
             )
         )
