@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ._jaxpr import ClosedJaxpr, Literal, run_equation
+from ._jaxpr import ClosedJaxpr, Literal, backward_slice, run_equation, variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,23 +56,14 @@ def halve(closed: ClosedJaxpr, num_first: int) -> Halves:
     """
     jaxpr = closed.jaxpr
     first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
-    wanted = {v for v in first if not isinstance(v, Literal)}
-    early: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if wanted & set(eqn.outvars):
-            early.append(eqn)
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    early = backward_slice(jaxpr.eqns, first)
     made = {v for eqn in early for v in eqn.outvars}
-    needed = {v for v in others if not isinstance(v, Literal)}
-    late: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed and v not in made for v in eqn.outvars):
-            late.append(eqn)
-            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    kept = dict.fromkeys(v for eqn in early[::-1] for v in eqn.outvars if v in needed)
+    late = backward_slice(jaxpr.eqns, others, given=made)
+    needed = variables([*(v for eqn in late for v in eqn.invars), *others])
+    kept = [v for eqn in early for v in eqn.outvars if v in needed]
     return Halves(
-        early=tuple(early[::-1]),
-        late=tuple(late[::-1]),
+        early=tuple(early),
+        late=tuple(late),
         kept=tuple(kept),
         inputs=tuple(jaxpr.invars),
         consts=tuple(zip(jaxpr.constvars, closed.consts, strict=True)),

@@ -1,7 +1,7 @@
 """What hxla needs of jax's program representation, in one place."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,51 @@ def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
         )
         for own in traced.eqns
     ]
+
+
+def variables(values: Iterable[Any]) -> dict[Any, None]:
+    """Those that are not literals, each once and in order."""
+    return dict.fromkeys(v for v in values if not isinstance(v, Literal))
+
+
+def backward_slice(
+    equations: Sequence[Any], wanted: Iterable[Any], given: Container[Any] = ()
+) -> list[Any]:
+    """The equations, in order, that results need.
+
+    Args:
+        equations: In order.
+        wanted: Results; literals need nothing.
+        given: Variables that are there already.
+    """
+    needed = {v for v in variables(wanted) if v not in given}
+    found = []
+    for eqn in reversed(equations):
+        if not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(v for v in variables(eqn.invars) if v not in given)
+    return found[::-1]
+
+
+def part(jaxpr: Any, wanted: Sequence[Any], given: Container[Any] = ()) -> Any:
+    """The program of some of a program's variables; its arguments are what it reads.
+
+    Args:
+        jaxpr: The whole one.
+        wanted: Variables of it.
+        given: See `backward_slice`.
+    """
+    equations = backward_slice(jaxpr.eqns, wanted, given)
+    made = {v for eqn in equations for v in eqn.outvars if v not in given}
+    read = variables(v for side in (*(e.invars for e in equations), wanted) for v in side)
+    return core.Jaxpr(
+        (),
+        [v for v in read if v not in made],
+        list(wanted),
+        equations,
+        frozenset().union(*(e.effects for e in equations)),
+        debug_info=_debug_info(),
+    )
 
 
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
