@@ -123,6 +123,15 @@ def compiler_options(platform: str, reduction: Reduction) -> dict[str, Any]:
     return {}
 
 
+def _update_options(platform: str, reduction: Reduction) -> dict[str, Any]:
+    """Those of `compiler_options`, and an order in which few temporaries live at once."""
+    options = compiler_options(platform, reduction)
+    if platform == "cpu":
+        # Breadth first, as is usual there, the gradient of every tensor would wait for the last.
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    return options
+
+
 def build(
     *,
     sums_of: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[jax.Array, jax.Array, PyTree]],
@@ -334,7 +343,7 @@ def build(
         update=jax.jit(
             hxla_update,
             donate_argnums=(0, 1, 2),
-            compiler_options=options,
+            compiler_options=_update_options(platform, reduction),
             out_shardings=of_update,
         ),
         specs=tuple(specs),
