@@ -71,6 +71,10 @@ class Patterns:
             raise AnnotationError(f"the pattern for {primitive!r} is not callable: {pattern!r}")
         return Patterns({**self._table, primitive: pattern})
 
+    def has(self, primitive: str) -> bool:
+        """Whether a primitive has a pattern of its own; others are taken for element-wise."""
+        return primitive in self._table
+
     def factors(
         self,
         primitive: str,
@@ -366,3 +370,10 @@ PATTERNS = Patterns(
         "random_bits": _made,
     }
 )
+
+
+def is_elementwise(primitive: str, operands: Sequence[Shape], results: Sequence[Shape]) -> bool:
+    """Whether an equation treats every element of its results alone, by its name and shapes."""
+    own = (s for s in operands if s)
+    known = primitive in _BY_SHAPE_NOT or PATTERNS.has(primitive)
+    return not known and bool(results) and {*own, *results} == {results[0]}
