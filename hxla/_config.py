@@ -130,6 +130,14 @@ class Communication(_Section):
     """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
 
 
+class Optimizer(_Section):
+    """How parameters are updated (EPL's optimizer section)."""
+
+    num_apply_groups: int = pydantic.Field(1, ge=1)
+    """Groups in which parameters are updated one after another, each making the gradients that it
+    shares with others, below a global norm, again instead of keeping them; 1: all at once."""
+
+
 class Config(_Section):
     """All settings of `hxla.train` that are not its arguments."""
 
@@ -137,6 +145,7 @@ class Config(_Section):
     cluster: Cluster = Cluster()
     pipeline: Pipeline = Pipeline()
     communication: Communication = Communication()
+    optimizer: Optimizer = Optimizer()
     balance: Balance = Balance()
     watchdog: Watchdog = Watchdog()
     checkpoint: Checkpoint = Checkpoint()

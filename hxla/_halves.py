@@ -10,24 +10,13 @@ References:
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._jaxpr import ClosedJaxpr, Literal, as_function, inner_jaxpr, part
-
-# An element's work takes about as long as writing and reading it (exp and tanh on a CPU, measured).
-# fmt: off
-_CHEAP = frozenset({
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
-    "div", "eq", "erf", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
-    "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
-    "rsqrt", "select_n", "sign", "slice", "sqrt", "square", "squeeze", "sub", "tanh", "transpose",
-    "xor",
-})
-# fmt: on
+from ._jaxpr import ClosedJaxpr, as_function, backward_slice, is_cheap, part, variables
 
 _MOST = 1 << 29  # SciPy's flows are int32
 
@@ -37,25 +26,27 @@ class Halves:
     """A program whose results are wanted at two times.
 
     Attributes:
-        early: From its arguments to the first results and then what is kept.
-        late: From its arguments and then what was kept to the other results.
+        early: Program from `consts` and its arguments to the first results and what is kept.
+        late: Program from `consts`, its arguments and what was kept to the other results.
+        consts: What the whole closes over.
         num_first: Results of the early half.
         kept: Shapes of what is kept.
     """
 
-    early: ClosedJaxpr
-    late: ClosedJaxpr
+    early: Any
+    late: Any
+    consts: tuple[Any, ...]
     num_first: int
     kept: tuple[Any, ...]
 
     def run_early(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The first results, and what `run_late` needs of them besides its arguments."""
-        made = as_function(self.early)(*arguments)
+        made = _run(self.early, [*self.consts, *arguments])
         return made[: self.num_first], made[self.num_first :]
 
     def run_late(self, arguments: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The other results."""
-        return as_function(self.late)(*arguments, *kept)
+        return _run(self.late, [*self.consts, *arguments, *kept])
 
 
 def halve(
@@ -81,52 +72,30 @@ def halve(
     known = {*jaxpr.constvars, *jaxpr.invars} - gone - coming
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
-    needed = _slice(jaxpr.eqns, first, known)
+    needed = {id(eqn) for eqn in backward_slice(jaxpr.eqns, first)}
     # What the early half can have, at most by cheap work beyond that for its own results.
     can_be_early = known | gone
     for eqn in jaxpr.eqns:
-        if id(eqn) in needed or (_is_cheap(eqn) and can_be_early.issuperset(_operands(eqn))):
+        if id(eqn) in needed or (is_cheap(eqn) and can_be_early.issuperset(variables(eqn.invars))):
             can_be_early |= set(eqn.outvars)
 
-    must_be_late = _slice(jaxpr.eqns, others, can_be_early)
-    read = {v for eqn in jaxpr.eqns if id(eqn) in must_be_late for v in _operands(eqn)}
-    read |= {v for v in others if not isinstance(v, Literal)}
+    must_be_late = backward_slice(jaxpr.eqns, others, given=can_be_early)
+    read = variables([*(v for eqn in must_be_late for v in eqn.invars), *others])
     kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known)
     saved = [v for v in (*jaxpr.invars, *maker) if v in kept]
-    early = _slice(jaxpr.eqns, [*first, *kept], known | gone)
-    late = _slice(jaxpr.eqns, others, known | coming | kept)
 
-    def some(which: set[int], inputs: Sequence[Any], outputs: Sequence[Any]) -> ClosedJaxpr:
-        return part(closed, [eqn for eqn in jaxpr.eqns if id(eqn) in which], inputs, outputs)
+    def own(unknown: Collection[Any]) -> list[Any]:
+        return [*jaxpr.constvars, *(v for v in jaxpr.invars if v not in unknown)]
 
+    early = part(jaxpr, [*first, *saved], inputs=own(coming))
+    late = part(jaxpr, others, given=kept, inputs=[*own(gone), *saved])
     return Halves(
-        early=some(early, [v for v in jaxpr.invars if v not in coming], [*first, *saved]),
-        late=some(late, [*(v for v in jaxpr.invars if v not in gone), *saved], others),
+        early=early,
+        late=late,
+        consts=tuple(closed.consts),
         num_first=num_first,
         kept=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in saved),
     )
-
-
-def _is_cheap(eqn: Any) -> bool:
-    if eqn.primitive.name in ("jit", "pjit"):
-        inner = inner_jaxpr(eqn)
-        return inner is not None and all(map(_is_cheap, inner.jaxpr.eqns))
-    return eqn.primitive.name in _CHEAP
-
-
-def _operands(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not isinstance(v, Literal)]
-
-
-def _slice(equations: Sequence[Any], results: Iterable[Any], there: Collection[Any]) -> set[int]:
-    """Identities of the equations that results need besides the values that are there."""
-    wanted = {v for v in results if not isinstance(v, Literal)} - set(there)
-    out = set()
-    for eqn in reversed(equations):
-        if wanted & set(eqn.outvars):
-            out.add(id(eqn))
-            wanted |= set(_operands(eqn)) - set(there)
-    return out
 
 
 def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[Any]) -> set[Any]:
@@ -158,10 +127,10 @@ def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[
         done.add(v)
         before = place(v)[0]
         eqn = maker.get(v)
-        if eqn is None or not _is_cheap(eqn):
+        if eqn is None or not is_cheap(eqn):
             edges.append((source, before, _MOST))
             continue
-        edges += [(place(u)[1], before, _MOST) for u in set(_operands(eqn)) if u not in known]
+        edges += [(place(u)[1], before, _MOST) for u in variables(eqn.invars) if u not in known]
     if not number:
         return set()
     edges += [(end, sink, _MOST) for end in set(ends)]
@@ -175,3 +144,7 @@ def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[
     left.eliminate_zeros()
     behind = set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
     return {v for v, i in number.items() if 3 + 2 * i in behind and 2 + 2 * i not in behind}
+
+
+def _run(program: Any, arguments: Sequence[Any]) -> list[Any]:
+    return as_function(ClosedJaxpr(program, ()))(*arguments)

@@ -1,7 +1,7 @@
 """What hxla needs of jax's program representation, in one place."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -77,15 +77,77 @@ def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
     ]
 
 
+def variables(values: Iterable[Any]) -> dict[Any, None]:
+    """Those that are not literals, each once and in order."""
+    return dict.fromkeys(v for v in values if not isinstance(v, Literal))
+
+
+def backward_slice(
+    equations: Sequence[Any], wanted: Iterable[Any], given: Container[Any] = ()
+) -> list[Any]:
+    """The equations, in order, that results need.
+
+    Args:
+        equations: In order.
+        wanted: Results; literals need nothing.
+        given: Variables that are there already.
+    """
+    needed = {v for v in variables(wanted) if v not in given}
+    found = []
+    for eqn in reversed(equations):
+        if not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(v for v in variables(eqn.invars) if v not in given)
+    return found[::-1]
+
+
 def part(
-    closed: ClosedJaxpr, equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
-) -> ClosedJaxpr:
-    """Some equations of a program as a program of their own, which closes over the same."""
-    jaxpr = closed.jaxpr
-    own = core.Jaxpr(
-        jaxpr.constvars, inputs, outputs, equations, jaxpr.effects, debug_info=_debug_info()
+    jaxpr: Any,
+    wanted: Sequence[Any],
+    given: Container[Any] = (),
+    inputs: Sequence[Any] | None = None,
+) -> Any:
+    """The program of some of a program's variables.
+
+    Args:
+        jaxpr: The whole one.
+        wanted: Variables of it.
+        given: See `backward_slice`.
+        inputs: The arguments; None: what it reads, numbers that the whole closes over among it.
+    """
+    equations = backward_slice(jaxpr.eqns, wanted, given)
+    if inputs is None:
+        made = {v for eqn in equations for v in eqn.outvars if v not in given}
+        read = variables(v for side in (*(e.invars for e in equations), wanted) for v in side)
+        inputs = [v for v in read if v not in made]
+    return core.Jaxpr(
+        (),
+        list(inputs),
+        list(wanted),
+        equations,
+        frozenset().union(*(e.effects for e in equations)),
+        debug_info=_debug_info(),
     )
-    return core.ClosedJaxpr(own, closed.consts)
+
+
+# An element's work takes about as long as writing and reading it (exp and tanh on a CPU, measured).
+# fmt: off
+_CHEAP = frozenset({
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "erf", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
+    "rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square", "squeeze", "sub", "tanh",
+    "transpose", "xor",
+})
+# fmt: on
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether it costs hardly more to run an equation again than to keep its results."""
+    inner = inner_jaxpr(eqn)
+    if inner is not None:
+        return eqn.primitive.name in ("jit", "pjit") and all(map(is_cheap, inner.jaxpr.eqns))
+    return eqn.primitive.name in _CHEAP
 
 
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:

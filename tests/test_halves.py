@@ -33,8 +33,8 @@ def arguments():
     return params, jax.random.normal(keys[4], (5, 8)), jax.random.normal(keys[5], (5, 4))
 
 
-def num_dots(closed):
-    return sum(eqn.primitive.name == "dot_general" for eqn in closed.jaxpr.eqns)
+def num_dots(program):
+    return sum(eqn.primitive.name == "dot_general" for eqn in program.eqns)
 
 
 def test_both_halves_are_the_whole():
@@ -66,7 +66,7 @@ def test_a_result_that_is_an_argument_or_a_number_passes_through():
     assert list(first[0]) == [10.0, 10.0]
     assert list(x) == [5.0, 5.0]
     assert three == 3.0
-    assert not halves.late.jaxpr.eqns
+    assert not halves.late.eqns
 
 
 def passes(loss, x, w):

@@ -28,7 +28,7 @@ LAYERS = [
     {"_profile"},
     {"_model", "_loss", "_graph", "_graph_picture", "_plan", "_proposal"},
     {"_trace", "_evaluate"},
-    {"_segments", "_uncross", "_halves"},
+    {"_segments", "_uncross", "_halves", "_groups"},
     {"_parts"},
     {"_planner"},
     {"_lower"},

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._groups import balanced, in_groups
 from .._types import PyTree
 from .._uncross import row_major, uncrossed
 from . import _exact
@@ -123,6 +124,15 @@ def compiler_options(platform: str, reduction: Reduction) -> dict[str, Any]:
     return {}
 
 
+def _update_options(platform: str, reduction: Reduction) -> dict[str, Any]:
+    """Those of `compiler_options`, and an order in which few temporaries live at once."""
+    options = compiler_options(platform, reduction)
+    if platform == "cpu":
+        # Breadth first, as is usual there, the gradient of every tensor would wait for the last.
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    return options
+
+
 def build(
     *,
     sums_of: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[jax.Array, jax.Array, PyTree]],
@@ -142,6 +152,7 @@ def build(
     mean: bool = True,
     clip_before: float | None = None,
     clip_after: float | None = None,
+    num_groups: int = 1,
 ) -> Programs:
     """Lower a model's loss to the programs of a training step.
 
@@ -164,6 +175,8 @@ def build(
         mean: Whether a microbatch's own gradient is that of its mean loss, or of its sum.
         clip_before: Global norm to which each microbatch's own gradient is clipped.
         clip_after: Global norm to which the update's gradient is clipped.
+        num_groups: Parts in which parameters are updated one after another, at most as many as
+            there are.
     """
     param_leaves, param_def = jax.tree.flatten(params)
     aux_leaves, aux_def = jax.tree.flatten(aux)
@@ -312,6 +325,10 @@ def build(
     def combine(*parts: jax.Array) -> jax.Array:
         return _exact.combine(parts[0], parts[1], bits) if exact else parts[0]
 
+    update: Callable[..., Any] = hxla_update
+    if num_groups > 1:
+        sizes = [x.size * x.dtype.itemsize for x in param_leaves]
+        update = in_groups(hxla_update, balanced(sizes, num_groups))
     of_micro: Any = None
     of_update: Any = None
     if layout is not None:
@@ -332,9 +349,9 @@ def build(
             out_shardings=of_micro and of_micro[0],
         ),
         update=jax.jit(
-            hxla_update,
+            update,
             donate_argnums=(0, 1, 2),
-            compiler_options=options,
+            compiler_options=_update_options(platform, reduction),
             out_shardings=of_update,
         ),
         specs=tuple(specs),

@@ -173,6 +173,7 @@ class Run:
         self.known = _devices.described(self.devices, self.cluster)
         self.listed = self.devices  # stages may take them in another order
         self._functional = self._read_model(start)
+        _setup.check_groups(self.settings.optimizer.num_apply_groups, self._functional.params)
         self.strategy = dataclasses.replace(self._choose_strategy(start), patterns=self.patterns)
         replicas = self.strategy.replicas
         if self.split == "measured" and _strategy.share_cores(replicas):
@@ -404,6 +405,7 @@ class Run:
             gradient=self.settings.communication.gradient,
             clip=self._clip(),
             rows=self.rows,
+            num_groups=self.settings.optimizer.num_apply_groups,
         )
         engine.broadcast()
         return engine

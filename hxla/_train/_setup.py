@@ -70,6 +70,20 @@ def size_of_microbatches(batch_size: int, num: int, microbatch_size: int | None)
     return batch_size // num
 
 
+def check_groups(num: int, params: PyTree) -> None:
+    """Refuse more groups of parameters than there are parameters.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    num_params = len(jax.tree.leaves(params))
+    if num > max(num_params, 1):
+        raise ConfigError(
+            f"optimizer.num_apply_groups={num} but the model has {num_params} parameters: use "
+            f"{max(num_params, 1)} at most"
+        )
+
+
 def optimizer_bytes(optimizer: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes of the optimizer's state for the whole model."""
     state = jax.eval_shape(optimizer.init, params)

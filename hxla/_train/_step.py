@@ -89,6 +89,7 @@ class Engine:
         gradient: Whether the update sees the gradient of the batch's mean loss or of its sum.
         clip: `clip_before` or `clip_after` of `_replicate.build`.
         rows: Parameters whose gradient has few rows, with the most that a global batch touches.
+        num_groups: That of `_replicate.build`.
 
     Raises:
         LossError: If the loss returns something else than documented.
@@ -110,6 +111,7 @@ class Engine:
         gradient: Literal["mean", "sum"] = "mean",
         clip: Mapping[str, float] | None = None,
         rows: Mapping[int, int] | None = None,
+        num_groups: int = 1,
     ):
         self._reducer = reducer
         self._mean = gradient == "mean"
@@ -216,6 +218,7 @@ class Engine:
                 bucket_elements=reducer.bucket_elements,
                 alone=rows or (),
                 mean=self._mean,
+                num_groups=num_groups,
                 **(clip or {}),
             )
             for replica in (reducer.local if self._specs else reducer.local[:1])
