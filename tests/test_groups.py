@@ -98,16 +98,17 @@ def test_groups_make_again_what_a_global_norm_would_have_kept(name, options):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_keep_donation_and_the_arithmetic(name):
-    results = []
+    results, donated = [], set()
     for num_groups in (1, 3, NUM):
         compiled, arguments = update(OPTIMIZERS[name], num_groups, clip_after=0.5)
-        memory = compiled.memory_analysis()
-        own = sum(x.nbytes for x in jax.tree.leaves(arguments[:2]))
-        assert memory.alias_size_in_bytes == own
+        donated.add(compiled.memory_analysis().alias_size_in_bytes)
         copies = jax.tree.map(lambda x: jnp.array(np.array(x)), arguments[:3])
         for _ in range(3):
             *copies, _ = compiled(*copies, *arguments[3:])
         results.append(jax.tree.leaves(copies))
+    own = sum(x.nbytes for x in jax.tree.leaves(arguments[:2]) if x.size > 1)
+    assert len(donated) == 1
+    assert min(donated) >= own
     for whole, *grouped in zip(*results, strict=True):
         for other in grouped:
             np.testing.assert_allclose(other, whole, rtol=1e-6, atol=1e-7)
@@ -194,5 +195,5 @@ def test_replicas_of_several_devices_update_in_groups():
 
 
 def test_more_groups_than_parameters_are_refused_with_both_numbers():
-    with pytest.raises(hxla.ConfigError, match=r"num_apply_groups=100.*has 11 parameters.* 11 at"):
+    with pytest.raises(hxla.ConfigError, match=r"num_apply_groups=100.*has 13 parameters.* 13 at"):
         train(100)
