@@ -48,6 +48,8 @@ def test_groups_are_consecutive_and_none_is_larger_than_its_share_and_two_tensor
     assert len(groups) == num
     assert all(groups)
     assert [*itertools.chain(*groups)] == [*range(len(sizes))]
+    largest = max(sum(sizes[i] for i in group) for group in groups)
+    assert largest <= sum(sizes) / num + 2 * max(sizes)
     assert balanced([4] * 12, 3) == [range(4), range(4, 8), range(8, 12)]
 
 
