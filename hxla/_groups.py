@@ -39,10 +39,10 @@ def balanced(sizes: Sequence[int], num: int) -> list[range]:
     """
     total = np.cumsum(sizes, dtype=float)
     ends = [0]
-    for g in range(1, num + 1):
+    for g in range(1, num):
         fair = int(np.argmin(np.abs(total - total[-1] * g / num))) + 1
         ends.append(min(max(fair, ends[-1] + 1), len(sizes) - (num - g)))
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
+    return [range(a, b) for a, b in itertools.pairwise([*ends, len(sizes)])]
 
 
 def in_groups(function: Callable[..., Any], groups: Sequence[Iterable[int]]) -> Callable[..., Any]:
