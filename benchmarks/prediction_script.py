@@ -6,6 +6,7 @@ import json
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -17,6 +18,7 @@ import gpt
 from sklearn.datasets import load_digits
 
 import hxla
+from hxla._train._step import Engine
 
 
 class Conv(nnx.Module):
@@ -61,6 +63,17 @@ model, data, loss = {
     "bert": lambda: (bert.Bert(nnx.Rngs(0), width=128, layers=3), {"text": text}, bert.loss),
     "conv": lambda: (Conv(nnx.Rngs(0)), images, conv_loss),
 }[args.model]()
+engines = []
+close = Engine.close
+
+
+def closed(engine):
+    """The programs that a run compiled are known to its engine only."""
+    engines.append(engine)
+    close(engine)
+
+
+Engine.close = closed
 result = hxla.train(
     model,
     data,
@@ -71,6 +84,14 @@ result = hxla.train(
     steps=args.steps,
     split=args.split or "measured",
 )
-if args.summary is not None:
-    steps = [s.seconds for s in result.history.steps]
-    args.summary.write_text(json.dumps({"seconds": steps}))
+if args.summary is not None and jax.process_index() == 0:
+    [engine] = engines
+    steps = result.history.steps
+    batch = sum(x[: args.microbatch_size].nbytes for x in data.values())
+    held = engine.memory_bytes()  # the same on every device: they hold the same programs
+    summary = {
+        "seconds": [s.seconds for s in steps],
+        "busy_seconds": [s.busy_seconds for s in steps],
+        "compiled_bytes": [held + count * batch for count in steps[-1].counts],
+    }
+    args.summary.write_text(json.dumps(summary))
