@@ -2,20 +2,23 @@
 
     python benchmarks/prediction.py [--clusters ...] [--models ...]
 
-For each pair, in one go: `hxla profile` measures the model on the cluster, `hxla plan` makes the
-best plan of one stage, `hxla run` trains with that plan's counts, and `hxla profile` measures
-again. The machine's speed drifts by more than the predictions are to be off, so what is compared
-with the run is the mean of what the profiles before and after it predict. No figure of the training
-run goes into its prediction. Memory is the plan's figure for each device beside what the programs
-that the run compiled say of themselves. Each row is written to benchmarks/results/prediction.json
-at once; rows of other pairs that it holds stay.
+For each pair one job of `hxla run` does what `hxla profile` does, trains with the counts of the
+plan of one stage that `hxla plan` makes meanwhile, and profiles again. The machine's speed drifts
+by more than the predictions are to be off, so what is compared with the training is the mean of
+what the profiles before and after it predict. No figure of the training goes into its prediction.
+Memory is the plan's figure for each device beside what the programs that the training compiled say
+of themselves. Each row is written to benchmarks/results/prediction.json at once; rows of other
+pairs that it holds stay.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,7 @@ import time
 import jax
 
 from hxla import Proposal
+from hxla.__main__ import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = str(ROOT / "benchmarks" / "prediction_script.py")
@@ -45,11 +49,13 @@ parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/resul
 args = parser.parse_args()
 
 
-def hxla(*arguments):
-    command = [sys.executable, "-m", "hxla", *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
+def planned(mesh, folder, file, model):
+    """What `hxla plan` does, without a new process that imports everything anew."""
+    options = ["--mesh", str(mesh), "--stages", "1", "--write", str(folder), "--profile", str(file)]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(["plan", *options, SCRIPT, model])
+    del os.environ["HXLA_DRY"]
+    return Proposal.from_json((folder / f"{mesh.stem}.json").read_text())
 
 
 def parts(plan, counts):
@@ -61,29 +67,33 @@ def parts(plan, counts):
 
 
 def one(folder, model, name):
-    mesh, summary = folder / f"{name}.toml", folder / "run.json"
+    mesh = folder / f"{name}.toml"
     tables = [f'[[device]]\nkind = "cpu"\ncore_share = {share}\n' for share in CLUSTERS[name]]
     mesh.write_text(f'name = "{name}"\n' + "".join(tables))
-    measure = ["profile", "--mesh", mesh, "--segments", 3, "--write"]
-    search = ["plan", "--mesh", mesh, "--stages", 1, "--write", folder, "--profile"]
-
-    def planned(file):
-        hxla(*search, file, SCRIPT, model)
-        return Proposal.from_json((folder / f"{name}.json").read_text())
-
-    for file in (before := folder / "before.json", after := folder / "after.json"):
-        file.unlink(missing_ok=True)
-    hxla(*measure, before, SCRIPT, model)
-    plan = planned(before)
-    counts = dict.fromkeys(range(len(CLUSTERS[name])), 0)
-    counts.update({d.device: d.num_microbatches for d in plan.devices})
-    split = [counts[d] for d in sorted(counts)]
-    steps = WARM_STEPS + max(12, min(100, math.ceil(6 / plan.step_seconds)))
-    own = ["--steps", steps, "--split", ",".join(map(str, split)), "--summary", summary]
-    hxla("run", "--mesh", mesh, SCRIPT, model, *own)
-    hxla(*measure, after, SCRIPT, model)
-    ran = json.loads(summary.read_text())
-    predictions = [parts(p, split) for p in (plan, planned(after))]
+    command = [sys.executable, "-m", "hxla", "run", "--mesh", mesh, SCRIPT, model]
+    before, log = folder / "before.json", folder / "log"
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(log.open("w"))
+        process = subprocess.Popen([*command, "--folder", folder], stdout=out, stderr=out)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        while process.poll() is None and not before.exists():
+            time.sleep(0.05)
+        if before.exists():
+            plan = planned(mesh, folder, before, model)
+            counts = {d.device: d.num_microbatches for d in plan.devices}
+            split = [counts.get(i, 0) for i in range(len(CLUSTERS[name]))]
+            steps = WARM_STEPS + max(12, min(100, math.ceil(6 / plan.step_seconds)))
+            part = folder / "split.part"
+            part.write_text(json.dumps({"split": split, "steps": steps}))
+            part.rename(folder / "split.json")
+        process.wait()
+    if process.returncode:
+        raise SystemExit(f"{command}\n{log.read_text()[-6000:]}")
+    ran = json.loads((folder / "run.json").read_text())
+    predictions = [
+        parts(p, split) for p in (plan, planned(mesh, folder, folder / "after.json", model))
+    ]
     predicted = [max(busy) + rest for busy, rest in predictions]
     assert math.isclose(predicted[0], plan.step_seconds, rel_tol=1e-6)
     measured = statistics.median(ran["seconds"][WARM_STEPS:])
@@ -127,14 +137,18 @@ def write(rows):
     return {k: v for k, v in table.items() if k != "rows"}
 
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the job that runs
 rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-with tempfile.TemporaryDirectory() as text:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{text}/cache"
+with tempfile.TemporaryDirectory() as cache:
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ.pop("XLA_FLAGS", None)
     for name in args.clusters:
         for model in args.models:
             began = time.monotonic()
-            row = one(pathlib.Path(text), model, name)
+            with tempfile.TemporaryDirectory() as folder:
+                row = one(pathlib.Path(folder), model, name)
             rows = [r for r in rows if (r["cluster"], r["model"]) != (name, model)] + [row]
             summary = write(rows)
             print(json.dumps(row), f"{time.monotonic() - began:.0f} s", flush=True)
