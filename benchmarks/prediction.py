@@ -2,10 +2,10 @@
 
     python benchmarks/prediction.py [--clusters ...] [--models ...]
 
-For each pair one job of `hxla run` does what `hxla profile` does, trains with the counts of the
-plan of one stage that `hxla plan` makes meanwhile, and profiles again. The machine's speed drifts
-by more than the predictions are to be off, so what is compared with the training is the mean of
-what the profiles before and after it predict. No figure of the training goes into its prediction.
+For each pair one job of `hxla run` does what `hxla profile` does, and trains with the counts that
+the profile's trial came to. They take turns of four steps, for the machine's speed drifts by more
+than the predictions are to be off. Then `hxla plan` predicts the step from the profile alone: no
+figure of the training goes into it. A plan whose counts are others is asked for those that ran.
 Memory is the plan's figure for each device beside what the programs that the training compiled say
 of themselves. Each row is written to benchmarks/results/prediction.json at once; rows of other
 pairs that it holds stay.
@@ -41,7 +41,6 @@ CLUSTERS = {
     "0.9-0.5-0.3": [0.9, 0.5, 0.3],
 }
 MODELS = ["gpt", "bert", "conv"]
-WARM_STEPS = 3
 parser = argparse.ArgumentParser()
 parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
 parser.add_argument("--models", nargs="+", default=MODELS)
@@ -59,11 +58,15 @@ def planned(mesh, folder, file, model):
 
 
 def parts(plan, counts):
-    """A step with some counts as the plan's replay has it: the slowest device and the sum."""
+    """A step with some counts as the plan's replay has it: the slowest device, and the rest."""
     devices = {d.device: d for d in plan.devices}
-    each = {i: d.compute_seconds / d.num_microbatches for i, d in devices.items()}
-    busy = [c * each[i] + devices[i].update_seconds if c else 0.0 for i, c in enumerate(counts)]
-    return busy, max(d.reduction_seconds for d in plan.devices)
+    busy = 0.0
+    for i, count in enumerate(counts):
+        if count:
+            own = devices[i]
+            micro = own.compute_seconds / own.num_microbatches
+            busy = max(busy, count * micro + own.update_seconds)
+    return busy, plan.devices[0].reduction_seconds
 
 
 def one(folder, model, name):
@@ -71,52 +74,39 @@ def one(folder, model, name):
     tables = [f'[[device]]\nkind = "cpu"\ncore_share = {share}\n' for share in CLUSTERS[name]]
     mesh.write_text(f'name = "{name}"\n' + "".join(tables))
     command = [sys.executable, "-m", "hxla", "run", "--mesh", mesh, SCRIPT, model]
-    before, log = folder / "before.json", folder / "log"
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(log.open("w"))
-        process = subprocess.Popen([*command, "--folder", folder], stdout=out, stderr=out)
+        log = stack.enter_context((folder / "log").open("w"))
+        process = subprocess.Popen([*command, "--folder", folder], stdout=log, stderr=log)
         stack.callback(process.wait)
         stack.callback(process.terminate)
-        while process.poll() is None and not before.exists():
-            time.sleep(0.05)
-        if before.exists():
-            plan = planned(mesh, folder, before, model)
-            counts = {d.device: d.num_microbatches for d in plan.devices}
-            split = [counts.get(i, 0) for i in range(len(CLUSTERS[name]))]
-            steps = WARM_STEPS + max(12, min(100, math.ceil(6 / plan.step_seconds)))
-            part = folder / "split.part"
-            part.write_text(json.dumps({"split": split, "steps": steps}))
-            part.rename(folder / "split.json")
         process.wait()
     if process.returncode:
-        raise SystemExit(f"{command}\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"{command}\n{(folder / 'log').read_text()[-6000:]}")
+    plan = planned(mesh, folder, folder / "profile.json", model)
     ran = json.loads((folder / "run.json").read_text())
-    predictions = [
-        parts(p, split) for p in (plan, planned(mesh, folder, folder / "after.json", model))
-    ]
-    predicted = [max(busy) + rest for busy, rest in predictions]
-    assert math.isclose(predicted[0], plan.step_seconds, rel_tol=1e-6)
-    measured = statistics.median(ran["seconds"][WARM_STEPS:])
-    held = {d.device: d.memory_bytes for d in plan.devices}
-    memory = [held[i] / b - 1 for i, b in enumerate(ran["compiled_bytes"]) if i in held]
-    error = statistics.mean(predicted) / measured - 1
-    busy = [
-        statistics.median(b[i] for b in ran["busy_seconds"][WARM_STEPS:]) for i in range(len(split))
+    devices = {d.device: d for d in plan.devices}
+    own = [devices[i].num_microbatches if i in devices else 0 for i in range(len(CLUSTERS[name]))]
+    assert math.isclose(sum(parts(plan, own)), plan.step_seconds, rel_tol=1e-6)
+    busy, rest = parts(plan, ran["counts"])
+    measured = statistics.median(ran["seconds"])
+    measured_busy = max(map(statistics.median, zip(*ran["busy_seconds"], strict=True)))
+    each = ran["microbatch_bytes"]
+    memory = [
+        (d.memory_bytes + (ran["counts"][i] - d.num_microbatches) * each) / ran["compiled_bytes"][i]
+        - 1
+        for i, d in sorted(devices.items())
     ]
     return {
         "cluster": name,
         "model": model,
-        "counts": split,
-        "predicted_seconds": round(statistics.mean(predicted), 4),
+        "planned_counts": own,
+        "counts": ran["counts"],
+        "steps": len(ran["seconds"]),
+        "predicted_seconds": round(busy + rest, 4),
         "measured_seconds": round(measured, 4),
-        "error": round(error, 4),
-        "predictions": [round(p, 4) for p in predicted],
-        "predicted_busy": [
-            round(statistics.mean(b), 4) for b in zip(*(b for b, _ in predictions), strict=True)
-        ],
-        "measured_busy": [round(b, 4) for b in busy],
-        "predicted_rest": round(statistics.mean(r for _, r in predictions), 4),
-        "measured_rest": round(measured - max(busy), 4),
+        "error": round((busy + rest) / measured - 1, 4),
+        "predicted_busy": round(busy, 4),
+        "measured_busy": round(measured_busy, 4),
         "memory": [round(m, 6) for m in memory],
     }
 

@@ -1,13 +1,12 @@
 """What benchmarks/prediction.py profiles, plans and trains: one of three small models."""
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import pathlib
 import sys
-import time
+import threading
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ import bert
 import gpt
 
 import hxla
-from hxla._train import _dry
+from hxla._train import _dry, _trial
 from hxla._train._step import Engine
 
 
@@ -49,7 +48,7 @@ def conv_loss(model, batch):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model", choices=["gpt", "bert", "conv"])
-parser.add_argument("--folder", type=pathlib.Path, help="profile, wait for a split, run, profile")
+parser.add_argument("--folder", type=pathlib.Path, help="profile and run, in turns")
 args = parser.parse_args()
 
 MICROBATCH_SIZE = 4
@@ -84,37 +83,98 @@ def train(**options):
     )
 
 
-def profile(name):
-    """What `hxla profile` does, in a process that is there already."""
-    request = _dry.ProfileRequest(file=str(args.folder / name), num_segments=1)
-    os.environ[_dry.VARIABLE] = request.model_dump_json()
-    with contextlib.suppress(SystemExit):
-        train(steps=1)
-    del os.environ[_dry.VARIABLE]
-
-
 if args.folder is None:
     train(steps=1)
     sys.exit()
-profile("before.json")
-while not (args.folder / "split.json").exists():
-    time.sleep(0.05)
-options = json.loads((args.folder / "split.json").read_text())
-engines = []
-close = Engine.close
-# Only the engine knows the programs that a run compiled.
-Engine.close = lambda engine: (engines.append(engine), close(engine))
-result = train(**options)
-Engine.close = close
+
+FIRST_TURN_STEPS, TURN_STEPS = 6, 4
+
+
+class Turns:
+    """Lets two threads run in turns of a few steps, so that the machine's drift meets both."""
+
+    def __init__(self):
+        self.ended = [False, False]
+        self._free = [threading.Semaphore(0), threading.Semaphore(0)]
+
+    def wait(self, me):
+        self._free[me].acquire()
+
+    def give(self, me):
+        self._free[1 - me].release()
+        if not self.ended[1 - me]:
+            self.wait(me)
+
+    def end(self, me):
+        self.ended[me] = True
+        self._free[1 - me].release()
+
+
+turns, trial_counts, failed, engines, seconds, busy = Turns(), [], [], [], [], []
+observe, close = _trial.Observer.__call__, Engine.close
+
+
+def observed(observer, record, state):
+    # By number alone, the same on every process: they must take turns at the same steps.
+    since = len(trial_counts) - FIRST_TURN_STEPS
+    trial_counts.append(record.counts)
+    first_of_turn = since >= 0 and since % TURN_STEPS == 0  # the other's turn is in its time
+    done = False if first_of_turn else observe(observer, record, state)
+    if since + 1 >= 0 and (since + 1) % TURN_STEPS == 0:
+        turns.give(0)
+    return done
+
+
+def profile():
+    """What `hxla profile` does, in a process that is there already."""
+    try:
+        train(steps=1)
+    except SystemExit:
+        return
+    except BaseException as error:
+        failed.append(error)
+    finally:
+        turns.end(0)
+
+
+def trained(record, state):
+    if record.step % TURN_STEPS and record.step > TURN_STEPS and not turns.ended[0]:
+        seconds.append(record.seconds)
+        busy.append(record.busy_seconds)
+    if (record.step + 1) % TURN_STEPS == 0:
+        turns.give(1)
+    return turns.ended[0]
+
+
+def closed(engine):
+    if threading.current_thread() is threading.main_thread():
+        engines.append(engine)  # only it knows the programs that the run compiled
+    close(engine)
+
+
+_trial.Observer.__call__, Engine.close = observed, closed
+request = _dry.ProfileRequest(file=str(args.folder / "profile.json"), num_segments=1)
+os.environ[_dry.VARIABLE] = request.model_dump_json()
+thread = threading.Thread(target=profile)
+thread.start()
+turns.wait(1)
+del os.environ[_dry.VARIABLE]
+counts = trial_counts[-1] if trial_counts else ()
+if not failed:
+    train(steps=400, split=counts, callbacks=[trained])
+turns.end(1)
+thread.join()
+if failed:
+    raise failed[0]
 if jax.process_index() == 0:
     [engine] = engines
-    steps = result.history.steps
     batch = sum(x[:MICROBATCH_SIZE].nbytes for x in data.values())
     held = engine.memory_bytes()  # the same on every device: they hold the same programs
     summary = {
-        "seconds": [s.seconds for s in steps],
-        "busy_seconds": [s.busy_seconds for s in steps],
-        "compiled_bytes": [held + count * batch for count in steps[-1].counts],
+        "counts": counts,
+        "microbatch_bytes": batch,
+        "seconds": seconds,
+        "busy_seconds": busy,
+        "compiled_bytes": [held + count * batch for count in counts],
     }
     (args.folder / "run.json").write_text(json.dumps(summary))
-profile("after.json")
