@@ -1,6 +1,7 @@
 """What benchmarks/prediction.py profiles, plans and trains: one of three small models."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -87,7 +88,7 @@ if args.folder is None:
     train(steps=1)
     sys.exit()
 
-FIRST_TURN_STEPS, TURN_STEPS = 6, 4
+FIRST_TURN_STEPS, TURN_STEPS, FEWEST_STEPS = 6, 4, 10
 
 
 class Turns:
@@ -119,7 +120,7 @@ def observed(observer, record, state):
     since = len(trial_counts) - FIRST_TURN_STEPS
     trial_counts.append(record.counts)
     first_of_turn = since >= 0 and since % TURN_STEPS == 0  # the other's turn is in its time
-    done = False if first_of_turn else observe(observer, record, state)
+    done = not first_of_turn and observe(observer, record, state) and since >= FEWEST_STEPS
     if since + 1 >= 0 and (since + 1) % TURN_STEPS == 0:
         turns.give(0)
     return done
@@ -161,7 +162,8 @@ turns.wait(1)
 del os.environ[_dry.VARIABLE]
 counts = trial_counts[-1] if trial_counts else ()
 if not failed:
-    train(steps=400, split=counts, callbacks=[trained])
+    with contextlib.suppress(SystemExit):  # stopped by its callback
+        train(steps=400, split=counts, callbacks=[trained])
 turns.end(1)
 thread.join()
 if failed:
