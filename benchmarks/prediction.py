@@ -107,6 +107,8 @@ def one(folder, model, name):
         "error": round((busy + rest) / measured - 1, 4),
         "predicted_busy": round(busy, 4),
         "measured_busy": round(measured_busy, 4),
+        "steps_of_the_trial": [round(x, 3) for x in ran.get("trial_seconds", ())],
+        "steps_of_the_run": [round(x, 3) for x in ran["seconds"]],
         "memory": [round(m, 6) for m in memory],
     }
 

@@ -88,7 +88,8 @@ if args.folder is None:
     train(steps=1)
     sys.exit()
 
-FIRST_TURN_STEPS, TURN_STEPS, FEWEST_STEPS = 6, 4, 10
+FIRST_TURN_STEPS, TURN_STEPS = 6, 4
+FEWEST_STEPS, FEWEST_SECONDS = 10, 12.0  # of the trial, so of the training too
 
 
 class Turns:
@@ -111,7 +112,8 @@ class Turns:
         self._free[1 - me].release()
 
 
-turns, trial_counts, failed, engines, seconds, busy = Turns(), [], [], [], [], []
+turns, trial_counts, trial_seconds, own_seconds = Turns(), [], [], []
+failed, engines, seconds, busy = [], [], [], []
 observe, close = _trial.Observer.__call__, Engine.close
 
 
@@ -119,8 +121,14 @@ def observed(observer, record, state):
     # By number alone, the same on every process: they must take turns at the same steps.
     since = len(trial_counts) - FIRST_TURN_STEPS
     trial_counts.append(record.counts)
+    trial_seconds.append(record.seconds)
     first_of_turn = since >= 0 and since % TURN_STEPS == 0  # the other's turn is in its time
-    done = not first_of_turn and observe(observer, record, state) and since >= FEWEST_STEPS
+    if first_of_turn:
+        done = False
+    else:
+        own_seconds.append(record.seconds)
+        done = observe(observer, record, state) and since >= FEWEST_STEPS
+        done = done and sum(own_seconds) >= FEWEST_SECONDS
     if since + 1 >= 0 and (since + 1) % TURN_STEPS == 0:
         turns.give(0)
     return done
@@ -176,6 +184,7 @@ if jax.process_index() == 0:
         "counts": counts,
         "microbatch_bytes": batch,
         "seconds": seconds,
+        "trial_seconds": trial_seconds,
         "busy_seconds": busy,
         "compiled_bytes": [held + count * batch for count in counts],
     }

@@ -237,7 +237,9 @@ class Run:
         run.last_step = start + MOST_STEPS
         run.callbacks, run.eval_every, run.checkpoints = (observer,), None, None
         run.history = {key: [] for key in self.history}
-        balance = self.settings.balance.model_copy(update={"window_steps": MOST_STEPS})
+        # Counts that follow every breath of a device would leave too few steps of each.
+        calm = {"window_steps": MOST_STEPS, "min_gain": max(0.1, self.settings.balance.min_gain)}
+        balance = self.settings.balance.model_copy(update=calm)
         run.settings = self.settings.model_copy(update={"balance": balance})
         with contextlib.ExitStack() as stack:
             if self.metrics is not None:
