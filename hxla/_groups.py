@@ -21,6 +21,7 @@ from ._jaxpr import (
     Literal,
     as_function,
     backward_slice,
+    inlined,
     is_cheap,
     part,
     variables,
@@ -54,7 +55,7 @@ def in_groups(function: Callable[..., Any], groups: Sequence[Iterable[int]]) -> 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _run(closed, groups, jax.tree.leaves(arguments))
+        results = _run(inlined(closed), groups, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

@@ -56,10 +56,17 @@ def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     return eqn if same else eqn.replace(params=params)
 
 
-def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
-    """The equations of a function of arrays, in the place of an equation with one result."""
+def splice(eqn: Any, function: Callable[..., Any]) -> list[Any]:
+    """The equations of a function of arrays, in the place of an equation.
+
+    Where a result is no equation's, or two are one, it stays as it is.
+    """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     traced = jax.make_jaxpr(function)(*shapes).jaxpr
+    made = {v for own in traced.eqns for v in own.outvars}
+    results = variables(traced.outvars)
+    if traced.constvars or len(results) < len(eqn.outvars) or not made.issuperset(results):
+        return [eqn]
     names = dict(zip(traced.invars, eqn.invars, strict=True))
     names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
 
@@ -75,6 +82,15 @@ def splice(eqn: Any, function: Callable[..., jax.Array]) -> list[Any]:
         )
         for own in traced.eqns
     ]
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with the equations of the jitted functions that it calls in their places."""
+    equations = []
+    for eqn in closed.jaxpr.eqns:
+        inner = inner_jaxpr(eqn) if eqn.primitive.name in ("jit", "pjit") else None
+        equations += [eqn] if inner is None else splice(eqn, as_function(inlined(inner)))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
 
 
 def variables(values: Iterable[Any]) -> dict[Any, None]:

@@ -123,6 +123,16 @@ def test_a_step_is_the_slowest_replica_then_reduction_then_update():
     assert slow[0].wait_seconds == pytest.approx(0)
 
 
+def test_an_update_lies_on_its_own_replicas_path_to_the_next_sum():
+    late = [load(forward=2.0, backward=3.0, update=0.5)]  # 15.5 s a step
+    early = [load(update=3.0)]  # 15 s a step: the other's microbatches run meanwhile
+    cost = step_cost([early, late], [4, 3], [[], []], [0.25])
+    assert cost.step_seconds == pytest.approx(15.5 + 0.25)
+    assert cost.stages[0][0].wait_seconds == pytest.approx(0.5)
+    alone = step_cost([early], [4], [[]], [0.25])
+    assert alone.step_seconds == pytest.approx(15 + 0.25)
+
+
 def test_a_barrier_makes_every_stage_wait_for_the_last():
     stages = [load(update=0.0)] * 3
     links = [[line(0, float("inf"))] * 2]

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 import hxla
+from hxla._history import StepRecord
 from hxla._profile._file import dump_profile, load_profile, merge_profiles
 from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
+from hxla._train._trial import Observer, Trial
 
 # Without the fake devices of this process.
 ALONE = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -71,6 +73,69 @@ def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes
     assert "use the same number" in wrong.stderr
     odd = profile_command(tmp_path, "--microbatch-sizes", "3")
     assert "do not divide the script's batch_size=16" in odd.stderr
+
+
+def test_a_stream_is_profiled_at_several_sizes_and_what_is_the_users_is_left_alone(tmp_path):
+    text = SCRIPT.replace(
+        "hxla.train(",
+        """
+def stream():
+    for i in range(500):
+        yield {k: v[:16] * i for k, v in data.items()}
+
+def never(record, state):
+    raise AssertionError
+
+hxla.train(""",
+    )
+    text = text.replace(", data, loss", ", stream(), loss")
+    more = f"steps=3, callbacks=[never], run_dir={str(tmp_path / 'run')!r}"
+    ran = profile_command(tmp_path, "--microbatch-sizes", "4,8", text=text.replace("steps=3", more))
+    assert ran.returncode == 0, ran.stderr
+    found = load_profile(tmp_path / "p.json")
+    assert set(found.times) == {Setting("cpu", 4), Setting("cpu", 8)}
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def record(step, counts, seconds):
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        metrics={},
+        seconds=seconds,
+        num_examples=8,
+        num_tokens=0,
+        counts=counts,
+        busy_seconds=(0.0,) * len(counts),
+    )
+
+
+def test_a_trial_ends_after_enough_steps_with_the_same_counts():
+    observer = Observer()
+    # Two are not counted, and the counts move once.
+    steps = [((4, 4), 9.0)] * 5 + [((6, 2), 1.0)] * 20
+    told = [observer(record(i, *step), None) for i, step in enumerate(steps)]
+    assert told.index(True) == 5 + 10 - 1
+    assert observer.most == ((6, 2), 1.0)
+    short = Observer()
+    told = [short(record(i, (8,), 0.25), None) for i in range(30)]
+    assert told.index(True) == 2 + 4 / 0.25 - 1  # ten steps would not do
+
+
+def test_the_parts_of_a_trial_add_up_to_its_step():
+    trial = Trial(
+        micro_seconds=(1.0, 2.0, 2.5),
+        update_seconds=(0.5, 0.25, 0.75),
+        counts=(5, 2, 1),
+        step_seconds=6.0,
+        peak_bytes=8,
+        end_step=12,
+    )
+    assert trial.rest_seconds == 6.0 - (5 * 1.0 + 0.5)
+    by_kind = trial.by_kind(["fast", "slow", "slow"])
+    assert by_kind.micro_seconds == (1.0, 2.25, 2.25)
+    assert by_kind.update_seconds == (0.5, 0.5, 0.5)
+    assert by_kind.rest_seconds == trial.rest_seconds
 
 
 def test_a_copy_on_several_devices_is_not_profiled(tmp_path):

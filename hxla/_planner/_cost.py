@@ -125,7 +125,7 @@ class StepCost:
     """Predicted time of a step.
 
     Attributes:
-        step_seconds: From the first forward to the last update.
+        step_seconds: From one step's reduction to the next one's, where steps follow one another.
         stages: Per replica and stage.
         timelines: One per replica.
     """
@@ -149,7 +149,7 @@ def step_cost(
     """Time of a step of pipelines that train one model together.
 
     A stage's reduction starts when the stage is done in every replica, its update when the
-    reduction is done.
+    reduction is done, and the next step of each replica with its own update.
 
     Args:
         replicas: Loads of each replica's stages; like replicas may be given once.
@@ -177,18 +177,19 @@ def step_cost(
         for stages, count, between in zip(replicas, num_microbatches, links, strict=True)
     )
     num_stages = len(reduction_seconds)
-    done = [max(t.finish_seconds[s] for t in timelines) for s in range(num_stages)]
+    done = [t.finish_seconds for t in timelines]
     if barrier:
-        done = [max(done)] * num_stages
+        done = [(max(map(max, done)),) * num_stages] * len(done)
     exposed = [
         exposed_reduction_seconds(
             seconds, min(stages[s].backward_seconds for stages in replicas), num_buckets
         )
         for s, seconds in enumerate(reduction_seconds)
     ]
+    # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
     step = max(
-        done[s] + exposed[s] + stages[s].update_seconds
-        for stages in replicas
+        own[s] + exposed[s] + stages[s].update_seconds
+        for stages, own in zip(replicas, done, strict=True)
         for s in range(num_stages)
     )
     costs = tuple(

@@ -64,7 +64,8 @@ class Profile:
         sizes: (microbatch size, tensor) to one size per layer.
         times: Setting to one time per layer.
         reductions: Devices that train together (see `together_key`) to the seconds of a step that
-            are neither microbatches nor updates: the sum of gradients over all of them.
+            are neither microbatches nor updates: the sum of gradients over all of them, and what
+            the training loop does besides.
         peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
             microbatches: state, sums, and what the compiled programs say of themselves.
     """

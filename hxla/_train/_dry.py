@@ -9,9 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -40,13 +38,11 @@ from .._segments import Segment, segments
 from .._timeline import draw, perfetto
 from .._trace import trace_functional
 from .._types import PyTree
-from ._setup import check_batch, optimizer_bytes, own_ids
-from ._step import Engine
+from ._setup import check_batch, optimizer_bytes
+from ._trial import Trial
 
 VARIABLE = "HXLA_DRY"
-_TRIAL_STEPS = 5
 _MAX_TENSOR = 8  # a node of NVLinked cards
-_TRIAL_MICROBATCHES = 4
 
 
 class ProfileRequest(pydantic.BaseModel):
@@ -238,9 +234,15 @@ def _write(folder: pathlib.Path, proposal: Proposal, timelines: Mapping[int, Tim
 
 
 def profile(
-    request: ProfileRequest, job: Job, reducer: Reducer, make_engine: Callable[[int], Engine]
+    request: ProfileRequest, job: Job, reducer: Reducer, run_trial: Callable[[int, int], Trial]
 ) -> None:
     """Measure, write, and say where; every process of the job takes part.
+
+    Args:
+        request: What to measure.
+        job: What the script trains.
+        reducer: Knows all devices.
+        run_trial: Trains from a step on with microbatches of a size.
 
     Raises:
         PlanError: If a copy of the model takes several devices, or the file is of another model.
@@ -256,13 +258,17 @@ def profile(
         check_batch(job.batch_size, size, len(job.devices))
     own = next(d for d in job.devices if d.process_index == jax.process_index())
     label = device_label(own, job.known)
-    labels = _everywhere("labels", label)
+    index = next(r.index for r in reducer.replicas if r.is_led_here)
+    here = json.dumps([device_label(r.devices[0], job.known) for r in reducer.local])
+    labels = [label for text in _everywhere("labels", here) for label in json.loads(text)]
     model = fingerprint(job.model.params)
     found: Profile | None = None
     if pathlib.Path(request.file).exists():
         found = load_profile(request.file, model=model)
-    for size in sizes:
-        graph = trace_functional(job.model, job.batch(size))
+    batches = {size: job.batch(size) for size in sizes}  # trials may read an iterable past them
+    next_step = 0
+    for size, batch in batches.items():
+        graph = trace_functional(job.model, batch)
         chain = segments(graph, request.num_segments)
         if found is not None and len(found.layers) != len(chain):
             raise PlanError(
@@ -271,19 +277,21 @@ def profile(
             )
         if found is not None and not _is_new(found, labels, size):
             continue
-        trial = _trial(make_engine(size), reducer, job.batch(size), job.batch_size // size)
+        trial = run_trial(next_step, size).by_kind(labels)
+        next_step = trial.end_step
         setting = Setting(label, size)
         mine = Profile(
             model=model,
             layers=tuple(s.name for s in chain),
             sizes={},
             times={},
-            reductions={together_key(labels): trial.reduction_seconds},
+            reductions={together_key(labels): trial.rest_seconds},
         )
         mine = merge_profiles([*([found] if found is not None else []), mine])
         if setting not in mine.times:
             whole = layer_sizes(graph, chain, shard_graph(graph, (), {}, None))
-            times = _scaled(_measured(job, graph, chain, own, setting), whole, trial)
+            alone = _measured(job, graph, chain, batch, own, setting)
+            times = _scaled(alone, whole, trial, index)
             mine = dataclasses.replace(
                 mine,
                 sizes={**mine.sizes, (size, 1): whole},
@@ -308,71 +316,36 @@ def _is_new(profile: Profile, labels: Sequence[str], size: int) -> bool:
     return not settings <= profile.times.keys() or together_key(labels) not in profile.reductions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Trial:
-    """What whole steps of training take: no cut between segments, with sums and update.
-
-    Attributes:
-        micro_seconds: One microbatch on this process's device, forward and backward.
-        update_seconds: Update on this process's device.
-        reduction_seconds: The rest of a step: the sum over devices and what the host does.
-        peak_bytes: See `Profile.peaks`.
-    """
-
-    micro_seconds: float
-    update_seconds: float
-    reduction_seconds: float
-    peak_bytes: int
-
-
-def _trial(engine: Engine, reducer: Reducer, batch: PyTree, num_microbatches: int) -> _Trial:
-    """Train some steps on one batch; every process takes part."""
-    num = len(reducer.replicas)
-    each = max(1, min(_TRIAL_MICROBATCHES, num_microbatches // num))
-    ids = own_ids((each,) * num, reducer)
-    engine.calibrate(batch, repeats=0)
-    own = next(r.index for r in reducer.replicas if r.is_led_here)
-    micro, update, rest = [], [], []
-    for step in range(_TRIAL_STEPS + 1):
-        begin = time.perf_counter()
-        outcome = engine.accumulate(step, ids, [[batch] * len(i) for i in ids])
-        summed = time.perf_counter()
-        engine.update(outcome)
-        engine.wait()
-        micro.append(outcome.busy_seconds[own] / each)
-        update.append(time.perf_counter() - summed)
-        rest.append(summed - begin - max(outcome.busy_seconds))
-    engine.close()
-    median = statistics.median
-    return _Trial(
-        micro_seconds=median(micro[1:]),
-        update_seconds=median(update[1:]),
-        reduction_seconds=max(0.0, median(rest[1:])),
-        peak_bytes=engine.memory_bytes(),
-    )
-
-
 def _scaled(
-    times: Sequence[LayerTime], sizes: Sequence[LayerSize], trial: _Trial
+    times: Sequence[LayerTime], sizes: Sequence[LayerSize], trial: Trial, own: int
 ) -> tuple[LayerTime, ...]:
     """Segments measured alone, in proportion to what all of them take together.
 
-    The update is shared out by bytes of parameters.
+    The update is shared out by bytes of parameters. A device that trains alone has no sum over
+    devices: the rest of its step comes with its update.
     """
     alone = sum(t.forward + t.backward for t in times) or 1.0
     whole_bytes = sum(s.parameter_bytes for s in sizes) or 1.0
+    micro, update = trial.micro_seconds[own], trial.update_seconds[own]
+    if len(trial.micro_seconds) == 1:
+        update += trial.rest_seconds
     return tuple(
         LayerTime(
-            forward=t.forward * trial.micro_seconds / alone,
-            backward=t.backward * trial.micro_seconds / alone,
-            update=trial.update_seconds * s.parameter_bytes / whole_bytes,
+            forward=t.forward * micro / alone,
+            backward=t.backward * micro / alone,
+            update=update * s.parameter_bytes / whole_bytes,
         )
         for t, s in zip(times, sizes, strict=True)
     )
 
 
 def _measured(
-    job: Job, graph: Graph, chain: Sequence[Segment], device: jax.Device, setting: Setting
+    job: Job,
+    graph: Graph,
+    chain: Sequence[Segment],
+    batch: PyTree,
+    device: jax.Device,
+    setting: Setting,
 ) -> tuple[LayerTime, ...]:
     """The segments on one device, with progress on stderr."""
 
@@ -385,7 +358,7 @@ def _measured(
         chain,
         params=job.model.params,
         aux=job.model.aux,
-        batch=jax.tree.map(np.asarray, job.batch(setting.microbatch_size)),
+        batch=jax.tree.map(np.asarray, batch),
         device=device,
         options=compiler_options(device.platform, job.reduction),
         done=said,

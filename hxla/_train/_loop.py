@@ -1,6 +1,7 @@
 """One run of training: set up, steps, the end."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -9,6 +10,7 @@ import os
 import pathlib
 import platform
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +47,7 @@ from ._progress import Progress
 from ._report import terminal_report, write_report
 from ._step import Engine
 from ._strategy import Strategy
+from ._trial import MOST_STEPS, Observer, Trial
 from ._watchdog import Watchdog
 
 _FORMAT = 1  # of the checkpoint's own fields
@@ -200,27 +203,60 @@ class Run:
         self.names = _devices.replica_names(replicas, self.listed, self.known)
         request = _dry.requested()
         if isinstance(request, _dry.ProfileRequest):
-            make = functools.partial(self._make_engine, start)
-            _dry.profile(request, self.job(), self.reducer, make)
+            _dry.profile(request, self.job(), self.reducer, self._trial)
             raise SystemExit(0)
         with contextlib.nullcontext() if self.checkpoints is None else _sigterm(self):
-            self._build(start, stack)
-            self.progress = Progress(
-                self.last_step,
-                self.names,
-                start_step=start,
-                stream=None if self.main else open(os.devnull, "w"),  # noqa: SIM115
-            )
-            stack.enter_context(self.progress)
-            if start:
-                self.progress.log(f"resumed from step {start} in {self.checkpoint_dir}")
-            self.progress.log(self.plan.explain())
-            done = self._steps(start, stack)
+            done = self._train(start, stack)
             self._beat(done, "finishing")
             result = self._finish(done)
         if self.sigterm_agreed and done < self.last_step:
             raise SystemExit(EXIT_PREEMPTED)
         return result
+
+    def _train(self, start: int, stack: contextlib.ExitStack) -> int:
+        self._build(start, stack)
+        self.progress = Progress(
+            self.last_step,
+            self.names,
+            start_step=start,
+            stream=None if self.main else open(os.devnull, "w"),  # noqa: SIM115
+        )
+        stack.enter_context(self.progress)
+        if start and self.checkpoints is not None:
+            self.progress.log(f"resumed from step {start} in {self.checkpoint_dir}")
+        self.progress.log(self.plan.explain())
+        return self._steps(start, stack)
+
+    def _trial(self, start: int, size: int) -> Trial:
+        """Train with microbatches of a size until the times of a step are known.
+
+        The user's callbacks, evaluations and checkpoints are left out.
+        """
+        run = copy.copy(self)
+        observer = Observer()
+        run.microbatch_size, run.split = size, "measured"
+        run.last_step = start + MOST_STEPS
+        run.callbacks, run.eval_every, run.checkpoints = (observer,), None, None
+        run.history = {key: [] for key in self.history}
+        # Counts that follow every breath of a device would leave too few steps of each.
+        calm = {"window_steps": MOST_STEPS, "min_gain": max(0.1, self.settings.balance.min_gain)}
+        balance = self.settings.balance.model_copy(update=calm)
+        run.settings = self.settings.model_copy(update={"balance": balance})
+        with contextlib.ExitStack() as stack:
+            if self.metrics is not None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                run.metrics = MetricsWriter(folder, tensorboard=self.tensorboard)
+                stack.callback(run.metrics.close)
+            done = run._train(start, stack)
+        counts, seconds = observer.most
+        return Trial(
+            micro_seconds=run.balancer.seconds,
+            update_seconds=run.balancer.fixed,
+            counts=counts,
+            step_seconds=seconds,
+            peak_bytes=run.engine.memory_bytes(),
+            end_step=done + self.settings.data.prefetch_steps,
+        )
 
     # -- before the first step -------------------------------------------------------------------
 
@@ -423,7 +459,7 @@ class Run:
         self.engine, self.microbatch_size = chosen.engine, chosen.microbatch_size
         stack.callback(self.engine.close)
         self._agree("lowered program", self.engine.fingerprint())
-        if start:
+        if start and self.checkpoints is not None:
             self._restore(start)
         limits = _setup.count_limits(
             self.engine, first(chosen.microbatch_size), self.reducer, self.known
