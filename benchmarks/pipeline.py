@@ -9,7 +9,7 @@ bound, the throughput of the devices' speeds together on this schedule without a
 `(m + S - 1) / (sum of the speeds)` for m microbatches and S stages, speeds in whole microbatches a
 second by the times that the processes measured themselves. With an interpreter that has torch,
 PyTorch's 1F1B over Gloo with its even cut runs right after, in the same throttles
-(benchmarks/torch_pipeline.py). Writes benchmarks/results/pipeline.json.
+(benchmarks/torch_pipeline.py). Writes its meshes' rows of benchmarks/results/pipeline.json.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
     sizes = (args.microbatches, args.microbatch_size, args.steps)
-    results = {}
+    table = json.loads(RESULT.read_text()) if RESULT.exists() else {"meshes": {}}
     for mesh in args.mesh:
         row = {"even": run(mesh, *sizes, even=True), "planned": run(mesh, *sizes, even=False)}
         for kind in ("even", "planned"):
@@ -106,13 +106,12 @@ def main() -> None:
             cut = ",".join([str(4 // stages)] * stages)
             row["torch_tokens_per_second"] = torch(args.torch, mesh, cut, *sizes)
             row["over_torch"] = row["planned"]["tokens_per_second"] / row["torch_tokens_per_second"]
-        results[mesh] = row
+        table["meshes"][mesh] = row
+        table["date"] = time.strftime("%Y-%m-%d")
         shown = {k: round(v, 3) for k, v in row.items() if isinstance(v, float)}
         ratio = {k: round(row[k]["measured_over_predicted"], 3) for k in ("even", "planned")}
         print(mesh, shown, "measured over predicted", ratio, flush=True)
-        RESULT.write_text(
-            json.dumps({"date": time.strftime("%Y-%m-%d"), "meshes": results}, indent=1) + "\n"
-        )
+        RESULT.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":
