@@ -18,7 +18,7 @@ def replay_ticks(
     seconds: Seconds,
     boundaries: Sequence[Sequence[int]],
     *,
-    transfer_seconds: float = 0.0,
+    transfer_seconds: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Times of every operation of a lowered schedule.
 
@@ -26,7 +26,7 @@ def replay_ticks(
         schedule: The table.
         seconds: Of each kind of operation and part; those not in it take no time.
         boundaries: For each tick those that arrays cross; boundary b is below stage b.
-        transfer_seconds: Of one tick's exchange with the neighbours.
+        transfer_seconds: Of an exchange over each boundary; None: they take no time.
 
     Returns:
         The timeline.
@@ -45,14 +45,17 @@ def replay_ticks(
             done[stage] = ready[stage] + took
             events.append(make_event(stage, op.kind, op, ready[stage], took))
         ready = list(done)
+        last = [0.0] * num_stages  # transfer of each stage
         for b in crossed:
+            took = (transfer_seconds or {}).get(b, 0.0)
             for stage, other in ((b, (b + 1) % num_stages), ((b + 1) % num_stages, b)):
-                meet = max(done[stage], done[other]) + transfer_seconds
-                ready[stage] = max(ready[stage], meet)
+                meet = max(done[stage], done[other]) + took
+                if meet > ready[stage]:
+                    ready[stage], last[stage] = meet, took
         for stage, op in enumerate(tick):
-            if op is not None and ready[stage] > done[stage] and transfer_seconds:
-                start = ready[stage] - transfer_seconds
-                sends.append(make_event(stage, SEND, op, start, transfer_seconds))
+            if op is not None and last[stage]:
+                start = ready[stage] - last[stage]
+                sends.append(make_event(stage, SEND, op, start, last[stage]))
     return Timeline(
         num_stages=num_stages,
         events=tuple(sorted(events, key=lambda e: e.stage)),

@@ -50,10 +50,23 @@ def test_no_schedule_ends_before_its_own_replay(make):
 def test_a_transfer_ends_every_tick_that_crosses_something():
     schedule = gpipe(2, 1)
     timeline = replay_ticks(
-        schedule, seconds(schedule, 1.0, 2.0), sets(schedule), transfer_seconds=0.5
+        schedule, seconds(schedule, 1.0, 2.0), sets(schedule), transfer_seconds={0: 0.5}
     )
     # Forward, transfer, forward and backward on the last stage, transfer, backward.
     assert timeline.makespan_seconds == pytest.approx(1 + 0.5 + 1 + 2 + 0.5 + 2)
+
+
+def test_every_boundary_has_its_own_transfer():
+    schedule = gpipe(3, 1)
+    own = {0: 0.5, 1: 2.0}
+    timeline = replay_ticks(
+        schedule, seconds(schedule, 1.0, 2.0), sets(schedule), transfer_seconds=own
+    )
+    assert timeline.makespan_seconds == pytest.approx(3 * (1 + 2) + 2 * (0.5 + 2.0))
+    assert sorted({e.stage for e in timeline.sends if e.end_seconds - e.start_seconds == 2.0}) == [
+        1,
+        2,
+    ]
 
 
 def test_measured_ticks_are_shown_where_something_ran():

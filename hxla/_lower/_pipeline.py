@@ -120,12 +120,12 @@ class Measured:
 
     Attributes:
         seconds: Of each kind of action of each part.
-        transfer_seconds: Of an exchange with all neighbours.
+        transfer_seconds: Of an exchange over each boundary; boundary b is below stage b.
         fixed_seconds: Of filling the slots and collecting the sums, once a step.
     """
 
     seconds: dict[tuple[str, int], float]
-    transfer_seconds: float
+    transfer_seconds: dict[int, float]
     fixed_seconds: float
 
 
@@ -651,7 +651,13 @@ class Pipeline:
                 numbers = self._programs[first : first + num_stages]
                 took = tick_seconds([_actions.number(p, kind) for p in numbers], 0)
                 found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
-        transfer = tick_seconds([0] * num_stages, len(self._exchanges) - 1) - nothing
+        transfers: dict[int, float] = {}
+        for i, boundaries in enumerate(self._exchanges):
+            new = set(boundaries) - transfers.keys()
+            if new:  # the same for every process, as collectives must be
+                took = tick_seconds([0] * num_stages, i)
+                transfers |= dict.fromkeys(new, max(0.0, took - nothing))
+        ours = {b for b in transfers for s in own if s in (b, (b + 1) % num_stages)}
 
         def once() -> Any:
             jax.block_until_ready(fill(list(params)))
@@ -660,7 +666,7 @@ class Pipeline:
 
         return Measured(
             seconds=found,
-            transfer_seconds=max(0.0, transfer),
+            transfer_seconds={b: transfers[b] for b in sorted(ours)},
             fixed_seconds=median_seconds(once, repeats),
         )
 

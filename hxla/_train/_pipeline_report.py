@@ -43,7 +43,7 @@ def to_text(measured: Mapping[int, Measured]) -> str:
         {
             "replica": replica,
             "seconds": [[kind, part, s] for (kind, part), s in m.seconds.items()],
-            "transfer": m.transfer_seconds,
+            "transfer": list(m.transfer_seconds.items()),
             "fixed": m.fixed_seconds,
         }
         for replica, m in measured.items()
@@ -58,9 +58,12 @@ def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
         for row in json.loads(text):
             own = {(kind, part): s for kind, part, s in row["seconds"]}
             before = found.get(row["replica"])
+            transfers = dict(before.transfer_seconds) if before else {}
+            for b, took in row["transfer"]:
+                transfers[b] = max(took, transfers.get(b, 0.0))
             found[row["replica"]] = Measured(
                 seconds=own if before is None else before.seconds | own,
-                transfer_seconds=max(row["transfer"], before.transfer_seconds if before else 0.0),
+                transfer_seconds=transfers,
                 fixed_seconds=max(row["fixed"], before.fixed_seconds if before else 0.0),
             )
     return found
