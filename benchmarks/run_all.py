@@ -173,13 +173,13 @@ PARTS = (
     Part(
         name="plain_jax",
         before=[*RUN, "cpu-1.0-1.0"],
-        options=["--rounds", "4"],
+        options=["--rounds", "3"],
         quick=["--rounds", "1"],
         rows=plain_jax,
     ),
     Part(
         name="mixed_speed",
-        options=["--meshes", MESH, "--rounds", "1", "--batch-size", "48"],
+        options=["--meshes", MESH, "--rounds", "1", "--batch-size", "32"],
         quick=["--meshes", MESH, "--rounds", "1", "--batch-size", "16"],
         rows=mixed_speed,
     ),
@@ -207,7 +207,7 @@ PARTS = (
     ),
     Part(
         name="torch_ddp",
-        options=["--mesh", MESH, "--batch-size", "32", "--steps", "4"],
+        options=["--mesh", MESH, "--batch-size", "32", "--steps", "3"],
         quick=["--mesh", MESH, "--batch-size", "16", "--steps", "2"],
         rows=torch_ddp,
         needs_torch=True,
@@ -216,9 +216,9 @@ PARTS = (
         name="torch_pipeline",
         options=[
             "--mesh",
-            MESH,
+            "cpu-1.0-0.5",
             "--cut",
-            "3,1",
+            "2,2",
             "--microbatch-size",
             "4",
             "--steps",
