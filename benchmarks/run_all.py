@@ -27,7 +27,7 @@ import jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
-MESH = "cpu-1.0-0.33"
+MESH = "cpu-1.0-0.5"
 RUN = ["-m", "hxla", "run", "--mesh"]
 # What is compared, hxla's figure, the other's, and hxla's over it (or what else the ratio is).
 Row = tuple[str, str, str, str]
@@ -216,7 +216,7 @@ PARTS = (
         name="torch_pipeline",
         options=[
             "--mesh",
-            "cpu-1.0-0.5",
+            MESH,
             "--cut",
             "2,2",
             "--microbatch-size",
