@@ -87,24 +87,11 @@ class Slots:
         me = jax.lax.axis_index(STAGE_AXIS)
         cut = [slot for slot in self.slots if slot.dim is not None]
         pieces = {slot: self._piece(slot, stored) for slot in cut}
-        words = [Words.like([pieces[slot][0]]) for slot in cut]
         received: dict[Slot, jax.Array] = {}
         if cut:
-            to_stage = jnp.stack(
-                [
-                    jnp.concatenate(
-                        [w.pack([pieces[s][i]]) for s, w in zip(cut, words, strict=True)]
-                    )
-                    for i in range(self.num_stages)
-                ]
-            )
-            from_stage = jax.lax.all_to_all(to_stage, STAGE_AXIS, 0, 0, tiled=True)
-            start = 0
-            for slot, w in zip(cut, words, strict=True):
-                own = from_stage[:, start : start + w.size]
-                parts = [w.unpack(own[i])[0] for i in range(self.num_stages)]
+            of_stage = _exchanged([[pieces[s][i] for s in cut] for i in range(self.num_stages)])
+            for slot, *parts in zip(cut, *of_stage, strict=True):
                 received[slot] = jnp.concatenate(parts, slot.dim)
-                start += w.size
         out = []
         for slot in self.slots:
             if slot.dim is not None:
@@ -152,11 +139,7 @@ class Slots:
             ]
             return [*small, *own]
 
-        messages = [message(i) for i in range(num)]
-        words = Words.like(messages[0])
-        sent = jnp.stack([words.pack(own) for own in messages])
-        received = jax.lax.all_to_all(sent, STAGE_AXIS, 0, 0, tiled=True)
-        of_stage = [words.unpack(received[i]) for i in range(num)]
+        of_stage = _exchanged([message(i) for i in range(num)])
         first = len(small)
         for slot, own in zip(self.slots, sums, strict=True):
             for stage, param in enumerate(slot.params):
@@ -219,6 +202,14 @@ def make_slots(
     for stage in range(num_stages):
         of.append({s.params[stage]: i for i, s in enumerate(slots) if s.params[stage] is not None})  # type: ignore[misc]
     return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims, inner=specs)
+
+
+def _exchanged(messages: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
+    """What each stage sent to this one, from what this one sends to each; one all-to-all."""
+    words = Words.like(messages[0])
+    sent = jnp.stack([words.pack(own) for own in messages])
+    received = jax.lax.all_to_all(sent, STAGE_AXIS, 0, 0, tiled=True)
+    return [words.unpack(received[i]) for i in range(len(messages))]
 
 
 def _chunk(x: jax.Array, dim: int | None, index: int, num: int) -> jax.Array:
