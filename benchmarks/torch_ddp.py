@@ -7,6 +7,7 @@ other, in one go, on the same mesh. Writes benchmarks/results/torch_ddp.json.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -81,30 +82,42 @@ for step in range(steps):
 """
 
 
-def run_workers(python, code, shares, numbers):
-    """What each of the processes prints, held to its share of a core like a process of hxla."""
+@contextlib.contextmanager
+def started(python, code, shares, numbers):
+    """The processes of a job, each held to its share of a core like a process of hxla."""
     cores = pack(shares, sorted(os.sched_getaffinity(0)))
     port = str(_free_port())
-    workers, throttles = [], []
-    for rank, share in enumerate(shares):
-        arguments = map(str, (rank, len(shares), *numbers))
-        worker = subprocess.Popen(
-            [python, "-c", MODEL + code, *arguments, port],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1"},
-        )
-        os.sched_setaffinity(worker.pid, {cores[rank]})
-        throttles.append(make_throttle(worker.pid, rank, share)[0])
-        workers.append(worker)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for rank, share in enumerate(shares):
+            arguments = map(str, (rank, len(shares), *numbers))
+            worker = subprocess.Popen(
+                [python, "-c", MODEL + code, *arguments, port],
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1"},
+            )
+            workers.append(stack.enter_context(worker))
+            stack.callback(worker.kill)  # nothing to one that has ended
+            os.sched_setaffinity(worker.pid, {cores[rank]})
+            stack.callback(make_throttle(worker.pid, rank, share)[0].close)
+        yield workers
+
+
+def finished(workers):
+    """What each of the processes printed."""
     printed = [worker.communicate()[0] for worker in workers]
-    for throttle in throttles:
-        throttle.close()
     failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
     if failed:
         raise SystemExit(f"processes {failed} failed, see above")
     return printed
+
+
+def run_workers(python, code, shares, numbers):
+    """What each of the processes of a job prints."""
+    with started(python, code, shares, numbers) as workers:
+        return finished(workers)
 
 
 def hxla_speed(mesh, batch_size, steps, *options):

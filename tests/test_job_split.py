@@ -12,8 +12,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-import jax, models, optax, hxla
+import jax, models, numpy as np, optax, hxla
 from flax import nnx
+from jax.experimental.multihost_utils import process_allgather
 
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -27,12 +28,22 @@ class Net(nnx.Module):
         with hxla.split(2):
             return self.down(self.dropout(jax.nn.gelu(self.up(x))))
 
+seen = {{}}
+
+def callback(record, state):
+    seen["spread"] = sum(not x.is_fully_addressable for x in jax.tree.leaves(state.params))
+    if record.step == 5:
+        seen["whole"] = jax.tree.leaves(process_allgather(state.params, tiled=True))
+
 result = hxla.train(
     Net(nnx.Rngs(0)), models.tokens(), models.token_loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     batch_size=16, microbatch_size=2, steps=6, seed=3, split={split!r},
     eval_data=models.tokens(20), checkpoint_dir={folder!r}, checkpoint_every=3,
+    callbacks=[callback],
 )
+same = map(np.array_equal, seen["whole"], jax.tree.leaves(nnx.state(result.model, nnx.Param)))
+print("callback saw", seen["spread"], all(same))
 print("sha256", result.sha256, round(result.history.evaluations[-1].loss, 5))
 print("cut", [r for r in result.plan.reasons if r.startswith("parameter")])
 """
@@ -57,6 +68,9 @@ def run(tmp_path, name, split, *launcher, devices=1):
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert "up/kernel" in ran.stdout
+    seen = re.findall(r"callback saw (\d+) (\w+)", ran.stdout)
+    assert seen
+    assert all((int(spread) > 0, same) == (bool(launcher), "True") for spread, same in seen)
     return re.findall(r"sha256 (\w+) ([\d.]+)", ran.stdout)
 
 

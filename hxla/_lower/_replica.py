@@ -83,7 +83,10 @@ class Replica:
         """All arrays of a tree on this replica, gathered so that every process can read them."""
         if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
             return tree
-        gather = jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))
         # One after another: collectives that wait for nothing of each other may run in another
         # order on each process, and Gloo then mixes them up.
-        return jax.tree.map(lambda x: jax.block_until_ready(gather(x)), tree)
+        return jax.tree.map(lambda x: jax.block_until_ready(self._gather(x)), tree)
+
+    @functools.cached_property
+    def _gather(self) -> Any:
+        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))

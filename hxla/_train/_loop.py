@@ -57,7 +57,10 @@ _FORMAT = 1  # of the checkpoint's own fields
 class TrainState:
     """What a callback sees after a step.
 
-    The arrays live on the device and are overwritten by the next step: copy what you keep.
+    The arrays live on the device and are overwritten by the next step: copy what you keep. They lie
+    as training holds them. Where several processes share a copy of the model (a pipeline, rules),
+    each has only a part of some: `jax.experimental.multihost_utils.process_allgather(x,
+    tiled=True)`, called on every process, gives the whole.
 
     Attributes:
         step: Updates done.
@@ -601,12 +604,7 @@ class Run:
             self._record(record, change)
             done = step + 1
             for callback in self.callbacks:
-                state = TrainState(
-                    step=done,
-                    params=self.engine.params,
-                    aux=self.engine.aux,
-                    opt_state=self.engine.opt_state,
-                )
+                state = TrainState(step=done, **self.engine.stored)
                 self.stopping |= bool(callback(record, state))
             if self.eval_every and done % self.eval_every == 0 and done < self.last_step:
                 self._evaluate(done)

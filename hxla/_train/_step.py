@@ -268,6 +268,16 @@ class Engine:
         """State of the optimizer, on the first local replica."""
         return self._whole(self._states[0].opt_state)
 
+    @property
+    def stored(self) -> dict[str, PyTree]:
+        """`params`, `aux` and `opt_state` like those above, as they lie: nothing is gathered."""
+        state = self._states[0]
+        return {
+            "params": jax.tree.unflatten(self._param_def, state.params),
+            "aux": jax.tree.unflatten(self._aux_def, state.aux),
+            "opt_state": state.opt_state,
+        }
+
     def _whole(self, tree: PyTree) -> PyTree:
         return self._reducer.local[0].whole(tree)
 
