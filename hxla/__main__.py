@@ -43,8 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--write", metavar="FOLDER", help="plans, pictures, Perfetto traces")
     plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
-    plan.add_argument("--stages", type=int, help="most stages; 1: what hxla.train runs today")
-    plan.add_argument("--tensor", type=_sizes, default=(), metavar="2,4", help="default: all")
+    plan.add_argument("--stages", type=int, help="most stages")
+    plan.add_argument(
+        "--tensor", type=_sizes, default=(), metavar="2,4", help="default: all, over known links"
+    )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
     plan.add_argument("script", help="Python script, followed by its own arguments")

@@ -1,5 +1,6 @@
 """`hxla plan` on real scripts and mesh files; a proposal is a value."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -87,10 +88,11 @@ def test_a_measured_profile_is_planned_with(tmp_path):
     assert "hxla profile" in other.stderr
 
 
-def cluster(tmp_path, *gibibytes):
-    text = 'name = "two"\n'
-    for i, memory in enumerate(gibibytes):
-        text += f'[[device]]\nkind = "gpu{i}"\nmemory_gib = {memory}\n'
+def cluster(tmp_path, *gibibytes, kinds="01", node=""):
+    text = f'name = "two"\n{node}\n'
+    header = "[[node.device]]" if node else "[[device]]"
+    for i, memory in zip(kinds, gibibytes, strict=True):
+        text += f'{header}\nkind = "gpu{i}"\nmemory_gib = {memory}\n'
     (tmp_path / "two.toml").write_text(text)
     return load_cluster(str(tmp_path / "two.toml"))
 
@@ -145,6 +147,37 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path):
     assert 4 * 2**21 + 2 * 2 * 2**10 - 3 * 2**20 == 5_246_976
     with pytest.raises(hxla.PlanError, match=r"stage 0 of 2.*lacks 5,246,976 bytes"):
         propose(work(), cluster(tmp_path, 3 / 1024, 3 / 1024), profile(1.0, 1.0))
+
+
+NODE = """
+[[node]]
+name = "a"
+[node.link]
+gigabytes_per_second = 300
+latency_microseconds = 5
+"""
+
+
+def test_tensor_parallelism_is_tried_where_its_transfers_can_be_counted(tmp_path):
+    """Else it would seem faster than copies, whose sum is counted."""
+    small = LayerSize(parameter_bytes=2.0**19, output_bytes=8.0, stash_bytes=2.0**9)
+    split = work()
+    split = dataclasses.replace(
+        split,
+        sizes=split.sizes | {(1, 2): (small,) * 4},
+        sent_bytes={(1, 2): (2.0**20,) * 4},
+        batch_size=1,  # so that a copy leaves one of the two devices idle
+    )
+    two, measured = cluster(tmp_path, 1, 1, kinds="00"), profile(1.0)
+    found, _ = propose(split, two, measured)
+    assert found.tensor == 1
+    assert "gpu0: no link described, so tensor parallelism is not tried" in found.reasons
+    asked, _ = propose(split, two, measured, uncounted=True)
+    assert asked.tensor == 2
+    assert asked.step_seconds == pytest.approx(found.step_seconds / 2)
+    linked, _ = propose(split, cluster(tmp_path, 1, 1, kinds="00", node=NODE), measured)
+    assert linked.tensor == 2
+    assert asked.step_seconds < linked.step_seconds < found.step_seconds
 
 
 def test_proposals_are_values(tmp_path):

@@ -57,6 +57,7 @@ def propose(
     *,
     max_stages: int | None = None,
     recompute: bool = True,
+    uncounted: bool = False,
     time_budget_seconds: float = 10.0,
 ) -> tuple[Proposal, dict[int, Timeline]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
@@ -67,6 +68,8 @@ def propose(
         profile: Measured times; what it lacks is estimated from the mesh file's rates.
         max_stages: Most stages of a plan; None: any number.
         recompute: Whether plans that run forwards again are tried.
+        uncounted: Whether tensor parallelism is tried over a link that is not described, as if its
+            transfers took no time.
         time_budget_seconds: Of the search.
 
     Returns:
@@ -82,6 +85,12 @@ def propose(
         kinds = _kinds(cluster, tensor)
         if not kinds:
             reasons[f"tensor {tensor}: no node has so many devices of one kind"] = None
+            continue
+        if tensor > 1 and not uncounted:
+            for label in [k for k, own in kinds.items() if cluster.link(*own[0][:2]) is None]:
+                reasons[f"{label}: no link described, so tensor parallelism is not tried"] = None
+                del kinds[label]
+        if not kinds:
             continue
         for again in (False, True) if recompute else (False,):
             key = Alternative(size, tensor, again)

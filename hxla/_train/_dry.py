@@ -72,8 +72,8 @@ class PlanRequest(pydantic.BaseModel):
         num_segments: Most segments of the chain, where no profile says.
         seconds: Time budget of the search.
         max_stages: Most stages of a plan; None: any number.
-        tensors: Sizes of tensor-parallel groups to try besides 1; empty: powers of two that a node
-            has like devices for.
+        tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
+            described; empty: powers of two that a node has like devices for.
         recompute: Whether to try plans that run forwards again.
     """
 
@@ -190,6 +190,7 @@ def plan(request: PlanRequest, job: Job) -> None:
             profile,
             max_stages=request.max_stages,
             recompute=request.recompute,
+            uncounted=bool(request.tensors),
             time_budget_seconds=request.seconds,
         )
         proposals.append(proposal)
