@@ -3,7 +3,7 @@
     python benchmarks/prediction.py [--clusters ...] [--models ...]
 
 For each pair one job of `hxla run` does what `hxla profile` does, and trains with the counts that
-the profile's trial came to. They take turns of four steps, for the machine's speed drifts by more
+the profile's trial came to. They take turns of a step, for the machine's speed drifts by more
 than the predictions are to be off. Then `hxla plan` predicts the step from the profile alone: no
 figure of the training goes into it. A plan whose counts are others is asked for those that ran.
 Memory is the plan's figure for each device beside what the programs that the training compiled say
@@ -29,6 +29,7 @@ import jax
 
 from hxla import Proposal
 from hxla.__main__ import main
+from hxla._robust import middle_mean
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = str(ROOT / "benchmarks" / "prediction_script.py")
@@ -88,8 +89,8 @@ def one(folder, model, name):
     own = [devices[i].num_microbatches if i in devices else 0 for i in range(len(CLUSTERS[name]))]
     assert math.isclose(sum(parts(plan, own)), plan.step_seconds, rel_tol=1e-6)
     busy, rest = parts(plan, ran["counts"])
-    measured = statistics.median(ran["seconds"])
-    measured_busy = max(map(statistics.median, zip(*ran["busy_seconds"], strict=True)))
+    measured = middle_mean(ran["seconds"])
+    measured_busy = max(map(middle_mean, zip(*ran["busy_seconds"], strict=True)))
     each = ran["microbatch_bytes"]
     memory = [
         (d.memory_bytes + (ran["counts"][i] - d.num_microbatches) * each) / ran["compiled_bytes"][i]

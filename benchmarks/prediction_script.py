@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -88,12 +90,12 @@ if args.folder is None:
     train(steps=1)
     sys.exit()
 
-FIRST_TURN_STEPS, TURN_STEPS = 6, 4
-FEWEST_STEPS, FEWEST_SECONDS = 10, 12.0  # of the trial, so of the training too
+FIRST_TURN_STEPS = 6  # the trial's; then the two take turns of a step
+FEWEST_STEPS, FEWEST_SECONDS = 40, 12.0  # of the trial, so of the training too
 
 
 class Turns:
-    """Lets two threads run in turns of a few steps, so that the machine's drift meets both."""
+    """Lets two threads run in turns of a step, so that the machine's drift meets both."""
 
     def __init__(self):
         self.ended = [False, False]
@@ -103,34 +105,33 @@ class Turns:
         self._free[me].acquire()
 
     def give(self, me):
+        """Returns the seconds until it was given back."""
+        began = time.perf_counter()
         self._free[1 - me].release()
         if not self.ended[1 - me]:
             self.wait(me)
+        return time.perf_counter() - began
 
     def end(self, me):
         self.ended[me] = True
         self._free[1 - me].release()
 
 
-turns, trial_counts, trial_seconds, own_seconds = Turns(), [], [], []
+turns, trial_counts, trial_seconds = Turns(), [], []
 failed, engines, seconds, busy = [], [], [], []
+waited = [0.0, 0.0]  # since the last record, and so in the next one's time
 observe, close = _trial.Observer.__call__, Engine.close
 
 
 def observed(observer, record, state):
     # By number alone, the same on every process: they must take turns at the same steps.
     since = len(trial_counts) - FIRST_TURN_STEPS
+    own = record.seconds - waited[0]
     trial_counts.append(record.counts)
-    trial_seconds.append(record.seconds)
-    first_of_turn = since >= 0 and since % TURN_STEPS == 0  # the other's turn is in its time
-    if first_of_turn:
-        done = False
-    else:
-        own_seconds.append(record.seconds)
-        done = observe(observer, record, state) and since >= FEWEST_STEPS
-        done = done and sum(own_seconds) >= FEWEST_SECONDS
-    if since + 1 >= 0 and (since + 1) % TURN_STEPS == 0:
-        turns.give(0)
+    trial_seconds.append(own)
+    done = observe(observer, dataclasses.replace(record, seconds=own), state)
+    done = done and since >= FEWEST_STEPS and sum(trial_seconds[FIRST_TURN_STEPS:]) > FEWEST_SECONDS
+    waited[0] = turns.give(0) if since + 1 >= 0 else 0.0
     return done
 
 
@@ -147,11 +148,10 @@ def profile():
 
 
 def trained(record, state):
-    if record.step % TURN_STEPS and record.step > TURN_STEPS and not turns.ended[0]:
-        seconds.append(record.seconds)
+    if record.step > 1 and not turns.ended[0]:  # nothing compiles any more
+        seconds.append(record.seconds - waited[1])
         busy.append(record.busy_seconds)
-    if (record.step + 1) % TURN_STEPS == 0:
-        turns.give(1)
+    waited[1] = turns.give(1)
     return turns.ended[0]
 
 

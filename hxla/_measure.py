@@ -13,7 +13,7 @@ from ._evaluate import Env
 from ._graph import Graph
 from ._lower._shard import Sharded
 from ._model import leaf_names
-from ._profile._hardware import median_seconds
+from ._profile._hardware import steady_seconds
 from ._profile._values import LayerSize, LayerTime
 from ._segments import Segment, run_segment
 from ._types import PyTree
@@ -93,12 +93,12 @@ def measure(
         run = run_segment(graph, segment)
         forward = jax.jit(run, compiler_options=options)
         outputs = forward(own, inputs, rest)
-        forward_seconds = median_seconds(functools.partial(forward, own, inputs, rest))
+        forward_seconds = steady_seconds(functools.partial(forward, own, inputs, rest))
         with_backward = _with_backward(run)
         if device.platform == "cpu":
             with_backward = uncrossed(with_backward)
         both = jax.jit(with_backward, compiler_options=options)
-        both_seconds = median_seconds(functools.partial(both, own, inputs, rest))
+        both_seconds = steady_seconds(functools.partial(both, own, inputs, rest))
         crossing |= dict(zip(segment.outputs, outputs, strict=True))
         times.append(
             LayerTime(

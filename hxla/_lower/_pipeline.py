@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from .._evaluate import Env
 from .._graph import Graph
 from .._parts import Part
-from .._profile._hardware import median_seconds
+from .._profile._hardware import middle_seconds
 from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._types import STAGE_AXIS, PyTree
 from . import _actions, _exact
@@ -120,13 +120,27 @@ class Measured:
 
     Attributes:
         seconds: Of each kind of action of each part.
-        transfer_seconds: Of an exchange over each boundary; boundary b is below stage b.
+        meeting_seconds: Of a forward on both sides of a boundary and the exchange after it;
+            boundary b is below stage b.
         fixed_seconds: Of filling the slots and collecting the sums, once a step.
     """
 
     seconds: dict[tuple[str, int], float]
-    transfer_seconds: dict[int, float]
+    meeting_seconds: dict[int, float]
     fixed_seconds: float
+
+    def transfer_seconds(self, num_stages: int) -> dict[int, float]:
+        """Of the exchange over each boundary, beyond the longer forward of its two sides.
+
+        By itself, one after another, it would take a throttled process longer: there it has not
+        waited for its neighbour, and so has used up what it may run.
+        """
+
+        def longer(boundary: int) -> float:
+            sides = boundary, (boundary + 1) % num_stages
+            return max(self.seconds.get((FORWARD, side), 0.0) for side in sides)
+
+        return {b: max(0.0, took - longer(b)) for b, took in self.meeting_seconds.items()}
 
 
 class Pipeline:
@@ -609,14 +623,14 @@ class Pipeline:
         *,
         repeats: int,
     ) -> Measured:
-        """Time everything that a step consists of, each by itself; no stage waits for another.
+        """Time everything that a step consists of.
 
         Args:
             params: As stored.
             aux: Other variables.
             exponents: Scales.
             batch: One microbatch.
-            repeats: Of which the median is taken.
+            repeats: Of each.
 
         Returns:
             Times of this process's stages; those of others are not in it.
@@ -642,22 +656,25 @@ class Pipeline:
                 )
                 return tick, self._state
 
-            return median_seconds(run, repeats)
+            return middle_seconds(run, repeats)
 
         found: dict[tuple[str, int], float] = {}
         nothing = tick_seconds([0] * num_stages, 0)
+
+        def numbers(first: int, kind: str) -> list[int]:
+            return [_actions.number(p, kind) for p in self._programs[first : first + num_stages]]
+
         for kind in kinds:
             for first in range(0, len(self._stages), num_stages):
-                numbers = self._programs[first : first + num_stages]
-                took = tick_seconds([_actions.number(p, kind) for p in numbers], 0)
+                took = tick_seconds(numbers(first, kind), 0)
                 found |= {(kind, first + s): max(0.0, took - nothing) for s in own}
-        transfers: dict[int, float] = {}
+        meetings: dict[int, float] = {}
         for i, boundaries in enumerate(self._exchanges):
-            new = set(boundaries) - transfers.keys()
+            new = set(boundaries) - meetings.keys()
             if new:  # the same for every process, as collectives must be
-                took = tick_seconds([0] * num_stages, i)
-                transfers |= dict.fromkeys(new, max(0.0, took - nothing))
-        ours = {b for b in transfers for s in own if s in (b, (b + 1) % num_stages)}
+                took = tick_seconds(numbers(0, FORWARD), i)
+                meetings |= dict.fromkeys(new, max(0.0, took - nothing))
+        ours = {b for b in meetings for s in own if s in (b, (b + 1) % num_stages)}
 
         def once() -> Any:
             jax.block_until_ready(fill(list(params)))
@@ -666,8 +683,8 @@ class Pipeline:
 
         return Measured(
             seconds=found,
-            transfer_seconds={b: transfers[b] for b in sorted(ours)},
-            fixed_seconds=median_seconds(once, repeats),
+            meeting_seconds={b: meetings[b] for b in sorted(ours)},
+            fixed_seconds=middle_seconds(once, repeats),
         )
 
     def crossed(self, schedule: Schedule) -> list[tuple[int, ...]]:

@@ -43,7 +43,7 @@ def to_text(measured: Mapping[int, Measured]) -> str:
         {
             "replica": replica,
             "seconds": [[kind, part, s] for (kind, part), s in m.seconds.items()],
-            "transfer": list(m.transfer_seconds.items()),
+            "meeting": list(m.meeting_seconds.items()),
             "fixed": m.fixed_seconds,
         }
         for replica, m in measured.items()
@@ -58,12 +58,12 @@ def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
         for row in json.loads(text):
             own = {(kind, part): s for kind, part, s in row["seconds"]}
             before = found.get(row["replica"])
-            transfers = dict(before.transfer_seconds) if before else {}
-            for b, took in row["transfer"]:
-                transfers[b] = max(took, transfers.get(b, 0.0))
+            meetings = dict(before.meeting_seconds) if before else {}
+            for b, took in row["meeting"]:
+                meetings[b] = max(took, meetings.get(b, 0.0))
             found[row["replica"]] = Measured(
                 seconds=own if before is None else before.seconds | own,
-                transfer_seconds=transfers,
+                meeting_seconds=meetings,
                 fixed_seconds=max(row["fixed"], before.fixed_seconds if before else 0.0),
             )
     return found
@@ -85,7 +85,7 @@ def predict(
         schedule,
         measured.seconds,
         pipeline.crossed(schedule),
-        transfer_seconds=measured.transfer_seconds,
+        transfer_seconds=measured.transfer_seconds(schedule.num_stages),
     )
     bound = 0.0
     if fractions and all(fractions):
@@ -111,11 +111,13 @@ def explain(replica: int, predicted: Predicted, measured: Measured) -> str:
         times = [measured.seconds.get((kind, part)) for kind in _KINDS]
         shown = "/".join(f"{t * 1e3:.3g}" for t in times if t is not None)
         stages.append(f"{part % num}: {shown}")
+    crossing = measured.transfer_seconds(num)
+    transfers = "/".join(f"{crossing[b] * 1e3:.3g}" for b in sorted(crossing))
     idle = 1 - sum(predicted.timeline.busy_seconds) / (num * predicted.timeline.makespan_seconds)
     return (
         f"pipeline {replica}: {predicted.schedule.num_microbatches} microbatches in "
         f"{predicted.busy_seconds:.3g} s, idle {idle:.0%}; forward/backward of stage "
-        f"{', '.join(stages)} ms"
+        f"{', '.join(stages)} ms; between them {transfers} ms"
     )
 
 

@@ -13,7 +13,7 @@ from . import _pipeline_report, _strategy
 from ._step import Engine
 from ._strategy import Strategy
 
-_REPEATS = 7  # a throttled process runs and rests in turns
+_REPEATS = 11  # a throttled process runs and rests in turns
 
 
 class Pipelines:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._history import StepRecord
 from .._planner._counts import finish_seconds
+from .._robust import middle_mean
 
 MOST_STEPS = 200
 _WARM_STEPS = 2
@@ -80,6 +81,6 @@ class Observer:
 
     @property
     def most(self) -> tuple[tuple[int, ...], float]:
-        """The counts that most steps had, and the median of those steps."""
+        """The counts that most steps had, and the mean of the middle half of those steps."""
         counts, seconds = max(self._seconds.items(), key=lambda item: len(item[1]))
-        return counts, statistics.median(seconds)
+        return counts, middle_mean(seconds)

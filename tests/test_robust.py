@@ -1,0 +1,46 @@
+"""Measurements that are disturbed, or come in two heaps."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from hxla._lower._pipeline import Measured
+from hxla._profile._hardware import median_seconds, steady_seconds
+from hxla._robust import middle_mean
+from hxla._schedules import BACKWARD, FORWARD
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 11, 40])
+def test_the_middle_half_leaves_out_a_quarter_on_each_side(num):
+    values = np.random.default_rng(num).normal(size=num)
+    ranks = np.argsort(np.argsort(values))
+    own = values[(ranks >= num // 4) & (ranks < num - num // 4)]
+    assert middle_mean(list(values)) == pytest.approx(own.mean())
+
+
+def test_one_disturbed_value_changes_little():
+    values = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0]
+    assert middle_mean([*values, 1e6]) == pytest.approx(middle_mean(values), rel=0.05)
+
+
+def test_a_process_that_rests_is_timed_with_its_rests():
+    """Two short runs, then one that waits for the next period: the median knows no rest."""
+
+    def throttled():
+        pauses = itertools.cycle([0.001, 0.001, 0.04])
+        return lambda: time.sleep(next(pauses))
+
+    assert steady_seconds(throttled()) > 0.042 / 3 * 0.9
+    assert median_seconds(throttled()) < steady_seconds(throttled())
+
+
+def test_a_transfer_is_what_a_meeting_takes_beyond_its_longer_side():
+    measured = Measured(
+        seconds={(FORWARD, 0): 2.0, (FORWARD, 1): 3.0, (FORWARD, 2): 1.0, (BACKWARD, 0): 9.0},
+        meeting_seconds={0: 3.5, 1: 3.25, 2: 1.5},
+        fixed_seconds=0.0,
+    )
+    # Boundary 2 leads from the last stage to the first; a meeting may seem to take no time.
+    assert measured.transfer_seconds(3) == {0: 0.5, 1: 0.25, 2: 0.0}
