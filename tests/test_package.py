@@ -18,7 +18,7 @@ PACKAGE = ROOT / "hxla"
 # Imports go down this list only; names within one entry may import one another in any direction
 # that has no cycle.
 LAYERS = [
-    {"_types", "_errors", "_format"},
+    {"_types", "_errors", "_format", "_robust"},
     {"_jaxpr", "_history", "_nvml", "_page"},
     {"_config", "_catalog", "_schedules"},
     {"_replay"},
