@@ -228,7 +228,7 @@ PARTS = (
     ),
     Part(
         name="pipeline",
-        options=["--mesh", MESH, "--steps", "4"],
+        options=["--mesh", MESH, "--steps", "3"],
         quick=["--mesh", MESH, "--microbatches", "4", "--microbatch-size", "2", "--steps", "2"],
         rows=pipeline,
         needs_torch=True,
