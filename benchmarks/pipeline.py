@@ -29,7 +29,7 @@ import tempfile
 import time
 
 import jax
-from torch_ddp import started
+from torch_ddp import finished, started
 from torch_pipeline import WORKER
 from turns import Turns
 
@@ -54,7 +54,7 @@ schedule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
 result = hxla.train(
     gpt.GPT(nnx.Rngs(0)), gpt.library(), gpt.loss, schedule, batch_size=num * micro,
     microbatch_size=micro, steps=steps, stages=(1.0,) * stages if even else stages,
-    callbacks=[lambda record, state: take_turn(sys.argv[7], jax.process_index()) and None],
+    callbacks=[lambda record, state: take_turn(sys.argv[7], jax.process_index())],
 )
 if jax.process_index() == 0:
     print("RESULT " + json.dumps({
@@ -69,7 +69,6 @@ class Job:
     """One of the jobs that take turns: what starts it, and the seconds of its steps."""
 
     def __init__(self, folder: pathlib.Path, num_processes: int):
-        self.folder = folder
         self.turns = Turns(folder, num_processes)
         self.seconds: list[float] = []
 
@@ -83,6 +82,13 @@ class Job:
         self.turns.give()
         self.turns.wait(self.check)
         self.seconds.append(time.perf_counter() - began)
+
+    def summary(self) -> dict:
+        """Its steps."""
+        return {
+            "step_seconds": statistics.median(self.seconds),
+            "steps": [round(s, 4) for s in self.seconds],
+        }
 
 
 class Hxla(Job):
@@ -114,10 +120,10 @@ class Hxla(Job):
         lines = self._log.read_text().splitlines()
         line = next(x for x in lines if "RESULT " in x)
         found = json.loads(line.split("RESULT ", 1)[1])
-        seconds = statistics.median(self.seconds)
+        summary = self.summary()
         if found["predicted_seconds"]:
-            found["measured_over_predicted"] = seconds / found["predicted_seconds"]
-        return {"step_seconds": seconds, "steps": [round(s, 4) for s in self.seconds]} | found
+            found["measured_over_predicted"] = summary["step_seconds"] / found["predicted_seconds"]
+        return summary | found
 
     def close(self) -> None:
         """End it, if it has not."""
@@ -151,9 +157,8 @@ class Torch(Job):
 
     def losses(self) -> list[float]:
         """Of its steps, once it has ended."""
-        printed = [worker.communicate()[0] for worker in self._workers]
-        self.check()
-        return [float(x.split()[1]) for x in printed[-1].splitlines() if x.startswith("loss")]
+        lines = finished(self._workers)[-1].splitlines()
+        return [float(x.split()[1]) for x in lines if x.startswith("loss")]
 
 
 def measure(mesh: str, num: int, micro: int, steps: int, python: str | None, cut: str) -> dict:
@@ -166,9 +171,11 @@ def measure(mesh: str, num: int, micro: int, steps: int, python: str | None, cut
         for name in ("even", "planned"):
             jobs[name] = own = Hxla(folder / name, mesh, sizes, name == "even")
             stack.callback(own.close)
+            stack.callback(own.turns.close)
             own.turns.wait(own.check)
         if python is not None:
             jobs["torch"] = torch = Torch(folder / "torch", mesh, sizes, python, cut, stack)
+            stack.callback(torch.turns.close)
             torch.turns.wait(torch.check)
         for _ in range(steps):
             for job in jobs.values():
@@ -190,14 +197,9 @@ def measure(mesh: str, num: int, micro: int, steps: int, python: str | None, cut
         if planned["bound_seconds"]:
             row["share_of_bound"] = planned["bound_seconds"] / planned["step_seconds"]
         if python is not None:
-            seconds = jobs["torch"].seconds
-            row["torch"] = {
-                "cut": cut,
-                "step_seconds": statistics.median(seconds),
-                "steps": [round(s, 4) for s in seconds],
-                "losses": [round(x, 4) for x in torch.losses()],
-            }
-            row["torch_tokens_per_second"] = tokens / statistics.median(seconds)
+            losses = [round(x, 4) for x in torch.losses()]
+            row["torch"] = {"cut": cut, **torch.summary(), "losses": losses}
+            row["torch_tokens_per_second"] = tokens / row["torch"]["step_seconds"]
             row["over_torch"] = over("torch")
         return row
 

@@ -120,14 +120,14 @@ def run_workers(python, code, shares, numbers):
         return finished(workers)
 
 
-def hxla_speed(mesh, batch_size, steps, *options):
+def hxla_speed(mesh, batch_size, steps):
     """Tokens per second of examples/train_gpt.py, the median over the last steps of a few more."""
     with tempfile.TemporaryDirectory() as folder:
         summary = pathlib.Path(folder, "summary.json")
         command = [sys.executable, "-m", "hxla", "run", "--mesh", mesh]
         command += [str(ROOT / "examples/train_gpt.py"), "--summary", str(summary)]
         command += ["--dropout", "0", "--batch-size", str(batch_size)]
-        command += ["--steps", str(steps + 5), *options]
+        command += ["--steps", str(steps + 5)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise SystemExit(f"{' '.join(command)}\n{ran.stderr[-4000:]}")

@@ -8,26 +8,20 @@ processor time. This file needs no package, so that any interpreter can import i
 import os
 import pathlib
 import select
-import time
 from collections.abc import Callable
 
 
-def take_turn(folder: str, rank: int) -> float:
+def take_turn(folder: str, rank: int) -> None:
     """What a process calls when it is ready, and after each step: until it may take the next.
 
     Args:
         folder: Of the process's job.
         rank: Of the process in its job.
-
-    Returns:
-        Seconds waited.
     """
-    began = time.perf_counter()
     with open(pathlib.Path(folder, "done"), "wb", buffering=0) as done:
         done.write(b"x")
     with open(pathlib.Path(folder, str(rank)), "rb", buffering=0) as mine:
         mine.read(1)
-    return time.perf_counter() - began
 
 
 class Turns:

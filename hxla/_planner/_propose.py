@@ -90,8 +90,8 @@ def propose(
             for label in [k for k, own in kinds.items() if cluster.link(*own[0][:2]) is None]:
                 reasons[f"{label}: no link described, so tensor parallelism is not tried"] = None
                 del kinds[label]
-        if not kinds:
-            continue
+            if not kinds:
+                continue
         for again in (False, True) if recompute else (False,):
             key = Alternative(size, tensor, again)
             chains[key] = _chain(work, key, cluster, kinds, profile, reasons)

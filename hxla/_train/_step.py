@@ -256,17 +256,17 @@ class Engine:
     @property
     def params(self) -> PyTree:
         """Parameters in the user's own tree, on the first local replica."""
-        return jax.tree.unflatten(self._param_def, self._whole(self._states[0].params))
+        return self._whole(self.stored["params"])
 
     @property
     def aux(self) -> PyTree:
         """Auxiliary state in the user's own tree, on the first local replica."""
-        return jax.tree.unflatten(self._aux_def, self._whole(self._states[0].aux))
+        return self._whole(self.stored["aux"])
 
     @property
     def opt_state(self) -> PyTree:
         """State of the optimizer, on the first local replica."""
-        return self._whole(self._states[0].opt_state)
+        return self._whole(self.stored["opt_state"])
 
     @property
     def stored(self) -> dict[str, PyTree]:
