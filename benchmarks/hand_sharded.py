@@ -22,7 +22,7 @@ choosing patterns adds to compilation. Writes benchmarks/results/hand_sharded.js
 import os
 import sys
 
-from hxla._launch._run import _KEEP_MEMORY
+from hxla._launch._launcher import _KEEP_MEMORY
 
 if not _KEEP_MEMORY.items() <= os.environ.items():  # read by malloc when a process starts
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | _KEEP_MEMORY)
@@ -44,11 +44,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hxla
+from hxla._graph._trace import trace_functional
 from hxla._lower._reduce import Reducer
-from hxla._model import functional, leaf_names
-from hxla._trace import trace_functional
-from hxla._train import _setup, _strategy
-from hxla._train._step import Engine
+from hxla._model._functional import functional, leaf_names
+from hxla._run import _setup, _strategy
+from hxla._run._step import Engine
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, TENSOR, BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 4, 32, 128, 256, 8, 4, 512

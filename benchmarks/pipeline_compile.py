@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._train._step import Engine
+from hxla._run._step import Engine
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 from gpt import GPT, library, loss  # noqa: E402
 
 from hxla._lower._reduce import Reducer  # noqa: E402
-from hxla._model import functional  # noqa: E402
-from hxla._train import _setup, _strategy  # noqa: E402
-from hxla._train._step import Engine  # noqa: E402
+from hxla._model._functional import functional  # noqa: E402
+from hxla._run import _setup, _strategy  # noqa: E402
+from hxla._run._step import Engine  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rounds", type=int, default=8)

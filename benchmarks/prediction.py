@@ -29,7 +29,7 @@ import jax
 
 from hxla import Proposal
 from hxla.__main__ import main
-from hxla._robust import middle_mean
+from hxla._core._statistics import middle_mean
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = str(ROOT / "benchmarks" / "prediction_script.py")

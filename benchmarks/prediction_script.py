@@ -22,8 +22,9 @@ import bert
 import gpt
 
 import hxla
-from hxla._train import _dry, _trial
-from hxla._train._step import Engine
+from hxla._profile import _trial
+from hxla._run import _dry
+from hxla._run._step import Engine
 
 
 class Conv(nnx.Module):

@@ -5,9 +5,9 @@ python benchmarks/schedule_pictures.py
 
 import pathlib
 
-from hxla._replay import replay
-from hxla._schedules import interleaved, one_f_one_b, zero_bubble_h1
-from hxla._timeline import draw
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
+from hxla._schedule._timeline import draw
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs/pictures"
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]

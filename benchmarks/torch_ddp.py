@@ -17,7 +17,7 @@ import sys
 import tempfile
 
 from hxla import load_cluster
-from hxla._launch._run import _KEEP_MEMORY, _free_port
+from hxla._launch._launcher import _KEEP_MEMORY, _free_port
 from hxla._launch._throttle import make_throttle, pack
 
 ROOT = pathlib.Path(__file__).parent.parent

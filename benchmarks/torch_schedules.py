@@ -14,7 +14,7 @@ import pathlib
 import subprocess
 
 from hxla import make_schedule
-from hxla._schedules import Op, from_rows
+from hxla._schedule._schedules import Op, from_rows
 
 ROOT = pathlib.Path(__file__).parent.parent
 WORKER = r"""

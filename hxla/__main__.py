@@ -5,10 +5,10 @@ import json
 import os
 import sys
 
-from . import _detect
-from ._errors import HxlaError, InspectError
-from ._inspect._values import Inspection
-from ._launch import _run
+from ._cluster import _detect
+from ._core._errors import HxlaError, InspectError
+from ._inspect._programs import Inspection
+from ._launch import _launcher as _run
 from ._launch.join import cluster_in_sight
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -121,7 +121,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:
-    from ._train import _dry
+    from ._run import _dry
 
     os.environ[_dry.VARIABLE] = _dry.ProfileRequest(
         file=os.path.abspath(args.write),
@@ -134,7 +134,7 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._train import _dry
+    from ._run import _dry
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
     os.environ[_dry.VARIABLE] = _dry.PlanRequest(

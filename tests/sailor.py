@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 
-from hxla._errors import PlanError
+from hxla._core._errors import PlanError
 from hxla._planner._cost import (
     Link,
     StageLoad,
@@ -23,9 +23,9 @@ from hxla._planner._cost import (
     ring_all_reduce_seconds,
     step_cost,
 )
-from hxla._planner._memory import DeviceMemory, MemoryRule, pipeline_memory
-from hxla._profile._values import LayerTime, Profile, Setting
-from hxla._schedules import one_f_one_b
+from hxla._planner._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
+from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla._schedule._schedules import one_f_one_b
 
 OTHER_RUNS = other_runs()
 

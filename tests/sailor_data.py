@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from hxla._planner._cost import Link
-from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared/data/sailor"
 SHIPPED = pathlib.Path(__file__).parent / "data/sailor.json"

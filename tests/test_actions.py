@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hxla._lower import _actions
 from hxla._lower._actions import FIELDS, KINDS
-from hxla._schedules import (
+from hxla._schedule._schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,

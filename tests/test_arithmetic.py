@@ -15,9 +15,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hxla._lower import _replicate
 from hxla._lower._reduce import Reducer
-from hxla._model import functional
-from hxla._train._step import Engine
-from hxla._train._strategy import replicated
+from hxla._model._functional import functional
+from hxla._run._step import Engine
+from hxla._run._strategy import replicated
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 

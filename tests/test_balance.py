@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from hxla._config import Balance
+from hxla._core._config import Balance
 from hxla._planner._counts import best_counts
-from hxla._train._balance import Balancer
+from hxla._run._balancer import Balancer
 
 
 def run(balancer, speeds, steps, noise=0.0, seed=0, start=0):

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from hxla import CheckpointError
-from hxla._train._checkpoint import Checkpoints
+from hxla._run._checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -11,10 +11,10 @@ from jax.sharding import AxisType
 
 import hxla
 from hxla import testing
-from hxla._annotate import Strategy
+from hxla._graph._trace import trace_sums
 from hxla._inspect import _shapes
-from hxla._partition import shard_graph
-from hxla._trace import trace_sums
+from hxla._model._annotations import Strategy
+from hxla._planner._partition import shard_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._config import Config, as_config
+from hxla._core._config import Config, as_config
 from hxla._lower._reduce import Reducer
 from hxla._lower._replica import Replica
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from sailor import monotone, stage_loads, was_set
 
-from hxla._errors import PlanError
+from hxla._core._errors import PlanError
 from hxla._planner._cost import (
     StageLoad,
     all_gather_seconds,
@@ -16,8 +16,8 @@ from hxla._planner._cost import (
     ring_all_reduce_seconds,
     step_cost,
 )
-from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
-from hxla._schedules import gpipe
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
+from hxla._schedule._schedules import gpipe
 
 
 def load(forward=1.0, backward=2.0, update=0.5, gradient=8.0, send=4.0):

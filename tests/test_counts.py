@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hxla import _errors
+from hxla._core import _errors
 from hxla._planner import _balance, _counts
 
 

@@ -15,10 +15,10 @@ import pynvml
 import pytest
 
 from hxla import MeshError, load_cluster
-from hxla._detect import Measured, describe, detect
-from hxla._launch._run import num_gpus
-from hxla._lower._devices import device_kind
-from hxla._mesh_file import dump_cluster
+from hxla._cluster._detect import Measured, describe, detect
+from hxla._cluster._job_devices import device_kind
+from hxla._cluster._mesh_file import dump_cluster
+from hxla._launch._launcher import num_gpus
 
 ROOT = pathlib.Path(__file__).parent.parent
 

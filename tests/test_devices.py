@@ -1,7 +1,7 @@
 import pytest
 
 from hxla import Cluster, Device, MeshError
-from hxla._lower import _devices
+from hxla._cluster import _job_devices as _devices
 
 
 def test_unlike_accelerators_in_one_process_are_refused_with_the_way_out():

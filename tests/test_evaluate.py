@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hxla._planner._chain import Chain, Group, Replica, Staging
-from hxla._planner._evaluate import staging_cost, staging_memory
+from hxla._planner._staging import staging_cost, staging_memory
 
 FAST = Group(
     kind="fast",

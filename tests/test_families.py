@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hxla
-from hxla import _catalog
+from hxla._core import _catalogue as _catalog
 
 AXES = {"fsdp": 2, "tensor": 2}
 
@@ -28,12 +28,14 @@ def test_a_rule_set_leaves_no_large_parameter_whole(name):
 
 @pytest.mark.parametrize("name", ["encoder_decoder", "lstm", "moe"])
 def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
+    from hxla._graph._trace import trace_functional
     from hxla._lower._replica import Replica
-    from hxla._partition import roles_of_mesh, shard_graph
-    from hxla._trace import trace_functional
+    from hxla._planner._partition import roles_of_mesh, shard_graph
 
     model, loss, batch = families.FAMILIES[name]()
-    flat = hxla._model.functional(model, loss, loss, variables=None, seed=0, example=batch)
+    flat = hxla._model._functional.functional(
+        model, loss, loss, variables=None, seed=0, example=batch
+    )
     graph = trace_functional(flat, batch)
     axes = (("fsdp", 2), ("expert" if name == "moe" else "tensor", 2))
     resolved = hxla.load_rules(name).resolve(graph.param_names, graph.param_shapes, dict(axes))
@@ -46,7 +48,7 @@ def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
         return run(params, flat.aux, key, batch)[0]
 
     def plain(params):
-        return hxla._loss.as_sums(flat.train(params, flat.aux, key, batch)[0], 16).loss
+        return hxla._model._loss.as_sums(flat.train(params, flat.aux, key, batch)[0], 16).loss
 
     params = replica.put_tree(flat.params, sharded.param_specs())
     ours, grads = jax.jit(jax.value_and_grad(value))(params)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hxla
-from hxla._groups import balanced, in_groups
+from hxla._jax._grouping import balanced, in_groups
 from hxla._lower import _replicate
 
 NUM, SIDE = 12, 64

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._config import as_config
+from hxla._core._config import as_config
 
 X = {"x": np.ones((16, 6), np.float32)}
 

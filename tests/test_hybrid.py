@@ -282,13 +282,13 @@ def test_memory_of_a_split_classifier_falls_as_one_over_n(n):
             with hxla.split():
                 return self.head(x)
 
-    from hxla._train import _step
+    from hxla._run import _step
 
     seen = []
     original = _step.Engine.memory_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "hxla._train._setup.count_limits",
+            "hxla._run._setup.count_limits",
             lambda engine, batch, reducer, cluster: (
                 seen.append(original(engine)) or (None,) * len(reducer.replicas)
             ),

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._inspect import _groups, _origin, _shapes, _text
+from hxla._inspect import _origin, _shapes, _text
+from hxla._inspect import _replica_groups as _groups
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

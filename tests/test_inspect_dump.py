@@ -15,7 +15,9 @@ import pytest
 from large_dump import DUMPS, large_text, measured_alone
 
 import hxla
-from hxla._inspect import _groups, _origin, _proto, _shapes
+from hxla._inspect import _origin, _shapes
+from hxla._inspect import _replica_groups as _groups
+from hxla._jax import _hlo_proto as _proto
 
 ROOT = pathlib.Path(__file__).parent.parent
 VERSIONS = ("jax-0.10", "jax-0.11", "jax-0.12")

@@ -24,10 +24,10 @@ from matplotlib import image
 
 import hxla
 from hxla._inspect import _measured, _names, _shards, _steps
-from hxla._inspect._values import Array
-from hxla._replay import replay
-from hxla._schedules import one_f_one_b
-from hxla._timeline import from_perfetto, perfetto
+from hxla._inspect._programs import Array
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import one_f_one_b
+from hxla._schedule._timeline import from_perfetto, perfetto
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from hxla import LaunchError, MeshError, load_cluster
-from hxla._catalog import names
-from hxla._launch import _run, _throttle
+from hxla._core._catalogue import names
+from hxla._launch import _launcher as _run
+from hxla._launch import _throttle
 
 ROOT = pathlib.Path(__file__).parent.parent
 

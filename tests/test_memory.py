@@ -6,10 +6,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hxla._errors import PlanError
-from hxla._planner._memory import MemoryRule, pipeline_memory, stash_bytes
-from hxla._profile._values import LayerSize
-from hxla._schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from hxla._core._errors import PlanError
+from hxla._planner._stage_memory import MemoryRule, pipeline_memory, stash_bytes
+from hxla._profile._profile import LayerSize
+from hxla._schedule._schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 
 RULE = MemoryRule(buffer_factor=1.0, context_bytes=50.0, allocator_share=0.5, margin=0.1)
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hxla import Cluster, Device, Link, MeshError, Node, Rate, Speed, load_cluster
-from hxla._catalog import find, names
-from hxla._mesh_file import dump_cluster
+from hxla._cluster._mesh_file import dump_cluster
+from hxla._core._catalogue import find, names
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHIPPED = names("meshes")

@@ -1,6 +1,7 @@
 """The package as a whole: its public names, its one-way imports, its examples."""
 
 import ast
+import graphlib
 import inspect
 import os
 import pathlib
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+from collections import Counter
 
 import pytest
 
@@ -15,31 +17,79 @@ import hxla
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "hxla"
-# Imports go down this list only; names within one entry may import one another in any direction
-# that has no cycle.
-LAYERS = [
-    {"_types", "_errors", "_format", "_robust"},
-    {"_jaxpr", "_history", "_nvml", "_page"},
-    {"_config", "_catalog", "_schedules"},
-    {"_replay"},
-    {"_ticks"},
-    {"_timeline"},
-    {"_cluster", "_mesh_file", "_rules", "_annotate", "_factors", "_virtual"},
-    {"_profile"},
-    {"_model", "_loss", "_graph", "_graph_picture", "_plan", "_proposal"},
-    {"_trace", "_evaluate"},
-    {"_segments", "_uncross", "_halves", "_groups"},
-    {"_parts"},
-    {"_planner"},
-    {"_lower"},
-    {"_measure"},
-    {"_partition", "_detect"},
-    {"_launch"},
-    {"_inspect"},
-    {"_train"},
-    {"testing"},
-    {"__init__", "__main__"},
-]
+# Imports go down this list only, and have no cycle within an entry.
+LAYERS = (
+    "_core",
+    "_jax",
+    "_schedule",
+    "_model",
+    "_graph",
+    "_cluster",
+    "_plan",
+    "_profile",
+    "_planner",
+    "_lower",
+    "_launch",
+    "_report",
+    "_inspect",
+    "_run",
+    "testing",
+    "__init__",
+    "__main__",
+)
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports(module):
+    """Modules of the package that a module imports, inside functions too."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+        name = ".".join(filter(None, base))
+        if name in MODULES:
+            yield name
+        else:
+            yield from (".".join(filter(None, (name, alias.name))) for alias in node.names)
+
+
+GRAPH = {module: {m for m in imports(module) if m in MODULES} for module in MODULES}
+
+
+def layer(module):
+    return LAYERS.index(module.split(".")[0])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    assert not [m for m in GRAPH[module] if layer(m) > layer(module)]
+
+
+def test_imports_have_no_cycle():
+    try:
+        tuple(graphlib.TopologicalSorter(GRAPH).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def defined(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+
+
+def test_no_name_stands_for_two_ideas():
+    files = Counter(path.stem for path in MODULES.values() if not path.stem.startswith("__"))
+    classes = Counter(name for path in MODULES.values() for name in set(defined(path)))
+    assert not [name for names in (files, classes) for name, n in names.items() if n > 1]
+
+
+def test_a_file_is_one_idea():
+    assert not [m for m, path in MODULES.items() if len(path.read_text().splitlines()) > 500]
 
 
 def public_names():
@@ -57,35 +107,6 @@ def test_the_public_names_are_the_documented_ones():
 
 def test_every_public_name_has_a_docstring():
     assert not [n for n in public_names() if not inspect.getdoc(getattr(hxla, n))]
-
-
-def imports(path):
-    """First components below `hxla` of everything a module imports from the package."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = parts[: len(parts) - node.level]
-            if node.module:
-                yield (*base, *node.module.split("."))[0]
-            elif base:
-                yield base[0]
-            else:
-                yield from (alias.name for alias in node.names)
-
-
-def layer(name):
-    found = [i for i, names in enumerate(LAYERS) if name in names]
-    assert found, f"{name} has no place in LAYERS"
-    return found[0]
-
-
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_imports_go_one_way(path):
-    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    up = {name for name in imports(path) if layer(name) > layer(own)}
-    assert not up
 
 
 @pytest.mark.parametrize(

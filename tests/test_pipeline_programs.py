@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hxla._jax._compilation_events import num_compilations
 from hxla._lower._pipeline import Pipeline
 from hxla._lower._replica import Replica
-from hxla._train._compilations import num_compilations
-from hxla._train._stages import Stages
+from hxla._run._stages import Stages
 
 LAYERS, WIDTH, SIZE = 8, 16, 4
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

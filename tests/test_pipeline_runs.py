@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._parts import parts_of
-from hxla._train._stages import Stages
+from hxla._graph._parts import parts_of
+from hxla._run._stages import Stages
 
 
 def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
@@ -111,7 +111,7 @@ def spec_of(annotate, **how):
         return value, jnp.stack([value, 1.0]), aux
 
     model = Annotated(nnx.Rngs(0), annotate=annotate)
-    functional = hxla._model.functional(
+    functional = hxla._model._functional.functional(
         model,
         lambda m, b: m(b).sum(-1),
         lambda m, b: m(b).sum(-1),
@@ -153,7 +153,7 @@ def test_shares_say_how_much_of_the_work_a_stage_has(shares, layers):
         return x.sum(), jnp.stack([x.sum(), 1.0]), aux
 
     params = [np.ones((16, 16), np.float32)] * 8
-    graph = hxla._trace.trace_sums(run, params, {}, np.ones((2, 16), np.float32))
+    graph = hxla._graph._trace.trace_sums(run, params, {}, np.ones((2, 16), np.float32))
     points = Stages(num=len(shares), shares=shares).points(graph)
     assert [len(part.segment.params) for part in parts_of(graph, points)] == layers
 

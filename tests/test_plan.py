@@ -10,11 +10,11 @@ import pytest
 import test_profile
 
 import hxla
-from hxla._mesh_file import load_cluster
+from hxla._cluster._mesh_file import load_cluster
+from hxla._plan._proposal import Proposal, compare
 from hxla._planner._propose import Work, propose
-from hxla._profile._file import load_profile
-from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
-from hxla._proposal import Proposal, compare
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
+from hxla._profile._profile_file import load_profile
 
 
 def plan_command(tmp_path, *options):

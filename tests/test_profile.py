@@ -9,10 +9,10 @@ import sys
 import pytest
 
 import hxla
-from hxla._history import StepRecord
-from hxla._profile._file import dump_profile, load_profile, merge_profiles
-from hxla._profile._values import LayerSize, LayerTime, Profile, Setting
-from hxla._train._trial import Observer, Trial
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
+from hxla._profile._profile_file import dump_profile, load_profile, merge_profiles
+from hxla._profile._trial import Observer, Trial
+from hxla._report._history import StepRecord
 
 # Without the fake devices of this process.
 ALONE = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

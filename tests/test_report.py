@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._train._metrics import read_metrics
-from hxla._train._progress import line
+from hxla._report._metrics_file import read_metrics
+from hxla._report._progress import line
 
 
 def loss(model, batch):
@@ -52,14 +52,14 @@ def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
     text = (run[0] / "metrics.jsonl").read_bytes()
     torn = tmp_path / "metrics.jsonl"
     torn.write_bytes(text + b'{"kind": "step", "st')
-    with hxla._train._metrics.MetricsWriter(tmp_path):
+    with hxla._report._metrics_file.MetricsWriter(tmp_path):
         pass
     assert torn.read_bytes() == text
 
 
 def test_a_loss_that_is_not_finite_is_strict_json(tmp_path, run):
     record = run[1].history.steps[0]
-    with hxla._train._metrics.MetricsWriter(tmp_path) as writer:
+    with hxla._report._metrics_file.MetricsWriter(tmp_path) as writer:
         writer.step(type(record)(**{**vars(record), "loss": float("nan")}))
     (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None

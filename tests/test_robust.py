@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
+from hxla._cluster._hardware import median_seconds, steady_seconds
+from hxla._core._statistics import middle_mean
 from hxla._lower._pipeline import Measured
-from hxla._profile._hardware import median_seconds, steady_seconds
-from hxla._robust import middle_mean
-from hxla._schedules import BACKWARD, FORWARD
+from hxla._schedule._schedules import BACKWARD, FORWARD
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 11, 40])

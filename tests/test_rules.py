@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla import _catalog
-from hxla._rules import Rule, RuleSet
+from hxla._core import _catalogue as _catalog
+from hxla._plan._rules import Rule, RuleSet
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 

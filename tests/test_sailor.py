@@ -12,7 +12,7 @@ import pytest
 import sailor
 import sailor_data
 
-from hxla._profile._values import Setting
+from hxla._profile._profile import Setting
 
 DATA = sailor_data.load()
 POSSIBLE = [plan for plan in DATA.plans if sailor.is_possible(DATA, plan)]

@@ -8,9 +8,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hxla._errors import PlanError
-from hxla._replay import replay
-from hxla._schedules import (
+from hxla._core._errors import PlanError
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,

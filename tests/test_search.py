@@ -4,8 +4,9 @@ import chains
 import numpy as np
 import pytest
 
-from hxla import _errors
-from hxla._planner import _packing, _search, _stages
+from hxla._core import _errors
+from hxla._planner import _best_pipeline as _stages
+from hxla._planner import _packing, _search
 
 
 def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._loss import as_sums
-from hxla._model import functional
-from hxla._segments import in_task_order, run_segment, segments, task_points
-from hxla._trace import trace_functional
+from hxla._graph._segments import in_task_order, run_segment, segments, task_points
+from hxla._graph._trace import trace_functional
+from hxla._model._functional import functional
+from hxla._model._loss import as_sums
 
 
 def chain_results(graph, chain, model, key, batch):

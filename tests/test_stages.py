@@ -4,8 +4,9 @@ import chains
 import numpy as np
 import pytest
 
-from hxla import _errors
-from hxla._planner import _pipeline, _stages
+from hxla._core import _errors
+from hxla._planner import _best_pipeline as _stages
+from hxla._planner import _chain_tables as _pipeline
 from hxla._planner._chain import Chain, Group
 
 

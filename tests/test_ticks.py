@@ -3,9 +3,9 @@
 import pytest
 
 from hxla._lower._actions import crossed, exchanges
-from hxla._replay import replay
-from hxla._schedules import BACKWARD, FORWARD, gpipe, interleaved, one_f_one_b
-from hxla._ticks import measured_timeline, replay_ticks
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import BACKWARD, FORWARD, gpipe, interleaved, one_f_one_b
+from hxla._schedule._ticks import measured_timeline, replay_ticks
 
 
 def sets(schedule):

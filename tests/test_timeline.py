@@ -3,9 +3,9 @@
 import json
 import xml.etree.ElementTree as ET
 
-from hxla._replay import replay
-from hxla._schedules import interleaved, one_f_one_b
-from hxla._timeline import draw, perfetto
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import interleaved, one_f_one_b
+from hxla._schedule._timeline import draw, perfetto
 
 TIMELINE = replay(one_f_one_b(3, 4), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0], send_seconds_P=[0.5, 0.5])
 

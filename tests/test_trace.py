@@ -302,7 +302,7 @@ def test_gradients_flow_through_what_a_scan_carries_and_through_complex_numbers(
         value = shifted.sum() + jnp.abs(waves).sum()
         return value, jnp.stack([value, 1.0]), aux
 
-    graph = hxla._trace.trace_sums(run, {"w": jnp.ones(3)}, {}, jnp.ones((4, 3)))
+    graph = hxla._graph._trace.trace_sums(run, {"w": jnp.ones(3)}, {}, jnp.ones((4, 3)))
     (scan,) = (op for op in graph.ops if op.kind == "scan")
     assert [graph.values[v].differentiable for v in scan.outputs] == [True, True]
     (fft,) = (op for op in graph.ops if op.eqn.primitive.name == "fft")

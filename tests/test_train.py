@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._train._balance import Balancer
+from hxla._run._balancer import Balancer
 
 SPREADS = [(8,), (4, 4), (5, 3), (8, 0), (1, 7), (3, 3, 2), (2, 2, 2, 2), (4, 1, 2, 1),
            (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 1, 1)]  # fmt: skip
@@ -150,7 +150,7 @@ class SlowedBalancer(Balancer):
 
 def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(monkeypatch):
     whole = fit(make("nnx"), (8, 0), steps=12)
-    monkeypatch.setattr("hxla._train._loop.Balancer", SlowedBalancer)
+    monkeypatch.setattr("hxla._run._loop.Balancer", SlowedBalancer)
     moved = fit(make("nnx"), (8, 0), steps=12, split="measured")
     counts = [s.counts for s in moved.history.steps]
     assert counts[5] == (4, 4)

@@ -2,8 +2,9 @@ import chains
 import numpy as np
 import pytest
 
-from hxla import _errors
-from hxla._planner import _balance, _stages, _whale
+from hxla._core import _errors
+from hxla._planner import _balance, _whale
+from hxla._planner import _best_pipeline as _stages
 
 
 def test_load_is_proportional_to_speed_where_memory_allows():

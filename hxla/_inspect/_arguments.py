@@ -4,12 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .._errors import InspectError
-from . import _groups, _shapes
-from ._groups import Mesh
+from .._core._errors import InspectError
+from . import _replica_groups as _groups
+from . import _shapes
 from ._origin import op_name
+from ._programs import OWNERS, Array
+from ._replica_groups import Mesh
 from ._text import Module
-from ._values import OWNERS, Array
 
 Spec = tuple[tuple[str, ...], ...]
 Layout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known

@@ -5,8 +5,8 @@ import functools
 import re
 
 from ._origin import module_path, op_name
+from ._programs import Loop
 from ._text import Computation, Instruction, Module
-from ._values import Loop
 
 _TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 _CALLERS = frozenset({"while", "conditional", "call", "async-start", "fusion", "custom-call"})

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
-from .._cluster import Cluster
+from .._cluster._cluster import Cluster
 from .._planner._cost import Link, all_gather_seconds, ring_all_reduce_seconds
-from . import _groups, _shapes
+from . import _replica_groups as _groups
+from . import _shapes
 from ._calls import Context, total_runs
 from ._flow import Flow
-from ._groups import Groups, Mesh
 from ._origin import Origins
+from ._programs import Collective, Origin
+from ._replica_groups import Groups, Mesh
 from ._text import Computation, Instruction, Module
-from ._values import Collective, Origin
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),

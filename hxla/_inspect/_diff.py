@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .._format import num_bytes as size
-from .._format import plural, si
-from ._values import Collective, Inspection, Program
+from .._core._format import num_bytes as size
+from .._core._format import plural, si
+from ._programs import Collective, Inspection, Program
 
 _LEAST_SHARE = 0.005  # of memory and work: less is no change worth a word
 

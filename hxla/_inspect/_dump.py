@@ -8,12 +8,14 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from .._errors import InspectError
-from . import _assignment, _proto, _text
-from ._assignment import Assignment
+from .._core._errors import InspectError
+from .._jax import _buffer_assignment as _assignment
+from .._jax import _hlo_proto as _proto
+from .._jax._buffer_assignment import Assignment
+from . import _text
 from ._program import Found, Wish, program
+from ._programs import Inspection, Program
 from ._text import Module
-from ._values import Inspection, Program
 
 _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"

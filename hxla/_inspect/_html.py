@@ -6,15 +6,15 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from .._format import num_bytes as size
-from .._format import plural, si, span
-from .._page import figure, page, section, table, tiles
+from .._core._format import num_bytes as size
+from .._core._format import plural, si, span
+from .._report._page import figure, page, section, table, tiles
 from . import _shards, _steps
 from ._measured import COLLECTIVE, COMPUTATION, Measured
 from ._names import alike, group
 from ._print import loops, shown
+from ._programs import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
 from ._steps import Lanes
-from ._values import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 _MAX_PICTURES = 24

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from .._cluster import Cluster
-from .._errors import InspectError
-from .._mesh_file import load_cluster
-from .._rules import RuleSet, load_rules
+from .._cluster._cluster import Cluster
+from .._cluster._mesh_file import load_cluster
+from .._core._errors import InspectError
+from .._plan._rules import RuleSet, load_rules
 from . import _dump, _text
 from ._live import live
 from ._program import Found, Wish, program
-from ._values import Inspection
+from ._programs import Inspection
 
 
 def inspect(

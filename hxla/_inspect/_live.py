@@ -5,13 +5,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from . import _proto, _text
+from .._jax import _hlo_proto as _proto
+from .._jax._buffer_assignment import Assignment
+from . import _text
 from ._arguments import Layout, Spec
-from ._assignment import Assignment
-from ._groups import Mesh
-from ._memory import Figures
+from ._peak_memory import Figures
 from ._program import Found, Wish, program
-from ._values import Program
+from ._programs import Program
+from ._replica_groups import Mesh
 
 
 def live(compiled: Any, wish: Wish) -> Program:

@@ -4,7 +4,7 @@ The compiler says where each value lies; the schedule says when. Together they n
 memory at the peak. Loop bodies count once, at the place of their loop.
 """
 
-from ._assignment import Piece
+from .._jax._buffer_assignment import Piece
 from ._text import Computation, Instruction, Module
 
 _PASSES = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier"})

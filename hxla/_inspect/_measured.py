@@ -8,9 +8,9 @@ import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 
-from .._errors import InspectError
+from .._core._errors import InspectError
 from ._collectives import KINDS
-from ._values import Program
+from ._programs import Program
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
 _SUFFIX = ".trace.json.gz"

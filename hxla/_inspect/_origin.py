@@ -5,9 +5,9 @@ import re
 import sysconfig
 from collections.abc import Iterable
 
-from .._annotate import Scope, scopes_of, written
+from .._model._annotations import Scope, scopes_of, written
+from ._programs import Origin
 from ._text import Computation, Instruction, Module
-from ._values import Origin
 
 _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")

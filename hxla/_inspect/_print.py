@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .._format import num_bytes as size
-from .._format import si, span
-from ._values import Collective, Inspection, Loop, Program
+from .._core._format import num_bytes as size
+from .._core._format import si, span
+from ._programs import Collective, Inspection, Loop, Program
 
 _WIDTH = 160  # where the output is no terminal
 

@@ -4,18 +4,18 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from .._cluster import Cluster
-from .._rules import RuleSet
+from .._cluster._cluster import Cluster
+from .._jax._buffer_assignment import Assignment
+from .._plan._rules import RuleSet
 from ._arguments import Layout, arguments, paths, shardings
-from ._assignment import Assignment
 from ._calls import contexts
 from ._collectives import collectives
 from ._flow import Flow
-from ._groups import Mesh
-from ._memory import Figures, memory
 from ._origin import Origins
+from ._peak_memory import Figures, memory
+from ._programs import Program
+from ._replica_groups import Mesh
 from ._text import Module
-from ._values import Program
 from ._warnings import warnings
 from ._work import transfers, work
 

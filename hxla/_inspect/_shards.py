@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 from . import _shapes
-from ._groups import Mesh
 from ._names import ranges
-from ._values import Array
+from ._programs import Array
+from ._replica_groups import Mesh
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
 _LEAST_CELL = (24.0, 17.0)

@@ -7,11 +7,11 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from .._format import span
-from .._page import Picture
-from .._proposal import Proposal
-from .._replay import SEND
-from .._timeline import from_perfetto
+from .._core._format import span
+from .._plan._proposal import Proposal
+from .._report._page import Picture
+from .._schedule._replay import SEND
+from .._schedule._timeline import from_perfetto
 from ._measured import COLLECTIVE, COMPUTATION, Measured
 
 _WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels

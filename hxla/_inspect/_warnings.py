@@ -3,16 +3,16 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from .._format import num_bytes as size
-from .._rules import RuleSet
+from .._core._format import num_bytes as size
+from .._plan._rules import RuleSet
 from . import _shapes
 from ._calls import Context
 from ._collectives import KINDS, OPCODES
 from ._flow import Flow
-from ._groups import Mesh
 from ._origin import Origins
+from ._programs import Array, Collective, Warned
+from ._replica_groups import Mesh
 from ._text import Computation, Instruction, Module
-from ._values import Array, Collective, Warned
 
 _LARGE_BYTES = 1 << 16
 _LARGE_SHARE = 0.01  # of all arguments

@@ -10,8 +10,8 @@ from . import _shapes
 from ._calls import Context, total_runs
 from ._collectives import OPCODES
 from ._origin import Origins
+from ._programs import Collective, Fusion, Origin, Transfer, Work
 from ._text import Computation, Instruction, Module
-from ._values import Collective, Fusion, Origin, Transfer, Work
 
 # They name memory that is there already.
 _FREE = frozenset(

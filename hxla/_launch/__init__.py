@@ -1,1 +1,1 @@
-"""One process per accelerator: start, join, throttle, end."""
+"""Processes of a job."""

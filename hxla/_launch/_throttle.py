@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from .._errors import LaunchError
+from .._core._errors import LaunchError
 
 _PERIOD_MICROSECONDS = 20_000  # short, so that a share holds within a microbatch
 _PREFIX = "hxla-"

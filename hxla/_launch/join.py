@@ -9,8 +9,8 @@ import traceback
 
 import jax
 
-from .._errors import LaunchError
-from . import _coordination
+from .._core._errors import LaunchError
+from .._jax import _coordination
 
 _TASK_COUNTS = {
     "Slurm": "SLURM_NTASKS",

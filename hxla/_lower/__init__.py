@@ -1,1 +1,1 @@
-"""From a model and a plan to compiled programs."""
+"""From a graph and a plan to programs."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
+from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
 
 #: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, the
 #: gradient of its output, its residuals and what a backward leaves to the weight gradient; where to

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._errors import PlanError
-from .._types import PyTree
-from .._uncross import row_major
-from ._shard import place_in
+from .._core._errors import PlanError
+from .._core._types import PyTree
+from .._jax._cpu_dots import row_major
+from .._plan._sharding import place_in
 from ._slots import names_of
 
 

@@ -32,19 +32,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._evaluate import Env
-from .._graph import Graph
-from .._parts import Part
-from .._profile._hardware import middle_seconds
-from .._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
-from .._types import STAGE_AXIS, PyTree
+from .._cluster._hardware import middle_seconds
+from .._core._types import STAGE_AXIS, PyTree
+from .._graph._graph import Graph
+from .._graph._interpreter import Env
+from .._graph._parts import Part
+from .._plan._sharding import Sharded
+from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from . import _actions, _exact
 from ._actions import FIELDS, Actions
 from ._inside import Inside, check_permutes, map_specs, only
 from ._kept import make_kept
 from ._replica import Replica
 from ._replicate import Reduction, Sums, compiler_options, num_parts
-from ._shard import Sharded
 from ._slots import Slots
 from ._stage import StagePart
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._types import DATA_AXIS, PyTree
+from .._core._types import DATA_AXIS, PyTree
 from ._replica import Replica
 
 BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes

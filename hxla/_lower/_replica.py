@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from .._types import PyTree
+from .._core._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

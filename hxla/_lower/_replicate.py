@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._groups import balanced, in_groups
-from .._types import PyTree
-from .._uncross import row_major, uncrossed
+from .._core._types import PyTree
+from .._jax._cpu_dots import row_major, uncrossed
+from .._jax._grouping import balanced, in_groups
 from . import _exact
 from ._reduce import BUCKET_ELEMENTS, Combine, buckets
 

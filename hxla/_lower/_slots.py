@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .._types import STAGE_AXIS
+from .._core._types import STAGE_AXIS
 from ._words import Words
 
 

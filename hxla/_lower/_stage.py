@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._evaluate import Env, Placement
-from .._graph import Graph
-from .._halves import Halves, halve
-from .._jaxpr import ClosedJaxpr
-from .._parts import Part, has_gradient, run_part
-from .._uncross import uncrossed
+from .._graph._graph import Graph
+from .._graph._interpreter import Env, Placement
+from .._graph._parts import Part, has_gradient, run_part
+from .._jax._cpu_dots import uncrossed
+from .._jax._jaxpr import ClosedJaxpr
+from .._jax._min_cut import Halves, halve
 from ._words import Words
 
 

@@ -1,1 +1,1 @@
-"""From measured devices to a plan."""
+"""Makers of plans."""

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .._errors import AnnotationError, PlanError
-from .._factors import Factor, fits
-from .._graph import Graph, Op, Value, is_unit
-from .._jaxpr import scan_counts
-from ._sharding import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
+from .._core._errors import AnnotationError, PlanError
+from .._graph._factors import Factor, fits
+from .._graph._graph import Graph, Op, Value, is_unit
+from .._jax._jaxpr import scan_counts
+from ._assignment_problem import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
 
 Role = Literal["replicate", "split", "rules"]
 Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> parts that other axes cut it into

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from .._errors import PlanError
+from .._core._errors import PlanError
 
 
 def balanced_counts(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import scipy.optimize
 
+from ._chain_tables import Array, Tables
 from ._packing import best_packing
-from ._pipeline import Array, Tables
 from ._priced import priced
 from ._relaxed import Bands, Pipelines, Relaxation, subsets
 

@@ -8,9 +8,9 @@ them, so bubbles are counted and not estimated.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from .._errors import PlanError
-from .._replay import Timeline, replay
-from .._schedules import Schedule, one_f_one_b
+from .._core._errors import PlanError
+from .._schedule._replay import Timeline, replay
+from .._schedule._schedules import Schedule, one_f_one_b
 
 Link = Callable[[float], float]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ._chain import Replica
+from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
-from ._pipeline import Array, Tables, fill_and_period, tail_seconds
 from ._relaxed import Relaxation, best_cut, mixes_of
 
 _MAX_PERIODS = 24

@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from .._cluster import Device, Link
-from .._errors import PlanError
-from .._profile._values import LayerSize, LayerTime, Profile, Setting
+from .._cluster._cluster import Device, Link
+from .._core._errors import PlanError
+from .._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 _BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
 

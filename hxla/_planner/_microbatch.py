@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from .._errors import PlanError
+from .._core._errors import PlanError
 from ._counts import best_counts, finish_seconds
 
 _CANDIDATES = 4

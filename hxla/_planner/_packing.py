@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.optimize
 
-from ._pipeline import Array
+from ._chain_tables import Array
 
 _SMALL = 4000  # states up to which the exact table is used
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ._pipeline import Array
+from ._chain_tables import Array
 from ._relaxed import Bands, Relaxation
 
 

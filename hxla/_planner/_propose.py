@@ -4,16 +4,16 @@ import dataclasses
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 
-from .._cluster import Cluster, Link
-from .._errors import PlanError
-from .._profile._values import LayerSize, Profile, Setting, together_key
-from .._proposal import DevicePlan, Proposal, RunnerUp
-from .._replay import Timeline
+from .._cluster._cluster import Cluster, Link
+from .._core._errors import PlanError
+from .._plan._proposal import DevicePlan, Proposal, RunnerUp
+from .._profile._profile import LayerSize, Profile, Setting, together_key
+from .._schedule._replay import Timeline
 from ._chain import Chain, Group, Staging
 from ._cost import StepCost
 from ._estimate import Alternative, layer_times
-from ._evaluate import staging_cost, staging_memory
 from ._search import Found, search
+from ._staging import staging_cost, staging_memory
 
 _UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
 _NUM_RUNNERS_UP = 7

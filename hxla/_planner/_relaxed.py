@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ._pipeline import Array, Tables
+from ._chain_tables import Array, Tables
 
 Bands = Sequence[tuple[int, int]]  # per position from the end: from, up to
 

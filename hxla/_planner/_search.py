@@ -7,10 +7,12 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
-from .._errors import PlanError
+from .._core._errors import PlanError
+from ._best_pipeline import best_pipeline, explain_infeasible
 from ._bound import Alive, Bound
 from ._branch import Branching
 from ._chain import Chain, Replica, Staging
+from ._chain_tables import tables
 from ._cuts import (
     CutPipelines,
     best_replicas,
@@ -22,9 +24,7 @@ from ._cuts import (
 )
 from ._deadline import Deadline, OutOfTime
 from ._packing import fractional_packing
-from ._pipeline import tables
 from ._relaxed import subsets
-from ._stages import best_pipeline, explain_infeasible
 
 _LEVELS = (1.1, 1.3)
 _SMALL_DEVICES, _SMALL_LAYERS, _FEW_CUTS = 8, 16, 40

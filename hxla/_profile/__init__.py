@@ -1,1 +1,1 @@
-"""What is known of a model's layers on each kind of device."""
+"""Times and bytes of a model, measured or estimated."""

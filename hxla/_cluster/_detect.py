@@ -1,0 +1,321 @@
+"""`hxla devices`: what is here, how fast it is, and the mesh file that says so."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from .._core._errors import MeshError
+from . import _hardware, _nvml
+from ._cluster import Cluster, Device, Link, Node, Rate
+from ._mesh_file import dump_cluster
+
+_MAX_COPY_BYTES = 2**28  # beyond any cache
+_SHOWN_LINKS = 28  # of eight devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Here:
+    """The devices of this machine.
+
+    Attributes:
+        devices: As a mesh file describes them.
+        free_bytes: Of each one's memory, now; None if not known.
+        wires: Between devices by their position, as far as a driver tells.
+        handles: JAX's devices in the same order; empty if JAX does not see them.
+        notes: What a user should know.
+    """
+
+    devices: tuple[Device, ...]
+    free_bytes: tuple[int | None, ...]
+    wires: tuple[_nvml.Wire, ...] = ()
+    handles: tuple[jax.Device, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """How fast the devices of a machine are.
+
+    Attributes:
+        flops_per_second: Of each device, by dtype.
+        memory_bytes_per_second: Of each device.
+        curves: By pair of devices, (message bytes, bytes per second).
+    """
+
+    flops_per_second: tuple[Mapping[str, float], ...]
+    memory_bytes_per_second: tuple[float, ...]
+    curves: Mapping[tuple[int, int], tuple[tuple[float, float], ...]]
+
+
+def command(*, measured: bool, write: str | None) -> None:
+    """Print what is here; measure it and write a mesh file if asked to.
+
+    Raises:
+        MeshError: If the file exists or cannot be written, or JAX has nothing to measure.
+    """
+    path = None if write is None else pathlib.Path(write).expanduser()
+    if path is not None and path.exists():
+        raise MeshError(f"{path} exists: remove it, or write to another file")
+    with _like_a_process_of_hxla_run(alone=measured) as num_cores:
+        here = detect(num_cores)
+        speeds = measure(here) if measured else None
+    _show(here, speeds)
+    for note in here.notes:
+        print(f"hxla: {note}", file=sys.stderr)
+    if path is not None:
+        try:
+            path.write_text(dump_cluster(describe(here, speeds, path.stem)))
+        except OSError as error:
+            raise MeshError(f"{path} cannot be written: {error.strerror}") from None
+        print(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def _like_a_process_of_hxla_run(*, alone: bool) -> Iterator[int]:
+    """Settings that JAX reads when it starts its devices; yields the number of cores.
+
+    A CPU device is one core. To measure one, the process is held to one core.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    cores = os.sched_getaffinity(0)
+    flags = os.environ.get("XLA_FLAGS", "")
+    forced = "xla_force_host_platform_device_count" in flags
+    if not forced and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", len(cores))
+    if alone:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+        with _nvml.driver() as nvml:
+            if nvml is None:
+                os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield len(cores)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def detect(num_cores: int) -> Here:
+    """The devices that JAX sees here, with what NVML knows of them; else the cards, else cores."""
+    cards, wires = _nvml.read()
+    notes = []
+    try:
+        found = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
+        found = []
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        notes.append(f"JAX found no devices: {str(error) or f'JAX_PLATFORMS={platforms}'}")
+    handles = tuple(d for d in found if d.platform != "cpu")
+    if not handles and not cards:
+        return _cores(tuple(found), num_cores, notes)
+    if handles:
+        by_index = {card.index: card for card in cards}
+        numbers = [
+            _nvml.index_of(d.local_hardware_id) if d.platform in ("gpu", "cuda") else None
+            for d in handles
+        ]
+        chosen = [None if n is None else by_index.get(n) for n in numbers]
+        hidden = len(cards) - sum(card is not None for card in chosen)
+        if hidden:
+            notes.append(f"JAX does not use {hidden} of {len(cards)} NVIDIA GPUs")
+        pairs = [(_of_handle(d, card), card) for d, card in zip(handles, chosen, strict=True)]
+    else:
+        notes.append("JAX does not see the GPUs: install hxla[cuda], or unset JAX_PLATFORMS")
+        pairs = [(_of_card(card), card) for card in cards]
+    position = {card.index: i for i, (_, card) in enumerate(pairs) if card is not None}
+    return Here(
+        devices=tuple(device for device, _ in pairs),
+        free_bytes=tuple(None if card is None else card.free_bytes for _, card in pairs),
+        wires=tuple(
+            dataclasses.replace(wire, cards=(min(ends), max(ends)))
+            for wire in wires
+            if len(ends := [position[card] for card in wire.cards if card in position]) == 2
+        ),
+        handles=handles,
+        notes=tuple(notes),
+    )
+
+
+def _of_card(card: _nvml.Card) -> Device:
+    return Device(kind=card.name, memory_bytes=card.total_bytes, uuid=card.uuid, source="NVML")
+
+
+def _of_handle(handle: jax.Device, card: _nvml.Card | None) -> Device:
+    # What JAX may allocate, by default three quarters of a card.
+    limit = (handle.memory_stats() or {}).get("bytes_limit")
+    if card is None:
+        return Device(kind=handle.device_kind, memory_bytes=limit or None, source="JAX")
+    device = _of_card(card)
+    return device.model_copy(update={"memory_bytes": limit, "source": "JAX"}) if limit else device
+
+
+def _cores(handles: tuple[jax.Device, ...], num_cores: int, notes: list[str]) -> Here:
+    num = len(handles) or num_cores
+    if num > num_cores:
+        notes.append(f"{num} devices share {num_cores} cores: hxla run needs lower core_shares")
+    total, free = _memory_of_machine()
+    device = Device(
+        kind="cpu",
+        core_share=1.0,
+        memory_bytes=total // num,
+        source=f"the operating system: an equal part of {total / 2**30:.1f} GiB",
+    )
+    return Here(
+        devices=(device,) * num,
+        free_bytes=(free // num,) * num,
+        handles=handles,
+        notes=tuple(notes),
+    )
+
+
+def _memory_of_machine() -> tuple[int, int]:
+    """Bytes in all and available, within the limit of a container."""
+    rows = (line.split() for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    memory = {row[0]: int(row[1]) * 1024 for row in rows}
+    limits = [memory["MemTotal:"]]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not this version, or `max`
+            limits.append(int((pathlib.Path("/sys/fs/cgroup") / file).read_text()))
+    return min(limits), min(*limits, memory["MemAvailable:"])
+
+
+def measure(here: Here) -> Measured:
+    """Time products, copies and links of the devices that JAX sees.
+
+    Raises:
+        MeshError: If it sees none.
+    """
+    if not here.handles:
+        raise MeshError("nothing to measure: " + "; ".join(here.notes))
+    dtypes = ["float32", "bfloat16"]
+    if here.handles[0].platform != "cpu":
+        dtypes += ["tensorfloat32", "float16"]
+    rates, memory = [], []
+    with Console(stderr=True).status("") as status:
+        for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):
+            status.update(f"measuring device {i + 1} of {len(here.handles)}")
+            rates.append({t: _hardware.matmul_flops_per_second(handle, t) for t in dtypes})
+            size = min(_MAX_COPY_BYTES, (free or 8 * _MAX_COPY_BYTES) // 8)
+            memory.append(_hardware.copy_bytes_per_second(handle, size))
+        curves = {}
+        for i, j in itertools.combinations(range(len(here.handles)), 2):
+            status.update(f"measuring the link between devices {i} and {j}")
+            curves[i, j] = _hardware.link_curve(here.handles[i], here.handles[j])
+    return Measured(
+        flops_per_second=tuple(rates), memory_bytes_per_second=tuple(memory), curves=curves
+    )
+
+
+def describe(here: Here, measured: Measured | None, name: str) -> Cluster:
+    """The cluster that a mesh file of this machine says.
+
+    Like devices get the median of their measured figures, so that a plan may treat them alike. The
+    node has one link, which is the slowest of any two of its devices.
+    """
+    source = f"hxla devices --measure, jax {jax.__version__}"
+    devices = list(here.devices)
+    if measured is not None:
+        kinds = [device.kind for device in devices]
+        for i, device in enumerate(devices):
+            like = [j for j, kind in enumerate(kinds) if kind == device.kind]
+            rates = tuple(
+                Rate(
+                    dtype=dtype,
+                    flops_per_second=_median(measured.flops_per_second[j][dtype] for j in like),
+                    measured=True,
+                    source=source,
+                )
+                for dtype in measured.flops_per_second[i]
+            )
+            bandwidth = _median(measured.memory_bytes_per_second[j] for j in like)
+            devices[i] = device.model_copy(
+                update={
+                    "rates": rates,
+                    "memory_bytes_per_second": bandwidth,
+                    "source": f"{device.source}; bandwidth: {source}",
+                }
+            )
+    link = _slowest(here, measured, source) if len(devices) > 1 else None
+    return Cluster(
+        name=name,
+        devices=tuple(devices),
+        nodes=(Node(name="node", link=link),) if link or len(devices) == 1 else (),
+    )
+
+
+def _slowest(here: Here, measured: Measured | None, source: str) -> Link | None:
+    if measured is not None:
+        curve = min(measured.curves.values(), key=lambda curve: curve[-1][1])
+        points = tuple((size, _round(rate)) for size, rate in curve)
+        return Link(
+            bytes_per_second=points[-1][1],
+            latency_seconds=_round(curve[0][0] / curve[0][1]),
+            curve=points,
+            source=f"{source}: copies between two devices of one process",
+        )
+    wires = [wire for wire in here.wires if wire.bytes_per_second]
+    if len(wires) < len(here.devices) * (len(here.devices) - 1) // 2:
+        return None
+    wire = min(wires, key=lambda wire: wire.bytes_per_second or 0)
+    return Link(bytes_per_second=_round(wire.bytes_per_second or 0), source=f"NVML: {wire.name}")
+
+
+def _median(values: Iterator[float]) -> float:
+    return _round(statistics.median(values))
+
+
+def _round(value: float) -> float:
+    """To four digits: no measurement has more, and a reviewer reads them."""
+    return float(f"{value:.4g}")
+
+
+def _show(here: Here, measured: Measured | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    dtypes = list(measured.flops_per_second[0]) if measured else []
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "device", "memory", "free", *(f"{t} TFLOP/s" for t in dtypes)):
+        table.add_column(heading, justify="left" if heading == "device" else "right")
+    if measured:
+        table.add_column("memory GB/s", justify="right")
+    for i, (device, free) in enumerate(zip(here.devices, here.free_bytes, strict=True)):
+        cells = [str(i), device.kind, _gib(device.memory_bytes), _gib(free)]
+        if measured:
+            cells += [f"{measured.flops_per_second[i][t] / 1e12:.4g}" for t in dtypes]
+            cells.append(f"{measured.memory_bytes_per_second[i] / 1e9:.4g}")
+        table.add_row(*cells)
+    console.print(table)
+    links = [line for _, line in sorted(_link_lines(here, measured))]
+    for line in links[:_SHOWN_LINKS]:
+        console.print(line, highlight=False)
+    if len(links) > _SHOWN_LINKS:
+        console.print(f"and {len(links) - _SHOWN_LINKS} faster links")
+
+
+def _link_lines(here: Here, measured: Measured | None) -> Iterator[tuple[float, str]]:
+    """Each link and its bandwidth."""
+    wires = {wire.cards: wire for wire in here.wires}
+    for i, j in itertools.combinations(range(len(here.devices)), 2):
+        wire = wires.get((i, j))
+        rate = (wire.bytes_per_second if wire else None) or 0.0
+        parts = [f"{i} - {j}"] + ([wire.name] if wire else [])
+        parts += [f"{rate / 1e9:.4g} GB/s by its wires"] if rate else []
+        if measured is not None:
+            curve = measured.curves[i, j]
+            rate = curve[-1][1]
+            latency = curve[0][0] / curve[0][1]
+            parts.append(f"{rate / 1e9:.4g} GB/s and {latency * 1e6:.3g} us measured")
+        if len(parts) > 1:
+            yield rate, "  ".join(parts)
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"

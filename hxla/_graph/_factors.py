@@ -1,0 +1,368 @@
+"""Sharding patterns: which dimensions of an equation can be cut together.
+
+A *factor* of an equation is one index of its loop nest, as an einsum's letters are: it names a
+dimension of each operand and result, or none. Cutting an equation along a factor lets every device
+do its part alone; an operand that lacks the factor is needed whole, and a result that lacks it is
+a partial sum which an all-reduce completes. A dense layer `btc,cf->btf` has four patterns: `b` and
+`t` (data), `f` (column parallel) and `c` (row parallel).
+
+References:
+    Whale, USENIX ATC 2022, section 3.2.2 (sharding patterns of a sharding unit).
+    Shardy's OpShardingRule (openxla/shardy), for factors as the common form of all operations.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._core._errors import AnnotationError
+
+Dims = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """One way to cut an equation.
+
+    Attributes:
+        name: What it is called in plans (`batch`, `column`, `row`, `vocabulary`, `d1`, ...).
+        operands: The dimension of each operand that it cuts, or None.
+        results: The dimension of each result that it cuts, or None.
+        partial: Whether results without it are partial sums (or maxima) to be all-reduced.
+    """
+
+    name: str
+    operands: Dims
+    results: Dims
+    partial: bool = False
+
+
+Shape = tuple[int, ...]
+Pattern = Callable[[Sequence[Shape], Sequence[Shape], dict[str, Any]], list[Factor]]
+
+#: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
+UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
+
+# They keep their operand's shape and are not element-wise.
+_BY_SHAPE_NOT = frozenset(
+    {
+        *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"),
+        *("cholesky", "qr", "lu", "svd", "eigh", "triangular_solve", "approx_top_k"),
+        *("scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "random_wrap"),
+        *("while", "cond"),
+    }
+)
+
+
+class Patterns:
+    """Patterns by primitive name. Immutable: `with_pattern` makes another set."""
+
+    def __init__(self, table: dict[str, Pattern]):
+        self._table = table
+
+    def with_pattern(self, primitive: str, pattern: Pattern) -> "Patterns":
+        """These patterns and one more, which takes the place of any for the same primitive.
+
+        Args:
+            primitive: Name of a jax primitive, as a jaxpr prints it.
+            pattern: `(operand shapes, result shapes, params) -> list of factors`.
+        """
+        if not callable(pattern):
+            raise AnnotationError(f"the pattern for {primitive!r} is not callable: {pattern!r}")
+        return Patterns({**self._table, primitive: pattern})
+
+    def factors(
+        self,
+        primitive: str,
+        operands: Sequence[Shape],
+        results: Sequence[Shape],
+        params: dict[str, Any],
+    ) -> list[Factor]:
+        """All factors of an equation; empty if it can only run whole.
+
+        Raises:
+            AnnotationError: If a pattern returns factors that do not fit the shapes.
+        """
+        pattern = self._table.get(primitive)
+        if pattern is None:
+            if primitive in _BY_SHAPE_NOT:
+                return []
+            pattern = _elementwise
+        found = pattern(operands, results, params)
+        for factor in found:
+            _check(primitive, factor, operands, results)
+        return found
+
+
+def _check(primitive: str, f: Factor, operands: Sequence[Shape], results: Sequence[Shape]) -> None:
+    for what, dims, shapes in (("operand", f.operands, operands), ("result", f.results, results)):
+        if len(dims) != len(shapes):
+            raise AnnotationError(
+                f"pattern {f.name!r} of {primitive} names {len(dims)} {what}s of {len(shapes)}"
+            )
+        for i, (dim, shape) in enumerate(zip(dims, shapes, strict=True)):
+            if dim is not None and not 0 <= dim < len(shape):
+                raise AnnotationError(
+                    f"pattern {f.name!r} of {primitive} cuts dimension {dim} of {what} {i}, whose "
+                    f"shape is {list(shape)}"
+                )
+
+
+def fits(
+    factor: Factor, operands: Sequence[Shape], results: Sequence[Shape], num_devices: int
+) -> bool:
+    """Whether every dimension that the factor cuts divides over the devices."""
+    cut = [
+        shape[dim]
+        for dims, shapes in ((factor.operands, operands), (factor.results, results))
+        for dim, shape in zip(dims, shapes, strict=True)
+        if dim is not None
+    ]
+    return bool(cut) and all(size >= num_devices and size % num_devices == 0 for size in cut)
+
+
+def _elementwise(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    if not outs:
+        return []
+    shape = outs[0]
+    if any(o != shape for o in outs):
+        return []
+    for x in ins:
+        if x and (len(x) != len(shape) or any(a not in (b, 1) for a, b in zip(x, shape))):  # noqa: B905
+            return []
+    return [
+        Factor(
+            f"d{d}",
+            tuple(d if x and x[d] == size else None for x in ins),
+            (d,) * len(outs),
+        )
+        for d, size in enumerate(shape)
+        if size > 1
+    ]
+
+
+def _dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    (contract_l, contract_r), (batch_l, batch_r) = params["dimension_numbers"]
+    lhs, rhs = ins[:2]
+    free_l = [d for d in range(len(lhs)) if d not in (*contract_l, *batch_l)]
+    free_r = [d for d in range(len(rhs)) if d not in (*contract_r, *batch_r)]
+    out = 0
+    found = []
+    for a, b in zip(batch_l, batch_r, strict=True):
+        found.append(Factor("each", (a, b), (out,)))
+        out += 1
+    for a in free_l:
+        found.append(Factor("left", (a, None), (out,)))
+        out += 1
+    for b in free_r:
+        found.append(Factor("column", (None, b), (out,)))
+        out += 1
+    for a, b in zip(contract_l, contract_r, strict=True):
+        found.append(Factor("row", (a, b), (None,), partial=True))
+    return found
+
+
+def _conv(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    numbers = params["dimension_numbers"]
+    found = [
+        Factor("left", (numbers.lhs_spec[0], None), (numbers.out_spec[0],)),
+        Factor("column", (None, numbers.rhs_spec[0]), (numbers.out_spec[1],)),
+    ]
+    if params["feature_group_count"] == 1 and params["batch_group_count"] == 1:
+        pair = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+        return [*found, Factor("row", pair, (None,), partial=True)]
+    return found[:1]
+
+
+def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    table = ins[0]
+    batching = tuple(numbers.operand_batching_dims)
+    kept = [d for d in range(len(table)) if d not in (*numbers.collapsed_slice_dims, *batching)]
+    found = [
+        Factor("column", (d, None), (out,))
+        for d, out in zip(kept, numbers.offset_dims, strict=True)
+        if sizes[d] == table[d]
+    ]
+    batch_out = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
+    paired = dict(zip(numbers.start_indices_batching_dims, batching, strict=True))
+    found += [
+        Factor("left" if d not in paired else "each", (paired.get(d), d), (out,))
+        for d, out in enumerate(batch_out)
+    ]
+    return found + [
+        Factor("vocabulary", (d, None), (None,), partial=True)
+        for d in numbers.collapsed_slice_dims
+        if d in numbers.start_index_map
+    ]
+
+
+def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    rest = (None,) * (len(ins) - 1)
+    source = {out: d for d, out in enumerate(params["broadcast_dimensions"])}
+    found = []
+    for out, size in enumerate(outs[0]):
+        d = source.get(out)
+        same = d is not None and ins[0][d] == size
+        found.append(Factor(f"d{out}", (d if same else None, *rest), (out,)))
+    return found
+
+
+def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """Smallest groups of dimensions of equal size on both sides, in order."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right = [], []
+        a = b = 1
+        if i < len(before):
+            left.append(i)
+            a = before[i]
+            i += 1
+        if j < len(after):
+            right.append(j)
+            b = after[j]
+            j += 1
+        while a != b:
+            if (a < b and i < len(before)) or j >= len(after):
+                left.append(i)
+                a *= before[i]
+                i += 1
+            else:
+                right.append(j)
+                b *= after[j]
+                j += 1
+        groups.append((left, right))
+    return groups
+
+
+def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    before, after = ins[0], outs[0]
+    if params.get("dimensions") is not None or 0 in before:
+        return []
+    rest = (None,) * (len(ins) - 1)
+    # Dimensions of size one belong to no group; what is left lines up by products.
+    here = [d for d, n in enumerate(before) if n != 1]
+    there = [d for d, n in enumerate(after) if n != 1]
+    groups = reshape_groups(tuple(before[d] for d in here), tuple(after[d] for d in there))
+    return [
+        Factor(f"d{there[right[0]]}", (here[left[0]], *rest), (there[right[0]],))
+        for left, right in groups
+        if left and right
+    ]
+
+
+def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(params["permutation"])]
+
+
+def _squeeze(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    kept = [d for d in range(len(ins[0])) if d not in params["dimensions"]]
+    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(kept)]
+
+
+def _reduce(partial: bool) -> Pattern:
+    def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+        kept = [d for d in range(len(ins[0])) if d not in params["axes"]]
+        found = [Factor(f"d{o}", (d,) * len(ins), (o,) * len(outs)) for o, d in enumerate(kept)]
+        if partial:
+            for d in params["axes"]:
+                found.append(Factor("row", (d,) * len(ins), (None,) * len(outs), partial=True))
+        return found
+
+    return pattern
+
+
+def _concatenate(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    return _whole_dims(ins, outs[0], params["dimension"])
+
+
+def _whole_dims(ins: Sequence[Shape], out: Shape, *without: int) -> list[Factor]:
+    return [
+        Factor(f"d{d}", tuple(d if len(x) == len(out) else None for x in ins), (d,))
+        for d in range(len(out))
+        if d not in without
+    ]
+
+
+def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    rest = (None,) * (len(ins) - 1)
+    return [
+        Factor(f"d{d}", (d, *rest), (d,) * len(outs))
+        for d, size in enumerate(ins[0])
+        if all(len(o) == len(ins[0]) and o[d] == size for o in outs)
+    ]
+
+
+def _along_axis(name: str) -> Pattern:
+    def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+        axis = params[name]
+        return [
+            Factor(f"d{d}", (d,) * len(ins), (d,) * len(outs))
+            for d in range(len(ins[0]))
+            if d != axis
+        ]
+
+    return pattern
+
+
+def _top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    axis = params.get("axis", len(ins[0]) - 1) % len(ins[0])
+    rest = (None,) * (len(ins) - 1)
+    return [Factor(f"d{d}", (d, *rest), (d,) * len(outs)) for d in range(len(ins[0])) if d != axis]
+
+
+def _argmax(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    kept = [d for d in range(len(ins[0])) if d not in params["axes"]]
+    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(kept)]
+
+
+def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    rest = (None,) * (len(ins) - 1)
+    return [
+        Factor(f"d{d}", (d, *rest), (d,))
+        for d, window in enumerate(params["window_dimensions"])
+        if window == 1 and params["window_strides"][d] == 1
+    ]
+
+
+def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    """Results made of nothing (iota, random bits): every device can make its own part."""
+    return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
+
+
+PATTERNS = Patterns(
+    {
+        "dot_general": _dot_general,
+        "conv_general_dilated": _conv,
+        "gather": _gather,
+        "broadcast_in_dim": _broadcast_in_dim,
+        "reshape": _reshape,
+        "transpose": _transpose,
+        "squeeze": _squeeze,
+        "reduce_sum": _reduce(partial=True),
+        "reduce_max": _reduce(partial=True),
+        "reduce_min": _reduce(partial=True),
+        "reduce_and": _reduce(partial=True),
+        "reduce_or": _reduce(partial=True),
+        "reduce_prod": _reduce(partial=False),
+        "argmax": _argmax,
+        "argmin": _argmax,
+        "concatenate": _concatenate,
+        "pad": _full_slice,
+        "slice": _full_slice,
+        "dynamic_slice": _full_slice,
+        "split": _full_slice,
+        "cumsum": _along_axis("axis"),
+        "cumprod": _along_axis("axis"),
+        "cummax": _along_axis("axis"),
+        "cumlogsumexp": _along_axis("axis"),
+        "sort": _along_axis("dimension"),
+        "top_k": _top_k,
+        "reduce_window_max": _window,
+        "reduce_window_sum": _window,
+        "reduce_window_min": _window,
+        "iota": _made,
+        "random_bits": _made,
+    }
+)

@@ -1,0 +1,118 @@
+"""A graph's operations run again, equation by equation, as they were traced."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._core._types import PyTree
+from .._jax._jaxpr import checkpoint_like, run_equation, scan_counts
+from ._graph import Graph, Input, Op
+
+Env = dict[int, Any]
+
+
+def _as_they_are(_: Any, arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where arrays are to lie while operations run.
+
+    Attributes:
+        operands: Of an operation, placed as it wants them.
+        results: Of an operation, placed as it leaves them.
+        carry: Arrays that a scan carries, with their numbers inside its body.
+    """
+
+    operands: Callable[[Op, list[Any]], list[Any]] = _as_they_are
+    results: Callable[[Op, list[Any]], list[Any]] = _as_they_are
+    carry: Callable[[Sequence[int], list[Any]], list[Any]] = _as_they_are
+
+
+def run_graph(
+    graph: Graph,
+    params: PyTree,
+    aux: PyTree,
+    key: jax.Array,
+    batch: PyTree,
+    placement: Placement | None = None,
+) -> list[Any]:
+    """The results of a traced `run(params, aux, key, batch)`, flat."""
+    env: Env = dict(graph.consts)
+    for numbers, tree in (
+        (graph.param_values, params),
+        (graph.aux_values, aux),
+        ((graph.key_value,), key),
+        (graph.batch_values, batch),
+    ):
+        env.update(zip(numbers, jax.tree.leaves(tree), strict=True))
+    run_ops(graph.ops, env, placement)
+    return [read(env, v) for v in graph.result_values]
+
+
+def run_ops(
+    ops: Sequence[Op], env: Env, placement: Placement | None = None, prefix: str = ""
+) -> None:
+    """Run operations, adding what they make to `env`.
+
+    Args:
+        ops: In order.
+        env: Numbers of values to arrays, those that the operations read.
+        placement: Where arrays are to lie; None: as jax leaves them.
+        prefix: Name stack around the caller, part of every operation's own.
+    """
+    place = placement or Placement()
+    for op in ops:
+        operands = place.operands(op, [read(env, v) for v in op.inputs])
+        # The equation brings its own names; those of an inlined jit around it are missing.
+        stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
+        stack = stack.strip("/")
+        with jax.named_scope(stack) if stack else contextlib.nullcontext():
+            results = place.results(op, _evaluate(op, operands, place))
+        env.update(zip(op.outputs, results, strict=True))
+
+
+def _evaluate(op: Op, operands: list[Any], place: Placement) -> list[Any]:
+    if not op.body or op.kind == "custom":
+        return run_equation(op.eqn, operands)
+
+    def body(*inputs: Any) -> list[Any]:
+        inside: Env = dict(op.body_consts)
+        inside.update(zip(op.body_inputs, inputs, strict=True))
+        run_ops(op.body, inside, place, op.stack)
+        return [read(inside, v) for v in op.body_outputs]
+
+    if op.kind == "remat":
+        return checkpoint_like(op.eqn, body)(*operands)
+    params = op.eqn.params
+    num_consts, num_carry = scan_counts(op.eqn)
+    first_slice = num_consts + num_carry
+    consts, carry, slices = (
+        operands[:num_consts],
+        operands[num_consts:first_slice],
+        operands[first_slice:],
+    )
+    carried = op.body_inputs[num_consts:first_slice]
+
+    def step(carry: Any, xs: Any) -> Any:
+        out = body(*consts, *place.carry(carried, carry), *xs)
+        return place.carry(carried, out[:num_carry]), out[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        step,
+        place.carry(carried, carry),
+        slices,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def read(env: Env, v: Input) -> Any:
+    """An array, or the value of a literal."""
+    return env[v] if isinstance(v, int) else v.val

@@ -1,0 +1,83 @@
+"""A chain of segments as parts of a pipeline: what each reads, and what crosses to the next.
+
+A value that a later part reads crosses every boundary on its way, so a part talks to its neighbours
+only, and the gradient of a value that several parts read adds up on its way back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._graph import Graph
+from ._interpreter import Env, Placement, read, run_ops
+from ._segments import Segment, segments_at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive segments.
+
+    Attributes:
+        segment: Its equations.
+        inputs: Values that cross into it, in order; those that only pass through among them.
+        outputs: Values that cross to the next part; of the last part none.
+        is_last: Whether it makes the program's results.
+    """
+
+    segment: Segment
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_last: bool
+
+
+def parts_of(graph: Graph, points: Sequence[int]) -> tuple[Part, ...]:
+    """Cut a graph into parts.
+
+    Args:
+        graph: Traced.
+        points: Cuts, see `_segments.cut_points`.
+
+    Returns:
+        One part more than there are points.
+    """
+    chain = segments_at(graph, points)
+    last = len(chain) - 1
+    until: dict[int, int] = {v: i for i, s in enumerate(chain) for v in s.inputs}
+    made = {v: i for i, s in enumerate(chain) for op in s.ops for v in op.outputs}
+    until |= {v: last for v in graph.result_values if isinstance(v, int) and v in made}
+    out = []
+    inputs: tuple[int, ...] = ()
+    for i, segment in enumerate(chain):
+        candidates = dict.fromkeys((*inputs, *segment.outputs))
+        outputs = tuple(v for v in candidates if until.get(v, -1) > i)
+        out.append(Part(segment=segment, inputs=inputs, outputs=outputs, is_last=i == last))
+        inputs = outputs
+    return tuple(out)
+
+
+def has_gradient(graph: Graph, value: int) -> bool:
+    """Whether a gradient flows back through a value that crosses."""
+    return graph.values[value].differentiable
+
+
+def run_part(
+    graph: Graph, part: Part, placement: Placement | None = None
+) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
+    """`(params, inputs, given) -> outputs`, of the last part the program's results.
+
+    `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
+    the batch, other variables and the random key by number. `placement` is that of `run_ops`.
+    """
+    place = placement or Placement()
+
+    def run(params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
+        env: Env = dict(graph.consts)
+        numbers = [graph.param_values[p] for p in part.segment.params]
+        for own, arrays in ((given, given.values()), (part.inputs, inputs), (numbers, params)):
+            env.update(zip(own, place.carry(tuple(own), list(arrays)), strict=True))
+        run_ops(part.segment.ops, env, placement)
+        if part.is_last:
+            return [read(env, v) for v in graph.result_values]
+        return place.carry(part.outputs, [env[v] for v in part.outputs])
+
+    return run

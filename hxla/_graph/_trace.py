@@ -1,0 +1,520 @@
+"""From a loss to a `Graph`: one trace, every equation with its TaskGraph.
+
+References:
+    Whale, USENIX ATC 2022, section 3.1.2 (TaskGraphs) and 3.3 (the default strategy).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core._errors import AnnotationError
+from .._core._types import PyTree
+from .._jax._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, scan_counts
+from .._model._annotations import Scope, default_strategy, scopes_of, written
+from .._model._functional import Functional, Loss, functional, leaf_names
+from .._model._loss import as_sums
+from ._factors import PATTERNS, UNITS, Patterns
+from ._graph import Graph, Input, Op, TaskGraph, Value, leaves, origins
+
+_DEFAULT = Scope("replicate", None, -1)
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_REMAT = ("checkpoint", "remat", "remat2")
+_VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
+
+
+def trace(
+    model: Any,
+    loss: Loss,
+    batch: PyTree,
+    *,
+    variables: PyTree | None = None,
+    seed: int = 0,
+    patterns: Patterns = PATTERNS,
+) -> Graph:
+    """Trace a loss and group its equations into TaskGraphs.
+
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, and an NNX model may come from
+    `nnx.eval_shape`, so a model can be traced at a size that no device here could hold.
+
+    Args:
+        model: An `nnx.Module` or an unbound `flax.linen.Module`.
+        loss: `loss(model, batch)`, as for `hxla.train`.
+        batch: Arrays or shapes with examples in the leading dimension.
+        variables: Of a Linen module, arrays or shapes; None: those of its initialisation.
+        seed: Of that initialisation.
+        patterns: Which dimensions of an equation can be cut together; add your own with
+            `hxla.PATTERNS.with_pattern`.
+
+    Returns:
+        The graph; `print` shows its TaskGraphs.
+
+    Raises:
+        AnnotationError: For scopes that overlap.
+        LossError: If the loss returns something else than `hxla.train` takes.
+
+    Example:
+        >>> print(hxla.trace(model, loss, batch))
+    """
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
+    flat = functional(model, loss, loss, variables=variables, seed=seed, example=example)
+    return trace_functional(flat, example, patterns)
+
+
+def trace_functional(model: Functional, batch: PyTree, patterns: Patterns = PATTERNS) -> Graph:
+    """`trace` for a model that is functional already."""
+    num_examples = jax.tree.leaves(batch)[0].shape[0]
+
+    def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+        out, new_aux = model.train(params, aux, key, batch)
+        sums = as_sums(out, num_examples)
+        columns = [part.columns for part in sums.metrics.values()]
+        first = jnp.stack([sums.loss, sums.weight])
+        return sums.loss, jnp.concatenate([first, *columns]), new_aux
+
+    return trace_sums(run, model.params, model.aux, batch, logical=model.logical, patterns=patterns)
+
+
+def trace_sums(
+    run: Callable[..., Any],
+    params: PyTree,
+    aux: PyTree,
+    batch: PyTree,
+    *,
+    logical: Sequence[Sequence[str | None] | None] | None = None,
+    patterns: Patterns = PATTERNS,
+) -> Graph:
+    """Trace `run(params, aux, key, batch)`, whose first result is differentiated.
+
+    Args:
+        run: Traced once.
+        params: Arrays or shapes that gradients are taken for.
+        aux: Other variables.
+        batch: Examples in the leading dimension.
+        logical: Names of each parameter's dimensions.
+        patterns: Which dimensions can be cut together.
+    """
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, _key_shape(), batch)
+    )
+    closed = jax.make_jaxpr(run)(*shapes)
+    counts = [len(jax.tree.leaves(tree)) for tree in shapes]
+    graph = _Tracer(closed, counts, leaf_names(params), patterns).graph()
+    return dataclasses.replace(graph, param_logical=logical)
+
+
+def _key_shape() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+@dataclasses.dataclass
+class _Draft:
+    """A value while the program is read."""
+
+    aval: Any
+    param: int | None = None
+    batch_dim: int | None = None
+    differentiable: bool = False
+    task: int | None = None
+
+
+class _Tracer:
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        counts: Sequence[int],
+        names: tuple[str, ...],
+        patterns: Patterns,
+    ):
+        self._drafts: list[_Draft] = []
+        self._closed = closed
+        self._counts = counts
+        self._names = names
+        self._patterns = patterns
+        self._tasks: dict[tuple[Scope, ...], int] = {}
+        self._of_op: list[int | None] = []  # task of each leaf, in the order of execution
+        self._consts: list[tuple[int, Any]] = []
+
+    def _new(self, aval: Any, **fields: Any) -> int:
+        self._drafts.append(_Draft(aval, **fields))
+        return len(self._drafts) - 1
+
+    def graph(self) -> Graph:
+        jaxpr = self._closed.jaxpr
+        env: dict[Any, Input] = {}
+        groups: list[list[int]] = []
+        variables = iter(jaxpr.invars)
+        for kind, count in enumerate(self._counts):
+            group = []
+            for i in range(count):
+                var = next(variables)
+                number = self._new(
+                    var.aval,
+                    param=i if kind == 0 else None,
+                    batch_dim=0 if kind == 3 else None,
+                    differentiable=kind == 0 and _inexact(var.aval),
+                )
+                env[var] = number
+                group.append(number)
+            groups.append(group)
+        self._add_consts(self._closed, env)
+        ops = self._walk(jaxpr, env, "", 1)
+        results = tuple(self._read(env, v) for v in jaxpr.outvars)
+        ops = self._resolve(ops)
+        values = tuple(
+            Value(
+                shape=tuple(d.aval.shape),
+                dtype=d.aval.dtype,
+                param=d.param,
+                batch_dim=d.batch_dim,
+                differentiable=d.differentiable,
+            )
+            for d in self._drafts
+        )
+        keys = list(self._tasks) or [()]
+        return Graph(
+            task_graphs=_task_graphs(keys, ops, values, groups[0], results, self._names),
+            param_names=self._names,
+            param_shapes=tuple(values[v].shape for v in groups[0]),
+            ops=ops,
+            values=values,
+            param_values=tuple(groups[0]),
+            aux_values=tuple(groups[1]),
+            key_value=groups[2][0],
+            batch_values=tuple(groups[3]),
+            result_values=results,
+            consts=tuple(self._consts),
+            nested=tuple(_outer(key)[0] for key in keys),
+        )
+
+    # -- reading the program -------------------------------------------------------------------
+
+    def _add_consts(self, closed: ClosedJaxpr, env: dict[Any, Input]) -> None:
+        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            number = self._new(var.aval)
+            env[var] = number
+            self._consts.append((number, const))
+
+    def _read(self, env: dict[Any, Input], var: Any) -> Input:
+        return var if isinstance(var, Literal) else env[var]
+
+    def _walk(self, jaxpr: Any, env: dict[Any, Input], stack: str, times: int) -> tuple[Op, ...]:
+        ops: list[Op] = []
+        for eqn in jaxpr.eqns:
+            inputs = tuple(self._read(env, v) for v in eqn.invars)
+            here = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            name = eqn.primitive.name
+            inner = inner_jaxpr(eqn)
+            if name in _INLINED and inner is not None:
+                inside = dict(zip(inner.jaxpr.invars, inputs, strict=True))
+                self._add_consts(inner, inside)
+                ops += self._walk(inner.jaxpr, inside, here, times)
+                outs = [self._read(inside, v) for v in inner.jaxpr.outvars]
+                for var, value in zip(eqn.outvars, outs, strict=True):
+                    env[var] = value
+                continue
+            task = self._task(here)
+            if inner is not None and (name in _CUSTOM or name in _REMAT or name == "scan"):
+                ops.append(self._with_body(eqn, inner, inputs, env, here, times, task))
+            else:
+                ops.append(self._leaf(eqn, inputs, env, here, times, task))
+        return tuple(ops)
+
+    def _with_body(
+        self,
+        eqn: Any,
+        inner: ClosedJaxpr,
+        inputs: tuple[Input, ...],
+        env: dict[Any, Input],
+        stack: str,
+        times: int,
+        task: int | None,
+    ) -> Op:
+        name = eqn.primitive.name
+        kind = "custom" if name in _CUSTOM else "scan" if name == "scan" else "remat"
+        num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
+        first_slice = num_consts + num_carry if kind == "scan" else None
+        numbers = []
+        flows = any(self._drafts[v].differentiable for v in inputs if isinstance(v, int))
+        for i, (var, outer) in enumerate(zip(inner.jaxpr.invars, inputs, strict=True)):
+            sliced = first_slice is not None and i >= first_slice
+            numbers.append(self._stand_in(var.aval, outer, sliced))
+            if num_consts <= i < num_consts + num_carry and flows:
+                # What starts as zeros is something else in the next iteration.
+                self._drafts[numbers[-1]].differentiable = _inexact(var.aval)
+        inside: dict[Any, Input] = dict(zip(inner.jaxpr.invars, numbers, strict=True))
+        start = len(self._consts)
+        self._add_consts(inner, inside)
+        own_consts = tuple(self._consts[start:])
+        del self._consts[start:]
+        length = eqn.params["length"] if kind == "scan" else 1
+        body = self._walk(inner.jaxpr, inside, stack, times * length)
+        results = tuple(self._read(inside, v) for v in inner.jaxpr.outvars)
+        outputs = []
+        for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
+            stacked = kind == "scan" and i >= num_carry
+            outputs.append(self._stand_in(var.aval, value, sliced=False, stacked=stacked))
+            env[var] = outputs[-1]
+        return Op(
+            eqn=eqn,
+            kind=kind,
+            inputs=inputs,
+            outputs=tuple(outputs),
+            body=body,
+            body_inputs=tuple(numbers),
+            body_outputs=results,
+            body_consts=own_consts,
+            task=-1 if task is None else task,
+            stack=stack,
+            times=times,
+        )
+
+    def _stand_in(self, aval: Any, of: Input, sliced: bool, stacked: bool = False) -> int:
+        """The same array under another number: inside and outside a body."""
+        if not isinstance(of, int):
+            return self._new(aval)
+        draft = self._drafts[of]
+        dim = draft.batch_dim
+        if dim is not None:
+            dim += stacked - sliced
+        return self._new(
+            aval,
+            param=draft.param,
+            batch_dim=dim if dim is None or dim >= 0 else None,
+            differentiable=draft.differentiable,
+            task=draft.task,
+        )
+
+    def _leaf(
+        self,
+        eqn: Any,
+        inputs: tuple[Input, ...],
+        env: dict[Any, Input],
+        stack: str,
+        times: int,
+        task: int | None,
+    ) -> Op:
+        drafts = [self._drafts[v] for v in inputs if isinstance(v, int)]
+        if (
+            task is None
+            and eqn.primitive.name in UNITS
+            and any(d.param is not None for d in drafts)
+        ):
+            task = self._tasks.setdefault((_DEFAULT,), len(self._tasks))
+        elif task is None:
+            known = [d.task for d in drafts if d.task is not None]
+            task = known[-1] if known else None
+        in_shapes = [tuple(v.aval.shape) for v in eqn.invars]
+        out_shapes = [tuple(v.aval.shape) for v in eqn.outvars]
+        factors = self._patterns.factors(eqn.primitive.name, in_shapes, out_shapes, eqn.params)
+        view = eqn.primitive.name in _VIEWS and len(drafts) == 1
+        stops = eqn.primitive.name == "stop_gradient"
+        outputs = []
+        for i, var in enumerate(eqn.outvars):
+            number = self._new(
+                var.aval,
+                param=drafts[0].param if view else None,
+                batch_dim=_batch_dim(factors, inputs, i, self._drafts),
+                differentiable=not stops
+                and any(d.differentiable for d in drafts)
+                and _inexact(var.aval),
+                task=task,
+            )
+            outputs.append(number)
+            env[var] = number
+        return Op(
+            eqn=eqn,
+            kind="leaf",
+            inputs=inputs,
+            outputs=tuple(outputs),
+            task=-1 if task is None else task,
+            stack=stack,
+            times=times,
+            flops=equation_flops(eqn) * times,
+            factors=tuple(factors),
+        )
+
+    # -- TaskGraphs ----------------------------------------------------------------------------
+
+    def _task(self, stack: str) -> int | None:
+        scopes = tuple(scopes_of(stack))
+        if not scopes:
+            strategy = default_strategy()
+            if strategy is None:
+                return None
+            scopes = (Scope(strategy.kind, strategy.device_count, -1),)
+        if len(scopes) > 2 or (
+            len(scopes) == 2 and (scopes[0].kind, scopes[1].kind) != ("replicate", "split")
+        ):
+            shown = " inside ".join(
+                f"hxla.{written(s.kind, s.device_count)}" for s in reversed(scopes)
+            )
+            where = stack.split("hxla.")[0].strip("/") or "the loss"
+            raise AnnotationError(
+                f"{shown}, in {where}: scopes do not nest, except a split inside one replicate "
+                "(copies of a split); leave one of them out, or close the outer scope first"
+            )
+        if len(scopes) == 2 and scopes[0].device_count is None:
+            inner = written("split", scopes[1].device_count)
+            raise AnnotationError(
+                f"hxla.{inner} inside hxla.replicate() without a count: say how many copies "
+                "of the split there are, hxla.replicate(2), or leave the outer scope out to get as "
+                "many as the devices allow"
+            )
+        return self._tasks.setdefault(scopes, len(self._tasks))
+
+    def _resolve(self, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        """Operations before any annotated one join the TaskGraph that reads them first."""
+        reader: dict[int, int] = {}
+
+        def visit(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+            out = []
+            for op in reversed(ops):
+                body = visit(op.body) if op.body else ()
+                task = op.task
+                if task < 0 and body:
+                    task = body[-1].task
+                if task < 0:
+                    task = min((reader[v] for v in op.outputs if v in reader), default=0)
+                for v in op.inputs:
+                    if isinstance(v, int):
+                        reader[v] = min(task, reader.get(v, task))
+                for v, stand_in in zip(op.inputs, op.body_inputs, strict=False):
+                    if isinstance(v, int) and stand_in in reader:
+                        reader[v] = min(reader[stand_in], reader.get(v, task))
+                out.append(dataclasses.replace(op, task=task, body=body))
+            return tuple(out[::-1])
+
+        return visit(ops)
+
+
+def _inexact(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:
+    """Copies around a TaskGraph, and its own scope."""
+    if not key:
+        return 1, _DEFAULT
+    if len(key) == 2:
+        assert key[0].device_count is not None
+        return key[0].device_count, key[1]
+    return 1, key[0]
+
+
+def _batch_dim(
+    factors: Sequence[Any], inputs: tuple[Input, ...], output: int, drafts: Sequence[_Draft]
+) -> int | None:
+    for factor in factors:
+        for v, dim in zip(inputs, factor.operands, strict=True):
+            if isinstance(v, int) and dim is not None and drafts[v].batch_dim == dim:
+                return factor.results[output]
+    return None
+
+
+def _task_graphs(
+    keys: Sequence[tuple[Scope, ...]],
+    ops: tuple[Op, ...],
+    values: tuple[Value, ...],
+    params: Sequence[int],
+    results: tuple[Input, ...],
+    names: tuple[str, ...],
+) -> tuple[TaskGraph, ...]:
+    num = len(keys)
+    read: list[set[int]] = [set() for _ in range(num)]
+    made: list[set[int]] = [set() for _ in range(num)]
+    own_params: list[set[int]] = [set() for _ in range(num)]
+    maker: dict[int, int] = {}
+    all_ops = [list[Op]() for _ in range(num)]
+    for op in leaves(ops):
+        all_ops[op.task].append(op)
+        for v in op.outputs:
+            maker[v] = op.task
+    origin = origins(ops)
+    for op in leaves(ops):
+        made[op.task].update(op.outputs)
+        for v in op.inputs:
+            if not isinstance(v, int):
+                continue
+            source = origin(v)
+            param = values[source].param
+            if param is not None and source in params:
+                own_params[op.task].add(param)
+            elif maker.get(source) != op.task:
+                read[op.task].add(source)
+    wanted = {origin(v) for v in results if isinstance(v, int)}
+    for task in range(num):
+        wanted |= read[task]
+    shared = {
+        p for p in range(len(params)) if sum(p in own_params[task] for task in range(num)) > 1
+    }
+    out = []
+    for task, key in enumerate(keys):
+        _, scope = _outer(key)
+        outputs = sorted(made[task] & wanted)
+        inputs = sorted(read[task])
+        group = all_ops[task]
+        out.append(
+            TaskGraph(
+                index=task,
+                strategy=scope.kind,
+                device_count=scope.device_count,
+                scope="(default)" if scope.entry < 0 else scope.name,
+                source=next((op.source for op in group if op.source), ""),
+                num_equations=len(group),
+                params=tuple(names[p] for p in sorted(own_params[task])),
+                shared_params=tuple(names[p] for p in sorted(own_params[task] & shared)),
+                inputs=tuple(str(values[v]) for v in inputs),
+                outputs=tuple(str(values[v]) for v in outputs),
+                flops=sum(op.flops for op in group),
+                param_bytes=sum(values[params[p]].num_bytes for p in own_params[task]),
+                input_bytes=sum(values[v].num_bytes for v in inputs),
+                output_bytes=sum(values[v].num_bytes for v in outputs),
+                activation_bytes=sum(
+                    values[v].num_bytes * op.times
+                    for op in group
+                    for v in op.outputs
+                    if values[v].differentiable and values[v].param is None
+                ),
+            )
+        )
+    return tuple(out)
+
+
+def equation_flops(eqn: Any) -> int:
+    """Floating-point operations of one equation, as XLA's cost analysis counts them.
+
+    A multiplication and an addition are two; a transcendental function is counted apart by XLA and
+    not at all here.
+    """
+    name = eqn.primitive.name
+    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+    out = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
+    size = math.prod(out)
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(shapes[0][d] for d in contract)
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = shapes[1]
+        window = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
+        return 2 * size * window * kernel[numbers.rhs_spec[1]]
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+        return math.prod(shapes[0]) - size
+    if name in _ARITHMETIC and eqn.outvars[0].aval.dtype != np.bool_:
+        return size
+    return 0
+
+
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "max", "min", "neg", "abs", "add_any", "clamp"),
+        *("integer_pow", "square", "select_n", "sign", "floor"),
+    }
+)

@@ -1,0 +1,1 @@
+"""All that is known of the insides of jax and XLA."""

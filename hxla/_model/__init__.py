@@ -1,0 +1,1 @@
+"""What the user wrote: the model, the loss, the annotations."""

@@ -1,0 +1,1 @@
+"""The plan: who holds and computes what."""

@@ -1,0 +1,259 @@
+"""Rule sets: which mesh axes cut which parameters, by path or by logical axis name.
+
+References:
+    flax.linen.logical_to_mesh and MaxText's logical_axis_rules (names of logical axes).
+"""
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pydantic
+
+from .._core import _catalogue as _catalog
+from .._core._errors import AnnotationError, ConfigError
+
+AXES = ("data", "fsdp", "tensor", "expert", "stage", "sequence")
+_LARGE = 1 << 16  # elements from which an unmatched parameter is worth a word
+
+
+class _RuleTable(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    path: str | None = None
+    logical: str | None = None
+    rank: int | None = pydantic.Field(None, ge=0)
+    axes: list[str | list[str]] | str = []
+    source: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_subject(self) -> "_RuleTable":
+        if (self.path is None) == (self.logical is None):
+            raise ValueError("a rule has either `path` or `logical`")
+        if self.logical is not None and not isinstance(self.axes, str):
+            raise ValueError("a rule for a logical axis names one mesh axis, axes = 'tensor'")
+        if self.path is not None and isinstance(self.axes, str):
+            raise ValueError(
+                "a rule for a path lists one entry per dimension, axes = ['', 'tensor']"
+            )
+        return self
+
+
+class _File(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    description: str = ""
+    rule: list[_RuleTable] = pydantic.Field(min_length=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        path: Regular expression that must be found in the parameter's path, from the start of a
+            path component; None for a logical rule.
+        logical: Name of a logical axis; None for a path rule.
+        rank: Dimensions that the parameter must have; None: any.
+        axes: For each of the parameter's last dimensions the mesh axes that cut it.
+    """
+
+    path: str | None = None
+    logical: str | None = None
+    rank: int | None = None
+    axes: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        subject = f"path {self.path!r}" if self.path is not None else f"logical {self.logical!r}"
+        return f"{subject} -> {[list(a) for a in self.axes]}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What a rule set says about a model on a mesh.
+
+    Attributes:
+        dims: For each parameter, mesh axis to the dimension it cuts; only axes larger than one.
+        matched: For each parameter the rule that decided, or None.
+        unmatched: Paths of large parameters that no rule names: whole on every device.
+        conflicts: Parameters that a later rule would have cut in another way, in words.
+        unused: Rules that named no parameter.
+    """
+
+    dims: tuple[Mapping[str, int], ...]
+    matched: tuple[Rule | None, ...]
+    unmatched: tuple[str, ...]
+    conflicts: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def report(self) -> tuple[str, ...]:
+        """What a user should read, one line each."""
+        lines = [f"no rule for {path}: whole on every device" for path in self.unmatched]
+        lines += [f"first match wins: {conflict}" for conflict in self.conflicts]
+        return tuple(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSet:
+    """Rules in their order: the first that matches a parameter decides.
+
+    Attributes:
+        name: Of the set.
+        description: Which models it is for.
+        rules: In order.
+    """
+
+    name: str
+    description: str = ""
+    rules: tuple[Rule, ...]
+
+    def resolve(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        axes: Mapping[str, int],
+        logical: Sequence[Sequence[str | None] | None] | None = None,
+    ) -> Resolved:
+        """Apply the rules to parameters.
+
+        Args:
+            names: Path of each parameter, `blocks/0/mlp/up/kernel`.
+            shapes: Shape of each.
+            axes: Mesh axes and their sizes. Usual axes that are missing count as size one.
+            logical: Logical names of each parameter's dimensions, from Flax's metadata.
+
+        Raises:
+            AnnotationError: For a rule that names an unknown axis, has more entries than the
+                parameter has dimensions, cuts a dimension that does not divide, or uses an axis
+                twice; all of them at once.
+        """
+        problems: list[str] = []
+        for rule in self.rules:
+            for axis in (a for group in rule.axes for a in group):
+                if axis not in axes and axis not in AXES:
+                    near = difflib.get_close_matches(axis, [*axes, *AXES], n=1)
+                    hint = f", did you mean {near[0]!r}?" if near else ""
+                    problems.append(
+                        f"rule set {self.name!r}, {rule}: no mesh axis is called {axis!r}{hint} "
+                        f"(the mesh has {', '.join(axes) or 'none'})"
+                    )
+        by_logical = {r.logical: r for r in reversed(self.rules) if r.logical is not None}
+        dims: list[dict[str, int]] = []
+        matched: list[Rule | None] = []
+        unmatched, conflicts = [], []
+        used: set[Rule] = set()
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            found = [r for r in self.rules if _matches(r, name, len(shape))]
+            own = logical[i] if logical is not None else None
+            wanted = [self._cuts(r, name, shape, axes, problems) for r in found[:1]]
+            others = [self._cuts(r, name, shape, axes, []) for r in found[1:]]
+            if not found and own is not None:
+                groups = [by_logical[n].axes[0] if n in by_logical else () for n in own]
+                rule = Rule(logical="/".join(str(n) for n in own), axes=tuple(groups))
+                used |= {by_logical[n] for n in own if n in by_logical}
+                wanted = [self._cuts(rule, name, shape, axes, problems)]
+                found = [rule]
+            used |= set(found)
+            dims.append(wanted[0] if wanted else {})
+            matched.append(found[0] if found else None)
+            if not found and np.prod(shape, dtype=np.int64) >= _LARGE:
+                unmatched.append(f"{name} {list(shape)}")
+            conflicts += [
+                f"{name}: {found[0]} decides, {rule} would differ"
+                for rule, other in zip(found[1:], others, strict=True)
+                if other != wanted[0]
+            ]
+        if problems:
+            raise AnnotationError("\n".join(dict.fromkeys(problems)))
+        return Resolved(
+            dims=tuple(dims),
+            matched=tuple(matched),
+            unmatched=tuple(unmatched),
+            conflicts=tuple(conflicts),
+            unused=tuple(str(r) for r in self.rules if r not in used),
+        )
+
+    def _cuts(
+        self,
+        rule: Rule,
+        name: str,
+        shape: tuple[int, ...],
+        axes: Mapping[str, int],
+        problems: list[str],
+    ) -> dict[str, int]:
+        where = f"rule set {self.name!r}, {rule}, parameter {name} {list(shape)}"
+        if len(rule.axes) > len(shape):
+            problems.append(
+                f"{where}: the rule has {len(rule.axes)} dimensions; add rank = "
+                f"{len(rule.axes)} to the rule, or shorten it"
+            )
+            return {}
+        out: dict[str, int] = {}
+        for k, group in enumerate(rule.axes):
+            dim = len(shape) - len(rule.axes) + k
+            size = 1
+            for axis in group:
+                if axis in out:
+                    problems.append(f"{where}: axis {axis!r} cuts two dimensions; leave one out")
+                if axes.get(axis, 1) > 1:
+                    out[axis] = dim
+                    size *= axes[axis]
+            if shape[dim] % size:
+                problems.append(
+                    f"{where}: dimension {dim} of size {shape[dim]} does not divide into {size} "
+                    f"({' x '.join(group)}); use a size that is a multiple of {size}, a smaller "
+                    "axis, or a rule of its own for this parameter"
+                )
+        return out
+
+
+def _matches(rule: Rule, name: str, rank: int) -> bool:
+    if rule.path is None or (rule.rank is not None and rule.rank != rank):
+        return False
+    return re.search(rf"(?:^|/)(?:{rule.path})", name) is not None
+
+
+def load_rules(name_or_path: str) -> RuleSet:
+    """Read a rule set.
+
+    Args:
+        name_or_path: Name of a built-in set (`decoder`, `encoder`, ...) or path of a TOML file.
+
+    Raises:
+        ConfigError: If there is none, or it has unknown keys or wrong values, all at once.
+    """
+    path = _catalog.find("rules", name_or_path)
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text())
+        file = _File.model_validate(table)
+        for i, rule in enumerate(file.rule):
+            try:
+                re.compile(rule.path or "")
+            except re.error as error:
+                raise ValueError(f"rule.{i}.path: {rule.path!r} is no pattern: {error}") from None
+    except pydantic.ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"rule set {path} has errors:\n" + "\n".join(lines)) from None
+    except ValueError as error:  # of TOML, too
+        raise ConfigError(f"rule set {path}: {error}") from None
+    return RuleSet(
+        name=file.name,
+        description=file.description,
+        rules=tuple(
+            Rule(path=r.path, logical=r.logical, rank=r.rank, axes=_groups(r.axes))
+            for r in file.rule
+        ),
+    )
+
+
+def _groups(axes: list[str | list[str]] | str) -> tuple[tuple[str, ...], ...]:
+    entries = [axes] if isinstance(axes, str) else axes
+    return tuple(
+        tuple(entry) if isinstance(entry, list) else ((entry,) if entry else ())
+        for entry in entries
+    )

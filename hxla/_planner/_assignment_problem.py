@@ -1,0 +1,179 @@
+"""Which dimension of what is cut over one mesh axis, for the whole program at once.
+
+Every equation takes one of its factors or runs whole; every array gets the state that its maker
+leaves and is brought to the state that each reader wants. The choice of least communication,
+forward and backward, is an integer program, solved to proven optimality by HiGHS.
+
+References:
+    Whale, USENIX ATC 2022, section 3.2.2 (patterns of least communication).
+    Zheng et al., "Alpa", OSDI 2022, section 4.2 (the integer program over equations).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.optimize
+import scipy.sparse
+
+from .._core._errors import PlanError
+
+State = int | None  # the dimension that is cut, or None: whole on each device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """Something that leaves arrays in a state: an equation, or an array that is given.
+
+    Attributes:
+        choices: For each choice the states of operands, the states of results, and its own cost.
+    """
+
+    choices: tuple[tuple[tuple[State, ...], tuple[State, ...], float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edge:
+    """An array on its way from the node that makes it to one that reads it.
+
+    Attributes:
+        source: Node.
+        result: Which of its results.
+        target: Node.
+        operand: Which of its operands.
+        num_bytes: Of the array on one device before this axis cuts it.
+        differentiable: Whether its cotangent travels back.
+        free: Whether any state is to be had at no cost (a batch, a literal).
+    """
+
+    source: int
+    result: int
+    target: int
+    operand: int
+    num_bytes: float
+    differentiable: bool
+    free: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Nodes and edges to choose over.
+
+    Attributes:
+        num_devices: Of the mesh axis.
+        nodes: In the order of execution.
+        edges: Arrays between them.
+    """
+
+    num_devices: int
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+def all_reduce_bytes(num_bytes: float, n: int) -> float:
+    """Bytes each device sends in a ring all-reduce (Patarasuk and Yuan, JPDC 2009)."""
+    return 2 * (n - 1) / n * num_bytes
+
+
+def all_gather_bytes(num_bytes: float, n: int) -> float:
+    """Bytes each device sends in a ring all-gather of `num_bytes` in all."""
+    return (n - 1) / n * num_bytes
+
+
+def all_to_all_bytes(num_bytes: float, n: int) -> float:
+    """Bytes each device sends in an all-to-all of `num_bytes` in all."""
+    return (n - 1) / n**2 * num_bytes
+
+
+def reshard_bytes(made: State, wanted: State, edge: Edge, n: int) -> float:
+    """Bytes sent, forward and backward, to bring an array from one state to another.
+
+    A slice forward is a gather of the cotangent backward, and the other way round.
+    """
+    if edge.free or made == wanted:
+        return 0.0
+    if made is None:
+        return all_gather_bytes(edge.num_bytes, n) if edge.differentiable else 0.0
+    if wanted is None:
+        return all_gather_bytes(edge.num_bytes, n)
+    return all_to_all_bytes(edge.num_bytes, n) * (1 + edge.differentiable)
+
+
+def cost(problem: Problem, chosen: Sequence[int]) -> float:
+    """Bytes that one device sends in a step under a choice for every node."""
+    total = sum(node.choices[c][2] for node, c in zip(problem.nodes, chosen, strict=True))
+    for edge in problem.edges:
+        made = problem.nodes[edge.source].choices[chosen[edge.source]][1][edge.result]
+        wanted = problem.nodes[edge.target].choices[chosen[edge.target]][0][edge.operand]
+        total += reshard_bytes(made, wanted, edge, problem.num_devices)
+    return total
+
+
+def solve(problem: Problem) -> tuple[int, ...]:
+    """The choice of least cost, proven.
+
+    Returns:
+        For each node the index of its choice.
+
+    Raises:
+        PlanError: If the solver fails.
+    """
+    nodes, n = problem.nodes, problem.num_devices
+    first = np.concatenate([[0], np.cumsum([len(node.choices) for node in nodes])]).astype(int)
+    costs = [c[2] for node in nodes for c in node.choices]
+    num_choices = len(costs)
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    right: list[float] = []
+
+    def constraint(terms: list[tuple[int, float]], value: float) -> None:
+        for column, entry in terms:
+            rows.append(len(right))
+            columns.append(column)
+            entries.append(entry)
+        right.append(value)
+
+    for i, node in enumerate(nodes):
+        constraint([(first[i] + c, 1.0) for c in range(len(node.choices))], 1.0)
+    for edge in problem.edges:
+        made: dict[State, list[int]] = {}
+        wanted: dict[State, list[int]] = {}
+        for c, choice in enumerate(nodes[edge.source].choices):
+            made.setdefault(choice[1][edge.result], []).append(first[edge.source] + c)
+        for c, choice in enumerate(nodes[edge.target].choices):
+            wanted.setdefault(choice[0][edge.operand], []).append(first[edge.target] + c)
+        pairs = list(itertools.product(made, wanted))
+        weights = [reshard_bytes(m, w, edge, n) for m, w in pairs]
+        if not any(weights):
+            continue
+        if len(made) == 1 or len(wanted) == 1:
+            for (m, w), weight in zip(pairs, weights, strict=True):
+                for column in wanted[w] if len(made) == 1 else made[m]:
+                    costs[column] += weight
+            continue
+        # Flow from the states made to the states wanted: tight, so branching is rare.
+        start = len(costs)
+        costs += weights
+        index = {pair: start + k for k, pair in enumerate(pairs)}
+        for m, sources in made.items():
+            flows = [(index[m, w], 1.0) for w in wanted]
+            constraint([*flows, *((s, -1.0) for s in sources)], 0.0)
+        for w, targets in wanted.items():
+            flows = [(index[m, w], 1.0) for m in made]
+            constraint([*flows, *((t, -1.0) for t in targets)], 0.0)
+    scale = max(max(costs, default=0.0), 1.0)
+    matrix = scipy.sparse.csr_array((entries, (rows, columns)), shape=(len(right), len(costs)))
+    integrality = np.zeros(len(costs))
+    integrality[:num_choices] = 1
+    solved = scipy.optimize.milp(
+        np.asarray(costs) / scale,
+        integrality=integrality,
+        bounds=scipy.optimize.Bounds(0, 1),
+        constraints=scipy.optimize.LinearConstraint(matrix, right, right),
+        options={"mip_rel_gap": 0.0},
+    )
+    if solved.x is None:
+        raise PlanError(f"no choice of sharding patterns was found: {solved.message}")
+    return tuple(int(np.argmax(solved.x[first[i] : first[i + 1]])) for i in range(len(nodes)))

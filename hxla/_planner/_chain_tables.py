@@ -1,0 +1,198 @@
+"""What a staging of a chain costs: seconds and bytes, stage by stage."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .._core._errors import PlanError
+from ._chain import Chain, Replica
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A chain as arrays. K kinds, L layers, boundary l lies before layer l.
+
+    Attributes:
+        seconds: [K, L+1, L+1] `seconds[k, l, e]`: forward and backward of layers l to e - 1.
+        update: [K, L+1, L+1] Their optimizer update.
+        reduce: [K, L+1, L+1] The reduction of their gradients over replicas.
+        state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, and the workspace.
+        stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
+        cross: [L+1, K+1, K+1] `cross[l, b, a]`: one microbatch's activations over boundary l from
+            kind b to kind a and its gradients back. Index K stands for no stage: 0.
+        memory: [K] Bytes of a device.
+        num_devices: [K]
+    """
+
+    seconds: Array
+    update: Array
+    reduce: Array
+    state_bytes: Array
+    stash_bytes: Array
+    cross: Array
+    memory: Array
+    num_devices: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chain."""
+        return self.seconds.shape[1] - 1
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of devices."""
+        return len(self.num_devices)
+
+    def fits(self, depth: int) -> Array:
+        """[K, L+1, L+1] Whether a stage fits its device with `depth` microbatches in flight."""
+        need = self.state_bytes + depth * self.stash_bytes
+        return need <= self.memory[:, None, None]
+
+
+def tables(chain: Chain) -> Tables:
+    """The chain's sums over all intervals of layers.
+
+    Raises:
+        PlanError: If the chain is no such thing; all faults are listed.
+    """
+    faults = list(_faults(chain))
+    if faults:
+        raise PlanError("the chain cannot be planned:\n" + "\n".join(f"  {f}" for f in faults))
+    num_kinds, num_layers = len(chain.groups), len(chain.output_bytes)
+
+    def spans(rows: Sequence[Sequence[float]]) -> Array:
+        sums = np.concatenate([np.zeros((num_kinds, 1)), np.cumsum(rows, axis=1)], axis=1)
+        return np.maximum(sums[:, None, :] - sums[:, :, None], 0.0)
+
+    parameters = spans([g.parameter_bytes for g in chain.groups])
+    rates = np.array(chain.reduce_seconds or [0.0] * num_kinds)
+    zero = np.zeros((num_kinds, num_kinds))
+    rate = np.array(chain.send_seconds) if chain.send_seconds else zero
+    latency = np.array(chain.send_latency_seconds) if chain.send_latency_seconds else zero
+    cross = np.zeros((num_layers + 1, num_kinds + 1, num_kinds + 1))
+    sent = np.array(chain.output_bytes)[:-1, None, None]
+    cross[1:-1, :-1, :-1] = (latency + latency.T) + sent * (rate + rate.T)
+    return Tables(
+        seconds=spans(
+            [np.add(g.forward_seconds, g.backward_seconds).tolist() for g in chain.groups]
+        ),
+        update=spans([g.update_seconds for g in chain.groups]),
+        reduce=parameters * rates[:, None, None],
+        state_bytes=chain.state_factor * parameters + chain.workspace_bytes,
+        stash_bytes=spans([g.stash_bytes for g in chain.groups]),
+        cross=cross,
+        memory=np.array([g.memory_bytes for g in chain.groups], float),
+        num_devices=tuple(g.num_devices for g in chain.groups),
+    )
+
+
+def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tuple[float, float]:
+    """Seconds of a pipeline's first microbatch, and of each further one.
+
+    A device cannot compute while it sends or receives (XLA's permutes stand between the
+    computations of a step), so a transfer is part of the period of both its ends:
+    `period = max over stages of (forward + backward + transfers at both boundaries)`, and the fill
+    counts each stage and each transfer once. m microbatches then take
+
+        fill + (m - 1) * period.
+
+    Replaying the 1F1B schedule event by event never takes longer where all stages spend the same
+    share of their time on the forward, whether transfers hold up both ends, one, or only the data.
+    Where shares differ, a backward can wait behind a longer forward while the pipeline fills:
+    at most (S - 2) * (longest forward + longest backward - period) more, once a step, for S >= 3.
+
+    References:
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.2 (1F1B); Narayanan et al., "Efficient
+        Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.1 (fill).
+    """
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    kinds = (t.num_kinds, *groups, t.num_kinds)
+    edges = [t.cross[cut, kinds[i], kinds[i + 1]] for i, cut in enumerate((*cuts, t.num_layers))]
+    busy = [t.seconds[k, a, b] for k, a, b in zip(groups, cuts, ends, strict=True)]
+    fill = math.fsum(busy) + math.fsum(edges)
+    return float(fill), float(max(busy[i] + edges[i] + edges[i + 1] for i in range(num)))
+
+
+def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[Replica]) -> float:
+    """Slowest reduction of gradients (none for a single replica) and slowest optimizer update."""
+    ends = (*cuts[1:], t.num_layers)
+    stages = [
+        (k, a, b) for r in replicas for k, a, b in zip(r.groups, cuts, ends, strict=True) if r.count
+    ]
+    several = sum(r.count for r in replicas) > 1
+    reduce = max(t.reduce[s] for s in stages) if several else 0.0
+    return float(reduce + max(t.update[s] for s in stages))
+
+
+def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[Replica]) -> float:
+    """Slowest replica, then the reduction of gradients over replicas, then the update."""
+    t = tables(chain)
+    slowest = 0.0
+    for r in replicas:
+        fill, period = fill_and_period(t, cuts, r.groups)
+        slowest = max(slowest, fill + (r.num_microbatches - 1) * period)
+    return slowest + tail_seconds(t, cuts, replicas)
+
+
+def stage_bytes(
+    chain: Chain, cuts: Sequence[int], groups: Sequence[int], num_microbatches: int
+) -> tuple[float, ...]:
+    """Bytes that each stage needs on its device.
+
+    Under 1F1B stage i of S holds `min(S - i, m)` of its m microbatches in flight. State, gradients
+    and optimizer are counted by the chain's `state_factor`.
+
+    References:
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (microbatches in flight).
+    """
+    t = tables(chain)
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    return tuple(
+        float(t.state_bytes[k, a, b] + min(num - i, num_microbatches) * t.stash_bytes[k, a, b])
+        for i, (k, a, b) in enumerate(zip(groups, cuts, ends, strict=True))
+    )
+
+
+def _faults(chain: Chain) -> Iterator[str]:
+    groups, num_layers = chain.groups, len(chain.output_bytes)
+    if not groups or not any(g.num_devices > 0 for g in groups):
+        yield "there are no devices: give a Group with num_devices of at least 1"
+    if chain.num_microbatches < 1:
+        yield f"num_microbatches is {chain.num_microbatches}: give at least one"
+    if not num_layers:
+        yield "there are no layers: output_bytes is empty"
+    for g in groups:
+        if g.num_devices < 0:
+            yield f"{g.kind}: num_devices is {g.num_devices}: give how many there are"
+        if not (math.isfinite(g.memory_bytes) and g.memory_bytes > 0):
+            yield f"{g.kind}: memory_bytes is {g.memory_bytes}: give what a device may use"
+        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
+            yield from _row(f"{g.kind}: {name}", getattr(g, name), num_layers)
+        for name in ("parameter_bytes", "stash_bytes"):
+            yield from _row(f"{g.kind}: {name}", getattr(g, name), num_layers)
+        for layer, x in enumerate(np.add(g.forward_seconds[:num_layers], 0.0)):
+            if x == 0:
+                yield f"{g.kind}: forward_seconds[{layer}] is 0: no layer takes no time"
+    yield from _row("output_bytes", chain.output_bytes, num_layers)
+    yield from _row("state_factor", [chain.state_factor], 1)
+    yield from _row("workspace_bytes", [chain.workspace_bytes], 1)
+    if chain.reduce_seconds:
+        yield from _row("reduce_seconds", chain.reduce_seconds, len(groups), "groups")
+    for name in ("send_seconds", "send_latency_seconds"):
+        matrix = getattr(chain, name)
+        if matrix and len(matrix) != len(groups):
+            yield f"{name} has {len(matrix)} rows for {len(groups)} groups: give one per group"
+        for i, row in enumerate(matrix):
+            yield from _row(f"{name}[{i}]", row, len(groups), "groups")
+
+
+def _row(where: str, row: Sequence[float], num: int, what: str = "layers") -> Iterator[str]:
+    if len(row) != num:
+        yield f"{where} has {len(row)} values for {num} {what}: give one for each"
+    for i, x in enumerate(row):
+        if not (math.isfinite(x) and x >= 0):
+            yield f"{where}[{i}] is {x}: measure it again"

@@ -1,0 +1,129 @@
+"""What each segment of a model's chain takes on one device, measured."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._cluster._hardware import steady_seconds
+from .._core._types import PyTree
+from .._graph._graph import Graph
+from .._graph._interpreter import Env
+from .._graph._segments import Segment, run_segment
+from .._jax._cpu_dots import uncrossed
+from .._model._functional import leaf_names
+from .._plan._sharding import Sharded
+from ._profile import LayerSize, LayerTime
+
+
+def fingerprint(params: PyTree) -> str:
+    """Names a model by its parameters and their shapes."""
+    named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    text = "\n".join(f"{name} {x.shape}" for name, x in named)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def layer_sizes(graph: Graph, chain: Sequence[Segment], cut: Sharded) -> tuple[LayerSize, ...]:
+    """What the planner needs of each segment's size, on one device of a tensor-parallel group.
+
+    Args:
+        graph: Traced.
+        chain: Its segments.
+        cut: How the group's devices share the arrays.
+    """
+
+    def own(values: Iterable[int]) -> int:
+        return sum(graph.values[v].num_bytes // cut.num_parts(v) for v in values)
+
+    num = math.prod(axis.num_devices for axis in cut.axes.values())
+    return tuple(
+        LayerSize(
+            parameter_bytes=own(graph.param_values[p] for p in s.params),
+            output_bytes=s.output_bytes,
+            stash_bytes=own(s.stashed(graph)),
+            flops=s.flops / num,
+        )
+        for s in chain
+    )
+
+
+def measure(
+    graph: Graph,
+    chain: Sequence[Segment],
+    *,
+    params: PyTree,
+    aux: PyTree,
+    batch: PyTree,
+    device: jax.Device,
+    options: dict[str, Any],
+    done: Callable[[int], None] = lambda _: None,
+) -> tuple[LayerTime, ...]:
+    """Run every segment forward, and forward and backward, on real data.
+
+    A segment's backward is the time of both less that of the forward.
+
+    Args:
+        graph: Traced for a microbatch like `batch`.
+        chain: Its segments.
+        params: Arrays.
+        aux: Other variables.
+        batch: One microbatch.
+        device: Where.
+        options: XLA's, those of training.
+        done: Called with the number of segments measured so far.
+
+    Returns:
+        One time per segment, without the optimizer's update.
+    """
+    put = functools.partial(jax.device_put, device=device)
+    leaves = put(jax.tree.leaves(params))
+    given: Env = dict(zip(graph.aux_values, put(jax.tree.leaves(aux)), strict=True))
+    given[graph.key_value] = put(jax.random.key(0))
+    given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
+    crossing: Env = {}
+    times = []
+    for i, segment in enumerate(chain):
+        own = [leaves[p] for p in segment.params]
+        inputs = {v: crossing[v] for v in segment.inputs}
+        rest = {v: given[v] for v in segment.given}
+        run = run_segment(graph, segment)
+        forward = jax.jit(run, compiler_options=options)
+        outputs = forward(own, inputs, rest)
+        forward_seconds = steady_seconds(functools.partial(forward, own, inputs, rest))
+        with_backward = _with_backward(run)
+        if device.platform == "cpu":
+            with_backward = uncrossed(with_backward)
+        both = jax.jit(with_backward, compiler_options=options)
+        both_seconds = steady_seconds(functools.partial(both, own, inputs, rest))
+        crossing |= dict(zip(segment.outputs, outputs, strict=True))
+        times.append(
+            LayerTime(
+                forward=forward_seconds,
+                backward=max(0.0, both_seconds - forward_seconds),
+            )
+        )
+        done(i + 1)
+    return tuple(times)
+
+
+def _with_backward(run: Callable[..., list[Any]]) -> Callable[..., Any]:
+    def both(params: Sequence[Any], inputs: Env, given: Env) -> Any:
+        smooth = {v: x for v, x in inputs.items() if _is_float(x)}
+        others = {v: x for v, x in inputs.items() if v not in smooth}
+
+        def outputs(params: Sequence[Any], smooth: Env) -> list[Any]:
+            made = run(params, {**smooth, **others}, given)
+            return [x for x in made if _is_float(x)]
+
+        made, back = jax.vjp(outputs, list(params), smooth)
+        return made, back([jnp.ones_like(x) for x in made])
+
+    return both
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))

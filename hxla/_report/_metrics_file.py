@@ -1,0 +1,283 @@
+"""Metrics on disk: `metrics.jsonl`, one JSON object per line, and TensorBoard events.
+
+The file is strict JSON, which has no NaN: a number that is not finite is null, and the line's
+`nonfinite` lists where. It is only ever appended to, one `write` per line, so that a kill at any
+byte costs at most the line being written; the next run cuts such a torn line off.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from .._core._errors import ConfigError
+from ._history import EvalRecord, History, Rebalance, StepRecord, scalars
+
+FILE_NAME = "metrics.jsonl"
+
+_Record = StepRecord | EvalRecord | Rebalance
+
+
+class MetricsWriter:
+    """Appends what happens in a run to `metrics.jsonl`; also a context manager.
+
+    Args:
+        folder: Where to write; made if it is not there.
+        tensorboard: Also write TensorBoard events to the same folder.
+        device_names: If given, written first, so that a reader can name the devices.
+
+    Raises:
+        ConfigError: The folder cannot be written, or TensorBoard is asked for and its package
+            `tensorboardX` is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tensorboard: bool = False,
+        device_names: Sequence[str] = (),
+    ) -> None:
+        # Before the file: a run that is refused leaves nothing behind.
+        make_events = _event_writer() if tensorboard else None
+        self._path = pathlib.Path(folder) / FILE_NAME
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _mend(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be written to {self._path.parent}: {error.strerror or error} "
+                f"({error.filename or self._path}). Give a folder that this user may write to"
+            ) from error
+        try:
+            self._events = make_events(str(self._path.parent)) if make_events else None
+            if device_names:
+                self._line({"kind": "devices", "names": list(device_names)})
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Append one training step.
+
+        Args:
+            record: The step.
+
+        Raises:
+            ConfigError: The file can no longer be written (a full disk).
+        """
+        self._line({"kind": "step", **dataclasses.asdict(record)})
+        if self._events is not None:
+            self._scalars(record.step, _step_scalars(record))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Append one evaluation.
+
+        Args:
+            record: The evaluation.
+
+        Raises:
+            ConfigError: The file can no longer be written (a full disk).
+        """
+        self._line({"kind": "eval", **dataclasses.asdict(record)})
+        if self._events is not None:
+            metrics = {f"eval/{key}": value for key, value in scalars(record.metrics).items()}
+            self._scalars(record.step, {"eval/loss": record.loss, **metrics})
+
+    def rebalance(self, record: Rebalance) -> None:
+        """Append a change of counts; append it again once its achieved gain is known.
+
+        Args:
+            record: The change.
+
+        Raises:
+            ConfigError: The file can no longer be written (a full disk).
+        """
+        self._line({"kind": "rebalance", **dataclasses.asdict(record)})
+
+    def close(self) -> None:
+        """Close the files. More calls do nothing."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _line(self, fields: Mapping[str, Any]) -> None:
+        nonfinite: list[str] = []
+        clean = _strict(fields, "", nonfinite)
+        if nonfinite:
+            clean["nonfinite"] = nonfinite
+        text = json.dumps(clean, allow_nan=False, separators=(",", ":")) + "\n"
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} can no longer be written: {error.strerror or error}. "
+                "Make room and resume from the last checkpoint"
+            ) from error
+
+    def _scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        assert self._events is not None
+        for tag, value in scalars.items():
+            self._events.add_scalar(tag, value, global_step=step)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> History:
+    """The history that a metrics file tells.
+
+    A run that resumes at step k replaces all that was recorded of steps from k on, so the history
+    is that of the parameters which exist now.
+
+    Args:
+        path: A `metrics.jsonl`, or the folder that holds one.
+
+    Returns:
+        The history. Numbers that were not finite are NaN; `num_compilations` is not in the file
+        and is 0. Where a resume changed the devices, the counts change their length.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line other than a torn last one is malformed.
+    """
+    path = pathlib.Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    # What follows the last newline is empty, or torn by a kill.
+    steps: dict[int, StepRecord] = {}
+    evaluations: dict[int, EvalRecord] = {}
+    rebalances: dict[int, Rebalance] = {}
+    names: tuple[str, ...] = ()
+    for i, line in enumerate(lines[:-1], start=1):
+        try:
+            fields = json.loads(line)
+            kind = fields.pop("kind")
+            if kind == "devices":
+                names = tuple(fields["names"])
+                continue
+            record = _parse(kind, fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}, line {i} is no metrics record ({error}): {line[:80]!r}. "
+                "Remove the line to read the rest"
+            ) from error
+        if isinstance(record, StepRecord):
+            if steps and record.step <= next(reversed(steps)):
+                _forget(steps, record.step)
+                _forget(rebalances, record.step)
+                # An evaluation at step k is of parameters with k updates, so it still holds.
+                _forget(evaluations, record.step + 1)
+            steps[record.step] = record
+        elif isinstance(record, EvalRecord):
+            evaluations[record.step] = record
+        else:
+            rebalances[record.step] = record
+    num_devices = max((len(r.counts) for r in steps.values()), default=0)
+    unnamed = tuple(f"device{d}" for d in range(len(names), num_devices))
+    return History(
+        device_names=names + unnamed,
+        steps=tuple(steps.values()),
+        evaluations=tuple(evaluations.values()),
+        rebalances=tuple(rebalances.values()),
+    )
+
+
+def _forget(records: dict[int, Any], first_step: int) -> None:
+    for step in [s for s in records if s >= first_step]:
+        del records[step]
+
+
+def _parse(kind: str, fields: dict[str, Any]) -> _Record:
+    nonfinite = set(fields.pop("nonfinite", ()))
+    values = {key: _restored(value, key, nonfinite) for key, value in fields.items()}
+    if kind == "step":
+        return StepRecord(**values)
+    if kind == "eval":
+        return EvalRecord(**values)
+    if kind == "rebalance":
+        return Rebalance(**values)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
+    """The value in JSON's own types; the paths of numbers that JSON cannot hold go to a list."""
+    if isinstance(value, Mapping):
+        prefix = f"{path}." if path else ""
+        return {str(k): _strict(v, f"{prefix}{k}", nonfinite) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v, f"{path}[{i}]", nonfinite) for i, v in enumerate(value)]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if hasattr(value, "item"):  # a user's metric may be a NumPy scalar
+        return _strict(value.item(), path, nonfinite)
+    if not math.isfinite(value):
+        nonfinite.append(path)
+        return None
+    return float(value)
+
+
+def _restored(value: Any, path: str, nonfinite: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {k: _restored(v, f"{path}.{k}", nonfinite) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_restored(v, f"{path}[{i}]", nonfinite) for i, v in enumerate(value))
+    return math.nan if value is None and path in nonfinite else value
+
+
+def _mend(path: pathlib.Path) -> None:
+    """End the file with a whole line: one that a kill tore is cut off."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        keep = file.seek(0, os.SEEK_END)
+        block = 1 << 16
+        while keep:
+            start = max(0, keep - block)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        file.truncate(keep)
+
+
+def _event_writer() -> Callable[[str], Any]:
+    try:
+        import tensorboardX
+    except ImportError as error:
+        raise ConfigError(
+            "tensorboard=True needs the package tensorboardX: pip install 'hxla[tensorboard]'"
+        ) from error
+    return tensorboardX.SummaryWriter
+
+
+def _step_scalars(record: StepRecord) -> dict[str, float]:
+    out = {"train/loss": record.loss, "speed/step_seconds": record.seconds}
+    out |= {f"train/{key}": value for key, value in scalars(record.metrics).items()}
+    if record.seconds:
+        out["speed/examples_per_second"] = record.num_examples / record.seconds
+        if record.num_tokens:
+            out["speed/tokens_per_second"] = record.num_tokens / record.seconds
+    for d, (count, idle) in enumerate(zip(record.counts, record.idle_seconds, strict=True)):
+        out[f"microbatches/device{d}"] = count
+        out[f"idle_seconds/device{d}"] = idle
+    return out

@@ -1,0 +1,153 @@
+"""What a pipeline's step should take, by the measured times of its pieces, and what one took."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from .._lower._pipeline import Measured, Pipeline
+from .._schedule._replay import Timeline
+from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
+from .._schedule._ticks import measured_timeline, replay_ticks
+from .._schedule._timeline import draw, perfetto
+
+_KINDS = (FORWARD, BACKWARD, WEIGHT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The step of one pipeline.
+
+    Attributes:
+        schedule: Of its microbatches.
+        timeline: Replayed with the measured times.
+        fixed_seconds: Before and after the ticks.
+        bound_seconds: No cut can be faster: every device busy from the pipeline's filling to its
+            draining, at its own speed (0: the devices' speeds are not known).
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    fixed_seconds: float
+    bound_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """From the first tick's preparation to the sums."""
+        return self.timeline.makespan_seconds + self.fixed_seconds
+
+
+def to_text(measured: Mapping[int, Measured]) -> str:
+    """One process's measurements by replica, for the others."""
+    rows = [
+        {
+            "replica": replica,
+            "seconds": [[kind, part, s] for (kind, part), s in m.seconds.items()],
+            "meeting": list(m.meeting_seconds.items()),
+            "fixed": m.fixed_seconds,
+        }
+        for replica, m in measured.items()
+    ]
+    return json.dumps(rows)
+
+
+def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
+    """What all processes measured, by replica: each stage by its own, the rest by the slowest."""
+    found: dict[int, Measured] = {}
+    for text in texts:
+        for row in json.loads(text):
+            own = {(kind, part): s for kind, part, s in row["seconds"]}
+            before = found.get(row["replica"])
+            meetings = dict(before.meeting_seconds) if before else {}
+            for b, took in row["meeting"]:
+                meetings[b] = max(took, meetings.get(b, 0.0))
+            found[row["replica"]] = Measured(
+                seconds=own if before is None else before.seconds | own,
+                meeting_seconds=meetings,
+                fixed_seconds=max(row["fixed"], before.fixed_seconds if before else 0.0),
+            )
+    return found
+
+
+def predict(
+    pipeline: Pipeline, measured: Measured, num_microbatches: int, fractions: Sequence[float]
+) -> Predicted:
+    """Replay the schedule of so many microbatches.
+
+    Args:
+        pipeline: Any of the job, for the schedule.
+        measured: Times of the pieces on this one's devices.
+        num_microbatches: That it runs.
+        fractions: Of the whole work on each stage, by its own device's times; none: not known.
+    """
+    schedule = pipeline.spec.schedule(num_microbatches)
+    timeline = replay_ticks(
+        schedule,
+        measured.seconds,
+        pipeline.crossed(schedule),
+        transfer_seconds=measured.transfer_seconds(schedule.num_stages),
+    )
+    bound = 0.0
+    if fractions and all(fractions):
+        busy = [0.0] * schedule.num_stages
+        for (_, part), took in measured.seconds.items():
+            busy[part % schedule.num_stages] += took
+        microbatches_per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
+        bound = (num_microbatches + schedule.num_stages - 1) / microbatches_per_second
+    return Predicted(
+        schedule=schedule,
+        timeline=timeline,
+        fixed_seconds=measured.fixed_seconds,
+        bound_seconds=bound,
+    )
+
+
+def explain(replica: int, predicted: Predicted, measured: Measured) -> str:
+    """One line for the plan."""
+    num = predicted.schedule.num_stages
+    parts = sorted({part for _, part in measured.seconds})
+    stages = []
+    for part in parts:
+        times = [measured.seconds.get((kind, part)) for kind in _KINDS]
+        shown = "/".join(f"{t * 1e3:.3g}" for t in times if t is not None)
+        stages.append(f"{part % num}: {shown}")
+    crossing = measured.transfer_seconds(num)
+    transfers = "/".join(f"{crossing[b] * 1e3:.3g}" for b in sorted(crossing))
+    idle = 1 - sum(predicted.timeline.busy_seconds) / (num * predicted.timeline.makespan_seconds)
+    return (
+        f"pipeline {replica}: {predicted.schedule.num_microbatches} microbatches in "
+        f"{predicted.busy_seconds:.3g} s, idle {idle:.0%}; forward/backward of stage "
+        f"{', '.join(stages)} ms; between them {transfers} ms"
+    )
+
+
+def write(
+    folder: pathlib.Path,
+    planned: Mapping[int, Predicted],
+    took: Mapping[int, Sequence[Sequence[tuple[float, float]]]],
+    names: Mapping[int, Sequence[str]],
+) -> dict[str, pathlib.Path]:
+    """Draw the planned and the measured step of every pipeline.
+
+    Args:
+        folder: Of the run.
+        planned: By replica.
+        took: By replica, start and end of each tick on each stage.
+        names: Of each replica's devices.
+
+    Returns:
+        Headings and pictures; beside each lies a Perfetto trace.
+    """
+    pictures = {}
+    for replica, predicted in planned.items():
+        labels = [f"stage {s}: {name}" for s, name in enumerate(names[replica])]
+        lines = {"planned": predicted.timeline}
+        if replica in took:
+            lines["measured"] = measured_timeline(predicted.schedule, took[replica])
+        for which, timeline in lines.items():
+            path = folder / f"pipeline{replica}-{which}.svg"
+            title = f"pipeline {replica}, {which}: {timeline.makespan_seconds:.4g} s"
+            draw(timeline, path, names=labels, title=title)
+            path.with_suffix(".perfetto.json").write_text(perfetto(timeline, labels))
+            pictures[f"Pipeline {replica}, {which}"] = path
+    return pictures

@@ -1,0 +1,124 @@
+"""The live line of a run."""
+
+import collections
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ._history import StepRecord
+
+_SHOWN_DEVICES = 6
+_WINDOW_STEPS = 10
+
+
+def line(record: StepRecord, num_steps: int, names: tuple[str, ...], seconds: float) -> str:
+    """The live line.
+
+    Args:
+        record: The step just done.
+        num_steps: Of the run.
+        names: Of the devices.
+        seconds: Of a step, recently.
+    """
+    amount, unit = record.num_examples, "examples"
+    if record.num_tokens:
+        amount, unit = record.num_tokens, "tokens"
+    left = int(seconds * (num_steps - record.step - 1))
+    parts = [
+        f"step {record.step + 1}/{num_steps}",
+        f"loss {record.loss:.4g}",
+        f"{_short(amount / seconds)} {unit}/s",
+        f"left {left // 60}:{left % 60:02d}",
+    ]
+    total = sum(record.counts)
+    idle = [i / record.seconds if record.seconds else 0.0 for i in record.idle_seconds]
+    if len(names) <= _SHOWN_DEVICES:
+        for name, count, share in zip(names, record.counts, idle, strict=True):
+            parts.append(f"{name} {count}/{total} idle {share:.0%}")
+    else:
+        worst = max(range(len(idle)), key=idle.__getitem__)
+        parts.append(
+            f"{len(names)} devices {min(record.counts)} to {max(record.counts)} of {total}, "
+            f"worst idle {names[worst]} {idle[worst]:.0%}"
+        )
+    return "  ".join(parts)
+
+
+def _short(value: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+class Progress:
+    """Shows where a run is.
+
+    On a terminal, a line that is painted over; under `hxla run`, the same line for the launcher to
+    paint; into a file or pipe, a plain line every few seconds.
+
+    Args:
+        num_steps: Of the run.
+        device_names: In the order of counts.
+        start_step: First step of this call.
+        stream: Default: standard output.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        device_names: tuple[str, ...],
+        start_step: int = 0,
+        stream: TextIO | None = None,
+    ):
+        self._num_steps, self._names = num_steps, device_names
+        self._stream = stream or sys.stdout
+        self._recent: collections.deque[float] = collections.deque(maxlen=_WINDOW_STEPS)
+        self._written = 0.0
+        self._start = start_step
+        self._live: Live | None = None
+        if self._stream.isatty():
+            self._live = Live(console=Console(file=self._stream), refresh_per_second=4)
+        self._piped = not self._live and stream is None and bool(os.environ.get("HXLA_LIVE"))
+
+    def __enter__(self) -> "Progress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def update(self, record: StepRecord) -> None:
+        """Show a step."""
+        self._recent.append(record.seconds)
+        seconds = max(sorted(self._recent)[len(self._recent) // 2], 1e-9)
+        text = line(record, self._num_steps, self._names, seconds)
+        if self._live is not None:
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            return
+        now = time.monotonic()
+        last = record.step + 1 == self._num_steps
+        pause = 0.5 if self._piped else 5.0
+        if now - self._written < pause and not last and record.step != self._start:
+            return
+        self._written = now
+        print(text, end="\r" if self._piped and not last else "\n", file=self._stream, flush=True)
+
+    def log(self, message: str) -> None:
+        """An ordinary line, above the live one."""
+        if self._live is not None:
+            self._live.console.print(message, markup=False, highlight=False)
+        else:
+            print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Let go of the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

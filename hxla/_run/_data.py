@@ -1,0 +1,350 @@
+"""The user's data, whatever it is, as microbatches that are loaded ahead of the step.
+
+Examples form one continuous stream: position `p = step * batch_size + i` belongs to epoch `p // N`
+and reads example `permutation(epoch)[p % N]`, so nothing is dropped between epochs and the order
+is a function of seed, epoch and step alone.
+"""
+
+import concurrent.futures
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from .._core._errors import DataError
+from .._core._types import PyTree
+from ._sample_order import shuffled
+
+_KINDS = (
+    "data is one of\n"
+    "  a pytree of arrays of equal length, such as {'x': ..., 'y': ...}\n"
+    "  a sequence of examples (anything with __len__ and __getitem__, or a grain.MapDataset)\n"
+    "  a callable from index to example\n"
+    "  an iterable of global batches (a generator, a grain.IterDataset)"
+)
+
+
+class Source(Protocol):
+    """Random access to the stream of examples."""
+
+    num_examples: int | None
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        """Examples at positions of the global batch of a step, stacked, as host arrays."""
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "the array"
+
+
+def _is_arrays(data: Any) -> bool:
+    if hasattr(data, "__iter__") and not (hasattr(data, "shape") or isinstance(data, dict | tuple)):
+        return False  # a list holds examples; a generator or a dataset is no pytree
+    leaves = jax.tree.leaves(data)
+    return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+
+
+def _check_dtypes(tree: PyTree, where: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if leaf.dtype.kind in "OSU":
+            raise DataError(
+                f"{where}: {_name(path)} has dtype {leaf.dtype}, which no device can hold; "
+                "encode it as numbers"
+            )
+
+
+def _leading(tree: PyTree, where: str) -> int:
+    sizes = {
+        _name(path): (leaf.shape[0] if leaf.ndim else None)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        listed = ", ".join(f"{k}: {v}" for k, v in sizes.items())
+        raise DataError(f"{where}: leaves need one leading dimension, found {listed}")
+    return int(next(iter(sizes.values())) or 0)
+
+
+class _Arrays:
+    """A pytree of arrays; memory maps stay lazy."""
+
+    def __init__(self, data: PyTree):
+        self.num_examples: int = _leading(data, "data")
+        _check_dtypes(data, "data")
+        self._data = data
+
+    def take(self, indices: np.ndarray) -> PyTree:
+        return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
+
+
+class _Examples:
+    """Examples one by one, stacked."""
+
+    def __init__(self, get: Callable[[int], PyTree], num_examples: int | None):
+        self.num_examples = num_examples
+        self._get = get
+
+    def take(self, indices: np.ndarray) -> PyTree:
+        examples = [jax.tree.map(np.asarray, self._get(int(i))) for i in indices]
+        first = examples[0]
+        _check_dtypes(first, f"example {int(indices[0])}")
+        for i, example in zip(indices, examples, strict=True):
+            if str(jax.tree.structure(example)) != str(jax.tree.structure(first)):
+                raise DataError(
+                    f"example {int(i)} has another structure than example {int(indices[0])}: "
+                    f"{jax.tree.structure(example)} and {jax.tree.structure(first)}"
+                )
+            for (path, leaf), other in zip(
+                jax.tree_util.tree_flatten_with_path(example)[0],
+                jax.tree.leaves(first),
+                strict=True,
+            ):
+                if leaf.shape != other.shape:
+                    raise DataError(
+                        f"example {int(i)}: {_name(path)} has shape {leaf.shape}, in example "
+                        f"{int(indices[0])} it is {other.shape}; pad them to one shape"
+                    )
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+class _Random:
+    """Random access with epochs."""
+
+    def __init__(
+        self, reader: Any, batch_size: int, seed: int, shuffle: bool, examples_per_file: int
+    ):
+        self._reader = reader
+        self._per_file = examples_per_file
+        self.num_examples: int | None = reader.num_examples
+        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        if self.num_examples is not None and self.num_examples < batch_size:
+            raise DataError(
+                f"data holds {self.num_examples} examples, fewer than one global batch of "
+                f"{batch_size}: use a smaller batch_size or more data"
+            )
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        stream = step * self._batch_size + np.asarray(positions, np.int64)
+        size = self._reader.num_examples
+        if size is None or not self._shuffle:
+            return self._reader.take(stream if size is None else stream % size)
+        epochs, within = np.divmod(stream, size)
+        indices = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            own = epochs == epoch
+            indices[own] = shuffled(
+                within[own], size, self._per_file, seed=self._seed, epoch=int(epoch)
+            )
+        return self._reader.take(indices)
+
+
+class _Batches:
+    """An iterable of global batches, read in order; the last one asked for is kept."""
+
+    num_examples: int | None = None
+
+    def __init__(self, data: Iterable[PyTree], batch_size: int):
+        self._iterator: Iterator[PyTree] = iter(data)
+        self._batch_size = batch_size
+        self._next = 0
+        self._kept: dict[int, PyTree] = {}
+        self._lock = threading.Lock()
+
+    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
+        with self._lock:
+            while self._next <= step:
+                try:
+                    batch = jax.tree.map(np.asarray, next(self._iterator))
+                except StopIteration:
+                    raise DataError(
+                        f"data shorter than asked: it ended after {self._next} global batches, "
+                        f"step {step} needs one more; ask for fewer steps or give more data"
+                    ) from None
+                size = _leading(batch, f"global batch {self._next}")
+                if size != self._batch_size:
+                    raise DataError(
+                        f"global batch {self._next} holds {size} examples, batch_size is "
+                        f"{self._batch_size}: iterables must yield whole global batches"
+                    )
+                _check_dtypes(batch, f"global batch {self._next}")
+                # A re-balance may ask again for a step that was prefetched with other ids.
+                self._kept = {k: v for k, v in self._kept.items() if k > self._next - 4}
+                self._kept[self._next] = batch
+                self._next += 1
+            batch = self._kept[step]
+        return jax.tree.map(lambda x: x[positions], batch)
+
+
+def _grain(data: Any, kind: str) -> bool:
+    """Whether data is a Grain dataset of a kind, without importing Grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(data, getattr(grain, kind))
+
+
+def _reader(data: Any, num_examples: int | None) -> Any:
+    """Random access to examples, or None if `data` offers none."""
+    if _is_arrays(data):
+        return _Arrays(data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, dict):
+        return _Examples(data.__getitem__, len(data))
+    if callable(data):
+        return _Examples(data, num_examples)
+    return None
+
+
+def as_source(
+    data: Any,
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle: bool = True,
+    num_examples: int | None = None,
+    examples_per_file: int = 1,
+) -> Source:
+    """Recognise the user's data.
+
+    Args:
+        data: See the module and `DataError`'s list of kinds.
+        batch_size: Examples of a global batch.
+        seed: Of the order.
+        shuffle: Whether random-access data is shuffled anew each epoch. A `grain.MapDataset` keeps
+            its own order, and a callable without `num_examples` has no epochs to shuffle.
+        num_examples: Of a callable that is to have epochs.
+        examples_per_file: Examples that stay together when they are shuffled.
+
+    Raises:
+        DataError: If it is none of the kinds, malformed, or smaller than one global batch.
+    """
+    reader = None if _grain(data, "MapDataset") else _reader(data, num_examples)
+    if examples_per_file > 1 and (reader is None or reader.num_examples is None):
+        raise DataError(
+            f"io.examples_per_file={examples_per_file} says how hxla shuffles, but this data "
+            f"({type(data).__name__}) brings its own order: leave it at 1, or give random access "
+            "(arrays, a sequence, or a callable with num_examples)"
+        )
+    if _grain(data, "MapDataset"):
+        if len(data) < batch_size:
+            raise DataError(
+                f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
+            )
+        # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
+        source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False, 1)
+        source.num_examples = len(data)
+        return source
+    if reader is not None:
+        own_order = shuffle and reader.num_examples is not None
+        return _Random(reader, batch_size, seed, own_order, examples_per_file)
+    if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
+        return _Batches(data, batch_size)
+    raise DataError(f"data is {type(data).__name__}; {_KINDS}")
+
+
+def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
+    """Steps of so many epochs: whole global batches of the continuous stream.
+
+    Raises:
+        DataError: If the number of examples is unknown.
+    """
+    if source.num_examples is None:
+        raise DataError("epochs need data of known length: pass steps, or num_examples")
+    return epochs * source.num_examples // batch_size
+
+
+def eval_batches(
+    data: Any, microbatch_size: int, num_examples: int | None = None
+) -> tuple[int, Callable[[int], PyTree]]:
+    """One pass in order; the last microbatch may be shorter.
+
+    Args:
+        data: Any kind of data but an unbounded one; an iterable is read whole.
+        microbatch_size: Examples of all but the last microbatch.
+        num_examples: Of a callable.
+
+    Returns:
+        The number of examples, and a function from microbatch id to microbatch.
+    """
+    reader = _reader(data, num_examples)
+    if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
+        batches = [jax.tree.map(np.asarray, batch) for batch in data]
+        if not batches:
+            raise DataError("eval_data is empty")
+        reader = _Arrays(jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches))
+    if reader is None:
+        raise DataError(f"eval_data is {type(data).__name__}; {_KINDS}")
+    if not reader.num_examples:
+        raise DataError("eval_data needs a known length of at least one example")
+    size: int = reader.num_examples
+
+    def fetch(index: int) -> PyTree:
+        start = index * microbatch_size
+        return reader.take(np.arange(start, min(start + microbatch_size, size)))
+
+    return size, fetch
+
+
+class Loader:
+    """Loads this process's microbatches ahead of the step, in the background.
+
+    Args:
+        source: Where from.
+        batch_size: Examples of a global batch.
+        microbatch_size: Examples of a microbatch.
+        num_steps: Steps of the run: nothing is loaded beyond them.
+        depth: Steps to load ahead.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        microbatch_size: int,
+        num_steps: int,
+        depth: int = 2,
+    ):
+        del batch_size
+        self._source, self._size = source, microbatch_size
+        self._num_steps, self._depth = num_steps, depth
+        # One thread keeps the order of steps, which iterables need.
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "hxla-loader")
+        self._pending: dict[tuple[int, int], concurrent.futures.Future[dict[int, PyTree]]] = {}
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _load(self, step: int, ids: list[int]) -> dict[int, PyTree]:
+        """Several microbatches in one read: a call of the source costs more than an example."""
+        positions = [np.arange(i * self._size, (i + 1) * self._size) for i in ids]
+        leaves, treedef = jax.tree.flatten(self._source.fetch(step, np.concatenate(positions)))
+        parts = [np.split(leaf, len(ids)) for leaf in leaves]
+        return {
+            index: jax.tree.unflatten(treedef, own)
+            for index, own in zip(ids, zip(*parts, strict=True), strict=True)
+        }
+
+    def start(self, step: int, ids: range) -> None:
+        """Begin to load a step's microbatches and those of the steps after it."""
+        for ahead in range(step, min(step + self._depth, self._num_steps)):
+            missing = [index for index in ids if (ahead, index) not in self._pending]
+            if missing:
+                loading = self._pool.submit(self._load, ahead, missing)
+                self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
+
+    def get(self, step: int, ids: range) -> list[PyTree]:
+        """Microbatches of a step, in the order of ids; those of later steps go on loading.
+
+        Raises:
+            DataError: And whatever else the user's data raises.
+        """
+        self.start(step, ids)
+        batches = [self._pending[step, index].result()[index] for index in ids]
+        wanted = set(ids)
+        for key in [k for k in self._pending if k[0] <= step or k[1] not in wanted]:
+            del self._pending[key]
+        self.start(step + 1, ids)
+        return batches

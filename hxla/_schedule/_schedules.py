@@ -1,0 +1,466 @@
+"""Pipeline schedules as data: tables of tick × stage, made by small pure functions.
+
+A stage may hold several chunks of the model (interleaved schedules): chunk `c` of stage `s` is
+part `c * num_stages + s` of the chain. An operation needs the operation before it on the way of
+its microbatch: a forward needs the forward of the part before, a backward that of the part after.
+
+Shape legend: T ticks, S stages, P parts (S times chunks).
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from .._core._errors import PlanError
+
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+
+_LETTERS = {"F": FORWARD, "B": BACKWARD, "W": WEIGHT}
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Op:
+    """One thing that a stage does in a tick.
+
+    Attributes:
+        kind: `forward`, `backward`, or `weight`. In a schedule that has `weight`, `backward` is
+            only the gradient of the input, and `weight` that of the parameters.
+        microbatch: Which microbatch of the replica.
+        chunk: Which of the stage's chunks of the model.
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """As in a written table: `F0`, `B3`, or `W3.1` of chunk 1."""
+        return f"{self.kind[0].upper()}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who does what in which tick.
+
+    Attributes:
+        name: Of the kind of schedule.
+        num_stages: Stages.
+        num_microbatches: Microbatches of one replica in a step.
+        num_chunks: Chunks of the model on each stage.
+        table_TS: An operation or None (idle) per tick and stage.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    table_TS: tuple[tuple[Op | None, ...], ...]
+
+    @property
+    def num_ticks(self) -> int:
+        """Length of the table."""
+        return len(self.table_TS)
+
+    @property
+    def rows(self) -> tuple[tuple[Op, ...], ...]:
+        """The operations of each stage in their order, without idle ticks."""
+        return tuple(
+            tuple(op for tick in self.table_TS if (op := tick[stage]) is not None)
+            for stage in range(self.num_stages)
+        )
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether weight gradients are operations of their own."""
+        return any(op is not None and op.kind == WEIGHT for tick in self.table_TS for op in tick)
+
+    @property
+    def peak_stash(self) -> tuple[int, ...]:
+        """Per stage, the most chunk activations kept at once.
+
+        One is kept from its forward until its last use: the backward, or where the schedule has
+        it the weight gradient.
+        """
+        return tuple(max(_kept(row, self.has_weight), default=0) for row in self.rows)
+
+    @property
+    def written(self) -> tuple[tuple[str, ...], ...]:
+        """The table as `schedule_from_table` reads it."""
+        return tuple(tuple("" if op is None else str(op) for op in tick) for tick in self.table_TS)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the table: idle ticks over all."""
+        idle = sum(op is None for tick in self.table_TS for op in tick)
+        return idle / (self.num_ticks * self.num_stages)
+
+
+def needs(op: Op, stage: int, num_stages: int, num_chunks: int = 1) -> tuple[int, Op] | None:
+    """The stage and operation that an operation waits for, besides its own row's order."""
+    part = op.chunk * num_stages + stage
+    if op.kind == WEIGHT:
+        return stage, Op(BACKWARD, op.microbatch, op.chunk)
+    if op.kind == FORWARD:
+        if part == 0:
+            return None
+        source = part - 1
+    elif part == num_stages * num_chunks - 1:
+        return stage, Op(FORWARD, op.microbatch, op.chunk)
+    else:
+        source = part + 1
+    return source % num_stages, Op(op.kind, op.microbatch, source // num_stages)
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards: `2 (M + S - 1)` ticks, M microbatches kept.
+
+    References:
+        Huang et al., "GPipe", NeurIPS 2019, section 2.3: bubble (S - 1) / (M + S - 1).
+    """
+    _check(num_stages, num_microbatches)
+    row = [Op(FORWARD, m) for m in range(num_microbatches)]
+    row += [Op(BACKWARD, m) for m in range(num_microbatches)]
+    return from_rows("gpipe", [row] * num_stages)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward: `2 (M + S - 1)` ticks, `min(M, S - s)` kept on stage s.
+
+    References:
+        Narayanan et al., "PipeDream", SOSP 2019, and "Efficient Large-Scale Language Model
+        Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2.1 (with a flush).
+    """
+    _check(num_stages, num_microbatches)
+    order_F = [Op(FORWARD, m) for m in range(num_microbatches)]
+    order_B = [Op(BACKWARD, m) for m in range(num_microbatches)]
+    warm_up = [num_stages - 1 - s for s in range(num_stages)]
+    return from_rows("1f1b", [_alternate(order_F, order_B, w) for w in warm_up])
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """1F1B with several chunks per stage: `2 (M v + S - 1)` ticks of a chunk each.
+
+    The bubble of `S - 1` microbatches shrinks by the number of chunks v.
+
+    References:
+        Narayanan et al., SC 2021, section 2.2.2: M is a multiple of S, the bubble is
+        (S - 1) (t_f + t_b) / v.
+    """
+    _check(num_stages, num_microbatches)
+    if num_chunks < 1:
+        raise PlanError(f"num_chunks is {num_chunks}; use 1 or more")
+    if num_microbatches % num_stages:
+        raise PlanError(
+            f"{num_microbatches} microbatches over {num_stages} interleaved stages leave "
+            f"{num_microbatches % num_stages} over; use a multiple of {num_stages}"
+        )
+    total = num_microbatches * num_chunks
+
+    def order(kind: str, chunk_of: Callable[[int], int]) -> list[Op]:
+        return [
+            Op(
+                kind,
+                k // (num_stages * num_chunks) * num_stages + k % num_stages,
+                chunk_of(k // num_stages % num_chunks),
+            )
+            for k in range(total)
+        ]
+
+    order_F = order(FORWARD, lambda c: c)
+    order_B = order(BACKWARD, lambda c: num_chunks - 1 - c)
+    warm_up = [
+        2 * (num_stages - s - 1) + (num_chunks - 1) * num_stages
+        if num_chunks > 1
+        # With one chunk this is plain 1F1B, whose stages need half the warm-up.
+        else num_stages - s - 1
+        for s in range(num_stages)
+    ]
+    rows = [_alternate(order_F, order_B, min(w, total)) for w in warm_up]
+    return from_rows("interleaved", rows, num_chunks)
+
+
+def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """Backward split in two, the weight gradients filling bubbles: `3 M + S - 1` ticks.
+
+    Every stage keeps at most S microbatches, as the first stage of 1F1B does. The tick count holds
+    from M = S on.
+
+    References:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2: the bubble is
+        (S - 1) (t_F + t_B - t_W).
+    """
+    _check(num_stages, num_microbatches)
+    rows = one_f_one_b(num_stages, num_microbatches).rows
+    done: dict[tuple[int, Op], int] = {}
+    position = [0] * num_stages
+    count = [{FORWARD: 0, BACKWARD: 0, WEIGHT: 0} for _ in range(num_stages)]
+    table: list[tuple[Op | None, ...]] = []
+    while any(c[WEIGHT] < num_microbatches for c in count):
+        tick: list[Op | None] = []
+        for s, c in enumerate(count):
+            # Forwards and backwards keep the order of 1F1B; a weight gradient goes where the next
+            # of them cannot run yet, or would keep more than S microbatches.
+            choice = None
+            if position[s] < len(rows[s]):
+                op = rows[s][position[s]]
+                full = op.kind == FORWARD and c[FORWARD] - c[WEIGHT] >= num_stages
+                need = needs(op, s, num_stages)
+                if not full and (need is None or done.get(need, len(table)) < len(table)):
+                    choice = op
+            if choice is None and c[WEIGHT] < c[BACKWARD]:
+                choice = Op(WEIGHT, c[WEIGHT])
+            tick.append(choice)
+        for s, ran in enumerate(tick):
+            if ran is not None:
+                done[s, ran] = len(table)
+                count[s][ran.kind] += 1
+                position[s] += ran.kind != WEIGHT
+        table.append(tuple(tick))
+    return Schedule(
+        name="zb-h1",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=1,
+        table_TS=tuple(table),
+    )
+
+
+def from_rows(name: str, rows: Sequence[Sequence[Op]], num_chunks: int = 1) -> Schedule:
+    """The table in which every operation takes one tick and starts as early as it can.
+
+    Raises:
+        PlanError: If the rows wait for one another in a circle, naming the first operations.
+    """
+    num_stages = len(rows)
+    done: dict[tuple[int, Op], int] = {}
+    position = [0] * num_stages
+    table: list[tuple[Op | None, ...]] = []
+    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
+        tick: list[Op | None] = [None] * num_stages
+        for s, row in enumerate(rows):
+            if position[s] < len(row):
+                op = row[position[s]]
+                need = needs(op, s, num_stages, num_chunks)
+                if need is None or done.get(need, len(table)) < len(table):
+                    tick[s] = op
+        if not any(tick):
+            waiting = [row[p] for p, row in zip(position, rows, strict=True) if p < len(row)]
+            raise PlanError(f"schedule {name} cannot go on: its stages wait with {waiting}")
+        for s, ran in enumerate(tick):
+            if ran is not None:
+                done[s, ran] = len(table)
+                position[s] += 1
+        table.append(tuple(tick))
+    return Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=len({op.microbatch for op in rows[0]}),
+        num_chunks=num_chunks,
+        table_TS=tuple(table),
+    )
+
+
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> Schedule:
+    """A schedule by its name.
+
+    Args:
+        name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
+        num_stages: Stages.
+        num_microbatches: Microbatches of one replica in a step.
+        num_chunks: Chunks of the model on each stage; more than 1 for `interleaved` only.
+
+    Raises:
+        PlanError: An unknown name, with the known ones, or numbers that the schedule cannot take.
+
+    Example:
+        >>> make_schedule("1f1b", 2, 2).written
+        (('F0', ''), ('F1', 'F0'), ('', 'B0'), ('B0', 'F1'), ('', 'B1'), ('B1', ''))
+    """
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, num_chunks)
+    if name not in _ONE_CHUNK:
+        known = ", ".join(map(repr, sorted((*_ONE_CHUNK, "interleaved"))))
+        raise PlanError(f"schedule {name!r} is unknown; use one of {known}, or a table of your own")
+    if num_chunks != 1:
+        raise PlanError(
+            f"schedule {name!r} has 1 chunk per stage, not {num_chunks}: use 'interleaved'"
+        )
+    return _ONE_CHUNK[name](num_stages, num_microbatches)
+
+
+_ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}
+
+
+def schedule_from_table(
+    table_TS: Sequence[Sequence[str]],
+    *,
+    name: str = "own",
+    stash_limits_S: Sequence[int] | None = None,
+) -> Schedule:
+    """A schedule of your own.
+
+    Args:
+        table_TS: What each stage does in each tick: `F2` the forward of microbatch 2, `B2` its
+            backward, `W2` its weight gradient, each with `.1` for the stage's chunk 1, and `""`
+            where it waits. With any `W`, a `B` is only the gradient of the input. Microbatches
+            and chunks are counted from 0.
+        name: What to call it in reports.
+        stash_limits_S: The most chunk activations that each stage may keep (default: any number).
+
+    Returns:
+        The schedule, validated.
+
+    Raises:
+        PlanError: With every failure, see `validate`.
+
+    Example:
+        >>> schedule_from_table([["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]).num_ticks
+        4
+    """
+    failures: list[str] = []
+    table: list[tuple[Op | None, ...]] = []
+    num_stages = len(table_TS[0]) if len(table_TS) else 0
+    for tick, written in enumerate(table_TS):
+        if isinstance(written, str) or len(written) != num_stages:
+            failures.append(
+                f"tick {tick}: {written!r} is not a list of {num_stages} texts, one per stage; "
+                'write "" for a stage that waits'
+            )
+            continue
+        ops = [re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", str(text)) for text in written]
+        failures += [
+            f'tick {tick}, stage {stage}: {text!r} is no operation; write "F2", "B2" or "W2" for '
+            'microbatch 2, "F2.1" for its chunk 1, "" to wait'
+            for stage, (text, op) in enumerate(zip(written, ops, strict=True))
+            if op is None and text != ""
+        ]
+        table.append(tuple(op and Op(_LETTERS[op[1]], int(op[2]), int(op[3] or 0)) for op in ops))
+    _raise(name, failures)
+    every = [op for ops in table for op in ops if op is not None]
+    schedule = Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=max((op.microbatch + 1 for op in every), default=0),
+        num_chunks=max((op.chunk + 1 for op in every), default=0),
+        table_TS=tuple(table),
+    )
+    validate(schedule, stash_limits_S)
+    return schedule
+
+
+def validate(schedule: Schedule, stash_limits_S: Sequence[int] | None = None) -> None:
+    """Check that a schedule can run: the laws that every pipeline keeps.
+
+    Every stage does every operation of every microbatch and chunk once. What an operation waits
+    for lies at least one tick before it, for a result is sent at the end of its tick: forwards go
+    down the parts, backwards up, a backward follows its own forward, a weight gradient its
+    backward. Where limits are given, no stage keeps more activations.
+
+    Args:
+        schedule: The schedule.
+        stash_limits_S: The most chunk activations that each stage may keep, as `peak_stash`
+            counts them.
+
+    Raises:
+        PlanError: With every failure: its tick, stage and microbatch, and what to change.
+    """
+    num_stages = schedule.num_stages
+    if num_stages < 1 or schedule.num_microbatches < 1:
+        _raise(schedule.name, ["it holds no operation; write at least F0 and B0 of every stage"])
+    failures = [
+        f"tick {tick}: {len(ops)} stages; give each of the {num_stages} one entry"
+        for tick, ops in enumerate(schedule.table_TS)
+        if len(ops) != num_stages
+    ]
+    _raise(schedule.name, failures)
+    done: dict[tuple[int, Op], int] = {}
+    for tick, ops in enumerate(schedule.table_TS):
+        for stage, op in enumerate(ops):
+            if op is not None and (first := done.setdefault((stage, op), tick)) != tick:
+                failures.append(
+                    f"tick {tick}, stage {stage}: {op} was already done in tick {first}; "
+                    "remove one of them"
+                )
+    failures += _incomplete(schedule, done)
+    failures += _too_early(schedule, done)
+    if stash_limits_S is not None:
+        failures += _too_many(schedule, done, stash_limits_S)
+    _raise(schedule.name, failures)
+
+
+def _incomplete(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+    kinds = (FORWARD, BACKWARD, WEIGHT)[: 2 + schedule.has_weight]
+    sizes = range(schedule.num_microbatches), range(schedule.num_chunks)
+    wanted = [Op(kind, *numbers) for kind in kinds for numbers in itertools.product(*sizes)]
+    for stage in range(schedule.num_stages):
+        lacks = [str(op) for op in wanted if (stage, op) not in done]
+        if lacks:
+            more = f" and {len(lacks) - 8} more" if len(lacks) > 8 else ""
+            yield f"stage {stage}: never does {', '.join(lacks[:8])}{more}; add them"
+    known = set(wanted)
+    for (stage, op), tick in done.items():
+        if op not in known:
+            yield (
+                f"tick {tick}, stage {stage}: {op} is beyond {schedule.num_microbatches} "
+                f"microbatches of {schedule.num_chunks} chunks; remove it"
+            )
+
+
+def _too_early(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+    for (stage, op), tick in done.items():
+        waits = [needs(op, stage, schedule.num_stages, schedule.num_chunks)]
+        if op.kind == BACKWARD:
+            waits.append((stage, dataclasses.replace(op, kind=FORWARD)))
+        for need in dict.fromkeys(waits):
+            if need is not None and done.get(need, -1) >= tick:
+                where = "" if need[0] == stage else f" of stage {need[0]}"
+                yield (
+                    f"tick {tick}, stage {stage}: {op} needs {need[1]}{where}, which runs in tick "
+                    f"{done[need]}; move it to tick {done[need] + 1} or later"
+                )
+
+
+def _too_many(
+    schedule: Schedule, done: dict[tuple[int, Op], int], limits_S: Sequence[int]
+) -> Iterator[str]:
+    if len(limits_S) != schedule.num_stages:
+        yield f"{len(limits_S)} stash limits for {schedule.num_stages} stages; give one per stage"
+        return
+    last = "weight gradient" if schedule.has_weight else "backward"
+    for stage, (row, limit) in enumerate(zip(schedule.rows, limits_S, strict=True)):
+        for op, kept in zip(row, _kept(row, schedule.has_weight), strict=True):
+            if op.kind == FORWARD and kept > limit:
+                yield (
+                    f"tick {done[stage, op]}, stage {stage}: {op} makes {kept} activations kept, "
+                    f"of {limit} allowed; do a {last} before it, or allow {kept}"
+                )
+
+
+def _kept(row: Sequence[Op], has_weight: bool) -> Iterator[int]:
+    """Activations kept after each operation of a stage."""
+    last = WEIGHT if has_weight else BACKWARD
+    return itertools.accumulate((op.kind == FORWARD) - (op.kind == last) for op in row)
+
+
+def _raise(name: str, failures: Sequence[str]) -> None:
+    if failures:
+        lines = "".join(f"\n  {failure}" for failure in failures)
+        raise PlanError(f"schedule {name} cannot run (ticks and stages count from 0):{lines}")
+
+
+def _alternate(order_F: list[Op], order_B: list[Op], warm_up: int) -> list[Op]:
+    warm_up = min(warm_up, len(order_F))
+    steady = len(order_F) - warm_up
+    pairs = zip(order_F[warm_up:], order_B[:steady], strict=True)
+    return [*order_F[:warm_up], *(op for pair in pairs for op in pair), *order_B[steady:]]
+
+
+def _check(num_stages: int, num_microbatches: int) -> None:
+    if num_stages < 1 or num_microbatches < 1:
+        raise PlanError(
+            f"a pipeline of {num_stages} stages and {num_microbatches} microbatches: "
+            "use 1 or more of each"
+        )

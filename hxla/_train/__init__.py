@@ -1,1 +1,0 @@
-"""State, step, loop, data, checkpoints, watchdog, reports."""
