@@ -14,7 +14,7 @@ import pathlib
 import subprocess
 
 from hxla import make_schedule
-from hxla._schedule._schedules import Op, from_rows
+from hxla._schedule._schedules import Action, from_rows
 
 ROOT = pathlib.Path(__file__).parent.parent
 WORKER = r"""
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     rows = {"torch": version}
     for (name, *size), theirs in zip(asked, found, strict=True):
         ours = make_schedule(name, *size)
-        other = from_rows("theirs", [[Op(*op) for op in row] for row in theirs], size[2])
+        other = from_rows("theirs", [[Action(*op) for op in row] for row in theirs], size[2])
         kept, others = max(ours.peak_stash), max(other.peak_stash)
         facts = {
             "sizes": True,

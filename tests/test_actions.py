@@ -12,7 +12,7 @@ from hxla._schedule._schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
-    Op,
+    Action,
     make_schedule,
     needs,
     schedule_from_table,
@@ -31,7 +31,7 @@ def named(name, num_stages, rounds, num_chunks):
 def shuffled(random, num_stages, num_microbatches, num_chunks):
     """A table of one's own: in each tick a stage does anything that can be done, or waits."""
     every = [
-        (s, Op(kind, m, c))
+        (s, Action(kind, m, c))
         for s in range(num_stages)
         for kind in (FORWARD, BACKWARD)
         for m in range(num_microbatches)
@@ -47,7 +47,7 @@ def shuffled(random, num_stages, num_microbatches, num_chunks):
                 if where == s
                 and (s, op) not in done
                 and needs(op, s, num_stages, num_chunks) in (None, *done)
-                and (op.kind == FORWARD or (s, Op(FORWARD, op.microbatch, op.chunk)) in done)
+                and (op.kind == FORWARD or (s, Action(FORWARD, op.microbatch, op.chunk)) in done)
             ]
             tick.append(random.choice(ready) if ready and random.random() < 0.7 else None)
         done |= {(s, op) for s, op in enumerate(tick) if op is not None}
@@ -78,7 +78,7 @@ def simulate(schedule, *, recompute):
             part, kind = divmod(f["action"] - 1, len(KINDS))
             kind, m = KINDS[kind], f["microbatch"]
             assert part % num_stages == s
-            tick.append(Op(kind, m, part // num_stages))
+            tick.append(Action(kind, m, part // num_stages))
             input_is_there = part == 0 or inputs[s][f["input"]] == ("made by", part - 1, m)
             if kind == FORWARD:
                 assert input_is_there

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hxla._core._config import Balance
+from hxla._core._config import BalanceConfig
 from hxla._planner._counts import best_counts
 from hxla._run._balancer import Balancer
 
@@ -23,7 +23,7 @@ def run(balancer, speeds, steps, noise=0.0, seed=0, start=0):
 
 
 def balancer(counts, seconds):
-    return Balancer(Balance(), counts, [None] * len(counts), seconds)
+    return Balancer(BalanceConfig(), counts, [None] * len(counts), seconds)
 
 
 def test_a_swap_of_speeds_is_followed_at_once_and_in_one_move():

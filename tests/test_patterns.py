@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._graph._factors import PATTERNS, Factor, fits, reshape_groups
-from hxla._graph._graph import leaves
+from hxla._graph._operations import leaves
 from hxla._graph._trace import trace_sums
 from hxla._planner._assign import assign
 from hxla._planner._assignment_problem import Edge, Node, Problem, cost, solve

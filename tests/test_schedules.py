@@ -14,7 +14,7 @@ from hxla._schedule._schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
-    Op,
+    Action,
     from_rows,
     gpipe,
     interleaved,
@@ -66,7 +66,7 @@ def test_every_operation_happens_exactly_once(make, num_stages, num_microbatches
     schedule = make(num_stages, num_microbatches)
     kinds = {op.kind for op in schedule.rows[0]}
     wanted = [
-        Op(kind, m, c)
+        Action(kind, m, c)
         for kind in sorted(kinds)
         for m in range(schedule.num_microbatches)
         for c in range(schedule.num_chunks)
@@ -83,12 +83,12 @@ def test_microbatches_go_down_the_parts_and_back_up(make, num_stages, num_microb
     tick = ticks(schedule)
     places = [(s, c) for c in range(schedule.num_chunks) for s in range(num_stages)]
     for m in range(schedule.num_microbatches):
-        way = [tick[s, Op(FORWARD, m, c)] for s, c in places]
-        way += [tick[s, Op(BACKWARD, m, c)] for s, c in reversed(places)]
+        way = [tick[s, Action(FORWARD, m, c)] for s, c in places]
+        way += [tick[s, Action(BACKWARD, m, c)] for s, c in reversed(places)]
         assert all(a < b for a, b in itertools.pairwise(way))
         for s, c in places:
-            later = tick.get((s, Op(WEIGHT, m, c)), way[-1] + 1)
-            assert tick[s, Op(BACKWARD, m, c)] < later
+            later = tick.get((s, Action(WEIGHT, m, c)), way[-1] + 1)
+            assert tick[s, Action(BACKWARD, m, c)] < later
 
 
 @formula(stages, microbatches)
@@ -258,10 +258,10 @@ def test_operations_in_another_order_are_valid_only_where_their_needs_hold(name,
     at = ticks(schedule)
     ways = []
     for m in range(4):
-        way = [at[s, Op(FORWARD, m)] for s in range(3)]
-        ways.append(way + [at[s, Op(BACKWARD, m)] for s in (2, 1, 0)])
+        way = [at[s, Action(FORWARD, m)] for s in range(3)]
+        ways.append(way + [at[s, Action(BACKWARD, m)] for s in (2, 1, 0)])
         if name == "zb-h1":
-            ways += [[at[s, Op(BACKWARD, m)], at[s, Op(WEIGHT, m)]] for s in range(3)]
+            ways += [[at[s, Action(BACKWARD, m)], at[s, Action(WEIGHT, m)]] for s in range(3)]
     if all(a < b for way in ways for a, b in itertools.pairwise(way)):
         validate(schedule)
     else:
@@ -296,7 +296,7 @@ def test_a_pipeline_needs_stages_and_microbatches(num_stages, num_microbatches):
 
 
 def test_rows_that_wait_for_one_another_are_refused():
-    backward_first = [[Op(BACKWARD, 0), Op(FORWARD, 0)]] * 2
+    backward_first = [[Action(BACKWARD, 0), Action(FORWARD, 0)]] * 2
     with pytest.raises(PlanError, match="cannot go on"):
         from_rows("wrong", backward_first)
 
@@ -317,16 +317,16 @@ def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, se
         weight_seconds_P=times[2],
         send_seconds_P=[send] * (num_parts - 1),
     )
-    at = {(e.stage, Op(e.kind, e.microbatch, e.chunk)): e for e in timeline.events}
+    at = {(e.stage, Action(e.kind, e.microbatch, e.chunk)): e for e in timeline.events}
     for stage, row in enumerate(schedule.rows):
         events = [e for e in timeline.events if e.stage == stage]
-        assert [Op(e.kind, e.microbatch, e.chunk) for e in events] == list(row)
+        assert [Action(e.kind, e.microbatch, e.chunk) for e in events] == list(row)
         assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(events))
     places = [(s, c) for c in range(schedule.num_chunks) for s in range(4)]
     for m in range(schedule.num_microbatches):
         for (s0, c0), (s1, c1) in itertools.pairwise(places):
-            down = at[s1, Op(FORWARD, m, c1)].start_seconds - at[s0, Op(FORWARD, m, c0)].end_seconds
-            up = at[s0, Op(BACKWARD, m, c0)].start_seconds - at[s1, Op(BACKWARD, m, c1)].end_seconds
+            down = at[s1, Action(FORWARD, m, c1)].start_seconds - at[s0, Action(FORWARD, m, c0)].end_seconds
+            up = at[s0, Action(BACKWARD, m, c0)].start_seconds - at[s1, Action(BACKWARD, m, c1)].end_seconds
             assert min(down, up) >= send - 1e-9
     work = schedule.num_microbatches * schedule.num_chunks
     has_weight = any(op.kind == WEIGHT for op in schedule.rows[0])

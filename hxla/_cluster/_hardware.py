@@ -1,22 +1,14 @@
 """How fast the devices of this process multiply, copy and talk, whatever model runs on them."""
 
 import functools
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core._statistics import middle_mean
+from .._core._timing import median_seconds
 
-_REPEATS = 7
 _MIN_SECONDS = 0.02  # of one product: far above the clock's and the dispatch's noise
 _LARGEST = 16384  # 1 GiB per float32 operand
-_CALM = 1.1  # longest run over the median of a device that never rests
-_BLOCKS = 3
-_BLOCK_SECONDS = 0.1  # several periods of a process's CPU quota
 _MESSAGE_BYTES = (2**12, 2**16, 2**20, 2**24, 2**27)
 
 
@@ -63,47 +55,3 @@ def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, flo
             (float(size), size / median_seconds(functools.partial(jax.device_put, x, target)))
         )
     return tuple(points)
-
-
-def median_seconds(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """Median time, after a first run that compiles and warms up.
-
-    As often in every process: `run` may hold collectives.
-    """
-    return statistics.median(_times(run, repeats))
-
-
-def middle_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Mean of the middle half of some times, after a first run that warms up.
-
-    What many runs in turn take each, also in a throttled process: it runs and rests in turns, so
-    that most runs hold either a rest more or a rest less than their share, and the median is one
-    of the two. As often in every process: `run` may hold collectives.
-    """
-    return middle_mean(_times(run, repeats))
-
-
-def steady_seconds(run: Callable[[], Any]) -> float:
-    """Like `middle_seconds`, also for runs much shorter than a rest; holds no collectives."""
-    times = _times(run, _REPEATS)
-    usual = statistics.median(times)
-    if max(times) <= _CALM * usual or usual >= _BLOCK_SECONDS:
-        return usual
-    means = []
-    for _ in range(_BLOCKS):
-        num, begin = 0, time.perf_counter()
-        while (took := time.perf_counter() - begin) < _BLOCK_SECONDS:
-            jax.block_until_ready(run())
-            num += 1
-        means.append(took / num)
-    return statistics.median(means)
-
-
-def _times(run: Callable[[], Any], repeats: int) -> list[float]:
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - begin)
-    return times

@@ -31,7 +31,7 @@ class _Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Balance(_Section):
+class BalanceConfig(_Section):
     """When counts move."""
 
     min_gain: float = pydantic.Field(0.015, ge=0)
@@ -44,7 +44,7 @@ class Balance(_Section):
     """Steps after which a device without microbatches is tried again."""
 
 
-class Watchdog(_Section):
+class WatchdogConfig(_Section):
     """When a job of several processes is given up."""
 
     heartbeat_timeout_seconds: float = pydantic.Field(8.0, gt=0)
@@ -53,21 +53,21 @@ class Watchdog(_Section):
     """A job that lives but has not moved for so long is stuck; compilation counts."""
 
 
-class Checkpoint(_Section):
+class CheckpointConfig(_Section):
     """Checkpoints."""
 
     keep: int = pydantic.Field(3, ge=1)
     """Newest checkpoints that are kept."""
 
 
-class Data(_Section):
+class DataConfig(_Section):
     """Loading."""
 
     prefetch_steps: int = pydantic.Field(2, ge=1)
     """Steps whose microbatches are loaded ahead."""
 
 
-class Auto(_Section):
+class AutoConfig(_Section):
     """What hxla chooses by itself (EPL's auto section)."""
 
     auto_parallel: bool = False
@@ -76,7 +76,7 @@ class Auto(_Section):
     """Cut a model without annotations into a pipeline of so many stages."""
 
 
-class Io(_Section):
+class IoConfig(_Section):
     """Reading (EPL's io section)."""
 
     examples_per_file: int = pydantic.Field(1, ge=1)
@@ -84,7 +84,7 @@ class Io(_Section):
     device reads few files; 1: examples are shuffled by themselves."""
 
 
-class Cluster(_Section):
+class ClusterConfig(_Section):
     """How TaskGraphs take devices (Whale's and EPL's cluster section)."""
 
     share_devices: bool = False
@@ -98,7 +98,7 @@ class Cluster(_Section):
     for; `all`, one copy over every device; `host`, those of one host; or lists of numbers."""
 
 
-class Pipeline(_Section):
+class PipelineConfig(_Section):
     """How a global batch is cut (Whale's and EPL's pipeline section)."""
 
     num_micro_batch: int | None = pydantic.Field(None, ge=1)
@@ -113,7 +113,7 @@ class Pipeline(_Section):
     the backward needs."""
 
 
-class Communication(_Section):
+class CommunicationConfig(_Section):
     """How gradients are brought together (EPL's communication section)."""
 
     bucket_mib: int = pydantic.Field(256, ge=1)
@@ -130,7 +130,7 @@ class Communication(_Section):
     """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
 
 
-class Optimizer(_Section):
+class OptimizerConfig(_Section):
     """How parameters are updated (EPL's optimizer section)."""
 
     num_apply_groups: int = pydantic.Field(1, ge=1)
@@ -141,16 +141,16 @@ class Optimizer(_Section):
 class Config(_Section):
     """All settings of `hxla.train` that are not its arguments."""
 
-    auto: Auto = Auto()
-    cluster: Cluster = Cluster()
-    pipeline: Pipeline = Pipeline()
-    communication: Communication = Communication()
-    optimizer: Optimizer = Optimizer()
-    balance: Balance = Balance()
-    watchdog: Watchdog = Watchdog()
-    checkpoint: Checkpoint = Checkpoint()
-    data: Data = Data()
-    io: Io = Io()
+    auto: AutoConfig = AutoConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    balance: BalanceConfig = BalanceConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    data: DataConfig = DataConfig()
+    io: IoConfig = IoConfig()
 
 
 def as_config(

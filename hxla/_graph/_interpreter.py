@@ -9,7 +9,8 @@ import jax
 
 from .._core._types import PyTree
 from .._jax._jaxpr import checkpoint_like, run_equation, scan_counts
-from ._graph import Graph, Input, Op
+from ._graph import Graph
+from ._operations import Input, Op
 
 Env = dict[int, Any]
 

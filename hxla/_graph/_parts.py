@@ -10,11 +10,11 @@ from typing import Any
 
 from ._graph import Graph
 from ._interpreter import Env, Placement, read, run_ops
-from ._segments import Segment, segments_at
+from ._segments import Segment, in_task_order, segments_at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class ChainPart:
     """Consecutive segments.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part:
     is_last: bool
 
 
-def parts_of(graph: Graph, points: Sequence[int]) -> tuple[Part, ...]:
+def parts_of(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
     """Cut a graph into parts.
 
     Args:
@@ -50,9 +50,19 @@ def parts_of(graph: Graph, points: Sequence[int]) -> tuple[Part, ...]:
     for i, segment in enumerate(chain):
         candidates = dict.fromkeys((*inputs, *segment.outputs))
         outputs = tuple(v for v in candidates if until.get(v, -1) > i)
-        out.append(Part(segment=segment, inputs=inputs, outputs=outputs, is_last=i == last))
+        out.append(ChainPart(segment=segment, inputs=inputs, outputs=outputs, is_last=i == last))
         inputs = outputs
     return tuple(out)
+
+
+def graph_of(graph: Graph, cut_by: str) -> Graph:
+    """The graph in the order in which a pipeline cuts it.
+
+    Args:
+        graph: Traced.
+        cut_by: `work`: as it is; `annotations`: see `in_task_order`.
+    """
+    return in_task_order(graph) if cut_by == "annotations" else graph
 
 
 def has_gradient(graph: Graph, value: int) -> bool:
@@ -61,7 +71,7 @@ def has_gradient(graph: Graph, value: int) -> bool:
 
 
 def run_part(
-    graph: Graph, part: Part, placement: Placement | None = None
+    graph: Graph, part: ChainPart, placement: Placement | None = None
 ) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
     """`(params, inputs, given) -> outputs`, of the last part the program's results.
 

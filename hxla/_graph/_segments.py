@@ -14,8 +14,9 @@ import numpy as np
 
 from .._core._errors import PlanError
 from .._model._annotations import scopes_of
-from ._graph import Graph, Op, leaves
+from ._graph import Graph
 from ._interpreter import Env, run_ops
+from ._operations import Op, leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,19 +2,20 @@
 
 import os
 import pathlib
+from collections.abc import Sequence
 
-from ._graph import Graph, TaskGraph, short
+from ._task_graphs import TaskGraph, short
 
 _COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0"}
 _MAX_SHOWN = 24
 
 
-def draw(graph: Graph, path: str | os.PathLike[str]) -> None:
+def draw_task_graphs(task_graphs: Sequence[TaskGraph], path: str | os.PathLike[str]) -> None:
     """Write the TaskGraphs as a picture; see `Graph.draw`."""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
 
-    shown = graph.task_graphs[:_MAX_SHOWN]
+    shown = task_graphs[:_MAX_SHOWN]
     height = 1.15 * len(shown) + 0.4
     figure = Figure(figsize=(8.5, height), layout="constrained")
     axes = figure.add_subplot()
@@ -42,8 +43,9 @@ def draw(graph: Graph, path: str | os.PathLike[str]) -> None:
             arrow = dict(arrowstyle="->", color="#555555")
             axes.annotate("", (3.5, top - 1.05), (3.5, top - 0.78), arrowprops=arrow)
             axes.text(3.65, top - 0.97, f"{short(task.output_bytes)}B", fontsize=8)
-    rest = len(graph.task_graphs) - len(shown)
-    title = f"{len(graph.task_graphs)} TaskGraphs, {short(graph.flops)} FLOPs forward"
+    rest = len(task_graphs) - len(shown)
+    flops = short(sum(t.flops for t in task_graphs))
+    title = f"{len(task_graphs)} TaskGraphs, {flops} FLOPs forward"
     axes.set_title(title + (f" (the first {_MAX_SHOWN})" if rest else ""), fontsize=10)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

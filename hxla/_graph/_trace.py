@@ -5,27 +5,25 @@ References:
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._core._errors import AnnotationError
+from .._core._errors import AnnotationError, LossError
 from .._core._types import PyTree
-from .._jax._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, scan_counts
-from .._model._annotations import Scope, default_strategy, scopes_of, written
+from .._jax._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, scan_counts
+from .._model._annotations import Scope, Strategy, scopes_of, written
 from .._model._functional import Functional, Loss, functional, leaf_names
-from .._model._loss import as_sums
+from .._model._loss import MetricColumns, as_sums
 from ._factors import PATTERNS, UNITS, Patterns
-from ._graph import Graph, Input, Op, TaskGraph, Value, leaves, origins
+from ._flops import equation_flops
+from ._graph import Graph
+from ._operations import Input, Op, Value, source_of
+from ._task_graphs import make_task_graphs
 
 _DEFAULT = Scope("replicate", None, -1)
-_INLINED = ("jit", "pjit", "closed_call", "core_call")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_REMAT = ("checkpoint", "remat", "remat2")
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
 
 
@@ -36,6 +34,7 @@ def trace(
     *,
     variables: PyTree | None = None,
     seed: int = 0,
+    default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
 ) -> Graph:
     """Trace a loss and group its equations into TaskGraphs.
@@ -49,6 +48,9 @@ def trace(
         batch: Arrays or shapes with examples in the leading dimension.
         variables: Of a Linen module, arrays or shapes; None: those of its initialisation.
         seed: Of that initialisation.
+        default: `hxla.replicate(...)` or `hxla.split(...)` for what no scope covers. None: what
+            applies parameters is replicated over all devices, and anything else joins the TaskGraph
+            that made its inputs.
         patterns: Which dimensions of an equation can be cut together; add your own with
             `hxla.PATTERNS.with_pattern`.
 
@@ -56,7 +58,8 @@ def trace(
         The graph; `print` shows its TaskGraphs.
 
     Raises:
-        AnnotationError: For scopes that overlap.
+        AnnotationError: For scopes that overlap, a `default` that is no annotation, or an
+            equation that runs programs in a way hxla does not know.
         LossError: If the loss returns something else than `hxla.train` takes.
 
     Example:
@@ -64,21 +67,51 @@ def trace(
     """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
     flat = functional(model, loss, loss, variables=variables, seed=seed, example=example)
-    return trace_functional(flat, example, patterns)
+    return trace_functional(flat, example, default=default, patterns=patterns)
 
 
-def trace_functional(model: Functional, batch: PyTree, patterns: Patterns = PATTERNS) -> Graph:
-    """`trace` for a model that is functional already."""
+def trace_functional(
+    model: Functional,
+    batch: PyTree,
+    *,
+    default: Strategy | None = None,
+    patterns: Patterns = PATTERNS,
+) -> Graph:
+    """`trace` for a model that is functional already.
+
+    Raises:
+        LossError: If the loss changes which variables the model has, or returns something else
+            than documented.
+    """
     num_examples = jax.tree.leaves(batch)[0].shape[0]
+    metrics: list[MetricColumns] = []
 
     def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
         out, new_aux = model.train(params, aux, key, batch)
         sums = as_sums(out, num_examples)
-        columns = [part.columns for part in sums.metrics.values()]
-        first = jnp.stack([sums.loss, sums.weight])
-        return sums.loss, jnp.concatenate([first, *columns]), new_aux
+        metrics[:] = sums.metrics
+        _check_aux(aux, new_aux)
+        return sums.loss, sums.row, new_aux
 
-    return trace_sums(run, model.params, model.aux, batch, logical=model.logical, patterns=patterns)
+    graph = trace_sums(
+        run,
+        model.params,
+        model.aux,
+        batch,
+        logical=model.logical,
+        default=default,
+        patterns=patterns,
+    )
+    return dataclasses.replace(graph, metrics=tuple(metrics))
+
+
+def _check_aux(before: PyTree, after: PyTree) -> None:
+    if str(jax.tree.structure(before)) != str(jax.tree.structure(after)):
+        raise LossError(
+            "the loss changed the structure of the model's variables: before\n"
+            f"  {sorted(leaf_names(before))}\nafter\n  {sorted(leaf_names(after))}\n"
+            "create every variable when the model is made"
+        )
 
 
 def trace_sums(
@@ -88,6 +121,7 @@ def trace_sums(
     batch: PyTree,
     *,
     logical: Sequence[Sequence[str | None] | None] | None = None,
+    default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
 ) -> Graph:
     """Trace `run(params, aux, key, batch)`, whose first result is differentiated.
@@ -98,14 +132,19 @@ def trace_sums(
         aux: Other variables.
         batch: Examples in the leading dimension.
         logical: Names of each parameter's dimensions.
+        default: Annotation of what no scope covers.
         patterns: Which dimensions can be cut together.
     """
+    if default is not None and not isinstance(default, Strategy):
+        raise AnnotationError(
+            f"default={default!r}: pass hxla.replicate(...), hxla.split(...) or None"
+        )
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, _key_shape(), batch)
     )
     closed = jax.make_jaxpr(run)(*shapes)
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
-    graph = _Tracer(closed, counts, leaf_names(params), patterns).graph()
+    graph = _Tracer(closed, counts, leaf_names(params), default, patterns).graph()
     return dataclasses.replace(graph, param_logical=logical)
 
 
@@ -130,8 +169,10 @@ class _Tracer:
         closed: ClosedJaxpr,
         counts: Sequence[int],
         names: tuple[str, ...],
+        default: Strategy | None,
         patterns: Patterns,
     ):
+        self._default = default
         self._drafts: list[_Draft] = []
         self._closed = closed
         self._counts = counts
@@ -179,9 +220,12 @@ class _Tracer:
         )
         keys = list(self._tasks) or [()]
         return Graph(
-            task_graphs=_task_graphs(keys, ops, values, groups[0], results, self._names),
+            task_graphs=make_task_graphs(
+                [_outer(key)[1] for key in keys], ops, values, groups[0], results, self._names
+            ),
             param_names=self._names,
             param_shapes=tuple(values[v].shape for v in groups[0]),
+            program=self._closed,
             ops=ops,
             values=values,
             param_values=tuple(groups[0]),
@@ -209,9 +253,15 @@ class _Tracer:
         for eqn in jaxpr.eqns:
             inputs = tuple(self._read(env, v) for v in eqn.invars)
             here = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
-            name = eqn.primitive.name
-            inner = inner_jaxpr(eqn)
-            if name in _INLINED and inner is not None:
+            kind, inner = kind_of(eqn), inner_jaxpr(eqn)
+            if kind is None:
+                raise AnnotationError(
+                    f"the loss uses {eqn.primitive.name!r} ({source_of(eqn)}), which runs programs "
+                    "in a way that hxla does not know: it is of a newer jax, or of a library's "
+                    "own; call what it wraps without it"
+                )
+            if kind == "inlined":
+                assert inner is not None
                 inside = dict(zip(inner.jaxpr.invars, inputs, strict=True))
                 self._add_consts(inner, inside)
                 ops += self._walk(inner.jaxpr, inside, here, times)
@@ -220,15 +270,17 @@ class _Tracer:
                     env[var] = value
                 continue
             task = self._task(here)
-            if inner is not None and (name in _CUSTOM or name in _REMAT or name == "scan"):
-                ops.append(self._with_body(eqn, inner, inputs, env, here, times, task))
-            else:
+            if kind == "leaf":
                 ops.append(self._leaf(eqn, inputs, env, here, times, task))
+            else:
+                assert inner is not None
+                ops.append(self._with_body(eqn, kind, inner, inputs, env, here, times, task))
         return tuple(ops)
 
     def _with_body(
         self,
         eqn: Any,
+        kind: str,
         inner: ClosedJaxpr,
         inputs: tuple[Input, ...],
         env: dict[Any, Input],
@@ -236,8 +288,6 @@ class _Tracer:
         times: int,
         task: int | None,
     ) -> Op:
-        name = eqn.primitive.name
-        kind = "custom" if name in _CUSTOM else "scan" if name == "scan" else "remat"
         num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
         first_slice = num_consts + num_carry if kind == "scan" else None
         numbers = []
@@ -345,10 +395,9 @@ class _Tracer:
     def _task(self, stack: str) -> int | None:
         scopes = tuple(scopes_of(stack))
         if not scopes:
-            strategy = default_strategy()
-            if strategy is None:
+            if self._default is None:
                 return None
-            scopes = (Scope(strategy.kind, strategy.device_count, -1),)
+            scopes = (Scope(self._default.kind, self._default.device_count, -1),)
         if len(scopes) > 2 or (
             len(scopes) == 2 and (scopes[0].kind, scopes[1].kind) != ("replicate", "split")
         ):
@@ -416,105 +465,3 @@ def _batch_dim(
             if isinstance(v, int) and dim is not None and drafts[v].batch_dim == dim:
                 return factor.results[output]
     return None
-
-
-def _task_graphs(
-    keys: Sequence[tuple[Scope, ...]],
-    ops: tuple[Op, ...],
-    values: tuple[Value, ...],
-    params: Sequence[int],
-    results: tuple[Input, ...],
-    names: tuple[str, ...],
-) -> tuple[TaskGraph, ...]:
-    num = len(keys)
-    read: list[set[int]] = [set() for _ in range(num)]
-    made: list[set[int]] = [set() for _ in range(num)]
-    own_params: list[set[int]] = [set() for _ in range(num)]
-    maker: dict[int, int] = {}
-    all_ops = [list[Op]() for _ in range(num)]
-    for op in leaves(ops):
-        all_ops[op.task].append(op)
-        for v in op.outputs:
-            maker[v] = op.task
-    origin = origins(ops)
-    for op in leaves(ops):
-        made[op.task].update(op.outputs)
-        for v in op.inputs:
-            if not isinstance(v, int):
-                continue
-            source = origin(v)
-            param = values[source].param
-            if param is not None and source in params:
-                own_params[op.task].add(param)
-            elif maker.get(source) != op.task:
-                read[op.task].add(source)
-    wanted = {origin(v) for v in results if isinstance(v, int)}
-    for task in range(num):
-        wanted |= read[task]
-    shared = {
-        p for p in range(len(params)) if sum(p in own_params[task] for task in range(num)) > 1
-    }
-    out = []
-    for task, key in enumerate(keys):
-        _, scope = _outer(key)
-        outputs = sorted(made[task] & wanted)
-        inputs = sorted(read[task])
-        group = all_ops[task]
-        out.append(
-            TaskGraph(
-                index=task,
-                strategy=scope.kind,
-                device_count=scope.device_count,
-                scope="(default)" if scope.entry < 0 else scope.name,
-                source=next((op.source for op in group if op.source), ""),
-                num_equations=len(group),
-                params=tuple(names[p] for p in sorted(own_params[task])),
-                shared_params=tuple(names[p] for p in sorted(own_params[task] & shared)),
-                inputs=tuple(str(values[v]) for v in inputs),
-                outputs=tuple(str(values[v]) for v in outputs),
-                flops=sum(op.flops for op in group),
-                param_bytes=sum(values[params[p]].num_bytes for p in own_params[task]),
-                input_bytes=sum(values[v].num_bytes for v in inputs),
-                output_bytes=sum(values[v].num_bytes for v in outputs),
-                activation_bytes=sum(
-                    values[v].num_bytes * op.times
-                    for op in group
-                    for v in op.outputs
-                    if values[v].differentiable and values[v].param is None
-                ),
-            )
-        )
-    return tuple(out)
-
-
-def equation_flops(eqn: Any) -> int:
-    """Floating-point operations of one equation, as XLA's cost analysis counts them.
-
-    A multiplication and an addition are two; a transcendental function is counted apart by XLA and
-    not at all here.
-    """
-    name = eqn.primitive.name
-    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
-    out = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
-    size = math.prod(out)
-    if name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2 * size * math.prod(shapes[0][d] for d in contract)
-    if name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernel = shapes[1]
-        window = math.prod(kernel[d] for d in numbers.rhs_spec[2:])
-        return 2 * size * window * kernel[numbers.rhs_spec[1]]
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
-        return math.prod(shapes[0]) - size
-    if name in _ARITHMETIC and eqn.outvars[0].aval.dtype != np.bool_:
-        return size
-    return 0
-
-
-_ARITHMETIC = frozenset(
-    {
-        *("add", "sub", "mul", "div", "max", "min", "neg", "abs", "add_any", "clamp"),
-        *("integer_pow", "square", "select_n", "sign", "floor"),
-    }
-)

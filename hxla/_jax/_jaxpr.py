@@ -22,6 +22,42 @@ def inner_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
+# fmt: off
+_KINDS = {
+    "inlined": {"call", "closed_call", "core_call", "jit", "pjit", "xla_metadata_call"},
+    "custom": {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"},
+    "remat": {"checkpoint", "remat", "remat2"},
+    "scan": {"scan"},
+    "leaf": {
+        "composite", "cond", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
+        "linear_call", "pallas_call", "reduce", "reduce_window", "remat_opt", "run_state",
+        "scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul",
+        "scatter_sub", "select_and_scatter", "shard_map", "while",
+    },
+}
+# fmt: on
+
+
+def kind_of(eqn: Any) -> str | None:
+    """How an equation runs the programs that it holds.
+
+    Returns:
+        `inlined` (its program stands for it), `custom` (it has gradient rules of its own), `remat`,
+        `scan`, or `leaf`: it holds none, or runs as a whole. None if it holds programs and its
+        primitive is not known: what it does with them then is not known either.
+    """
+    name = eqn.primitive.name
+    known = next((kind for kind, names in _KINDS.items() if name in names), None)
+    if known not in (None, "leaf"):
+        return known if inner_jaxpr(eqn) is not None else None
+    held = any(
+        isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+        for value in eqn.params.values()
+        for x in (value if isinstance(value, tuple | list) else (value,))
+    )
+    return None if held and known is None else "leaf"
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; slices follow."""
     params = eqn.params

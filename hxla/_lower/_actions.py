@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
+from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Action, Schedule, needs
 
 #: Columns of a table: action (0: none), microbatch of the replica; buffers of the part's input, the
 #: gradient of its output, its residuals and what a backward leaves to the weight gradient; where to
@@ -103,7 +103,7 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
     table[:, :, FIELDS.index("exchange")] = np.array(exchange_of(schedule))[:, None]
     sizes = {"input": 1, "grad": 1, "residual": 1, "late": 1}
     for stage in range(num_stages):
-        spans: dict[str, list[tuple[int, int, Op]]] = {name: [] for name in sizes}
+        spans: dict[str, list[tuple[int, int, Action]]] = {name: [] for name in sizes}
         for (where, op), t in ticks.items():
             if where != stage:
                 continue
@@ -111,8 +111,8 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
             table[t, stage, :2] = number(programs[part], op.kind), op.microbatch
             if op.kind != FORWARD:
                 continue
-            backward = Op(BACKWARD, op.microbatch, op.chunk)
-            last = ticks[stage, Op(WEIGHT, op.microbatch, op.chunk) if splits else backward]
+            backward = Action(BACKWARD, op.microbatch, op.chunk)
+            last = ticks[stage, Action(WEIGHT, op.microbatch, op.chunk) if splits else backward]
             came = needs(op, stage, num_stages, num_chunks)
             if came is not None:
                 spans["input"].append((ticks[came] + 1, last if recompute else t, op))
@@ -130,7 +130,7 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
             column = FIELDS.index(name)
             for (_, _, op), buffer in zip(own, placed.values(), strict=True):
                 for kind_name in KINDS:
-                    t = ticks.get((stage, Op(kind_name, op.microbatch, op.chunk)), -1)
+                    t = ticks.get((stage, Action(kind_name, op.microbatch, op.chunk)), -1)
                     if t >= 0:
                         table[t, stage, column] = buffer
             arrival = {"input": "down", "grad": "up"}.get(name)
@@ -148,10 +148,10 @@ def lower(schedule: Schedule, *, recompute: bool, programs: Sequence[int]) -> Ac
     )
 
 
-def _colour(spans: Sequence[tuple[int, int, Op]]) -> dict[tuple[int, int, Op], int]:
+def _colour(spans: Sequence[tuple[int, int, Action]]) -> dict[tuple[int, int, Action], int]:
     """A buffer for each span, so that no two that overlap share one, in the order of `spans`."""
     free_from: list[int] = []
-    found: dict[tuple[int, int, Op], int] = {}
+    found: dict[tuple[int, int, Action], int] = {}
     for span in sorted(spans):
         start, end, _ = span
         buffer = next((i for i, f in enumerate(free_from) if f <= start), len(free_from))
@@ -163,7 +163,7 @@ def _colour(spans: Sequence[tuple[int, int, Op]]) -> dict[tuple[int, int, Op], i
 
 
 def _arrivals(
-    column_T: np.ndarray, spans: Sequence[tuple[int, int, Op]], buffers: Sequence[int]
+    column_T: np.ndarray, spans: Sequence[tuple[int, int, Action]], buffers: Sequence[int]
 ) -> int:
     """Where what arrives after each tick goes: its buffer, or one that nobody needs then."""
     num = 1 + max(buffers, default=0)

@@ -50,6 +50,11 @@ class Replica:
         return any(d.process_index == jax.process_index() for d in self.devices)
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether several processes share it."""
+        return len({d.process_index for d in self.devices}) > 1
+
+    @property
     def is_led_here(self) -> bool:
         """Whether this process has its first device, and so speaks for it."""
         return self.devices[0].process_index == jax.process_index()
@@ -78,15 +83,3 @@ class Replica:
         each = specs or [P()] * len(leaves)
         placed = [self.put(x, s) for x, s in zip(leaves, each, strict=True)]
         return jax.tree.unflatten(treedef, placed)
-
-    def whole(self, tree: PyTree) -> PyTree:
-        """All arrays of a tree on this replica, gathered so that every process can read them."""
-        if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
-            return tree
-        # One after another: collectives that wait for nothing of each other may run in another
-        # order on each process, and Gloo then mixes them up.
-        return jax.tree.map(lambda x: jax.block_until_ready(self._gather(x)), tree)
-
-    @functools.cached_property
-    def _gather(self) -> Any:
-        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))

@@ -11,7 +11,6 @@ Legend of shape suffixes: S stages.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
+from .._plan._stage_storage import piece_shape, without_stages
 from ._words import Words
 
 
@@ -53,20 +53,13 @@ class Slots:
         num_stages: S.
         slots: All of them.
         of: For each stage its parameters and their slots.
-        dims: For each parameter the dimension in which it is stored cut over stages, or None.
-        inner: For each parameter how the devices of a stage cut it.
+        specs: PartitionSpec of each parameter between steps.
     """
 
     num_stages: int
     slots: tuple[Slot, ...]
     of: tuple[Mapping[int, int], ...]
-    dims: tuple[int | None, ...]
-    inner: tuple[P, ...]
-
-    @property
-    def specs(self) -> list[P]:
-        """PartitionSpec of each parameter between steps."""
-        return [_also_cut(s, d) for s, d in zip(self.inner, self.dims, strict=True)]
+    specs: tuple[P, ...]
 
     @property
     def padding(self) -> float:
@@ -146,17 +139,17 @@ class Slots:
                 if param is not None:
                     add(param, of_stage[stage][first : first + len(own)])
             first += len(own)
-        missing = [p for p in range(len(self.dims)) if p not in totals]
+        missing = [p for p in range(len(self.specs)) if p not in totals]
         assert not missing, missing
         gathered = [jnp.stack([arrays[i] for arrays in of_stage]) for i in range(len(small))]
-        return [tuple(totals[p]) for p in range(len(self.dims))], gathered
+        return [tuple(totals[p]) for p in range(len(self.specs))], gathered
 
 
 def make_slots(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[Any],
     read_by: Sequence[Sequence[int]],
-    inner: Sequence[P] | None = None,
+    specs: Sequence[P],
     axes: Sequence[tuple[str, int]] = (),
 ) -> Slots:
     """Give each stage's parameters slots of their shapes.
@@ -164,23 +157,23 @@ def make_slots(
     Args:
         shapes: Of every parameter.
         dtypes: Of every parameter.
-        read_by: For each stage the parameters that it reads. One that no stage reads goes to the
-            first, for its gradient is zero.
-        inner: For each parameter how the devices of a stage cut it.
+        read_by: For each stage the parameters it reads; what nobody reads is the first stage's.
+        specs: How parameters lie between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.
     """
     num_stages = len(read_by)
     unread = set(range(len(shapes))) - {p for own in read_by for p in own}
     held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
-    specs = tuple(inner or (P(),) * len(shapes))
-    pieces = [_piece(shape, s, dict(axes)) for shape, s in zip(shapes, specs, strict=True)]
-    dims = tuple(_dim(piece, num_stages) for piece in pieces)
+    inside = [without_stages(spec) for spec in specs]
+    pieces = [
+        piece_shape(shape, spec, dict(axes))
+        for shape, (spec, _) in zip(shapes, inside, strict=True)
+    ]
     table: dict[Any, list[list[int | None]]] = {}
-    of: list[dict[int, int]] = []
     for stage, own in enumerate(held):
         used: dict[Any, int] = {}
         for p in own:
-            kind = (shapes[p], jnp.dtype(dtypes[p]), specs[p], pieces[p])
+            kind = (shapes[p], jnp.dtype(dtypes[p]), pieces[p], *inside[p])
             rows = table.setdefault(kind, [])
             row = used.get(kind, 0)
             used[kind] = row + 1
@@ -188,20 +181,19 @@ def make_slots(
                 rows.append([None] * num_stages)
             rows[row][stage] = p
     slots = [
-        Slot(
-            shape=shape,
-            dtype=dtype,
-            spec=spec,
-            piece=piece,
-            dim=_dim(piece, num_stages),
-            params=tuple(row),
-        )
-        for (shape, dtype, spec, piece), rows in table.items()
+        Slot(shape=shape, dtype=dtype, piece=piece, spec=spec, dim=dim, params=tuple(row))
+        for (shape, dtype, piece, spec, dim), rows in table.items()
         for row in rows
     ]
-    for stage in range(num_stages):
-        of.append({s.params[stage]: i for i, s in enumerate(slots) if s.params[stage] is not None})  # type: ignore[misc]
-    return Slots(num_stages=num_stages, slots=tuple(slots), of=tuple(of), dims=dims, inner=specs)
+    return Slots(
+        num_stages=num_stages,
+        slots=tuple(slots),
+        of=tuple(
+            {p: i for i, slot in enumerate(slots) if (p := slot.params[s]) is not None}
+            for s in range(num_stages)
+        ),
+        specs=tuple(specs),
+    )
 
 
 def _exchanged(messages: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
@@ -218,30 +210,3 @@ def _chunk(x: jax.Array, dim: int | None, index: int, num: int) -> jax.Array:
         return x
     size = x.shape[dim] // num
     return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=dim)
-
-
-def names_of(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
-
-
-def _piece(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of one device's part."""
-    cuts = [math.prod(sizes[name] for name in names_of(part)) for part in spec]
-    return tuple(n // cuts[d] if d < len(cuts) else n for d, n in enumerate(shape))
-
-
-def _also_cut(spec: P, dim: int | None) -> P:
-    """The spec with each device's part cut over stages in a dimension."""
-    if dim is None:
-        return spec
-    parts = [*spec, *[None] * (dim + 1 - len(spec))]
-    names = (*names_of(parts[dim]), STAGE_AXIS)
-    parts[dim] = names if len(names) > 1 else STAGE_AXIS
-    return P(*parts)
-
-
-@functools.cache
-def _dim(shape: tuple[int, ...], num_stages: int) -> int | None:
-    """The first dimension that can be cut evenly."""
-    return next((d for d, n in enumerate(shape) if n % num_stages == 0 and n), None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._graph._graph import Graph
 from .._graph._interpreter import Env, Placement
-from .._graph._parts import Part, has_gradient, run_part
+from .._graph._parts import ChainPart, has_gradient, run_part
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._jax._min_cut import Halves, halve
@@ -62,7 +62,12 @@ class StagePart:
     """
 
     def __init__(
-        self, graph: Graph, part: Part, placement: Placement | None = None, *, on_cpu: bool = False
+        self,
+        graph: Graph,
+        part: ChainPart,
+        placement: Placement | None = None,
+        *,
+        on_cpu: bool = False,
     ):
         self.part = part
         self._on_cpu = on_cpu

@@ -236,28 +236,18 @@ def split(device_count: int | None = None) -> Strategy:
     return Strategy("split", device_count)
 
 
-class _Default:
-    strategy: Strategy | None = None
+def stage() -> Strategy:
+    """Annotate operations that are one stage of a pipeline: `replicate(1)` by its own name.
 
+    TaskGraphs on different devices are the stages of a pipeline, in the order of execution.
 
-def set_default_strategy(strategy: Strategy | None) -> None:
-    """Annotate what no scope covers, in every later `hxla.trace` and `hxla.train`.
+    Returns:
+        A context manager and decorator: see `Strategy`.
 
-    Args:
-        strategy: `hxla.replicate(...)`, `hxla.split(...)`, or None for the start: what applies
-            parameters is then replicated over all devices, and anything else joins the TaskGraph
-            that made its inputs.
-
-    Raises:
-        AnnotationError: If it is something else.
+    Example:
+        >>> with hxla.stage():
+        ...     x = encoder(tokens)
+        >>> with hxla.stage():
+        ...     return decoder(x)
     """
-    if strategy is not None and not isinstance(strategy, Strategy):
-        raise AnnotationError(
-            f"set_default_strategy({strategy!r}): pass hxla.replicate(...), hxla.split(...) or None"
-        )
-    _Default.strategy = strategy
-
-
-def default_strategy() -> Strategy | None:
-    """What `set_default_strategy` was given last."""
-    return _Default.strategy
+    return Strategy("replicate", 1)

@@ -6,7 +6,7 @@ microbatch's own key and from nothing else.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,18 +21,25 @@ from .._core._types import PyTree
 
 Loss = Callable[[Any, Any], Any]
 
+#: Random streams that a Linen module is given if nothing else is said.
+RNGS = ("params", "dropout")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Functional:
     """A model without objects.
 
     Attributes:
-        params: Trainable arrays in the user's own tree; the optimizer sees exactly this.
-        aux: Other arrays that the loss may change, in the user's own tree.
+        params: Trainable arrays, or their shapes, in the user's own tree; the optimizer sees
+            exactly this.
+        aux: Other arrays that the loss may change, or their shapes, in the user's own tree.
         logical: For each parameter the logical names of its dimensions in Flax's metadata.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
         evaluate: The same with the model in evaluation mode.
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
+        initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
+            are arrays, or where nothing is known but shapes.
+        init_arguments: Arrays.
     """
 
     params: PyTree
@@ -41,6 +48,24 @@ class Functional:
     train: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     evaluate: Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Any, PyTree]]
     finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
+    initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
+    init_arguments: tuple[Any, ...] = ()
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
+        leaves = jax.tree.leaves((self.params, self.aux))
+        return self.initialise is not None or not any(map(is_abstract, leaves))
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether a leaf is a shape only."""
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
@@ -79,13 +104,22 @@ def _check_params(params: PyTree) -> None:
         )
 
 
-def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
+def from_nnx(
+    model: nnx.Module,
+    loss: Loss,
+    eval_loss: Loss,
+    *,
+    make: Callable[[], nnx.Module] | None = None,
+    seed: int = 0,
+) -> Functional:
     """Make an NNX module functional.
 
     Args:
-        model: Left as it is until `finish`, which updates it in place.
+        model: Left as it is until `finish`, which updates it in place. Its arrays may be shapes.
         loss: `loss(model, batch)`.
         eval_loss: The same, called on the model in evaluation mode.
+        make: Makes the module; None: its arrays are those it has.
+        seed: Of the random streams of a module that was shapes only.
 
     Returns:
         Params are all `nnx.Param` variables; aux is every other variable except random streams
@@ -113,7 +147,14 @@ def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
 
     def finish(params: PyTree, aux: PyTree) -> tuple[Any, PyTree]:
         nnx.update(model, params, aux)
+        if any(map(is_abstract, jax.tree.leaves(rngs))):
+            nnx.update(model, _reseed(rngs, jax.random.key(seed)))
         return model, nnx.state(model, nnx.Not(nnx.RngState))
+
+    def initialise() -> tuple[PyTree, PyTree]:
+        assert make is not None
+        parts: Any = nnx.split(make(), *filters)
+        return parts[1], parts[4]
 
     return Functional(
         params=params,
@@ -122,6 +163,7 @@ def from_nnx(model: nnx.Module, loss: Loss, eval_loss: Loss) -> Functional:
         train=call(graphdef_train, loss),
         evaluate=call(graphdef_eval, eval_loss),
         finish=finish,
+        initialise=None if make is None else initialise,
     )
 
 
@@ -155,6 +197,7 @@ def from_linen(
     variables: PyTree | None,
     seed: int,
     example: PyTree,
+    rngs: Sequence[str] = RNGS,
 ) -> Functional:
     """Make a Linen module functional.
 
@@ -165,15 +208,19 @@ def from_linen(
         eval_loss: The same, used for evaluation.
         variables: Initial variables, or None to initialise them by running the loss once.
         seed: Seed of the initialisation.
-        example: One microbatch, for the shapes of the initialisation.
+        example: One microbatch, arrays or shapes, for the shapes of the initialisation.
+        rngs: Names of the random streams that the module asks for.
 
     Returns:
         Params are the collection `params`; aux is every other collection.
     """
+    init: Any = None
     if variables is None:
-        keys = jax.random.split(jax.random.key(seed), 2)
-        init = jax.jit(nn.init(_two_arguments(loss), module))
-        variables = init({"params": keys[0], "dropout": keys[1]}, example)
+        first, second = jax.random.split(jax.random.key(seed), 2)
+        later = [jax.random.fold_in(jax.random.key(seed), i) for i in range(2, len(rngs))]
+        keys = dict(zip(rngs, (first, second, *later), strict=False))
+        init = nn.init(_two_arguments(loss), module)
+        variables = jax.eval_shape(init, keys, example)
     variables = dict(variables)
     if "params" not in variables:
         raise ConfigError(
@@ -188,11 +235,16 @@ def from_linen(
         apply = nn.apply(_two_arguments(loss), module, mutable=mutable)
 
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
-            return apply({"params": params, **aux}, batch, rngs=rngs)
+            keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
+            return apply({"params": params, **aux}, batch, rngs=keys)
 
         return run
 
+    def initialise(keys: Any, example: PyTree) -> tuple[PyTree, PyTree]:
+        made = dict(init(keys, example))
+        return made.pop("params"), made
+
+    is_open = init is not None and not any(map(is_abstract, jax.tree.leaves(example)))
     return Functional(
         params=params,
         aux=variables,
@@ -200,6 +252,8 @@ def from_linen(
         train=call(loss),
         evaluate=call(eval_loss),
         finish=lambda params, aux: (module, {"params": params, **aux}),
+        initialise=initialise if is_open else None,
+        init_arguments=(keys, example) if is_open else (),
     )
 
 
@@ -219,24 +273,29 @@ def functional(
     variables: PyTree | None,
     seed: int,
     example: PyTree,
+    rngs: Sequence[str] = RNGS,
 ) -> Functional:
     """Make any Flax model functional: see `from_nnx` and `from_linen`.
+
+    A function without arguments that returns an NNX module is not called for real: its arrays are
+    made where they are to lie.
 
     Raises:
         ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
     """
     if isinstance(model, nn.Module):
-        return from_linen(model, loss, eval_loss, variables=variables, seed=seed, example=example)
+        return from_linen(
+            model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
+        )
+    make = None
+    if callable(model) and not isinstance(model, nnx.Module | type):
+        make, model = model, nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-        return from_nnx(model, loss, eval_loss)
+        return from_nnx(model, loss, eval_loss, make=make, seed=seed)
+    shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise ConfigError(
-        f"model is {type(model).__name__}, not a Flax module: pass an nnx.Module instance or an "
-        "unbound flax.linen.Module"
+        f"model is {shown}, not a Flax module: pass an nnx.Module instance, a function that makes "
+        "one, or an unbound flax.linen.Module"
     )
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """Copies of all leaves as numpy arrays that share no memory with device buffers."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)

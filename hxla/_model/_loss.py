@@ -25,18 +25,42 @@ _ACCEPTED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums:
+class MetricColumns:
+    """Where a metric stands in the sums of a microbatch.
+
+    Attributes:
+        name: The user's.
+        how: As for `metric`.
+        over: As for `metric`.
+        width: Columns; a mean is multiplied by the microbatch's weight already.
+    """
+
+    name: str
+    how: str
+    over: str
+    width: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicrobatchSums:
     """One microbatch's part of the global means.
 
     Attributes:
         loss: float32 scalar, sum of weighted losses.
         weight: float32 scalar, sum of weights.
-        metrics: Name to what this microbatch adds.
+        columns: For each metric float32[width], what this microbatch adds.
+        metrics: What the columns are, by name.
     """
 
     loss: jax.Array
     weight: jax.Array
-    metrics: "dict[str, Part]"
+    columns: tuple[jax.Array, ...]
+    metrics: tuple[MetricColumns, ...]
+
+    @property
+    def row(self) -> jax.Array:
+        """float32[2 + columns]: loss, weight, metrics."""
+        return jnp.concatenate([jnp.stack([self.loss, self.weight]), *self.columns])
 
 
 How = Literal["mean", "sum", "max", "min", "concat"]
@@ -44,15 +68,15 @@ How = Literal["mean", "sum", "max", "min", "concat"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Merged:
-    """A metric with the way its microbatches are merged: see `merge`."""
+class Metric:
+    """A metric with the way its microbatches are merged: see `metric`."""
 
     value: Any
     how: str = dataclasses.field(default="mean", metadata={"static": True})
     over: str = dataclasses.field(default="global", metadata={"static": True})
 
 
-def merge(value: Any, how: How = "mean", *, over: Literal["global", "local"] = "global") -> Merged:
+def metric(value: Any, how: How = "mean", *, over: Literal["global", "local"] = "global") -> Metric:
     """Say how a metric that a loss returns is merged over microbatches and replicas.
 
     Args:
@@ -69,61 +93,60 @@ def merge(value: Any, how: How = "mean", *, over: Literal["global", "local"] = "
         LossError: For another name.
 
     Example:
-        >>> return loss, {"tokens": hxla.merge(mask.sum(), "sum")}
+        >>> return loss, {"tokens": hxla.metric(mask.sum(), "sum")}
 
     References:
         Whale's merged outputs; EasyParallelLibrary, `epl.add_to_collection`.
     """
     if how not in get_args(How) or over not in ("global", "local"):
         raise LossError(
-            f"hxla.merge(..., {how!r}, over={over!r}): how is one of {', '.join(get_args(How))}, "
+            f"hxla.metric(..., {how!r}, over={over!r}): how is one of {', '.join(get_args(How))}, "
             "over is global or local"
         )
-    return Merged(value, how, over)
+    return Metric(value, how, over)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """One microbatch's part of a metric.
-
-    Attributes:
-        how: As for `merge`.
-        over: As for `merge`.
-        columns: float32[k]; a mean is multiplied by the microbatch's weight already.
-    """
-
-    how: str
-    over: str
-    columns: jax.Array
-
-    @property
-    def width(self) -> int:
-        """k."""
-        return self.columns.shape[0]
+def num_columns(metrics: Sequence[MetricColumns]) -> int:
+    """Of a row of sums: loss, weight and metrics."""
+    return 2 + sum(metric.width for metric in metrics)
 
 
-def merge_parts(
-    part: Part, rows_MK: np.ndarray, weights_M: np.ndarray, own: Sequence[int]
-) -> float | tuple[float, ...]:
-    """Bring a metric's columns of all microbatches together, in the order of microbatches.
+def means(
+    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], own: Sequence[int]
+) -> tuple[float, float, dict[str, float | tuple[float, ...]]]:
+    """Loss, weight and metrics of a batch from those of its microbatches, added in order.
 
     Args:
-        part: How.
-        rows_MK: float32, one row for each microbatch.
-        weights_M: Their weights.
+        rows_MS: float32, the `row` of each microbatch.
+        metrics: What the columns are.
         own: Microbatches of the local replica.
     """
-    if part.over == "local":
+    losses_M, weights_M = rows_MS[:, 0], rows_MS[:, 1]
+    weight = math.fsum(weights_M) if np.isfinite(weights_M).all() else math.nan
+    loss = math.fsum(losses_M) if np.isfinite(losses_M).all() else math.nan
+    merged = {}
+    start = 2
+    for metric in metrics:
+        columns = rows_MS[:, start : start + metric.width]
+        merged[metric.name] = _merge(metric, columns, weights_M, own)
+        start += metric.width
+    return loss / weight if weight else math.nan, weight, merged
+
+
+def _merge(
+    metric: MetricColumns, rows_MK: np.ndarray, weights_M: np.ndarray, own: Sequence[int]
+) -> float | tuple[float, ...]:
+    if metric.over == "local":
         rows_MK, weights_M = rows_MK[list(own)], weights_M[list(own)]
     if not len(rows_MK):
-        return () if part.how == "concat" else math.nan
-    if part.how == "concat":
+        return () if metric.how == "concat" else math.nan
+    if metric.how == "concat":
         return tuple(float(x) for x in rows_MK.reshape(-1) if not np.isnan(x))
     column = rows_MK[:, 0]
-    if part.how in ("max", "min"):
-        return float(column.max() if part.how == "max" else column.min())
+    if metric.how in ("max", "min"):
+        return float(column.max() if metric.how == "max" else column.min())
     total = math.fsum(column) if np.isfinite(column).all() else math.nan
-    if part.how == "sum":
+    if metric.how == "sum":
         return total
     weight = math.fsum(weights_M)
     return total / weight if weight else math.nan
@@ -140,8 +163,8 @@ def _describe(out: Any) -> str:
 
 
 def as_sums(
-    out: Any, num_examples: int, *, mean_weight: float = 1, num_columns: int | None = None
-) -> Sums:
+    out: Any, num_examples: int, *, mean_weight: float = 1, padded_size: int | None = None
+) -> MicrobatchSums:
     """Read what the user's loss returned.
 
     Args:
@@ -149,7 +172,7 @@ def as_sums(
         num_examples: Examples in the microbatch.
         mean_weight: Weight of a microbatch whose loss is a mean already: 1 where all have the same
             size, else its number of examples.
-        num_columns: Length that a `concat` is padded to with NaN; None: `num_examples`.
+        padded_size: Length that a `concat` is padded to with NaN; None: `num_examples`.
 
     Returns:
         Sums over the microbatch.
@@ -193,32 +216,35 @@ def as_sums(
         weights = jax.lax.stop_gradient(weights)
     weight = jnp.sum(weights)
 
-    def metric(name: str, given: Any) -> Part:
-        merged = given if isinstance(given, Merged) else Merged(given)
-        value = jax.lax.stop_gradient(jnp.asarray(merged.value)).astype(jnp.float32)
+    def columns_of(name: str, given: Any) -> tuple[jax.Array, MetricColumns]:
+        asked = given if isinstance(given, Metric) else Metric(given)
+        value = jax.lax.stop_gradient(jnp.asarray(asked.value)).astype(jnp.float32)
         if value.ndim and value.shape != weights.shape:
             raise wrong(
                 f"metric {name!r} has shape {list(value.shape)}: metrics are scalars (means over "
                 "the microbatch) or have the shape of the values"
             )
-        if merged.how == "concat":
+        if asked.how == "concat":
             if value.ndim != 1:
                 raise wrong(
                     f"metric {name!r} of shape {list(value.shape)} cannot be concatenated: give "
                     "one number for each example"
                 )
-            missing = (num_columns or num_examples) - num_examples
+            missing = (padded_size or num_examples) - num_examples
             columns = jnp.pad(value, (0, missing), constant_values=jnp.nan)
-        elif merged.how == "mean":
+        elif asked.how == "mean":
             every = weights if value.ndim else weight
             columns = jnp.sum(jnp.where(every != 0, value, 0) * every)[None]
         else:
-            reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[merged.how]
+            reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[asked.how]
             columns = reduce(value)[None]
-        return Part(how=merged.how, over=merged.over, columns=columns)
+        width = columns.shape[0]
+        return columns, MetricColumns(name=name, how=asked.how, over=asked.over, width=width)
 
-    return Sums(
+    found = [columns_of(str(name), given) for name, given in sorted(metrics.items())]
+    return MicrobatchSums(
         loss=loss,
         weight=weight,
-        metrics={str(k): metric(k, v) for k, v in sorted(metrics.items())},
+        columns=tuple(columns for columns, _ in found),
+        metrics=tuple(metric for _, metric in found),
     )

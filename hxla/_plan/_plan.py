@@ -1,40 +1,96 @@
-"""The plan of a run as a value: who computes what, why, and how far from optimal it can be."""
+"""The plan: who holds and computes what. All that a run of training decides is in it.
 
-import dataclasses
+A plan is made by annotations, rules, a mesh, a number of stages or the search, and lowered with the
+traced loss to the programs that run; nothing else decides anything. It can be written to a file,
+read, edited by hand, and compared.
+"""
+
 import hashlib
 import json
-from typing import Any
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
 
 from .._core._errors import PlanError
+from .._core._types import STAGE_AXIS
+from ._layout import Layout, PlanValue
+from ._plan_check import faults
+from ._plan_parts import (
+    Axis,
+    Placement,
+    PlannedDevice,
+    PlannedPipeline,
+    Precision,
+    Prediction,
+    ReplicaWork,
+    RunnerUp,
+    SumsForm,
+    Versions,
+)
+from ._plan_picture import DeviceRow, draw_devices
+
+_MOST_LINES = 24  # of differences, and of devices in words
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Replicated training of one global batch.
+class Plan(PlanValue):
+    """Who holds and computes what, why, and how far from the best it can be.
 
     Attributes:
-        device_names: One name per device.
+        format: Of the file.
+        made_with: Versions that decide bits.
+        cluster: Name of the mesh file; empty for the devices that were there.
         batch_size: Examples of a global batch.
         microbatch_size: Examples of a microbatch.
-        counts: Microbatches of each device; they sum to `num_microbatches`.
-        reduction: `exact` or `float`.
-        microbatch_seconds: Measured time of one microbatch on each device (0: not measured).
-        fixed_seconds: Time of each device's step that does not depend on its count (the update).
-        step_seconds: Predicted time of a step (0: nothing was measured).
-        bound_seconds: No counts can be faster than this, not even fractional ones.
-        reasons: Why the plan is what it is, in words.
+        devices: Those that take part.
+        axes: Mesh axes inside a copy of the model; none where a copy has one device.
+        replicas: Copies of the model.
+        pipeline: Its stages, where `stage` is the first of the axes.
+        parameters: How each parameter lies over its copy's devices between steps.
+        sums: How gradients are added up.
+        precision: Dtypes of the computation.
+        placement: Kinds of memory.
+        prediction: Of time and memory; None where nothing is known.
+        runners_up: Next best plans, the fastest first.
+        reasons: Why, and what is estimated, in words.
+
+    Example:
+        >>> plan = hxla.Plan.from_json(text)
+        >>> print(plan.explain())
     """
 
-    device_names: tuple[str, ...]
-    batch_size: int
-    microbatch_size: int
-    counts: tuple[int, ...]
-    reduction: str
-    microbatch_seconds: tuple[float, ...] = ()
-    fixed_seconds: tuple[float, ...] = ()
-    step_seconds: float = 0.0
-    bound_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
+    format: Literal[1] = 1
+    made_with: Versions
+    cluster: str = ""
+    batch_size: pydantic.PositiveInt
+    microbatch_size: pydantic.PositiveInt
+    devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
+    axes: tuple[Axis, ...] = ()
+    replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
+    pipeline: PlannedPipeline | None = None
+    parameters: tuple[Layout, ...]
+    sums: SumsForm = SumsForm()
+    precision: Precision = Precision()
+    placement: Placement = Placement()
+    prediction: Prediction | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    reasons: Annotated[tuple[str, ...], pydantic.Field()] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _is_consistent(self) -> "Plan":
+        found = tuple(faults(self))
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches of each copy of the model in a step."""
+        return tuple(replica.num_microbatches for replica in self.replicas)
 
     @property
     def num_microbatches(self) -> int:
@@ -42,46 +98,331 @@ class Plan:
         return self.batch_size // self.microbatch_size
 
     @property
-    def gap(self) -> float:
-        """Certified distance from the optimum: predicted step over bound, minus one."""
-        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes inside a copy of the model, by name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of each copy of the model; 1 without a pipeline."""
+        return self.axis_sizes.get(STAGE_AXIS, 1)
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Short unique names of the copies: their devices' kinds and ranks, `cpu0@0.5`."""
+        kinds = {device.rank: device.kind for device in self.devices}
+        return tuple(_name(replica.devices, kinds) for replica in self.replicas)
+
+    @property
+    def stage_names(self) -> tuple[tuple[str, ...], ...]:
+        """The same for the stages of each copy."""
+        kinds = {device.rank: device.kind for device in self.devices}
+        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        return tuple(
+            tuple(_name(r.devices[i : i + size], kinds) for i in range(0, len(r.devices), size))
+            for r in self.replicas
+        )
+
+    @property
+    def numerics(self) -> str:
+        """Fingerprint of the fields that decide bits: equal numerics, equal bits.
+
+        Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
+        with the same parameters to the last bit. Counts, the number of copies, schedules and where
+        devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        """
+        text = json.dumps(self._deciding(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _deciding(self) -> dict[str, Any]:
+        """What `numerics` is the fingerprint of."""
+        found: dict[str, Any] = {
+            "made_with": self.made_with.model_dump(),
+            "batch_size": self.batch_size,
+            "microbatch_size": self.microbatch_size,
+            "precision": self.precision.model_dump(),
+            "sums": self.sums.model_dump(include={"kind", "limbs"}),
+            "parameters": [[p.name, p.shape, p.dtype] for p in self.parameters],
+        }
+        arithmetic = {device.rank: device.arithmetic for device in self.devices}
+        kinds = set(arithmetic.values())
+        found["kinds"] = sorted(kinds)
+        if len(kinds) > 1:  # which microbatch is computed where
+            found["kinds"] = [
+                [[arithmetic[rank] for rank in r.devices], r.num_microbatches]
+                for r in self.replicas
+            ]
+        if self.axes:
+            found["axes"] = [axis.model_dump() for axis in self.axes]
+            found["specs"] = [layout.spec for layout in self.parameters]
+        if self.pipeline is not None:
+            segments = self.pipeline.segments
+            found["cut"] = [self.pipeline.points, self.pipeline.num_chunks, self.pipeline.cut_by]
+            found["keep"] = (
+                [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
+            )
+        if self.sums.kind == "float":
+            found["sums"] = [self.sums.model_dump(), self.counts]
+        return found
+
+    @property
+    def decisions(self) -> "Plan":
+        """The plan without its prediction, its runners-up and its reasons."""
+        return self.model_copy(update={"prediction": None, "runners_up": (), "reasons": ()})
+
+    # -- other plans -----------------------------------------------------------------------------
+
+    def with_counts(self, counts: tuple[int, ...]) -> "Plan":
+        """The plan with other counts of microbatches; its prediction falls away.
+
+        Raises:
+            PlanError: If they do not add up to `num_microbatches`.
+        """
+        replicas = tuple(
+            replica.model_copy(update={"num_microbatches": int(count)})
+            for replica, count in zip(self.replicas, counts, strict=True)
+        )
+        return self.replaced(replicas=replicas, prediction=None)
+
+    def replaced(self, **fields: Any) -> "Plan":
+        """The plan with other fields, checked like any.
+
+        Raises:
+            PlanError: With every fault.
+        """
+        return self.checked(
+            {name: getattr(self, name) for name in type(self).model_fields} | fields
+        )
+
+    @classmethod
+    def checked(cls, fields: Mapping[str, Any]) -> "Plan":
+        """A plan of these fields.
+
+        Raises:
+            PlanError: With every fault.
+        """
+        try:
+            return cls(**fields)
+        except pydantic.ValidationError as error:
+            raise PlanError(_written(error)) from None
+
+    # -- files -----------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """The plan as JSON, complete."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Read what `to_json` wrote.
+    def from_json(cls, text: str | bytes) -> "Plan":
+        """Read what `to_json` wrote, or what a person made of it.
 
         Raises:
-            PlanError: If the text is no plan.
+            PlanError: If the text is no plan: every fault, with its key and the reason.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            return cls(**values)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise PlanError(f"this is no plan: {error}; write plans with Plan.to_json") from error
+            return cls.model_validate_json(text)
+        except pydantic.ValidationError as error:
+            raise PlanError(_written(error)) from None
 
-    def fingerprint(self) -> str:
-        """SHA-256 of the JSON form, the same on every machine."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file.
+
+        Raises:
+            PlanError: If the file cannot be written.
+        """
+        try:
+            with open(path, "w") as file:
+                file.write(self.to_json())
+        except OSError as error:
+            raise PlanError(f"plan {path} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: If there is none that can be read, or it is no plan.
+        """
+        try:
+            with open(path, "rb") as file:
+                text = file.read()
+        except OSError as error:
+            raise PlanError(f"plan {path} cannot be read: {error.strerror}") from None
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+    # -- words and pictures ----------------------------------------------------------------------
+
+    def diff(self, other: "Plan") -> tuple[str, ...]:
+        """What `other` decides otherwise, a line for each key; predictions are left out.
+
+        Returns:
+            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; nothing if the plans
+            decide the same.
+        """
+        return tuple(_differences(_plain(self), _plain(other), ""))
 
     def explain(self) -> str:
-        """The plan in words, one line per device."""
+        """The plan in words: what each copy and each device does, its time and memory, and why."""
+        axes = " x ".join(str(n) for n in (len(self.replicas), *self.axis_sizes.values()))
+        names = " x ".join(("data", *self.axis_sizes))
+        sums = f"{self.sums.kind} sums"
         lines = [
             f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size}, {self.reduction} sums"
+            f"{self.microbatch_size}, {sums}" + (f"; {names} = {axes}" if self.axes else "")
         ]
-        width = max(map(len, self.device_names))
-        for i, (name, count) in enumerate(zip(self.device_names, self.counts, strict=True)):
-            line = f"  {name:<{width}}  {count:>4} microbatches"
-            if self.microbatch_seconds:
-                busy = self.fixed_seconds[i] + count * self.microbatch_seconds[i]
-                line += f" of {self.microbatch_seconds[i] * 1e3:.1f} ms, busy {busy:.3f} s"
-            lines.append(line)
-        if self.step_seconds:
-            known = f", at most {self.gap:.1%} above any plan" if self.bound_seconds else ""
-            lines.append(f"  predicted step {self.step_seconds:.3f} s{known}")
-        return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])
+        width = max(map(len, self.replica_names))
+        for i, (name, count) in enumerate(zip(self.replica_names, self.counts, strict=True)):
+            if i == _MOST_LINES:
+                lines.append(f"  and {len(self.replicas) - i} more")
+                break
+            lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._of_replica(i)}")
+        if self.pipeline is not None:
+            lines += self._of_pipeline(self.pipeline)
+        if self.prediction is not None:
+            lines += self._of_prediction(self.prediction)
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines += [f"  runner-up: {r.description}, {r.step_seconds:.4g} s" for r in self.runners_up]
+        return "\n".join(lines)
+
+    def _of_replica(self, i: int) -> str:
+        known = self.prediction
+        if known is None or not known.microbatch_seconds:
+            return ""
+        micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
+        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s"
+
+    def _of_pipeline(self, pipeline: PlannedPipeline) -> Iterator[str]:
+        schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a table"
+        chunks = f" with {pipeline.num_chunks} chunks each" if pipeline.num_chunks > 1 else ""
+        kept = "forwards run again" if pipeline.recompute else "residuals are kept"
+        yield f"  pipeline of {self.num_stages} stages, {schedule}{chunks}: {kept}"
+        for part in range(self.num_stages * pipeline.num_chunks):
+            own = [s.name for s in pipeline.segments if s.part == part]
+            between = f"{own[0]} .. {own[-1]}" if len(own) > 1 else own[0]
+            yield f"  stage {part % self.num_stages}: {between}"
+
+    def _of_prediction(self, known: Prediction) -> Iterator[str]:
+        if known.step_seconds:
+            bound = f", at most {known.gap:.1%} above any plan" if known.bound_seconds else ""
+            rate = self.batch_size / known.step_seconds
+            yield f"  predicted step {known.step_seconds:.4g} s, {rate:.4g} examples/s{bound}"
+        kinds = {device.rank: device.kind for device in self.devices}
+        timed = any(d.compute_seconds for d in known.devices)
+        for i, d in enumerate(known.devices):
+            if i == _MOST_LINES:
+                yield f"  and {len(known.devices) - i} more devices"
+                return
+            of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
+            spent = ""
+            if timed:
+                spent = (
+                    f"  compute {d.compute_seconds:.3g} s, wait {d.wait_seconds:.3g} s, "
+                    f"reduce {d.reduction_seconds:.3g} s, update {d.update_seconds:.3g} s"
+                )
+            yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
+
+    def compare(self, other: "Plan") -> str:
+        """Both plans side by side, in words."""
+        rows = [
+            ("cluster", *(p.cluster or "here" for p in (self, other))),
+            ("devices in use", *(str(len(p.devices)) for p in (self, other))),
+            *((f"data x {'inner axes'}", *(_shape(p) for p in (self, other))),),
+            ("microbatch size", *(str(p.microbatch_size) for p in (self, other))),
+            ("microbatches", *(_short(p.counts) for p in (self, other))),
+            *_predicted_rows(self, other),
+        ]
+        width = max(len(row[1]) for row in rows)
+        lines = [f"{name:<17} {a:>{width}}  {b}" for name, a, b in rows]
+        steps = [p.prediction.step_seconds if p.prediction else 0.0 for p in (self, other)]
+        if all(steps):
+            lines.append(f"the second is {steps[0] / steps[1]:.2f}x as fast as the first")
+        return "\n".join(lines)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture: each device with its copy, its stage, its work, its time and memory.
+
+        Args:
+            path: A `.png`, `.svg` or `.pdf` file; its folder is made.
+        """
+        known = {d.rank: d for d in self.prediction.devices} if self.prediction else {}
+        kinds = {device.rank: device.kind for device in self.devices}
+        size = math.prod(axis.size for axis in self.axes) // self.num_stages
+        rows = [
+            DeviceRow(
+                label=f"{rank} {kinds[rank]}",
+                replica=r,
+                stage=i // size,
+                num_microbatches=replica.num_microbatches,
+                prediction=known.get(rank),
+            )
+            for r, replica in enumerate(self.replicas)
+            for i, rank in enumerate(replica.devices)
+        ]
+        draw_devices(rows, path, num_stages=self.num_stages, title=self.explain().split("\n")[0])
+
+
+def _mixed(segments: Any) -> bool:
+    return len({segment.keep for segment in segments}) > 1
+
+
+def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
+    kind, _, share = kinds[ranks[0]].partition("@")
+    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+    numbers = f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
+    return f"{kind}{numbers}" + (f"@{share}" if share else "")
+
+
+def _shape(plan: Plan) -> str:
+    return " x ".join(str(n) for n in (len(plan.replicas), *plan.axis_sizes.values()))
+
+
+def _short(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} copies"
+
+
+def _predicted_rows(*plans: Plan) -> Iterator[tuple[str, str, str]]:
+    a, b = (plan.prediction or Prediction() for plan in plans)
+    if not a.step_seconds or not b.step_seconds:
+        return
+    rates = [p.batch_size / k.step_seconds for p, k in zip(plans, (a, b), strict=True)]
+    yield "predicted step", f"{a.step_seconds:.4g} s", f"{b.step_seconds:.4g} s"
+    yield "examples/s", f"{rates[0]:.4g}", f"{rates[1]:.4g}"
+    yield "gap", f"{a.gap:.1%}", f"{b.gap:.1%}"
+    most = [max((d.memory_bytes for d in k.devices), default=0.0) / 2**30 for k in (a, b)]
+    yield "fullest device", f"{most[0]:.2f} GiB", f"{most[1]:.2f} GiB"
+
+
+def _written(error: pydantic.ValidationError) -> str:
+    lines = []
+    for failure in error.errors():
+        if failure["type"] == "value_error":  # of `faults`, a line each
+            lines += [f"  {line}" for line in str(failure["ctx"]["error"]).splitlines()]
+            continue
+        key = ".".join(map(str, failure["loc"])) or "the file"
+        given = "" if failure["type"] == "missing" else f", not {str(failure['input'])[:60]!r}"
+        lines.append(f"  {key}: {failure['msg']}{given}")
+    return "this is no plan that can be run:\n" + "\n".join(lines)
+
+
+def _plain(plan: Plan) -> Any:
+    return plan.decisions.model_dump(exclude={"prediction", "runners_up", "reasons"})
+
+
+def _differences(a: Any, b: Any, key: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in dict.fromkeys((*a, *b)):
+            yield from _differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and key != "spec":
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            named = x.get("name", i) if isinstance(x, dict) else i
+            yield from _differences(x, y, f"{key}.{named}")
+    elif a != b:
+        yield f"{key}: {_brief(a)} here, {_brief(b)} there"
+
+
+def _brief(value: Any) -> str:
+    text = f"{len(value)} entries" if isinstance(value, tuple) and len(value) > 8 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

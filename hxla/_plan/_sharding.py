@@ -10,6 +10,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,9 +22,28 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._graph._factors import UNITS
-from .._graph._graph import Graph, Op, leaves, origins
+from .._graph._graph import Graph
 from .._graph._interpreter import Placement, run_graph
-from .._planner._assign import Assignment
+from .._graph._operations import Op, leaves, origins
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisAssignment:
+    """What one mesh axis cuts.
+
+    Attributes:
+        num_devices: Its size.
+        made: For each value the dimension that its maker leaves cut.
+        wanted: For each equation (by its first result) the states of its operands.
+        factors: For each equation (by its first result) its factor's name, or None.
+        sent_bytes: What one device sends over the axis for a microbatch.
+    """
+
+    num_devices: int
+    made: dict[int, int | None]
+    wanted: dict[int, tuple[int | None, ...]]
+    factors: dict[int, str | None]
+    sent_bytes: float
 
 
 def spec(rank: int, states: Mapping[str, int | None]) -> P:
@@ -97,7 +117,7 @@ class Sharded:
     """
 
     def __init__(
-        self, graph: Graph, axes: Mapping[str, Assignment], warnings: tuple[str, ...] = ()
+        self, graph: Graph, axes: Mapping[str, AxisAssignment], warnings: tuple[str, ...] = ()
     ):
         self.graph = graph
         self.warnings = warnings
@@ -167,20 +187,13 @@ class Sharded:
                 lines.append(f"parameter {name}: {s}")
         return (*lines, *map(str, self.bridges()), *self.warnings)
 
-    def function(self, mesh: Mesh, result_tree: Any) -> Callable[..., Any]:
-        """`run(params, aux, key, batch)` as it was traced, on a mesh with these axes.
+    def function(self, mesh: Mesh) -> Callable[..., list[Any]]:
+        """`run(params, aux, key, batch)` as it was traced, its results flat.
 
         Args:
             mesh: Its axes are automatic.
-            result_tree: Tree structure of what `run` returned.
         """
-        placement = self.placement(mesh)
-
-        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            results = run_graph(self.graph, params, aux, key, batch, placement)
-            return jax.tree.unflatten(result_tree, results)
-
-        return run
+        return functools.partial(run_graph, self.graph, placement=self.placement(mesh))
 
     def placement(self, mesh: Mesh) -> Placement:
         """Where the graph's operations find and leave their arrays.

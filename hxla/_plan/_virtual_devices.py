@@ -14,7 +14,7 @@ from typing import Literal
 from .._core._errors import PlanError
 from .._model._annotations import Kind
 
-Layout = Literal["auto", "all", "host"] | Sequence[Sequence[int]]
+DeviceLayout = Literal["auto", "all", "host"] | Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def assign_devices(
     nodes: Sequence[int] | None = None,
     share: bool = False,
     prefer_intra_node: bool = True,
-    layout: Layout = "auto",
+    layout: DeviceLayout = "auto",
 ) -> VirtualDevices:
     """Give devices to TaskGraphs in order.
 
@@ -127,7 +127,7 @@ def _listed(requests: Sequence[Request]) -> str:
     return ", ".join(f"{r.label or r.kind}: {r.num_devices or 'all'}" for r in requests)
 
 
-def _layout_groups(layout: Layout, sizes: Sequence[int]) -> list[list[int]]:
+def _layout_groups(layout: DeviceLayout, sizes: Sequence[int]) -> list[list[int]]:
     num_devices = sum(sizes)
     if layout == "all":
         return [list(range(num_devices))]

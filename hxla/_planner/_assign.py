@@ -1,41 +1,23 @@
 """From a graph to a state for every array over one mesh axis, and back from the solver's choice."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import Factor, fits
-from .._graph._graph import Graph, Op, Value, is_unit
+from .._graph._graph import Graph
+from .._graph._operations import Op, Value, is_unit
 from .._jax._jaxpr import scan_counts
+from .._plan._plan_parts import Role
+from .._plan._sharding import AxisAssignment
 from ._assignment_problem import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
 
-Role = Literal["replicate", "split", "rules"]
 Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> parts that other axes cut it into
 
 # Work that every device repeats costs time but no bytes. One byte sent is worth a thousand
 # floating-point operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
 _BYTES_PER_FLOP = 1e-3
 _BYTES_PER_BYTE = 1e-3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What one mesh axis cuts.
-
-    Attributes:
-        num_devices: Its size.
-        made: For each value the dimension that its maker leaves cut.
-        wanted: For each equation (by its first result) the states of its operands.
-        factors: For each equation (by its first result) its factor's name, or None.
-        sent_bytes: What one device sends over the axis for a microbatch.
-    """
-
-    num_devices: int
-    made: dict[int, State]
-    wanted: dict[int, tuple[State, ...]]
-    factors: dict[int, str | None]
-    sent_bytes: float
 
 
 def assign(
@@ -45,7 +27,7 @@ def assign(
     *,
     cuts: Cuts | None = None,
     fixed: Mapping[int, State] | None = None,
-) -> Assignment:
+) -> AxisAssignment:
     """Choose what one mesh axis cuts.
 
     Args:
@@ -105,7 +87,7 @@ class _Builder:
         if self._problems:
             raise AnnotationError("\n".join(self._problems))
 
-    def decode(self, problem: Problem, chosen: Sequence[int]) -> Assignment:
+    def decode(self, problem: Problem, chosen: Sequence[int]) -> AxisAssignment:
         made = {
             v: self.nodes[node].choices[chosen[node]][1][result]
             for v, (node, result) in self._maker.items()
@@ -114,7 +96,7 @@ class _Builder:
             v: self.nodes[node].choices[chosen[node]][0] for v, node in self._node_of_op.items()
         }
         factors = {v: self._names[node][chosen[node]] for v, node in self._node_of_op.items()}
-        return Assignment(
+        return AxisAssignment(
             num_devices=self._n,
             made=made,
             wanted=wanted,

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from .._core._config import Balance
+from .._core._config import BalanceConfig
 from .._planner._counts import best_counts, finish_seconds
 from .._report._history import Rebalance
 
@@ -30,7 +30,7 @@ class Balancer:
 
     def __init__(
         self,
-        config: Balance,
+        config: BalanceConfig,
         counts: tuple[int, ...],
         limits: Sequence[int | None],
         seconds: Sequence[float] | None,

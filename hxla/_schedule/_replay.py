@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from .._core._errors import PlanError
-from ._schedules import BACKWARD, FORWARD, WEIGHT, Op, Schedule, needs
+from ._schedules import BACKWARD, FORWARD, WEIGHT, Action, Schedule, needs
 
 SEND = "send"
 
@@ -132,11 +132,13 @@ def replay(
 _Seconds = dict[str, tuple[float, ...]]
 
 
-def _part(schedule: Schedule, stage: int, op: Op) -> int:
+def _part(schedule: Schedule, stage: int, op: Action) -> int:
     return op.chunk * schedule.num_stages + stage
 
 
-def _send_seconds(schedule: Schedule, seconds: _Seconds, need: tuple[int, Op], part: int) -> float:
+def _send_seconds(
+    schedule: Schedule, seconds: _Seconds, need: tuple[int, Action], part: int
+) -> float:
     """Of the transfer from the needed operation to the one of `part`; 0 within a part."""
     source = _part(schedule, *need)
     return 0.0 if source == part else seconds[SEND][min(source, part)]
@@ -145,7 +147,7 @@ def _send_seconds(schedule: Schedule, seconds: _Seconds, need: tuple[int, Op], p
 def _overlapped(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[Event]]:
     events: list[Event] = []
     sends: list[Event] = []
-    ends: dict[tuple[int, Op], float] = {}
+    ends: dict[tuple[int, Action], float] = {}
     free = [0.0] * schedule.num_stages
     # The table's order is a topological order: every need lies in an earlier tick.
     for tick in schedule.table_TS:
@@ -174,8 +176,8 @@ def _blocking(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[
     position = [0] * num_stages
     free = [0.0] * num_stages
     owed = [0] * num_stages  # transfers a stage still has to send before it goes on
-    computed: set[tuple[int, Op]] = set()
-    received: set[tuple[int, Op]] = set()
+    computed: set[tuple[int, Action]] = set()
+    received: set[tuple[int, Action]] = set()
     receivers = _receivers(schedule)
 
     def choice(stage: int) -> tuple[float, bool, int] | None:
@@ -225,7 +227,7 @@ def _blocking(schedule: Schedule, seconds: _Seconds) -> tuple[list[Event], list[
     return events, sends
 
 
-def _receivers(schedule: Schedule) -> set[tuple[int, Op]]:
+def _receivers(schedule: Schedule) -> set[tuple[int, Action]]:
     """Operations whose result another stage waits for."""
     found = set()
     for stage, row in enumerate(schedule.rows):
@@ -236,7 +238,7 @@ def _receivers(schedule: Schedule) -> set[tuple[int, Op]]:
     return found
 
 
-def make_event(stage: int, kind: str, op: Op, start: float, took: float) -> Event:
+def make_event(stage: int, kind: str, op: Action, start: float, took: float) -> Event:
     return Event(
         stage=stage,
         kind=kind,

@@ -20,7 +20,7 @@ _LETTERS = {"F": FORWARD, "B": BACKWARD, "W": WEIGHT}
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Op:
+class Action:
     """One thing that a stage does in a tick.
 
     Attributes:
@@ -55,7 +55,7 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     num_chunks: int
-    table_TS: tuple[tuple[Op | None, ...], ...]
+    table_TS: tuple[tuple[Action | None, ...], ...]
 
     @property
     def num_ticks(self) -> int:
@@ -63,7 +63,7 @@ class Schedule:
         return len(self.table_TS)
 
     @property
-    def rows(self) -> tuple[tuple[Op, ...], ...]:
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
         """The operations of each stage in their order, without idle ticks."""
         return tuple(
             tuple(op for tick in self.table_TS if (op := tick[stage]) is not None)
@@ -96,20 +96,22 @@ class Schedule:
         return idle / (self.num_ticks * self.num_stages)
 
 
-def needs(op: Op, stage: int, num_stages: int, num_chunks: int = 1) -> tuple[int, Op] | None:
+def needs(
+    op: Action, stage: int, num_stages: int, num_chunks: int = 1
+) -> tuple[int, Action] | None:
     """The stage and operation that an operation waits for, besides its own row's order."""
     part = op.chunk * num_stages + stage
     if op.kind == WEIGHT:
-        return stage, Op(BACKWARD, op.microbatch, op.chunk)
+        return stage, Action(BACKWARD, op.microbatch, op.chunk)
     if op.kind == FORWARD:
         if part == 0:
             return None
         source = part - 1
     elif part == num_stages * num_chunks - 1:
-        return stage, Op(FORWARD, op.microbatch, op.chunk)
+        return stage, Action(FORWARD, op.microbatch, op.chunk)
     else:
         source = part + 1
-    return source % num_stages, Op(op.kind, op.microbatch, source // num_stages)
+    return source % num_stages, Action(op.kind, op.microbatch, source // num_stages)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -119,8 +121,8 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
         Huang et al., "GPipe", NeurIPS 2019, section 2.3: bubble (S - 1) / (M + S - 1).
     """
     _check(num_stages, num_microbatches)
-    row = [Op(FORWARD, m) for m in range(num_microbatches)]
-    row += [Op(BACKWARD, m) for m in range(num_microbatches)]
+    row = [Action(FORWARD, m) for m in range(num_microbatches)]
+    row += [Action(BACKWARD, m) for m in range(num_microbatches)]
     return from_rows("gpipe", [row] * num_stages)
 
 
@@ -132,8 +134,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
         Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2.1 (with a flush).
     """
     _check(num_stages, num_microbatches)
-    order_F = [Op(FORWARD, m) for m in range(num_microbatches)]
-    order_B = [Op(BACKWARD, m) for m in range(num_microbatches)]
+    order_F = [Action(FORWARD, m) for m in range(num_microbatches)]
+    order_B = [Action(BACKWARD, m) for m in range(num_microbatches)]
     warm_up = [num_stages - 1 - s for s in range(num_stages)]
     return from_rows("1f1b", [_alternate(order_F, order_B, w) for w in warm_up])
 
@@ -157,9 +159,9 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
         )
     total = num_microbatches * num_chunks
 
-    def order(kind: str, chunk_of: Callable[[int], int]) -> list[Op]:
+    def order(kind: str, chunk_of: Callable[[int], int]) -> list[Action]:
         return [
-            Op(
+            Action(
                 kind,
                 k // (num_stages * num_chunks) * num_stages + k % num_stages,
                 chunk_of(k // num_stages % num_chunks),
@@ -192,12 +194,12 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """
     _check(num_stages, num_microbatches)
     rows = one_f_one_b(num_stages, num_microbatches).rows
-    done: dict[tuple[int, Op], int] = {}
+    done: dict[tuple[int, Action], int] = {}
     position = [0] * num_stages
     count = [{FORWARD: 0, BACKWARD: 0, WEIGHT: 0} for _ in range(num_stages)]
-    table: list[tuple[Op | None, ...]] = []
+    table: list[tuple[Action | None, ...]] = []
     while any(c[WEIGHT] < num_microbatches for c in count):
-        tick: list[Op | None] = []
+        tick: list[Action | None] = []
         for s, c in enumerate(count):
             # Forwards and backwards keep the order of 1F1B; a weight gradient goes where the next
             # of them cannot run yet, or would keep more than S microbatches.
@@ -209,7 +211,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
                 if not full and (need is None or done.get(need, len(table)) < len(table)):
                     choice = op
             if choice is None and c[WEIGHT] < c[BACKWARD]:
-                choice = Op(WEIGHT, c[WEIGHT])
+                choice = Action(WEIGHT, c[WEIGHT])
             tick.append(choice)
         for s, ran in enumerate(tick):
             if ran is not None:
@@ -226,18 +228,18 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-def from_rows(name: str, rows: Sequence[Sequence[Op]], num_chunks: int = 1) -> Schedule:
+def from_rows(name: str, rows: Sequence[Sequence[Action]], num_chunks: int = 1) -> Schedule:
     """The table in which every operation takes one tick and starts as early as it can.
 
     Raises:
         PlanError: If the rows wait for one another in a circle, naming the first operations.
     """
     num_stages = len(rows)
-    done: dict[tuple[int, Op], int] = {}
+    done: dict[tuple[int, Action], int] = {}
     position = [0] * num_stages
-    table: list[tuple[Op | None, ...]] = []
+    table: list[tuple[Action | None, ...]] = []
     while any(p < len(row) for p, row in zip(position, rows, strict=True)):
-        tick: list[Op | None] = [None] * num_stages
+        tick: list[Action | None] = [None] * num_stages
         for s, row in enumerate(rows):
             if position[s] < len(row):
                 op = row[position[s]]
@@ -321,7 +323,7 @@ def schedule_from_table(
         4
     """
     failures: list[str] = []
-    table: list[tuple[Op | None, ...]] = []
+    table: list[tuple[Action | None, ...]] = []
     num_stages = len(table_TS[0]) if len(table_TS) else 0
     for tick, written in enumerate(table_TS):
         if isinstance(written, str) or len(written) != num_stages:
@@ -337,7 +339,9 @@ def schedule_from_table(
             for stage, (text, op) in enumerate(zip(written, ops, strict=True))
             if op is None and text != ""
         ]
-        table.append(tuple(op and Op(_LETTERS[op[1]], int(op[2]), int(op[3] or 0)) for op in ops))
+        table.append(
+            tuple(op and Action(_LETTERS[op[1]], int(op[2]), int(op[3] or 0)) for op in ops)
+        )
     _raise(name, failures)
     every = [op for ops in table for op in ops if op is not None]
     schedule = Schedule(
@@ -376,7 +380,7 @@ def validate(schedule: Schedule, stash_limits_S: Sequence[int] | None = None) ->
         if len(ops) != num_stages
     ]
     _raise(schedule.name, failures)
-    done: dict[tuple[int, Op], int] = {}
+    done: dict[tuple[int, Action], int] = {}
     for tick, ops in enumerate(schedule.table_TS):
         for stage, op in enumerate(ops):
             if op is not None and (first := done.setdefault((stage, op), tick)) != tick:
@@ -391,10 +395,10 @@ def validate(schedule: Schedule, stash_limits_S: Sequence[int] | None = None) ->
     _raise(schedule.name, failures)
 
 
-def _incomplete(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+def _incomplete(schedule: Schedule, done: dict[tuple[int, Action], int]) -> Iterator[str]:
     kinds = (FORWARD, BACKWARD, WEIGHT)[: 2 + schedule.has_weight]
     sizes = range(schedule.num_microbatches), range(schedule.num_chunks)
-    wanted = [Op(kind, *numbers) for kind in kinds for numbers in itertools.product(*sizes)]
+    wanted = [Action(kind, *numbers) for kind in kinds for numbers in itertools.product(*sizes)]
     for stage in range(schedule.num_stages):
         lacks = [str(op) for op in wanted if (stage, op) not in done]
         if lacks:
@@ -409,7 +413,7 @@ def _incomplete(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator
             )
 
 
-def _too_early(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[str]:
+def _too_early(schedule: Schedule, done: dict[tuple[int, Action], int]) -> Iterator[str]:
     for (stage, op), tick in done.items():
         waits = [needs(op, stage, schedule.num_stages, schedule.num_chunks)]
         if op.kind == BACKWARD:
@@ -424,7 +428,7 @@ def _too_early(schedule: Schedule, done: dict[tuple[int, Op], int]) -> Iterator[
 
 
 def _too_many(
-    schedule: Schedule, done: dict[tuple[int, Op], int], limits_S: Sequence[int]
+    schedule: Schedule, done: dict[tuple[int, Action], int], limits_S: Sequence[int]
 ) -> Iterator[str]:
     if len(limits_S) != schedule.num_stages:
         yield f"{len(limits_S)} stash limits for {schedule.num_stages} stages; give one per stage"
@@ -439,7 +443,7 @@ def _too_many(
                 )
 
 
-def _kept(row: Sequence[Op], has_weight: bool) -> Iterator[int]:
+def _kept(row: Sequence[Action], has_weight: bool) -> Iterator[int]:
     """Activations kept after each operation of a stage."""
     last = WEIGHT if has_weight else BACKWARD
     return itertools.accumulate((op.kind == FORWARD) - (op.kind == last) for op in row)
@@ -451,7 +455,7 @@ def _raise(name: str, failures: Sequence[str]) -> None:
         raise PlanError(f"schedule {name} cannot run (ticks and stages count from 0):{lines}")
 
 
-def _alternate(order_F: list[Op], order_B: list[Op], warm_up: int) -> list[Op]:
+def _alternate(order_F: list[Action], order_B: list[Action], warm_up: int) -> list[Action]:
     warm_up = min(warm_up, len(order_F))
     steady = len(order_F) - warm_up
     pairs = zip(order_F[warm_up:], order_B[:steady], strict=True)

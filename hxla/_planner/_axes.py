@@ -1,134 +1,27 @@
-"""Which devices and which dimensions: a traced model on a number of devices, without them.
+"""Mesh axes inside a copy of a model: from annotations, rules or a mesh, and what each of them cuts.
 
 References:
     Whale, USENIX ATC 2022, section 3.2 (virtual devices, sharding patterns, bridges).
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec as P
-
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from .._graph._graph import Graph
-from .._plan._rules import Resolved, RuleSet, load_rules
-from .._plan._sharding import Bridge, Sharded
-from .._plan._virtual_devices import Layout, Request, VirtualDevices, assign_devices
-from ._assign import Assignment, Role, assign
+from .._plan._plan_parts import Role
+from .._plan._rules import Resolved, RuleSet
+from .._plan._sharding import AxisAssignment, Sharded
+from .._plan._virtual_devices import DeviceLayout, Request, VirtualDevices, assign_devices
+from ._assign import assign
 
 #: Inner axes that carry the batch, not parameters' work.
 BATCH_AXES = ("fsdp", "sequence")
 
 Axes = tuple[tuple[str, int], ...]
 Roles = Mapping[str, tuple[Role, ...]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Partition:
-    """A traced model laid over devices.
-
-    Attributes:
-        num_replicas: Copies of the model: the mesh axis `data`.
-        axes: Mesh axes inside a copy, with their sizes.
-        param_specs: PartitionSpec of every parameter, by its path.
-        param_bytes: Bytes of all parameters.
-        param_bytes_per_device: Bytes of one device's part of them.
-        communication_bytes: Bytes that each device sends inside its copy for one microbatch,
-            forward and backward; sums between copies come on top.
-        bridges: Arrays that cross between TaskGraphs, those that need no collective included.
-        warnings: What rules left open.
-    """
-
-    num_replicas: int
-    axes: Axes
-    param_specs: Mapping[str, P]
-    param_bytes: int
-    param_bytes_per_device: int
-    communication_bytes: float
-    bridges: tuple[Bridge, ...]
-    warnings: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        axes = " x ".join(f"{n}={size}" for n, size in ((DATA_AXIS, self.num_replicas), *self.axes))
-        lines = [
-            f"mesh {axes}",
-            f"parameters {self.param_bytes:,} bytes, {self.param_bytes_per_device:,} on a device",
-            f"sent by a device for a microbatch: {self.communication_bytes:,.0f} bytes",
-        ]
-        lines += [f"  {name}: {spec}" for name, spec in self.param_specs.items() if any(spec)]
-        lines += [f"  {bridge}" for bridge in self.bridges]
-        return "\n".join([*lines, *(f"  {w}" for w in self.warnings)])
-
-
-def partition(
-    graph: Graph,
-    num_devices: int | None = None,
-    *,
-    axes: Mapping[str, int] | None = None,
-    rules: str | RuleSet | None = None,
-    share_devices: bool = False,
-) -> Partition:
-    """Lay a traced model over devices that need not be here.
-
-    Args:
-        graph: From `hxla.trace`, over one microbatch.
-        num_devices: Devices; the annotations say how they are used.
-        axes: Mesh axes and sizes instead, such as `{"data": 4, "tensor": 2}`.
-        rules: Rule set that decides about parameters; needs `axes`.
-        share_devices: TaskGraphs with device counts use the same devices.
-
-    Returns:
-        The partition; `print` shows it.
-
-    Raises:
-        PlanError: If the devices do not fit the annotations or make a pipeline, or nothing
-            explains an axis.
-        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
-
-    Example:
-        >>> print(hxla.partition(hxla.trace(model, loss, batch), 8))
-    """
-    if (num_devices is None) == (axes is None):
-        raise PlanError("hxla.partition takes either num_devices or axes")
-    resolved: Resolved | None = None
-    if axes is None:
-        assert num_devices is not None
-        if rules is not None:
-            raise PlanError("rules name mesh axes: pass axes={'data': 4, 'tensor': 2} with them")
-        virtual, inner, roles = axes_of_annotations(graph, num_devices, share=share_devices)
-        num_replicas = virtual.num_replicas if inner else num_devices
-        _no_stages(inner)
-    else:
-        inner = tuple((n, size) for n, size in axes.items() if n != DATA_AXIS)
-        num_replicas = axes.get(DATA_AXIS, 1)
-        _no_stages(inner)
-        rule_set = load_rules(rules) if isinstance(rules, str) else rules
-        roles = roles_of_mesh(graph, inner, by_rules=rule_set is not None)
-        if rule_set is not None:
-            resolved = resolve_rules(graph, rule_set, inner)
-    sharded = shard_graph(graph, inner, roles, resolved)
-    specs = sharded.param_specs()
-    return Partition(
-        num_replicas=num_replicas,
-        axes=inner,
-        param_specs=dict(zip(graph.param_names, specs, strict=True)),
-        param_bytes=sum(graph.values[v].num_bytes for v in graph.param_values),
-        param_bytes_per_device=sharded.param_bytes(),
-        communication_bytes=sum(a.sent_bytes for a in sharded.axes.values()),
-        bridges=sharded.bridges(),
-        warnings=sharded.warnings,
-    )
-
-
-def _no_stages(axes: Axes) -> None:
-    if any(name == STAGE_AXIS for name, _ in axes):
-        raise PlanError(
-            "hxla.partition lays out models without stages, these devices make a pipeline: the "
-            "plan of hxla.train says how it is cut"
-        )
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes) -> Resolved:
@@ -145,7 +38,7 @@ def axes_of_annotations(
     nodes: Sequence[int] | None = None,
     share: bool = False,
     prefer_intra_node: bool = True,
-    layout: Layout = "auto",
+    layout: DeviceLayout = "auto",
 ) -> tuple[VirtualDevices, Axes, Roles]:
     """Virtual devices, and the mesh axes inside a replica; none if every device is a replica.
 
@@ -217,8 +110,9 @@ def split_over(graph: Graph, num_devices: int) -> tuple[Axes, Roles]:
 def shard_graph(
     graph: Graph,
     axes: Sequence[tuple[str, int]],
-    roles: Mapping[str, tuple[Role, ...]],
-    resolved: Resolved | None,
+    roles: Roles,
+    dims: Sequence[Mapping[str, int]] | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Sharded:
     """Solve one axis after another, each on what the others left.
 
@@ -226,20 +120,21 @@ def shard_graph(
         graph: Of the loss.
         axes: Names and sizes.
         roles: For each axis, the part of each TaskGraph.
-        resolved: Rules, where they decide about parameters.
+        dims: For each parameter the axes that cut it and the dimensions they cut, where rules or a
+            plan decide that; None: what needs least communication.
+        warnings: What rules left open.
     """
     cuts: dict[int, dict[int, int]] = {}
-    solved: dict[str, Assignment] = {}
+    solved: dict[str, AxisAssignment] = {}
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         fixed: dict[int, int | None] = {}
-        if resolved is not None:
-            fixed = {i: dims.get(name) for i, dims in enumerate(resolved.dims)}
+        if dims is not None:
+            fixed = {i: own.get(name) for i, own in enumerate(dims)}
         solved[name] = assign(graph, roles[name], size, cuts=cuts, fixed=fixed)
         for v, dim in solved[name].made.items():
             if dim is not None:
                 divisors = cuts.setdefault(v, {})
                 divisors[dim] = divisors.get(dim, 1) * size
-    warnings = resolved.report() if resolved is not None else ()
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
 
 

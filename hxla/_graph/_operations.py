@@ -1,0 +1,151 @@
+"""The equations of a traced loss in one tree.
+
+Values are numbered; `jit` is inlined, `checkpoint` and `scan` keep their bodies as operations
+inside an operation, so that the program can be run again as it was.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._factors import UNITS, Factor
+
+Input = int | Any  # the number of a value, or a literal (jax.extend.core.Literal)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value:
+    """An array of the program.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        param: Index of the parameter it is or is only a view of (a cast, a reshape), or None.
+        batch_dim: The dimension that runs over examples, or None.
+        differentiable: Whether a gradient flows back through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    param: int | None
+    batch_dim: int | None
+    differentiable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * _itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).replace("key<fry>", "key")
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def _itemsize(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8
+    return np.dtype(dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+    """An equation.
+
+    Attributes:
+        eqn: The jaxpr's own equation, to run it again.
+        kind: `leaf`; `custom` (a rule of its own for gradients: runs as a whole, its body is for
+            analysis only); `remat`; or `scan`.
+        inputs: Numbers of values, or literals.
+        outputs: Numbers of values.
+        body: Operations of a `custom`, `remat` or `scan`.
+        body_inputs: Values that stand for the operands inside the body.
+        body_outputs: Values or literals that the body returns.
+        body_consts: Arrays that the body closes over, by value.
+        task: Index of its TaskGraph.
+        stack: Name stack: modules and scopes.
+        times: How often a step runs it.
+        flops: Of one run of a leaf.
+        factors: Ways to cut a leaf.
+    """
+
+    eqn: Any
+    kind: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[int, ...]
+    body: tuple["Op", ...] = ()
+    body_inputs: tuple[int, ...] = ()
+    body_outputs: tuple[Input, ...] = ()
+    body_consts: tuple[tuple[int, Any], ...] = ()
+    task: int
+    stack: str
+    times: int
+    flops: int = 0
+    factors: tuple[Factor, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """File and line of the user's code, or an empty string."""
+        return source_of(self.eqn)
+
+
+def source_of(eqn: Any) -> str:
+    """File and line of the user's code that made an equation, or an empty string."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        name = frame.file_name
+        if "/site-packages/" not in name and "/hxla/_" not in name and "<" not in name:
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
+def leaves(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """All equations without a body, in order, those inside bodies included."""
+    for op in ops:
+        if op.body:
+            yield from leaves(op.body)
+        else:
+            yield op
+
+
+def origins(ops: tuple[Op, ...]) -> Callable[[int], int]:
+    """From a value to the one it stands for, outside or inside bodies; else itself."""
+    same = _stand_ins(ops)
+
+    def origin(v: int) -> int:
+        while v in same:
+            v = same[v]
+        return v
+
+    return origin
+
+
+def _stand_ins(ops: tuple[Op, ...]) -> dict[int, int]:
+    """Values that are others under a new number: operands of bodies, results of bodies."""
+    out: dict[int, int] = {}
+    for op in ops:
+        for inner, outer in zip(op.body_inputs, op.inputs, strict=False):
+            if isinstance(outer, int):
+                out[inner] = outer
+        for outer_value, inner_value in zip(op.outputs, op.body_outputs, strict=False):
+            if isinstance(inner_value, int):
+                out[outer_value] = inner_value
+        out |= _stand_ins(op.body)
+    return out
+
+
+def is_unit(op: Op, values: tuple[Value, ...]) -> bool:
+    """Whether the equation applies parameters that a `split` must cut."""
+    return op.name in UNITS and any(
+        isinstance(v, int) and values[v].param is not None for v in op.inputs
+    )

@@ -1,0 +1,162 @@
+"""TaskGraphs: consecutive operations of one strategy, with what they read, make and cost."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from .._model._annotations import Kind, Scope, written
+from ._operations import Input, Op, Value, leaves, origins
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskGraph:
+    """Consecutive operations of one strategy: what Whale places and splits.
+
+    Attributes:
+        index: Its place in the order of execution.
+        strategy: `replicate` or `split`.
+        device_count: What the annotation asked for; None: all devices.
+        scope: The annotation's name in equations and HLO, `(default)` where there is none.
+        source: File and line of the first operation.
+        num_equations: Equations.
+        params: Paths of the parameters it reads.
+        shared_params: Those that other TaskGraphs read too.
+        inputs: Values that come from other TaskGraphs or the batch, as `float32[8,128]`.
+        outputs: Values that others read, or the loss.
+        flops: Floating-point operations of a forward pass over the traced batch.
+        param_bytes: Bytes of its parameters.
+        input_bytes: Bytes of `inputs`.
+        output_bytes: Bytes of `outputs`.
+        activation_bytes: Bytes of every result that its equations make from the batch.
+    """
+
+    index: int
+    strategy: Kind
+    device_count: int | None
+    scope: str
+    source: str
+    num_equations: int
+    params: tuple[str, ...]
+    shared_params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    flops: int
+    param_bytes: int
+    input_bytes: int
+    output_bytes: int
+    activation_bytes: int
+
+    @property
+    def label(self) -> str:
+        """As a person would write it: `split(4)`."""
+        return written(self.strategy, self.device_count)
+
+
+def make_task_graphs(
+    scopes: Sequence[Scope],
+    ops: tuple[Op, ...],
+    values: tuple[Value, ...],
+    params: Sequence[int],
+    results: tuple[Input, ...],
+    names: tuple[str, ...],
+) -> tuple[TaskGraph, ...]:
+    """Put the operations of each TaskGraph together.
+
+    Args:
+        scopes: Of each TaskGraph.
+        ops: The program, each operation with its TaskGraph.
+        values: Every array of the program.
+        params: Numbers of the values that are parameters.
+        results: Values that the program returns.
+        names: Paths of the parameters.
+    """
+    num = len(scopes)
+    read: list[set[int]] = [set() for _ in range(num)]
+    made: list[set[int]] = [set() for _ in range(num)]
+    own_params: list[set[int]] = [set() for _ in range(num)]
+    maker: dict[int, int] = {}
+    all_ops = [list[Op]() for _ in range(num)]
+    for op in leaves(ops):
+        all_ops[op.task].append(op)
+        for v in op.outputs:
+            maker[v] = op.task
+    origin = origins(ops)
+    for op in leaves(ops):
+        made[op.task].update(op.outputs)
+        for v in op.inputs:
+            if not isinstance(v, int):
+                continue
+            source = origin(v)
+            param = values[source].param
+            if param is not None and source in params:
+                own_params[op.task].add(param)
+            elif maker.get(source) != op.task:
+                read[op.task].add(source)
+    wanted = {origin(v) for v in results if isinstance(v, int)}
+    for task in range(num):
+        wanted |= read[task]
+    shared = {
+        p for p in range(len(params)) if sum(p in own_params[task] for task in range(num)) > 1
+    }
+    out = []
+    for task, scope in enumerate(scopes):
+        outputs = sorted(made[task] & wanted)
+        inputs = sorted(read[task])
+        group = all_ops[task]
+        out.append(
+            TaskGraph(
+                index=task,
+                strategy=scope.kind,
+                device_count=scope.device_count,
+                scope="(default)" if scope.entry < 0 else scope.name,
+                source=next((op.source for op in group if op.source), ""),
+                num_equations=len(group),
+                params=tuple(names[p] for p in sorted(own_params[task])),
+                shared_params=tuple(names[p] for p in sorted(own_params[task] & shared)),
+                inputs=tuple(str(values[v]) for v in inputs),
+                outputs=tuple(str(values[v]) for v in outputs),
+                flops=sum(op.flops for op in group),
+                param_bytes=sum(values[params[p]].num_bytes for p in own_params[task]),
+                input_bytes=sum(values[v].num_bytes for v in inputs),
+                output_bytes=sum(values[v].num_bytes for v in outputs),
+                activation_bytes=sum(
+                    values[v].num_bytes * op.times
+                    for op in group
+                    for v in op.outputs
+                    if values[v].differentiable and values[v].param is None
+                ),
+            )
+        )
+    return tuple(out)
+
+
+def table(task_graphs: Sequence[TaskGraph]) -> str:
+    """The TaskGraphs as a table of text, one line each."""
+    head = ("", "TaskGraph", "equations", "params", "shared", "param bytes", "FLOPs", "activations")
+    rows = [
+        (
+            str(t.index),
+            t.label,
+            str(t.num_equations),
+            str(len(t.params)),
+            str(len(t.shared_params)),
+            short(t.param_bytes),
+            short(t.flops),
+            short(t.activation_bytes),
+        )
+        for t in task_graphs
+    ]
+    widths = [max(len(r[c]) for r in (head, *rows)) for c in range(len(head))]
+
+    def line(row: tuple[str, ...]) -> str:
+        first = f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}"
+        return "  ".join([first, *(f"{x:>{w}}" for x, w in zip(row[2:], widths[2:], strict=True))])
+
+    return "\n".join(line(r) for r in (head, *rows))
+
+
+def short(value: float) -> str:
+    """A number with its thousands as a letter: 24.1M."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{letter}"
+    return f"{value:.0f}"

@@ -1,0 +1,194 @@
+"""What a microbatch adds to the sums of a step, and what the sums are worth.
+
+Every gradient, and every change of another variable, passes through here: in the program of a
+microbatch, in the stages of a pipeline, and where the sums of all replicas become floats.
+
+Legend of shape suffixes: M microbatches of a step, T float tensors (parameters, then other
+variables), S sums per microbatch (loss, weight, metrics).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._graph._graph import Graph
+from .._plan._plan_parts import SumsForm
+from . import _exact
+
+
+class DeviceSums(NamedTuple):
+    """What one replica adds up over its microbatches.
+
+    Attributes:
+        small_MS: Bit patterns of each microbatch's loss, weight and metrics; zero where another
+            replica ran it.
+        peaks_T: Bit patterns of the largest magnitude of each tensor.
+        values: For each float tensor its parts: two int32 limbs, or one float32.
+        ints: The integer leaves of other variables, as microbatch 0 left them; zero elsewhere.
+    """
+
+    small_MS: jax.Array
+    peaks_T: jax.Array
+    values: list[tuple[jax.Array, ...]]
+    ints: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The float tensors of a model's sums: its parameters, then its other float variables.
+
+    Attributes:
+        params: Shapes of the parameters.
+        aux: Shapes of the other variables.
+        names: Paths of both.
+    """
+
+    params: tuple[jax.ShapeDtypeStruct, ...]
+    aux: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
+
+    @property
+    def is_float(self) -> tuple[bool, ...]:
+        """For each other variable whether it is averaged; else microbatch 0's value is taken."""
+        return tuple(bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in self.aux)
+
+    @property
+    def floats(self) -> list[jax.ShapeDtypeStruct]:
+        """T of them."""
+        return [*self.params, *(x for x, f in zip(self.aux, self.is_float, strict=True) if f)]
+
+    @property
+    def float_names(self) -> tuple[str, ...]:
+        """T names."""
+        own = zip(self.names[len(self.params) :], self.is_float, strict=True)
+        return (*self.names[: len(self.params)], *(name for name, f in own if f))
+
+    @property
+    def others(self) -> list[jax.ShapeDtypeStruct]:
+        """Other variables that are no floats."""
+        return [x for x, f in zip(self.aux, self.is_float, strict=True) if not f]
+
+
+def tensors_of(graph: Graph, names: Sequence[str]) -> Tensors:
+    """Those of a traced loss.
+
+    Args:
+        graph: Of the loss.
+        names: Paths of its parameters and then of its other variables.
+    """
+
+    def shapes(numbers: Sequence[int]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        values = (graph.values[v] for v in numbers)
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values)
+
+    return Tensors(shapes(graph.param_values), shapes(graph.aux_values), tuple(names))
+
+
+def at_least_1d(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor's sums: shards of different replicas are stacked in its first."""
+    return tuple(shape) or (1,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """How tensors join the sums.
+
+    Attributes:
+        form: The plan's.
+        bits: Of a limb, for an exact sum: see `_exact.num_bits`.
+    """
+
+    form: SumsForm
+    bits: int
+
+    @classmethod
+    def of(cls, form: SumsForm, num_terms: int) -> "Contribution":
+        """For sums of so many terms."""
+        return cls(form, _exact.num_bits(num_terms) if form.kind == "exact" else 0)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums are of integers."""
+        return self.form.kind == "exact"
+
+    @property
+    def dtype(self) -> Any:
+        """Of the parts of a sum."""
+        return jnp.int32 if self.is_exact else jnp.float32
+
+    def zeros(self, shape: Sequence[int]) -> tuple[jax.Array, ...]:
+        """The parts of an empty sum."""
+        return tuple(jnp.zeros(shape, self.dtype) for _ in range(self.form.num_parts))
+
+    def add(
+        self, before: Sequence[jax.Array], x: jax.Array, exponent: jax.Array, keep: Any = None
+    ) -> tuple[jax.Array, ...]:
+        """A sum with one term more.
+
+        Args:
+            before: Its parts.
+            x: The term, of the same number of elements.
+            exponent: Scale of the tensor.
+            keep: 0 to begin the sum anew, 1 to add to it; None: 1.
+        """
+        x = x.astype(jnp.float32).reshape(before[0].shape)
+        if not self.is_exact:
+            [old] = before
+            return (old + x if keep is None else jnp.where(keep, old, 0) + x,)
+        limbs = _exact.encode(x, exponent, self.bits)
+        if keep is not None:
+            before = [old * keep for old in before]
+        return tuple(old + new for old, new in zip(before, limbs, strict=True))
+
+    def combine(self, *parts: jax.Array) -> jax.Array:
+        """The summed parts as float32, in units that `value` undoes."""
+        return _exact.combine(parts[0], parts[1], self.bits) if self.is_exact else parts[0]
+
+    def value(self, total: jax.Array, exponent: jax.Array) -> jax.Array:
+        """What `combine` gave, in its own units."""
+        return _exact.rescale(total, exponent) if self.is_exact else total
+
+
+def peak_bits(x: jax.Array) -> jax.Array:
+    """The bit pattern of the largest magnitude: those of floats sort as the floats do, NaN last."""
+    largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
+    return jax.lax.bitcast_convert_type(largest, jnp.int32)
+
+
+def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:
+    """float32[T] maxima over devices (leading dimension) from their bit patterns."""
+    return np.ascontiguousarray(peaks_DT.max(axis=0)).view(np.float32)
+
+
+def row_bits(row_S: jax.Array) -> jax.Array:
+    """The sums of a microbatch as integers, which add to those of others without a rounding."""
+    return jax.lax.bitcast_convert_type(jnp.asarray(row_S, jnp.float32), jnp.int32)
+
+
+def changes(old: Sequence[jax.Array], new: Sequence[jax.Array], floats: Sequence[bool]) -> Any:
+    """What a microbatch did to other variables: changes of floats, new values of the rest."""
+    pairs = list(zip(old, new, floats, strict=True))
+    deltas = [b.astype(jnp.float32) - a.astype(jnp.float32) for a, b, f in pairs if f]
+    return deltas, [b.astype(jnp.int32) for _, b, f in pairs if not f]
+
+
+def first_only(before: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """An integer that microbatch 0 decides, added to zeros of all others."""
+    return before + jnp.where(index == 0, value, 0).reshape(before.shape)
+
+
+def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
+    """The random key of a microbatch: of the seed, the step and its number, and of nothing else."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+
+
+def local_largest(
+    values: Sequence[jax.Array], lay_out: Callable[[jax.Array], jax.Array]
+) -> tuple[list[jax.Array], jax.Array]:
+    """The values as sums read them fast, and the bit pattern of the largest magnitude of each."""
+    values = [lay_out(x) for x in values]
+    return values, jnp.stack([peak_bits(x) for x in values])

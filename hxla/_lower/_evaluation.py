@@ -1,0 +1,55 @@
+"""The program that evaluates one microbatch on a replica."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core._types import PyTree
+from .._model._functional import Functional
+from .._model._loss import MetricColumns, as_sums
+from .._plan._plan_parts import SumsForm
+from ._options import compiler_options, update_options
+from ._replica import Replica
+
+
+class Evaluation:
+    """Evaluates microbatches on replicas, each with arrays as they lie there.
+
+    Args:
+        model: The model as pure functions.
+        seed: Root of all random keys.
+        microbatch_size: Examples of a microbatch; the last one may have fewer.
+        replica: Any of them.
+        sums: The plan's.
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        *,
+        seed: int,
+        microbatch_size: int,
+        replica: Replica,
+        sums: SumsForm,
+    ):
+        self.metrics: tuple[MetricColumns, ...] = ()
+        param_def, aux_def = jax.tree.structure(model.params), jax.tree.structure(model.aux)
+
+        def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(seed), index)
+            trees = jax.tree.unflatten(param_def, params), jax.tree.unflatten(aux_def, aux)
+            out, _ = model.evaluate(*trees, key, batch)
+            size = jax.tree.leaves(batch)[0].shape[0]
+            sums = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
+            self.metrics = sums.metrics  # the same in every trace
+            return sums.row
+
+        # What a copy of several devices has cut is gathered for its equation, and let go after it.
+        options = update_options if replica.axes else compiler_options
+        platform = replica.devices[0].platform
+        self._run = jax.jit(hxla_evaluate, compiler_options=options(platform, sums))
+
+    def run(self, replica: Replica, params: Any, aux: Any, index: int, batch: PyTree) -> jax.Array:
+        """The sums of one microbatch, float32[2 + columns of metrics]; waits for nothing."""
+        return self._run(params, aux, np.int32(index), replica.put_tree(batch))  # type: ignore[no-any-return]

@@ -1,0 +1,398 @@
+"""From a traced loss and a plan to the programs of a step: nothing else decides what runs."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from .._core._errors import PlanError
+from .._graph._graph import Graph
+from .._graph._parts import graph_of, parts_of
+from .._graph._segments import segments_at
+from .._model._functional import Functional, leaf_names
+from .._model._loss import num_columns
+from .._plan._layout import to_spec
+from .._plan._plan import Plan
+from .._plan._plan_check import schedule_of
+from .._plan._plan_parts import PlannedPipeline
+from .._plan._sharding import Sharded
+from .._planner._axes import shard_graph
+from .._planner._complete import inner_axes
+from ._contribution import Contribution, Tensors, tensors_of
+from ._evaluation import Evaluation
+from ._microbatch import Microbatches, MicrobatchSpec
+from ._pipeline import Pipeline
+from ._pipeline_program import PipelineSpec, num_terms
+from ._replica import Replica
+from ._slots import make_slots
+from ._store import StateSpecs, Store, opt_state_specs
+from ._sum import Reducer
+from ._update import UpdateSpec, update_program
+
+Runner = Microbatches | Pipeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and what a step means: the user's words, which no plan changes.
+
+    Attributes:
+        model: As pure functions.
+        optimizer: The user's own.
+        seed: Root of all random keys.
+        mean: Whether the update sees the gradient of the batch's mean loss, or of its sum.
+        clip_norm: Global norm to which gradients are clipped; None: not at all.
+        clip_before: Whether each microbatch's own gradient is clipped, or the batch's.
+        num_groups: Parts in which parameters are updated one after another.
+    """
+
+    model: Functional
+    optimizer: optax.GradientTransformation
+    seed: int
+    mean: bool = True
+    clip_norm: float | None = None
+    clip_before: bool = False
+    num_groups: int = 1
+
+
+class Programs:
+    """What the local devices run; it holds no state of training.
+
+    Attributes:
+        graph: That was lowered.
+        plan: That it was lowered by.
+        reducer: The sums over all replicas.
+        runners: For each local replica what runs its microbatches.
+        evaluation: Evaluates microbatches.
+        tensors: Of the sums.
+        contribution: How they join the sums.
+    """
+
+    def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Sequence[jax.Device]):
+        self.training, self.graph, self.plan = training, graph, plan
+        model = training.model
+        sizes = tuple((axis.name, axis.size) for axis in plan.axes)
+        replicas = [
+            Replica(i, tuple(devices[rank] for rank in r.devices), sizes)
+            for i, r in enumerate(plan.replicas)
+        ]
+        self.tensors = tensors_of(graph, [*leaf_names(model.params), *leaf_names(model.aux)])
+        specs = [to_spec(layout.spec) for layout in plan.parameters]
+        sharded = _sharded(graph, plan, specs)
+        aux = (
+            sharded.aux_specs()
+            if sharded is not None and plan.pipeline is None
+            else ([P()] * len(self.tensors.aux))
+        )
+        self._specs = StateSpecs(
+            params=specs,
+            aux=aux,
+            opt_state=opt_state_specs(training.optimizer, model.params, specs),
+        )
+        columns, make = num_columns(graph.metrics), _microbatches
+        if plan.pipeline is not None:
+            make = functools.partial(_pipeline, plan.pipeline)
+        self.contribution, runner = make(
+            training, graph, plan, self.tensors, sharded, columns, len(replicas)
+        )
+        rows = {graph.param_names.index(s.name): s.most_rows for s in plan.sums.sparse}
+        self.reducer = Reducer(
+            replicas,
+            self.contribution,
+            [*specs, *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f)],
+            len(self.tensors.others),
+            rows,
+        )
+        local = self.reducer.local
+        self.runners: list[Runner] = [runner(replica) for replica in local]
+        update = UpdateSpec(
+            optimizer=training.optimizer,
+            param_tree=jax.tree.structure(model.params),
+            tensors=self.tensors,
+            contribution=self.contribution,
+            num_microbatches=plan.num_microbatches,
+            clip_norm=None if training.clip_before else training.clip_norm,
+            num_groups=training.num_groups,
+            bucket_elements=self.reducer.bucket_elements,
+            by_rows=rows,
+            is_alone=len(replicas) == 1,
+        )
+        self._updates = [
+            update_program(update, r, specs, self._specs.opt_state, aux) for r in local
+        ]
+        self._compiled_updates: list[Any] = []
+        self.evaluation = Evaluation(
+            model,
+            seed=training.seed,
+            microbatch_size=plan.microbatch_size,
+            replica=replicas[0],
+            sums=plan.sums,
+        )
+        self.text = ""
+
+    @property
+    def pipelines(self) -> dict[int, Pipeline]:
+        """Those with a device here, by replica."""
+        pairs = zip(self.reducer.local, self.runners, strict=True)
+        return {r.index: own for r, own in pairs if isinstance(own, Pipeline)}
+
+    def store(self) -> Store:
+        """A place for the state of a session."""
+        training = self.training
+        return Store(training.model, training.optimizer, self.reducer, self._specs, self.plan.sums)
+
+    def compile(self, over: Callable[..., Any] = map) -> None:
+        """Compile ahead all that a step runs, so that no step waits for a compiler.
+
+        Args:
+            over: Like `map`, perhaps on several threads.
+        """
+        if self._compiled_updates:
+            return
+        lowered = [
+            [self._lowered_update(i), *self._lowered_runner(i)] for i in range(len(self.runners))
+        ]
+        # Of pipelines, processes must agree on every program.
+        text = itertools.chain(*lowered) if self.pipelines else lowered[0][1:]
+        self.text = _digest("".join(program.as_text() for program in text))
+        flat = iter(over(lambda program: program.compile(), itertools.chain(*lowered)))
+        for runner, programs in zip(self.runners, lowered, strict=True):
+            update, *own = itertools.islice(flat, len(programs))
+            self._compiled_updates.append(update)
+            runner.adopt(own)
+
+    def update(self, i: int, *arguments: Any) -> Any:
+        """Run the update of a local replica: see `update_program`."""
+        return self._compiled_updates[i](*arguments)
+
+    def memory_bytes(self, held_bytes: int) -> int:
+        """Bytes that one device needs for its state, its sums and the largest of its programs.
+
+        Args:
+            held_bytes: Of its state.
+        """
+        stats = self._compiled_updates[0].memory_analysis()
+        update = 0
+        if stats is not None:
+            update = (
+                stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+            )
+        sums, totals = self._sums_bytes()
+        runner = self.runners[0].memory_bytes()
+        return held_bytes + sums + max(runner, totals + update)
+
+    def _sums_bytes(self) -> tuple[int, int]:
+        """Bytes of one device's sums, and of their totals over all replicas."""
+        replica = self.reducer.local[0]
+        parts = self.contribution.form.num_parts
+        each = [
+            int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64)) * 4
+            for x, s in zip(self.tensors.params, self._specs.params, strict=True)
+        ]
+        alone = len(self.reducer.replicas) == 1
+        return parts * sum(each), 0 if alone else sum(each)
+
+    # -- lowering --------------------------------------------------------------------------------
+
+    def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
+        """Parameters, other variables and optimizer state of a local replica, as they lie."""
+        replica, model = self.reducer.local[i], self.training.model
+
+        def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replica.sharding(spec))
+
+        opt_state = jax.eval_shape(self.training.optimizer.init, model.params)
+        return (
+            list(map(like, jax.tree.leaves(model.params), self._specs.params)),
+            list(map(like, jax.tree.leaves(model.aux), self._specs.aux)),
+            jax.tree.map(like, opt_state, self._specs.opt_state),
+        )
+
+    def _whole(self, i: int, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = self.reducer.local[i].sharding(P())
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+    def _lowered_runner(self, i: int) -> list[Any]:
+        params, aux, _ = self._shapes(i)
+        exponents = self._whole(i, (len(self.tensors.floats),), np.int32)
+        return self.runners[i].lower(params, aux, exponents)
+
+    def _lowered_update(self, i: int) -> Any:
+        params, aux, opt_state = self._shapes(i)
+        totals, ints = self.reducer.result_shapes(
+            i, [x.shape for x in self.tensors.floats], [x.shape for x in self.tensors.others]
+        )
+        exponents = self._whole(i, (len(self.tensors.floats),), np.int32)
+        weight = np.float32(1)
+        return self._updates[i].lower(params, opt_state, aux, totals, ints, exponents, weight)
+
+
+def lower(training: Training, graph: Graph, plan: Plan, devices: Sequence[jax.Device]) -> Programs:
+    """The programs of a plan.
+
+    Args:
+        training: What is trained.
+        graph: Of its loss, traced for the plan's microbatches.
+        plan: Decides everything else.
+        devices: By rank, those of other processes included.
+
+    Raises:
+        PlanError: If the plan is of another model: every difference.
+        AnnotationError: If a parameter cannot be cut as the plan says.
+    """
+    _check_parameters(graph, plan)
+    return Programs(training, graph, plan, devices)
+
+
+def _check_parameters(graph: Graph, plan: Plan) -> None:
+    planned = {p.name: p for p in plan.parameters}
+    faults = [f"  {name}: not in the plan" for name in graph.param_names if name not in planned]
+    faults += [f"  {name}: not in the model" for name in planned if name not in graph.param_names]
+    for name, v in zip(graph.param_names, graph.param_values, strict=True):
+        own, value = planned.get(name), graph.values[v]
+        if own is not None and (own.shape, own.dtype) != (value.shape, str(value.dtype)):
+            faults.append(
+                f"  {name}: {own.dtype}{list(own.shape)} in the plan, {value} in the model"
+            )
+    if not faults and list(planned) != list(graph.param_names):
+        faults.append("  the parameters are in another order")
+    if faults:
+        more = [f"  and {len(faults) - 20} more"] if len(faults) > 20 else []
+        raise PlanError(
+            "the plan is for another model:\n"
+            + "\n".join([*faults[:20], *more])
+            + "\nmake a plan for this one, with hxla plan or Job.plan"
+        )
+
+
+def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
+    """What the axes inside a replica, or inside its stages, cut."""
+    axes = inner_axes(plan)
+    if not axes:
+        return None
+    num_tasks = {len(axis.roles) for axis in plan.axes if axis.roles}
+    if num_tasks - {len(graph.task_graphs)}:
+        raise PlanError(
+            f"axes: the plan gives {num_tasks.pop()} TaskGraphs their roles, the model has "
+            f"{len(graph.task_graphs)}: make a plan for this model"
+        )
+    dims = [
+        {name: dim for name, _ in axes if (dim := layout.dim_of(name)) is not None}
+        for layout in plan.parameters
+    ]
+    roles = {axis.name: axis.roles for axis in plan.axes}
+    return shard_graph(graph, axes, roles, dims)
+
+
+Made = tuple[Contribution, Callable[[Replica], Runner]]
+
+
+def _microbatches(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    sharded: Sharded | None,
+    columns: int,
+    num_replicas: int,
+) -> Made:
+    contribution = Contribution.of(plan.sums, plan.num_microbatches)
+    spec = MicrobatchSpec(
+        graph=graph,
+        tensors=tensors,
+        contribution=contribution,
+        num_microbatches=plan.num_microbatches,
+        num_columns=columns,
+        seed=training.seed,
+        mean=training.mean,
+        clip_norm=training.clip_norm if training.clip_before else None,
+        sharded=sharded,
+    )
+    batch = _batch_shapes(graph)
+    return contribution, lambda replica: Microbatches(spec, replica, batch)
+
+
+def _pipeline(
+    planned: PlannedPipeline,
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    sharded: Sharded | None,
+    columns: int,
+    num_replicas: int,
+) -> Made:
+    ordered = graph_of(graph, planned.cut_by)
+    _check_segments(ordered, planned)
+    parts = parts_of(ordered, planned.points)
+    contribution = Contribution.of(plan.sums, num_terms(parts, plan.num_microbatches))
+    num_stages, num = plan.num_stages, plan.num_microbatches
+    slots = make_slots(
+        [x.shape for x in tensors.params],
+        [x.dtype for x in tensors.params],
+        [
+            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
+            for s in range(num_stages)
+        ],
+        [to_spec(layout.spec) for layout in plan.parameters],
+        inner_axes(plan),
+    )
+    table = planned.schedule
+    is_even = table == "interleaved" or not isinstance(table, str)
+    spec = PipelineSpec(
+        graph=ordered,
+        tensors=tensors,
+        contribution=contribution,
+        parts=parts,
+        slots=slots,
+        schedule=functools.cache(
+            lambda count: schedule_of(table, num_stages, count, planned.num_chunks)
+        ),
+        most=max(plan.counts) if is_even else num,
+        unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
+        num_microbatches=num,
+        num_columns=columns,
+        seed=training.seed,
+        recompute=planned.recompute,
+        sharded=sharded,
+    )
+    batch = _batch_shapes(graph)
+    return contribution, lambda replica: Pipeline(spec, replica, batch)
+
+
+def _check_segments(graph: Graph, planned: PlannedPipeline) -> None:
+    firsts = [segment.first for segment in planned.segments]
+    try:
+        own = [s.name for s in segments_at(graph, firsts[1:])]
+    except IndexError:
+        own = []
+    wrong = [
+        f"  at equation {s.first}: {s.name!r} in the plan, {name!r} in the loss"
+        for s, name in zip(planned.segments, own or [""] * len(firsts), strict=True)
+        if s.name != name
+    ]
+    if wrong:
+        raise PlanError(
+            "the plan cuts another loss:\n"
+            + "\n".join(wrong[:20])
+            + "\nmake a plan for this one, with hxla plan or Job.plan"
+        )
+
+
+def _batch_shapes(graph: Graph) -> list[jax.ShapeDtypeStruct]:
+    values = (graph.values[v] for v in graph.batch_values)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+
+
+def _digest(text: str) -> str:
+    """The text of programs for comparison: that of a large model is megabytes."""
+    operations = re.findall(r"= \"?(stablehlo\.\w+|call \S+)", text)
+    return "\n".join([hashlib.sha256(text.encode()).hexdigest(), *operations])

@@ -1,0 +1,261 @@
+"""The program of one microbatch on a replica that is no pipeline: gradients, added to the sums."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import PyTree
+from .._graph._graph import Graph
+from .._jax._cpu_dots import row_major, uncrossed
+from .._jax._jaxpr import as_function
+from .._plan._sharding import Sharded
+from ._contribution import (
+    Contribution,
+    DeviceSums,
+    Tensors,
+    at_least_1d,
+    changes,
+    first_only,
+    local_largest,
+    microbatch_key,
+    row_bits,
+)
+from ._options import compiler_options
+from ._replica import Replica
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicrobatchSpec:
+    """What the programs of microbatches are made from.
+
+    Attributes:
+        graph: Of the loss, for one microbatch.
+        tensors: Of the sums.
+        contribution: How they join the sums.
+        num_microbatches: M, of a step.
+        num_columns: S, sums of a microbatch.
+        seed: Root of all random keys.
+        mean: Whether a microbatch's own gradient is that of its mean loss, or of its sum.
+        clip_norm: Global norm to which each microbatch's own gradient is clipped; None: not at all.
+        sharded: How the devices of a replica cut the graph; None: a replica has one.
+    """
+
+    graph: Graph
+    tensors: Tensors
+    contribution: Contribution
+    num_microbatches: int
+    num_columns: int
+    seed: int
+    mean: bool = True
+    clip_norm: float | None = None
+    sharded: Sharded | None = None
+
+    def specs(self) -> list[P]:
+        """How each float tensor lies on the replica's mesh."""
+        if self.sharded is None:
+            return [P()] * len(self.tensors.floats)
+        aux = zip(self.sharded.aux_specs(), self.tensors.is_float, strict=True)
+        return [*self.sharded.param_specs(), *(s for s, f in aux if f)]
+
+
+class Microbatches:
+    """Runs the microbatches of a replica one after another.
+
+    Args:
+        spec: What to run.
+        replica: Its devices.
+        batch: One microbatch, arrays or shapes.
+    """
+
+    unit = 1  # it takes any number of microbatches
+
+    def __init__(self, spec: MicrobatchSpec, replica: Replica, batch: PyTree):
+        self._spec, self._replica = spec, replica
+        self._batch_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        self._batch_specs = None if spec.sharded is None else spec.sharded.batch_specs()
+        platform = replica.devices[0].platform
+        shardings = _sums_shardings(spec, replica) if spec.sharded is not None else None
+        self._program = jax.jit(
+            _program(spec, replica),
+            donate_argnums=2,
+            compiler_options=compiler_options(platform, spec.contribution.form),
+            out_shardings=(shardings, None) if shardings is not None else None,
+        )
+        self._zeros = jax.jit(
+            functools.partial(_zeros, spec), out_shardings=shardings or replica.sharding(P())
+        )
+        self._compiled: Any = None
+
+    def zeros(self) -> DeviceSums:
+        """Empty sums on the replica."""
+        return self._zeros()  # type: ignore[no-any-return]
+
+    def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
+        """The programs before compilation."""
+        sums = _placed(jax.eval_shape(self._zeros), _sums_specs(self._spec), self._replica)
+        batch = _placed(self._batch_shapes, self._batch_specs, self._replica)
+        where = np.zeros(3, np.int32)
+        return [self._program.lower(list(params), list(aux), sums, exponents, where, batch)]
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        [self._compiled] = compiled
+
+    def run(
+        self,
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        sums: DeviceSums,
+        exponents: jax.Array,
+        step: int,
+        ids: range,
+        batches: Sequence[PyTree],
+    ) -> tuple[DeviceSums, jax.Array]:
+        """Run a step's microbatches.
+
+        Args:
+            params: On the replica.
+            aux: Other variables.
+            sums: Those of the step before, whose memory is used again.
+            exponents: Scales, int32[T].
+            step: Number of the step.
+            ids: Numbers of the microbatches, at least one.
+            batches: Their arrays.
+
+        Returns:
+            The sums of these microbatches, and a small array to wait on.
+        """
+        tick = None
+        for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
+            where = np.array([step, index, n > 0], np.int32)
+            placed = self._replica.put_tree(batch, self._batch_specs)
+            sums, tick = self._compiled(params, aux, sums, exponents, where, placed)
+        assert tick is not None
+        return sums, tick
+
+    def memory_bytes(self) -> int:
+        """Bytes of one device's temporaries and results, arguments left out."""
+        stats = self._compiled.memory_analysis()
+        if stats is None:
+            return 0
+        return int(
+            stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        )
+
+
+def _zeros(spec: MicrobatchSpec) -> DeviceSums:
+    return DeviceSums(
+        jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
+        jnp.zeros(len(spec.tensors.floats), jnp.int32),
+        [spec.contribution.zeros(at_least_1d(x.shape)) for x in spec.tensors.floats],
+        [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
+    )
+
+
+def _sums_specs(spec: MicrobatchSpec) -> list[P]:
+    each = [s for s in spec.specs() for _ in range(spec.contribution.form.num_parts)]
+    return [P(), P(), *each, *[P()] * len(spec.tensors.others)]
+
+
+def _sums_shardings(spec: MicrobatchSpec, replica: Replica) -> DeviceSums:
+    treedef = jax.tree.structure(jax.eval_shape(functools.partial(_zeros, spec)))
+    return jax.tree.unflatten(treedef, [replica.sharding(s) for s in _sums_specs(spec)])
+
+
+def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    each = specs or [P()] * len(leaves)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replica.sharding(s))
+            for x, s in zip(leaves, each, strict=True)
+        ],
+    )
+
+
+def _loss(spec: MicrobatchSpec, replica: Replica) -> Callable[..., list[Any]]:
+    """`(params, aux, key, batch leaves) -> [loss, sums[S], *new aux]`."""
+    if spec.sharded is None:
+        run = as_function(spec.graph.program)
+        return lambda params, aux, key, batch: run(*params, *aux, key, *batch)
+    return spec.sharded.function(replica.mesh)
+
+
+def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[DeviceSums, Any]]:
+    """`(params, aux, sums, exponents, where, batch) -> (sums, tick)`.
+
+    `where` is int32[3]: step, microbatch, and 0 to begin the sums anew or 1 to add to them.
+    """
+    on_cpu = replica.devices[0].platform == "cpu"
+    run, specs = _loss(spec, replica), spec.specs()
+
+    def with_peaks(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        lay_out = row_major if on_cpu else lambda x: x
+        if spec.sharded is None:
+            return local_largest(values, lay_out)
+        mesh = replica.mesh
+        values = [
+            jax.lax.with_sharding_constraint(x, replica.sharding(s))
+            for x, s in zip(values, specs, strict=True)
+        ]
+
+        def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            values, peaks_T = local_largest(values, lay_out)
+            return values, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
+
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
+        )
+        return mapped(values)  # type: ignore[no-any-return]
+
+    def hxla_micro(
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        sums: DeviceSums,
+        exponents_T: jax.Array,
+        where: jax.Array,
+        batch: PyTree,
+    ) -> tuple[DeviceSums, jax.Array]:
+        step, index, keep = where[0], where[1], where[2]
+        key = microbatch_key(spec.seed, step, index)
+
+        def loss(params: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            value, *rest = run(params, list(aux), key, jax.tree.leaves(batch))
+            return value, rest
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        if on_cpu:
+            gradient = uncrossed(gradient)
+        (_, (row_S, *new_aux)), grads = gradient(list(params))
+        if spec.clip_norm is not None:
+            tiny = jnp.finfo(jnp.float32).tiny
+            share = jnp.maximum(row_S[1], tiny) if spec.mean else 1.0
+            own = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
+            grads = [g * share for g in own]
+        deltas, ints = changes(aux, new_aux, spec.tensors.is_float)
+        values, peaks_T = with_peaks([*(g.astype(jnp.float32) for g in grads), *deltas])
+        add = functools.partial(spec.contribution.add, keep=keep)
+        out = DeviceSums(
+            (sums.small_MS * keep).at[index].set(row_bits(row_S)),
+            jnp.maximum(sums.peaks_T * keep, peaks_T),
+            [add(sums.values[i], x, exponents_T[i]) for i, x in enumerate(values)],
+            [first_only(a * keep, b, index) for a, b in zip(sums.ints, ints, strict=True)],
+        )
+        return out, row_S[1]
+
+    return hxla_micro
+
+
+def clip(grads: list[jax.Array], norm: float) -> list[jax.Array]:
+    """Clip to a global norm; what is not finite stays, so that it can be named."""
+    clipped, _ = optax.clip_by_global_norm(norm).update(grads, optax.EmptyState())
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    return [jnp.where(finite, c, g) for c, g in zip(clipped, grads, strict=True)]

@@ -1,0 +1,455 @@
+"""What a pipeline's SPMD program computes: the loop over ticks, its actions, its sums.
+
+Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T ticks or tensors, S
+stages, N devices of a stage, F fields of a table, W 32-bit words.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import STAGE_AXIS
+from .._graph._graph import Graph
+from .._graph._interpreter import Env
+from .._graph._parts import ChainPart
+from .._plan._sharding import Sharded
+from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
+from . import _actions
+from ._actions import FIELDS, Actions
+from ._contribution import (
+    Contribution,
+    DeviceSums,
+    Tensors,
+    at_least_1d,
+    changes,
+    first_only,
+    microbatch_key,
+    row_bits,
+)
+from ._inside import Inside
+from ._kept import make_kept
+from ._replica import Replica
+from ._slots import Slots
+from ._stage import StagePart
+
+
+class Accumulated(NamedTuple):
+    """What each stage adds up over a step; every array has a leading dimension of stages."""
+
+    small_MS: jax.Array
+    peaks_NT: jax.Array
+    slots: list[tuple[jax.Array, ...]]
+    aux: list[tuple[jax.Array, ...]]
+    ints: list[jax.Array]
+
+
+class Buffers(NamedTuple):
+    """What waits between ticks; every array has a leading dimension of stages."""
+
+    inputs: jax.Array
+    grads: jax.Array
+    residuals: list[jax.Array]
+    late: list[jax.Array]
+    down: jax.Array
+    up: jax.Array
+
+
+class Carry(NamedTuple):
+    buffers: Buffers
+    acc: Accumulated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a pipeline's programs are made from.
+
+    Attributes:
+        graph: Of the loss, for one microbatch, in the order in which it is cut.
+        tensors: Of the sums.
+        contribution: How they join the sums.
+        parts: Of the chain: part `c * S + s` is chunk c of stage s.
+        slots: Where the stages find their parameters.
+        schedule: From a number of microbatches to a schedule of S stages.
+        most: Microbatches that one pipeline may be given.
+        unit: It takes multiples of this.
+        num_microbatches: M, of a step.
+        num_columns: Sums of a microbatch.
+        seed: Root of all random keys.
+        recompute: Whether backwards run forwards again from kept inputs.
+        sharded: What the devices of a stage cut, by the numbers of `graph`; None: a stage has one.
+    """
+
+    graph: Graph
+    tensors: Tensors
+    contribution: Contribution
+    parts: tuple[ChainPart, ...]
+    slots: Slots
+    schedule: Callable[[int], Schedule]
+    most: int
+    unit: int
+    num_microbatches: int
+    num_columns: int
+    seed: int
+    recompute: bool
+    sharded: Sharded | None = None
+
+
+def num_terms(parts: Sequence[ChainPart], num_microbatches: int) -> int:
+    """Terms of one element's sum: a parameter that several parts read has more."""
+    readers = collections.Counter(p for part in parts for p in part.segment.params)
+    return num_microbatches * max(readers.values(), default=1)
+
+
+class PipelineProgram:
+    """The functions that a pipeline's programs are traced from.
+
+    Args:
+        spec: What to run.
+        replica: Its devices; the first axis is that of the stages.
+    """
+
+    def __init__(self, spec: PipelineSpec, replica: Replica):
+        self.spec = spec
+        self._num_inner = len(replica.rows[0])
+        on_cpu = replica.devices[0].platform == "cpu"
+        inner = tuple(name for name, _ in replica.axes[1:])
+        self.inside = Inside(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
+        placement = spec.sharded.placement(replica.mesh) if spec.sharded is not None else None
+        self.stages = [StagePart(spec.graph, part, placement, on_cpu=on_cpu) for part in spec.parts]
+        self._float_aux = spec.tensors.is_float
+        self.halves = spec.schedule(spec.unit).has_weight
+        self.programs = self._shared()
+        kept = [] if spec.recompute else self.stages
+        self._residuals = make_kept([stage.residuals for stage in kept])
+        self._late = make_kept([stage.late for stage in kept if self.halves])
+        self.actions = functools.cache(self._lowered)
+        num_stages = spec.slots.num_stages
+        self.exchanges = _actions.exchanges(num_stages, len(spec.parts) // num_stages)
+        self.slot_specs = [P(STAGE_AXIS, *slot.spec) for slot in spec.slots.slots]
+        self.carry_specs = self._specs_of_carry()
+
+    def _lowered(self, count: int) -> Actions:
+        return _actions.lower(
+            self.spec.schedule(count), recompute=self.spec.recompute, programs=self.programs
+        )
+
+    def _shared(self) -> tuple[int, ...]:
+        """For each part the first that computes the same in the same slots."""
+        num = self.spec.slots.num_stages
+        seen: dict[Any, int] = {}
+        out = []
+        for p, stage in enumerate(self.stages):
+            held = self.spec.slots.of[p % num]
+            key = stage.signature(), *(held[i] for i in stage.params)
+            out.append(seen.setdefault(key, p))
+        return tuple(out)
+
+    # -- buffers -----------------------------------------------------------------------------
+
+    def shapes(self) -> Carry:
+        spec, num = self.spec, self.spec.slots.num_stages
+
+        def each(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> Any:
+            return jax.ShapeDtypeStruct((num, *shape), dtype)
+
+        def sums(shape: tuple[int, ...]) -> tuple[Any, ...]:
+            contribution = spec.contribution
+            return (each(shape, contribution.dtype),) * contribution.form.num_parts
+
+        most = self.actions(spec.most)
+        down = max(s.below.words.size for s in self.stages)
+        up = max(s.above.float_words.size for s in self.stages)
+        buffers = Buffers(
+            inputs=each((most.num_inputs, down)),
+            grads=each((most.num_grads, up)),
+            residuals=[each((most.num_residuals, *s), t) for s, t in self._residuals.kinds],
+            late=[each((most.num_late, *s), t) for s, t in self._late.kinds],
+            down=each((down,)),
+            up=each((up,)),
+        )
+        acc = Accumulated(
+            small_MS=each((spec.num_microbatches, spec.num_columns), jnp.int32),
+            peaks_NT=each(
+                (self._num_inner, len(spec.slots.slots) + sum(self._float_aux)),
+                jnp.int32,
+            ),
+            slots=[sums(slot.shape) for slot in spec.slots.slots],
+            aux=[
+                sums(at_least_1d(x.shape)) for x in spec.tensors.floats[len(spec.tensors.params) :]
+            ],
+            ints=[each(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
+        )
+        return Carry(buffers, acc)
+
+    def _specs_of_carry(self) -> Carry:
+        """A PartitionSpec for each array of a carry."""
+        shapes = self.shapes()
+        whole: Any = jax.tree.map(lambda _: P(STAGE_AXIS), shapes)
+        acc = whole.acc._replace(
+            peaks_NT=P(STAGE_AXIS, self.inside.axes or None),
+            slots=[(s,) * self.spec.contribution.form.num_parts for s in self.slot_specs],
+        )
+        return whole._replace(acc=acc)  # type: ignore[no-any-return]
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def run_ticks(
+        self,
+        slots: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        carry: Carry,
+        exponents: jax.Array,
+        table_TSF: jax.Array,
+        where: jax.Array,
+        batch_K: Sequence[jax.Array],
+    ) -> tuple[Carry, jax.Array]:
+        """Run the ticks from `where[2]` to `where[3]`; the first two are step and microbatch."""
+        me = jax.lax.axis_index(STAGE_AXIS)
+        own_slots = [x[0] for x in slots]
+        exponents = exponents[self._tensors()[me]]
+        inner = jax.tree.map(lambda x: x[0], carry)
+
+        def tick(t: jax.Array, carry: Carry) -> Carry:
+            row_F = table_TSF[t, me]
+            field = {name: row_F[i] for i, name in enumerate(FIELDS)}
+            index = where[1] + field["microbatch"]
+            given = self._given(aux, batch_K, where[0], index, field["microbatch"])
+            for number, action in self._all_actions():
+                own = (own_slots, given, field, index, exponents)
+                carry = _when(field["action"] == number, self._placing(action), carry, own)
+            return self._exchange(carry, field)
+
+        inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
+        return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[0, 0]
+
+    def _placing(self, action: Callable[..., Carry]) -> Callable[..., Carry]:
+        """An action whose arrays lie where they did, whatever it does with them."""
+
+        def run(carry: Carry, slots: Any, *others: Any) -> Carry:
+            carry = self.inside.place(carry, self.carry_specs)
+            carry = action(carry, self.inside.place(slots, self.slot_specs), *others)
+            return self.inside.place(carry, self.carry_specs)  # type: ignore[no-any-return]
+
+        return run
+
+    def _tensors(self) -> jax.Array:
+        """For each stage the tensor of every slot, and the other variables; tensor 0: padding."""
+        slots = self.spec.slots
+        num_params, num_aux = len(slots.specs), sum(self._float_aux)
+        rows = [
+            [slot.params[s] or 0 for slot in slots.slots] + [num_params + i for i in range(num_aux)]
+            for s in range(slots.num_stages)
+        ]
+        return jnp.array(rows, jnp.int32)
+
+    def _given(
+        self,
+        aux: Sequence[jax.Array],
+        batch_K: Sequence[jax.Array],
+        step: jax.Array,
+        index: jax.Array,
+        local: jax.Array,
+    ) -> Env:
+        graph = self.spec.graph
+        key = microbatch_key(self.spec.seed, step, index)
+        batch = [jax.lax.dynamic_index_in_dim(x, local, keepdims=False) for x in batch_K]
+        given: Env = dict(zip(graph.aux_values, aux, strict=True))
+        given |= dict(zip(graph.batch_values, batch, strict=True))
+        given[graph.key_value] = key
+        return given
+
+    def _all_actions(self) -> list[tuple[int, Any]]:
+        out: list[tuple[int, Any]] = []
+        for p in sorted(set(self.programs)):
+            stage = self.stages[p]
+            if not (self.spec.recompute and stage.part.is_last):
+                out.append((_actions.number(p, FORWARD), self._forward(p, stage)))
+            if self.halves:
+                out.append((_actions.number(p, BACKWARD), self._input_grads(p, stage)))
+                out.append((_actions.number(p, WEIGHT), self._weight_grads(p, stage)))
+            else:
+                out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
+        return out
+
+    def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
+        held = self.spec.slots.of[p % self.spec.slots.num_stages]
+        return [slots[held[i]] for i in stage.params]
+
+    def _forward(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> Carry:
+            buffers, acc = carry
+            inputs = self.inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+            params = self._params(p, stage, slots)
+            if self.spec.recompute:
+                made = stage.forward(params, inputs, given)
+            else:
+                made, saved = stage.forward_and_residuals(params, inputs, given)
+                kept = self._residuals.put(buffers.residuals, p, saved, field["residual"])
+                buffers = buffers._replace(residuals=kept)
+            if stage.part.is_last:
+                acc = self._record(acc, made, given, index, exponents)
+            else:
+                packed = stage.below.words.pack(self.inside.whole(made), buffers.down.size)
+                buffers = buffers._replace(down=packed)
+            return Carry(buffers, acc)
+
+        return run
+
+    def _backward(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> Carry:
+            buffers, acc = carry
+            params = self._params(p, stage, slots)
+            if self.spec.recompute:
+                grads = self.inside.whole(
+                    stage.below.float_words.unpack(buffers.grads[field["grad"]])
+                )
+                inputs = self.inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+                d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
+                if stage.part.is_last:
+                    acc = self._record(acc, made, given, index, exponents)
+            else:
+                saved, grads = self._waiting(p, stage, buffers, field)
+                d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
+            acc = self._add_grads(p, stage, acc, d_params, exponents)
+            packed = stage.above.float_words.pack(self.inside.whole(d_inputs), buffers.up.size)
+            return Carry(buffers._replace(up=packed), acc)
+
+        return run
+
+    def _input_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> Carry:
+            buffers = carry.buffers
+            saved, grads = self._waiting(p, stage, buffers, field)
+            params = self._params(p, stage, slots)
+            d_inputs, kept = stage.input_grads(params, saved, given, grads)
+            buffers = buffers._replace(
+                late=self._late.put(buffers.late, p, kept, field["late"]),
+                up=stage.above.float_words.pack(d_inputs, buffers.up.size),
+            )
+            return carry._replace(buffers=buffers)
+
+        return run
+
+    def _weight_grads(self, p: int, stage: StagePart) -> Any:
+        def run(
+            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+        ) -> Carry:
+            saved, grads = self._waiting(p, stage, carry.buffers, field)
+            params = self._params(p, stage, slots)
+            kept = self._late.get(carry.buffers.late, p, field["late"])
+            d_params = stage.weight_grads(params, saved, given, grads, kept)
+            return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
+
+        return run
+
+    def _waiting(self, p: int, stage: StagePart, buffers: Buffers, field: Any) -> tuple[Any, Any]:
+        """A part's residuals and the gradients of its outputs."""
+        saved = self._residuals.get(buffers.residuals, p, field["residual"])
+        return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
+
+    def _add_grads(
+        self, p: int, stage: StagePart, acc: Accumulated, grads: Sequence[Any], exponents: Any
+    ) -> Accumulated:
+        held = self.spec.slots.of[p % self.spec.slots.num_stages]
+        places = [held[param] for param in stage.params]
+        specs = [self.slot_specs[slot] for slot in places]
+        peaks_NT, grads = self.inside.raise_peaks(
+            acc.peaks_NT, places, self.inside.place(list(grads), specs), specs
+        )
+        slots = list(acc.slots)
+        for slot, grad in zip(places, grads, strict=True):
+            slots[slot] = self.spec.contribution.add(slots[slot], grad, exponents[slot])
+        return acc._replace(slots=slots, peaks_NT=peaks_NT)
+
+    def _record(
+        self, acc: Accumulated, results: list[Any], given: Env, index: jax.Array, exponents: Any
+    ) -> Accumulated:
+        """Sums of a microbatch and what it did to other variables, on the last stage."""
+        _, row_S, *new_aux = self.inside.whole(results)
+        old_aux = [given[v] for v in self.spec.graph.aux_values]
+        deltas, ints = changes(old_aux, new_aux, self._float_aux)
+        first = len(self.spec.slots.slots)
+        tensors = range(first, first + len(deltas))
+        peaks_NT, deltas = self.inside.raise_peaks(
+            acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)
+        )
+        add = self.spec.contribution.add
+        return acc._replace(
+            small_MS=acc.small_MS.at[index].set(row_bits(row_S)),
+            peaks_NT=peaks_NT,
+            aux=[
+                add(before, x, exponents[t])
+                for t, before, x in zip(tensors, acc.aux, deltas, strict=True)
+            ],
+            ints=[first_only(a, b, index) for a, b in zip(acc.ints, ints, strict=True)],
+        )
+
+    def _exchange(self, carry: Carry, field: Any) -> Carry:
+        """Arrays to the neighbours, over the boundaries of this tick."""
+        buffers = carry.buffers
+        num = self.spec.slots.num_stages
+
+        def over(boundaries: Sequence[int]) -> Any:
+            downward = [(b, (b + 1) % num) for b in boundaries]
+            upward = [(b, a) for a, b in downward]
+
+            def run(buffers: Buffers) -> Buffers:
+                down = jax.lax.ppermute(buffers.down, STAGE_AXIS, downward)
+                up = jax.lax.ppermute(buffers.up, STAGE_AXIS, upward)
+                return buffers._replace(
+                    inputs=_set(buffers.inputs, down, field["down"]),
+                    grads=_set(buffers.grads, up, field["up"]),
+                )
+
+            return run
+
+        for i, boundaries in enumerate(self.exchanges):
+            if boundaries:  # every stage does the same, for the set is the tick's
+                buffers = _when(field["exchange"] == i, over(boundaries), buffers, ())
+        return carry._replace(buffers=buffers)
+
+    def run_finish(self, carry: Carry) -> tuple[DeviceSums, Carry]:
+        """Sums of all stages in the pieces of storage, and the accumulators empty again."""
+        acc = jax.tree.map(lambda x: x[0], carry.acc)
+        peaks_T = self.inside.largest(acc.peaks_NT)
+        small = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
+        values, (small_MS, peaks, *others) = self.spec.slots.collect(acc.slots, small)
+        num_ints = len(acc.ints)
+        totals = [x.sum(0) for x in others]  # zero on all stages but the last
+        num = self.spec.contribution.form.num_parts
+        aux = [tuple(totals[num_ints + i * num :][:num]) for i in range(len(acc.aux))]
+        values = [tuple(x.reshape(at_least_1d(x.shape)) for x in parts) for parts in values]
+        tensors = self._tensors().reshape(-1)
+        peaks_T = (
+            jnp.zeros(len(self.spec.tensors.floats), jnp.int32).at[tensors].max(peaks.reshape(-1))
+        )
+        sums = DeviceSums(small_MS.sum(0), peaks_T, [*values, *aux], totals[:num_ints])
+        empty = jax.tree.map(jnp.zeros_like, carry.acc)
+        return sums, carry._replace(acc=empty)
+
+
+def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:
+    """`run(carry, *operands)` once or not at all, in place."""
+
+    def body(i: jax.Array, carry: Any) -> Any:
+        # XLA takes what does not vary out of a loop, even out of one that may never run.
+        _, carry, own = jax.lax.optimization_barrier((i, carry, operands))
+        return run(carry, *own)
+
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
+
+
+def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(buffers, value, index, 0)

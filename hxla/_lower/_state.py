@@ -1,0 +1,45 @@
+"""The state of training as a value."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core._types import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """All that a step of training reads and writes, as it lies.
+
+    The arrays live on the devices of the first copy of the model that this process has a part of,
+    and the next step overwrites them: copy what you keep. Where several processes share a copy (a
+    pipeline, rules), each has a part only: `Session.gather` gives the whole.
+
+    Attributes:
+        step: Updates done.
+        params: Parameters in the user's own tree.
+        aux: Other variables (BatchNorm statistics) in the user's own tree.
+        opt_state: State of the optimizer.
+        exponents: int32[T], the scales of the exact sums of T tensors.
+    """
+
+    step: int
+    params: PyTree
+    aux: PyTree
+    opt_state: PyTree
+    exponents: np.ndarray
+
+
+def leaf_bits(x: Any) -> jax.Array:
+    """The bits of an array as unsigned integers of its width."""
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jax.numpy.bool_:
+        return x.astype(jax.numpy.uint32)
+    if jax.numpy.issubdtype(x.dtype, jax.numpy.complexfloating):
+        x = jax.numpy.stack([x.real, x.imag])
+    width = max(8 * x.dtype.itemsize, 8)
+    return jax.lax.bitcast_convert_type(x, jax.numpy.dtype(f"uint{min(width, 32)}"))

@@ -1,0 +1,129 @@
+"""The program that updates a replica's state from the sums of a step."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import PyTree
+from .._jax._grouping import balanced, in_groups
+from ._contribution import Contribution, Tensors
+from ._microbatch import clip
+from ._options import update_options
+from ._replica import Replica
+from ._sum import buckets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSpec:
+    """What an update is made from.
+
+    Attributes:
+        optimizer: The user's own.
+        param_tree: Structure of the user's parameters.
+        tensors: Of the sums.
+        contribution: How they joined them.
+        num_microbatches: M, of a step.
+        clip_norm: Global norm to which the gradient is clipped; None: not at all.
+        num_groups: Parts in which parameters are updated one after another.
+        bucket_elements: Those of the `Reducer`.
+        by_rows: Tensors that it sums by rows.
+        is_alone: Whether there is one replica only, whose sums are total as they are.
+    """
+
+    optimizer: optax.GradientTransformation
+    param_tree: Any
+    tensors: Tensors
+    contribution: Contribution
+    num_microbatches: int
+    clip_norm: float | None = None
+    num_groups: int = 1
+    bucket_elements: int
+    by_rows: Collection[int] = ()
+    is_alone: bool = False
+
+
+def update_program(
+    spec: UpdateSpec,
+    replica: Replica,
+    params: Sequence[P],
+    opt_state: PyTree,
+    aux: Sequence[P],
+) -> Any:
+    """`(params, opt_state, aux, totals, ints, exponents, weight) -> (params, opt_state, aux, tick)`.
+
+    The first three are donated. `totals` are those of `Reducer.sums`, `ints` the summed integers of
+    other variables, `weight` what the sums are divided by.
+
+    Args:
+        spec: What the update is made from.
+        replica: Its devices.
+        params: PartitionSpec of each parameter.
+        opt_state: Tree of the PartitionSpecs of the optimizer's state.
+        aux: PartitionSpec of each other variable.
+    """
+    tensors, contribution = spec.tensors, spec.contribution
+    floats, num_params = tensors.floats, len(tensors.params)
+
+    def hxla_update(
+        params: Sequence[jax.Array],
+        opt_state: PyTree,
+        aux: Sequence[jax.Array],
+        totals: Sequence[jax.Array],
+        ints: Sequence[jax.Array],
+        exponents_T: jax.Array,
+        weight: jax.Array,
+    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
+        combined = list(totals)
+        if spec.is_alone:
+            combined = [contribution.combine(*parts) for parts in totals]
+        elif not replica.axes:  # buckets of one device's tensors
+            combined = []
+            groups = buckets([x.size for x in floats], spec.bucket_elements, spec.by_rows)
+            for flat, bucket in zip(totals, groups, strict=True):
+                ends = np.cumsum([floats[i].size for i in bucket])
+                combined += jnp.split(flat, ends[:-1])
+        sums = [
+            contribution.value(total, exponents_T[i]).reshape(floats[i].shape)
+            for i, total in enumerate(combined)
+        ]
+        grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
+        if spec.clip_norm is not None:
+            grads = clip(grads, spec.clip_norm)
+        tree = jax.tree.unflatten(spec.param_tree, params)
+        updates, opt_state = spec.optimizer.update(
+            jax.tree.unflatten(spec.param_tree, grads), opt_state, tree
+        )
+        new_params = jax.tree.leaves(optax.apply_updates(tree, updates))
+        means = (sums[i] / spec.num_microbatches for i in range(num_params, len(floats)))
+        firsts = iter(ints)
+        new_aux = [
+            (x.astype(jnp.float32) + next(means)).astype(x.dtype)
+            if is_float
+            else next(firsts).reshape(x.shape).astype(x.dtype)
+            for x, is_float in zip(aux, tensors.is_float, strict=True)
+        ]
+        return new_params, opt_state, new_aux, weight + 0
+
+    run: Callable[..., Any] = hxla_update
+    if spec.num_groups > 1:
+        sizes = [x.size * x.dtype.itemsize for x in tensors.params]
+        run = in_groups(hxla_update, balanced(sizes, spec.num_groups))
+    shardings: Any = None
+    if replica.axes:
+        shardings = jax.tree.map(
+            replica.sharding,
+            (list(params), opt_state, list(aux), P()),
+            is_leaf=lambda s: isinstance(s, P),
+        )
+    return jax.jit(
+        run,
+        donate_argnums=(0, 1, 2),
+        compiler_options=update_options(replica.devices[0].platform, contribution.form),
+        out_shardings=shardings,
+    )

@@ -1,0 +1,73 @@
+"""How one array of the state lies over the devices."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import pydantic
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+class PlanValue(pydantic.BaseModel):
+    """A part of a plan: frozen, hashable, and strict about what it is read from."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Layout(PlanValue):
+    """How one parameter lies over the devices of its copy of the model.
+
+    Attributes:
+        name: Path of the parameter, `blocks/0/mlp/kernel`.
+        shape: Of the whole array.
+        dtype: Its dtype, `float32`.
+        spec: For each dimension the mesh axes that cut it, as a `jax.sharding.PartitionSpec` has
+            them; an empty tuple where it is whole.
+        memory: Kind of memory that holds it.
+    """
+
+    name: str
+    shape: tuple[pydantic.NonNegativeInt, ...]
+    dtype: str
+    spec: Spec
+    memory: Literal["device"] = "device"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def cuts(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """Into how many parts each dimension is cut.
+
+        Args:
+            axes: Mesh axes and their sizes; others count as one.
+        """
+        return tuple(math.prod(axes.get(a, 1) for a in names) for names in self.spec)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dimension that a mesh axis cuts, or None."""
+        return next((d for d, names in enumerate(self.spec) if axis in names), None)
+
+
+def to_spec(spec: Spec) -> P:
+    """As jax has it, without empty dimensions at the end."""
+    parts = [None if not names else names[0] if len(names) == 1 else names for names in spec]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
+
+
+def from_spec(spec: P, rank: int) -> Spec:
+    """As a plan has it: one tuple of mesh axes for each of `rank` dimensions."""
+    parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec]
+    return (*parts, *[()] * (rank - len(parts)))
+
+
+def dtype_name(dtype: object) -> str:
+    """`float32`, also for dtypes that numpy does not know."""
+    return np.dtype(dtype).name  # type: ignore[call-overload, no-any-return]

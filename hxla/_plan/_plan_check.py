@@ -1,0 +1,182 @@
+"""What must hold between the fields of a plan."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from .._core._errors import PlanError
+from .._core._types import DATA_AXIS, STAGE_AXIS
+from .._schedule._schedules import Schedule, make_schedule, schedule_from_table
+
+
+def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """The schedule of one copy of the model.
+
+    Args:
+        schedule: A name or a table of texts.
+        num_stages: Stages.
+        num_microbatches: That the copy runs in a step.
+        num_chunks: Parts of the model on each stage.
+
+    Raises:
+        PlanError: If it is not for so many stages, microbatches or chunks.
+    """
+    if isinstance(schedule, str):
+        return make_schedule(schedule, num_stages, num_microbatches, num_chunks)
+    own = schedule_from_table(schedule)
+    made_for = (own.num_stages, own.num_microbatches, own.num_chunks)
+    if made_for != (num_stages, num_microbatches, num_chunks):
+        raise PlanError(
+            f"the table of the pipeline's schedule is for {made_for[0]} stages, {made_for[1]} "
+            f"microbatches and {made_for[2]} chunks; this pipeline has {num_stages} stages, "
+            f"{num_microbatches} microbatches and {num_chunks} chunks"
+        )
+    return own
+
+
+def faults(plan: Any) -> Iterator[str]:
+    """Each thing that is wrong, as `key: what, and what to do`.
+
+    Args:
+        plan: A `Plan` whose fields are each of the right type.
+    """
+    yield from _of_batch(plan)
+    yield from _of_devices(plan)
+    yield from _of_axes(plan)
+    yield from _of_parameters(plan)
+    if plan.pipeline is not None:
+        yield from _of_pipeline(plan)
+    if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
+        yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
+    known = {p.name for p in plan.parameters}
+    for sparse in plan.sums.sparse:
+        if sparse.name not in known:
+            yield f"sums.sparse: there is no parameter {sparse.name!r}"
+        elif plan.axes:
+            yield "sums.sparse: rows travel between copies of one device only, leave it empty"
+            break
+    yield from _of_prediction(plan)
+
+
+def _of_batch(plan: Any) -> Iterator[str]:
+    num, rest = divmod(plan.batch_size, plan.microbatch_size)
+    if rest:
+        yield (
+            f"microbatch_size: {plan.microbatch_size} does not divide batch_size "
+            f"{plan.batch_size}, use a divisor"
+        )
+    elif sum(plan.counts) != num:
+        yield (
+            f"replicas: num_microbatches {', '.join(map(str, plan.counts[:9]))} add up to "
+            f"{sum(plan.counts)}, a batch of {plan.batch_size} has {num}"
+        )
+
+
+def _of_devices(plan: Any) -> Iterator[str]:
+    listed = Counter(device.rank for device in plan.devices)
+    used = Counter(rank for replica in plan.replicas for rank in replica.devices)
+    for rank in (r for r, n in listed.items() if n > 1):
+        yield f"devices: rank {rank} is listed twice"
+    for rank in (r for r, n in used.items() if n > 1):
+        yield f"replicas: device {rank} has two places"
+    for rank in sorted(used.keys() - listed.keys()):
+        yield f"replicas: device {rank} is none of `devices`"
+    for rank in sorted(listed.keys() - used.keys()):
+        yield f"devices: rank {rank} has no place in `replicas`, leave it out"
+    size = math.prod(axis.size for axis in plan.axes)
+    for i, replica in enumerate(plan.replicas):
+        if len(replica.devices) != size:
+            yield (f"replicas.{i}.devices: {len(replica.devices)} devices, the axes take {size}")
+
+
+def _of_axes(plan: Any) -> Iterator[str]:
+    names = [axis.name for axis in plan.axes]
+    for name in (n for n, times in Counter(names).items() if times > 1):
+        yield f"axes: {name!r} is there twice"
+    if DATA_AXIS in names:
+        yield f"axes: {DATA_AXIS!r} lies between copies of the model, `replicas` lists them"
+    if STAGE_AXIS in names[1:]:
+        yield f"axes: {STAGE_AXIS!r} must be the first"
+    if (STAGE_AXIS in names) != (plan.pipeline is not None):
+        yield f"pipeline: given if and only if {STAGE_AXIS!r} is one of the axes"
+    roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
+    if len(roles) > 1:
+        yield "axes: each lists the role of every TaskGraph, these list different numbers of them"
+
+
+def _of_parameters(plan: Any) -> Iterator[str]:
+    sizes = plan.axis_sizes
+    for name, times in Counter(p.name for p in plan.parameters).items():
+        if times > 1:
+            yield f"parameters: {name!r} is there twice"
+    for p in plan.parameters:
+        key = f"parameters.{p.name}.spec"
+        if len(p.spec) != len(p.shape):
+            yield f"{key}: {len(p.spec)} entries for {len(p.shape)} dimensions"
+            continue
+        used = Counter(axis for names in p.spec for axis in names)
+        for axis in used:
+            if axis not in sizes:
+                yield f"{key}: there is no axis {axis!r}"
+            elif used[axis] > 1:
+                yield f"{key}: {axis!r} cuts it twice"
+        for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
+            if size % cut:
+                yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
+
+
+def _of_pipeline(plan: Any) -> Iterator[str]:
+    pipeline, num_stages = plan.pipeline, plan.num_stages
+    if num_stages < 2:
+        yield f"axes: {STAGE_AXIS!r} has size {num_stages}, a pipeline has at least two stages"
+    parts = [segment.part for segment in pipeline.segments]
+    wanted = list(range(num_stages * pipeline.num_chunks))
+    if sorted(set(parts)) != wanted or parts != sorted(parts):
+        yield (
+            f"pipeline.segments: their parts are {_brief(parts)}, they must go from 0 to "
+            f"{wanted[-1]} in order, each at least once"
+        )
+    firsts = [segment.first for segment in pipeline.segments]
+    if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
+        yield f"pipeline.segments: their first equations {_brief(firsts)} must grow from 0"
+    if len({segment.keep for segment in pipeline.segments}) > 1:
+        yield "pipeline.segments: all must `keep` the same"
+    inner = math.prod(axis.size for axis in plan.axes) // max(num_stages, 1)
+    if inner > 1 and not pipeline.recompute:
+        yield (
+            f"pipeline.segments: stages of {inner} devices keep `inputs`, residuals are for stages "
+            "of one"
+        )
+    for count in sorted({count for count in plan.counts if count}):
+        try:
+            schedule = schedule_of(pipeline.schedule, num_stages, count, pipeline.num_chunks)
+        except PlanError as error:
+            yield f"pipeline.schedule: {error}"
+            return
+        if schedule.has_weight and pipeline.recompute:
+            yield (
+                "pipeline.segments: weight gradients of their own need `residuals`; with `inputs` "
+                "each forward would run three times, use schedule '1f1b'"
+            )
+            return
+
+
+def _of_prediction(plan: Any) -> Iterator[str]:
+    known = plan.prediction
+    if known is None:
+        return
+    for name in ("microbatch_seconds", "fixed_seconds"):
+        num = len(getattr(known, name))
+        if num not in (0, len(plan.replicas)):
+            yield f"prediction.{name}: {num} values for {len(plan.replicas)} replicas"
+    if bool(known.microbatch_seconds) != bool(known.fixed_seconds):
+        yield "prediction: microbatch_seconds and fixed_seconds come together"
+    unknown = {d.rank for d in known.devices} - {d.rank for d in plan.devices}
+    if unknown:
+        yield f"prediction.devices: {sorted(unknown)} are none of `devices`"
+
+
+def _brief(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -1,0 +1,81 @@
+"""Where the parameters of a pipeline lie between steps: cut evenly over all stages.
+
+So the optimizer sees the user's tree, its state is even on unlike stages, and a checkpoint knows
+nothing of stages.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import STAGE_AXIS
+
+
+def names_of(part: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def piece_shape(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of one device's part of an array.
+
+    Args:
+        shape: Of the whole.
+        spec: How it lies.
+        sizes: Of the mesh axes; others count as one.
+    """
+    cuts = [math.prod(sizes.get(name, 1) for name in names_of(part)) for part in spec]
+    return tuple(n // cuts[d] if d < len(cuts) else n for d, n in enumerate(shape))
+
+
+def storage_specs(
+    shapes: Sequence[tuple[int, ...]],
+    inner: Sequence[P],
+    sizes: Mapping[str, int],
+    num_stages: int,
+) -> list[P]:
+    """PartitionSpec of each parameter between steps.
+
+    Args:
+        shapes: Of the parameters.
+        inner: How the devices of a stage cut them.
+        sizes: Of the mesh axes inside a stage.
+        num_stages: Over which each piece is cut in the first dimension that divides.
+    """
+    return [
+        _also_cut(spec, _dim(piece_shape(shape, spec, sizes), num_stages))
+        for shape, spec in zip(shapes, inner, strict=True)
+    ]
+
+
+def without_stages(spec: P) -> tuple[P, int | None]:
+    """How the devices of a stage cut a parameter, and the dimension that stages cut besides."""
+    parts, dim = [], None
+    for d, part in enumerate(spec):
+        names = names_of(part)
+        if STAGE_AXIS in names:
+            dim = d
+            names = tuple(n for n in names if n != STAGE_AXIS)
+        parts.append(None if not names else names[0] if len(names) == 1 else names)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts), dim
+
+
+def _also_cut(spec: P, dim: int | None) -> P:
+    """The spec with each device's part cut over stages in a dimension."""
+    if dim is None:
+        return spec
+    parts = [*spec, *[None] * (dim + 1 - len(spec))]
+    names = (*names_of(parts[dim]), STAGE_AXIS)
+    parts[dim] = names if len(names) > 1 else STAGE_AXIS
+    return P(*parts)
+
+
+@functools.cache
+def _dim(shape: tuple[int, ...], num_stages: int) -> int | None:
+    """The first dimension that can be cut evenly."""
+    return next((d for d, n in enumerate(shape) if n % num_stages == 0 and n), None)

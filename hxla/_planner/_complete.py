@@ -1,0 +1,136 @@
+"""From how devices share a model to a complete plan: a layout for each parameter, counts, stages."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from .._cluster._cluster import Cluster
+from .._core._types import STAGE_AXIS
+from .._graph._graph import Graph
+from .._graph._parts import graph_of, parts_of
+from .._plan._layout import Layout, dtype_name, from_spec
+from .._plan._plan import Plan
+from .._plan._plan_parts import (
+    Axis,
+    PlannedDevice,
+    PlannedPipeline,
+    Prediction,
+    ReplicaWork,
+    RunnerUp,
+    SumsForm,
+    Versions,
+)
+from .._plan._stage_storage import storage_specs
+from ._axes import Axes, resolve_rules, shard_graph
+from ._counts import even_counts
+from ._structures import Structure
+
+
+def complete(
+    graph: Graph,
+    structure: Structure,
+    *,
+    cluster: Cluster,
+    made_with: Versions,
+    batch_size: int,
+    microbatch_size: int,
+    sums: SumsForm,
+    counts: Sequence[int] | None = None,
+    prediction: Prediction | None = None,
+    runners_up: Sequence[RunnerUp] = (),
+    reasons: Sequence[str] = (),
+) -> Plan:
+    """The plan of a structure.
+
+    Args:
+        graph: Of the loss, traced for one microbatch.
+        structure: How the devices share the model.
+        cluster: That the structure's ranks are of.
+        made_with: Versions that decide bits.
+        batch_size: Examples of a global batch.
+        microbatch_size: Examples of a microbatch.
+        sums: How gradients are added up.
+        counts: Microbatches of each copy; None: as even as can be.
+        prediction: Of time and memory.
+        runners_up: Next best plans.
+        reasons: Why, besides what the structure says.
+
+    Raises:
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        PlanError: If the plan cannot be run: every fault.
+    """
+    specs: list[P] = [P()] * len(graph.param_names)
+    said = list(structure.reasons)
+    if structure.inner:
+        dims: Sequence[Mapping[str, int]] | None = None
+        warnings: tuple[str, ...] = ()
+        if structure.rules is not None:
+            resolved = resolve_rules(graph, structure.rules, structure.inner)
+            dims, warnings = resolved.dims, resolved.report()
+        sharded = shard_graph(graph, structure.inner, structure.roles, dims, warnings)
+        specs = sharded.param_specs()
+        said += sharded.explain()
+    pipeline: PlannedPipeline | None = None
+    if structure.pipeline is not None:
+        pipeline = structure.pipeline.planned(graph, recompute=structure.pipeline.recompute)
+        specs = storage_specs(
+            graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
+        )
+        said += _shares_of_work(graph, pipeline, structure.pipeline.num)
+    num = batch_size // microbatch_size
+    used = sorted({rank for ranks in structure.replicas for rank in ranks})
+    fields = {
+        "made_with": made_with,
+        "cluster": cluster.name,
+        "batch_size": batch_size,
+        "microbatch_size": microbatch_size,
+        "devices": tuple(
+            PlannedDevice(rank=rank, kind=cluster.devices[rank].label) for rank in used
+        ),
+        "axes": tuple(
+            Axis(name=name, size=size, roles=tuple(structure.roles.get(name, ())))
+            for name, size in structure.axes
+        ),
+        "replicas": tuple(
+            ReplicaWork(devices=ranks, num_microbatches=int(count))
+            for ranks, count in zip(
+                structure.replicas,
+                counts or even_counts(num, len(structure.replicas)),
+                strict=True,
+            )
+        ),
+        "pipeline": pipeline,
+        "parameters": layouts(graph, specs),
+        "sums": sums,
+        "prediction": prediction,
+        "runners_up": tuple(runners_up),
+        "reasons": (*said, *reasons),
+    }
+    return Plan.checked(fields)
+
+
+def layouts(graph: Graph, specs: Sequence[P]) -> tuple[Layout, ...]:
+    """How each parameter of a graph lies."""
+    return tuple(
+        Layout(
+            name=name,
+            shape=graph.values[v].shape,
+            dtype=dtype_name(graph.values[v].dtype),
+            spec=from_spec(spec, len(graph.values[v].shape)),
+        )
+        for name, v, spec in zip(graph.param_names, graph.param_values, specs, strict=True)
+    )
+
+
+def inner_axes(plan: Plan) -> Axes:
+    """Mesh axes of a plan inside a copy, or inside each of its stages."""
+    return tuple((axis.name, axis.size) for axis in plan.axes if axis.name != STAGE_AXIS)
+
+
+def _shares_of_work(graph: Graph, pipeline: PlannedPipeline, num_stages: int) -> list[str]:
+    parts = parts_of(graph_of(graph, pipeline.cut_by), pipeline.points)
+    total = sum(part.segment.flops for part in parts) or 1.0
+    return [
+        f"stage {p % num_stages}: {part.segment.name}, {part.segment.flops / total:.0%} of the work"
+        for p, part in enumerate(parts)
+    ]
