@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from .._core._errors import InspectError
 from . import _replica_groups as _groups
 from . import _shapes
+from ._hlo_text import Module
 from ._origin import op_name
-from ._programs import OWNERS, Array
+from ._program import OWNERS, Array
 from ._replica_groups import Mesh
-from ._text import Module
 
 Spec = tuple[tuple[str, ...], ...]
 Layout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
@@ -33,7 +33,7 @@ _WHOLE = re.compile(r"sharding=\{(?:mesh\[[^\]]*\], )?replicated\}")
 _DIM = re.compile(r"\{([^}]*)\}")
 
 
-def paths(module: Module) -> dict[str, str]:
+def argument_paths(module: Module) -> dict[str, str]:
     """Of the entry's parameters, by their names in the HLO."""
     entry = module.computations.get(module.entry)
     if entry is None:
@@ -118,6 +118,11 @@ def arguments(
             )
         )
     return tuple(out)
+
+
+def array_bytes(array: Array) -> int:
+    """Bytes of one device's part."""
+    return _shapes.shape_bytes(_shapes.array_text(array.dtype, array.local_shape))
 
 
 def head(path: str) -> str:
