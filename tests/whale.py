@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._core._errors import PlanError
-from ._chain import Chain, Replica, Staging
-from ._chain_tables import stage_bytes, step_seconds, tables
+from hxla._core._errors import PlanError
+from hxla._planner._chain import Chain, Replica, Staging
+from hxla._planner._chain_tables import stage_bytes, step_seconds, tables
 
 
 def whale_counts(
