@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
-from .._planner._cost import Link, all_gather_seconds, ring_all_reduce_seconds
+from .._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from . import _replica_groups as _groups
 from . import _shapes
 from ._call_graph import CallContext, total_runs
@@ -192,7 +192,7 @@ def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> flo
     return slowest
 
 
-def _slowest(group: Sequence[int], cluster: Cluster) -> Link | None:
+def _slowest(group: Sequence[int], cluster: Cluster) -> LinkSeconds | None:
     links = []
     for a, b in zip(group, (*group[1:], group[0]), strict=True):
         if a != b:
@@ -203,7 +203,7 @@ def _slowest(group: Sequence[int], cluster: Cluster) -> Link | None:
     return max(links, key=lambda link: link.seconds(1 << 20)).seconds if links else None
 
 
-def _ring(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
+def _ring(kind: str, num_bytes: int, num_devices: int, link: LinkSeconds) -> float:
     if kind == "all-reduce":
         return ring_all_reduce_seconds(num_bytes, num_devices, link)
     if kind in ("collective-permute", "collective-broadcast"):

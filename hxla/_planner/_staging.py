@@ -10,7 +10,7 @@ from collections.abc import Callable
 from .._profile._profile import LayerSize
 from .._schedule._schedules import Schedule, one_f_one_b
 from ._chain import Chain, Replica, Staging
-from ._cost import Link, StageLoad, StepCost, step_cost
+from ._cost import LinkSeconds, StageLoad, StepCost, step_cost
 from ._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
 
 
@@ -98,7 +98,7 @@ def _load(chain: Chain, group: int, layers: range) -> StageLoad:
     )
 
 
-def _link(chain: Chain, sender: int, receiver: int) -> Link:
+def _link(chain: Chain, sender: int, receiver: int) -> LinkSeconds:
     def cell(table: tuple[tuple[float, ...], ...]) -> float:
         return table[sender][receiver] if table else 0.0
 
