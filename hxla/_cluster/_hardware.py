@@ -65,12 +65,12 @@ def link_curve(source: jax.Device, target: jax.Device) -> tuple[tuple[float, flo
     return tuple(points)
 
 
-def median_seconds(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
+def median_seconds(run: Callable[[], Any]) -> float:
     """Median time, after a first run that compiles and warms up.
 
     As often in every process: `run` may hold collectives.
     """
-    return statistics.median(_times(run, repeats))
+    return statistics.median(_times(run, _REPEATS))
 
 
 def middle_seconds(run: Callable[[], Any], repeats: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from .._cluster._cluster import Cluster
 from .._jax._buffer_assignment import BufferAssignment
 from .._plan._rules import RuleSet
-from ._arguments import Layout, argument_paths, arguments, shardings
+from ._arguments import ArrayLayout, argument_paths, arguments, shardings
 from ._call_graph import contexts
 from ._collectives import collectives
 from ._cost_analysis import work
@@ -72,7 +72,7 @@ class Compilation:
     source: str
     before: Module | None = None
     mesh: Mesh = ()
-    known: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
+    known: Mapping[int, ArrayLayout] = dataclasses.field(default_factory=dict)
     donated: frozenset[int] | None = None
     assignment: BufferAssignment | None = None
     figures: Figures | None = None

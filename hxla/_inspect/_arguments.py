@@ -13,7 +13,7 @@ from ._program import OWNERS, Array
 from ._replica_groups import Mesh
 
 Spec = tuple[tuple[str, ...], ...]
-Layout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
+ArrayLayout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
 
 # Words of an argument's path; the first line that has one decides.
 _WORDS = {
@@ -41,7 +41,7 @@ def argument_paths(module: Module) -> dict[str, str]:
     return {p.name: op_name(p) or f"argument {p.arguments}" for p in entry.parameters}
 
 
-def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
+def shardings(before: Module | None) -> tuple[Mesh, dict[int, ArrayLayout]]:
     """The mesh, and how each argument lies on it, as the text before optimization has them.
 
     Args:
@@ -52,7 +52,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
     mesh: Mesh = ()
     if named := _SDY.search(before.header.replace("\\", "")):
         mesh = _groups.mesh_of(named[1])
-    out: dict[int, Layout] = {}
+    out: dict[int, ArrayLayout] = {}
     for parameter in before.computations[before.entry].parameters:
         arrays = _shapes.arrays(parameter.shape)
         rest = parameter.rest.replace("\\", "")
@@ -73,7 +73,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
 
 def arguments(
     module: Module,
-    known: Mapping[int, Layout],
+    known: Mapping[int, ArrayLayout],
     *,
     owners: Mapping[str, str],
     donated: Sequence[int],

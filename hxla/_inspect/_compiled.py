@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from .._jax import _hlo_proto as _proto
 from .._jax._buffer_assignment import BufferAssignment
 from ._analyze import Compilation, Hints, analyze
-from ._arguments import Layout, Spec
+from ._arguments import ArrayLayout, Spec
 from ._hlo_text import read_module
 from ._peak_memory import Figures
 from ._program import Program
@@ -38,7 +38,7 @@ def read_compiled(compiled: Any, hints: Hints) -> Program:
 
 def _arguments(
     compiled: Any, num_parameters: int
-) -> tuple[Mesh, dict[int, Layout], frozenset[int], tuple[str, ...]]:
+) -> tuple[Mesh, dict[int, ArrayLayout], frozenset[int], tuple[str, ...]]:
     """Mesh, whole shapes and specs, donated arguments, and what could not be told."""
     infos = jax.tree.leaves(compiled.args_info)
     is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)  # noqa: E731
@@ -55,7 +55,7 @@ def _arguments(
         )
         return (), {}, frozenset(), (problem,)
     mesh: Mesh = ()
-    known: dict[int, Layout] = {}
+    known: dict[int, ArrayLayout] = {}
     for i, (info, sharding) in enumerate(kept):
         spec: Spec | None = None
         if isinstance(sharding, NamedSharding):

@@ -23,7 +23,7 @@ _LEAST_PICTURE = 0.002  # of all arguments' bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
+class ArrayShard:
     """One part of an array.
 
     Attributes:
@@ -67,7 +67,7 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
 
 
-def shards(array: Array, mesh: Mesh) -> tuple[Shard, ...]:
+def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
     """The parts of an array, the last dimension running fastest; nothing if its spec is not known.
 
     A dimension that its parts do not divide ends in padding.
@@ -87,7 +87,7 @@ def shards(array: Array, mesh: Mesh) -> tuple[Shard, ...]:
             index.append(number)
         holders.setdefault(tuple(index), []).append(device)
     return tuple(
-        Shard(
+        ArrayShard(
             index=index,
             devices=tuple(devices),
             used=tuple(
@@ -251,7 +251,7 @@ def _label(devices: Sequence[int], width: float) -> str:
     return ""
 
 
-def _said(shard: Shard, array: Array) -> str:
+def _said(shard: ArrayShard, array: Array) -> str:
     bounds = []
     for d, (i, local, size) in enumerate(
         zip(shard.index, array.local_shape, array.shape, strict=True)
