@@ -25,7 +25,7 @@ from ._graph._graph import Graph as Graph
 from ._graph._task_graphs import TaskGraph as TaskGraph
 from ._graph._trace import trace as trace
 from ._inspect._inspect import inspect as inspect
-from ._inspect._programs import Inspection as Inspection
+from ._inspect._inspection import Inspection as Inspection
 from ._launch.join import init as init
 from ._model._annotations import Strategy as Strategy
 from ._model._annotations import replicate as replicate

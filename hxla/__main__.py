@@ -7,7 +7,7 @@ import sys
 
 from ._cluster import _detect
 from ._core._errors import HxlaError, InspectError
-from ._inspect._programs import Inspection
+from ._inspect._inspection import Inspection
 from ._launch import _launcher as _run
 from ._launch.join import cluster_in_sight
 

@@ -17,7 +17,7 @@ from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, rea
 
 from hxla._core._errors import PlanError
 from hxla._planner._cost import (
-    Link,
+    LinkSeconds,
     StageLoad,
     StepCost,
     ring_all_reduce_seconds,
@@ -195,7 +195,7 @@ def predict_time(
     )
 
 
-def transfer(link: Link, num_parts: int) -> Link:
+def transfer(link: LinkSeconds, num_parts: int) -> LinkSeconds:
     """The link of a transfer of which each rank moves one part."""
     return lambda num_bytes: link(num_bytes / num_parts)
 

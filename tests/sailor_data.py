@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 
-from hxla._planner._cost import Link
+from hxla._planner._cost import LinkSeconds
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared/data/sailor"
@@ -80,7 +80,7 @@ class Data:
     plans: tuple[Measured, ...]
     curves: Mapping[tuple[Place, Place], tuple[float, ...]]
 
-    def link(self, sender: Place, receiver: Place) -> Link:
+    def link(self, sender: Place, receiver: Place) -> LinkSeconds:
         """Seconds of one device's bytes while all of the sender's node send as many.
 
         A curve is the node's bandwidth in GB/s, a polynomial in log2 of one device's megabytes,

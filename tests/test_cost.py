@@ -3,21 +3,30 @@
 import dataclasses
 
 import hypothesis
+import pydantic
 import pytest
 from hypothesis import strategies as st
 from sailor import monotone, stage_loads, was_set
 
+from hxla import Link
 from hxla._core._errors import PlanError
 from hxla._planner._cost import (
     StageLoad,
     all_gather_seconds,
     exposed_reduction_seconds,
-    line,
     ring_all_reduce_seconds,
     step_cost,
 )
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from hxla._schedule._schedules import gpipe
+
+
+def line(latency, bandwidth):
+    return Link(latency_seconds=latency, bytes_per_second=bandwidth).seconds
+
+
+def no_time(_):
+    return 0.0
 
 
 def load(forward=1.0, backward=2.0, update=0.5, gradient=8.0, send=4.0):
@@ -57,7 +66,7 @@ def test_a_ring_moves_each_byte_twice_but_one_part():
     ("latency", "bandwidth"), [(-1, 1), (0, 0), (0, -1), (float("nan"), 1), (0, float("nan"))]
 )
 def test_a_link_refuses_what_is_none(latency, bandwidth):
-    with pytest.raises(PlanError, match="a bandwidth above 0"):
+    with pytest.raises(pydantic.ValidationError):
         line(latency, bandwidth)
 
 
@@ -135,7 +144,7 @@ def test_an_update_lies_on_its_own_replicas_path_to_the_next_sum():
 
 def test_a_barrier_makes_every_stage_wait_for_the_last():
     stages = [load(update=0.0)] * 3
-    links = [[line(0, float("inf"))] * 2]
+    links = [[no_time] * 2]
     # The last stage is done two backwards before the first, which hides its reduction.
     free = step_cost([stages], [4], links, [0.0, 0.0, 3.0])
     held = step_cost([stages], [4], links, [0.0, 0.0, 3.0], barrier=True)
@@ -169,6 +178,6 @@ def test_the_parts_of_every_stage_add_up_to_the_step(stages, count, latency, blo
 
 
 def test_another_schedule_can_be_asked_for():
-    stages, links = [load(update=0.0)] * 2, [[line(0, float("inf"))]]
+    stages, links = [load(update=0.0)] * 2, [[no_time]]
     cost = step_cost([stages], [4], links, [0.0, 0.0], make_schedule=gpipe)
     assert [e.kind for e in cost.timelines[0].events[:4]] == ["forward"] * 4

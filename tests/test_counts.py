@@ -1,11 +1,12 @@
 import itertools
 
+import balanced_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla._core import _errors
-from hxla._planner import _balance, _counts
+from hxla._planner import _counts
 
 
 def compositions(total, parts):
@@ -92,9 +93,9 @@ def test_counts_from_any_table_are_the_optimum_of_exhaustive_search(data, second
     best = exhaustive(num, seconds, memory, limits)
     if best == float("inf"):
         with pytest.raises(_errors.PlanError, match="do not fit"):
-            _balance.balanced_counts(num, seconds, memory, limits)
+            balanced_counts.balanced_counts(num, seconds, memory, limits)
         return
-    counts = _balance.balanced_counts(num, seconds, memory, limits)
+    counts = balanced_counts.balanced_counts(num, seconds, memory, limits)
     assert sum(counts) == num
     assert all(memory[d][c] <= limits[d] for d, c in enumerate(counts))
     assert max(seconds[d][c] for d, c in enumerate(counts)) == best
@@ -104,31 +105,31 @@ def test_counts_from_a_linear_table_are_those_of_the_fast_path():
     seconds = [1.0, 2.5, 4.0]
     table = [[c * s for c in range(101)] for s in seconds]
     slowest = max(c * s for c, s in zip(_counts.best_counts(100, seconds), seconds, strict=True))
-    exact = _balance.balanced_counts(100, table)
+    exact = balanced_counts.balanced_counts(100, table)
     assert max(table[d][c] for d, c in enumerate(exact)) == slowest
 
 
 def test_a_count_that_is_faster_than_a_smaller_one_is_used():
     # Seven microbatches take longer than eight: greedy shares would stop at six.
     odd = [0, 1, 2, 3, 4, 5, 6, 9, 6.5]
-    assert _balance.balanced_counts(10, [odd, [0, 4, 6.4, 9]]) == (8, 2)
+    assert balanced_counts.balanced_counts(10, [odd, [0, 4, 6.4, 9]]) == (8, 2)
 
 
 def test_missing_bytes_are_named_per_device():
     memory = [[10, 20, 30, 40], [10, 25, 40, 55]]
     seconds = [[0, 1, 2, 3]] * 2
     with pytest.raises(_errors.PlanError) as error:
-        _balance.balanced_counts(4, seconds, memory, [35, 30])
+        balanced_counts.balanced_counts(4, seconds, memory, [35, 30])
     assert "device 0 takes 2 at most and lacks 5 bytes for 3" in str(error.value)
     assert "device 1 takes 1 at most and lacks 10 bytes for 2" in str(error.value)
     with pytest.raises(_errors.PlanError, match="device 1 has 4 bytes and lacks 6 for any count"):
-        _balance.balanced_counts(2, seconds, memory, [35, 4])
+        balanced_counts.balanced_counts(2, seconds, memory, [35, 4])
 
 
 def test_hostile_tables_are_refused_with_every_fault():
     nan = float("nan")
     with pytest.raises(_errors.PlanError) as error:
-        _balance.balanced_counts(0, [[0, -1], [nan, 1], []], [[1, 1], [1], [1]], [0, 5, 5])
+        balanced_counts.balanced_counts(0, [[0, -1], [nan, 1], []], [[1, 1], [1], [1]], [0, 5, 5])
     for part in (
         "num_microbatches is 0",
         "seconds[0][1] is -1",
@@ -139,4 +140,4 @@ def test_hostile_tables_are_refused_with_every_fault():
     ):
         assert part in str(error.value)
     with pytest.raises(_errors.PlanError, match="there are no devices"):
-        _balance.balanced_counts(1, [])
+        balanced_counts.balanced_counts(1, [])

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._inspect import _origin, _shapes, _text
+from hxla._inspect import _hlo_text, _origin, _shapes
 from hxla._inspect import _replica_groups as _groups
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -269,7 +269,7 @@ def test_groups_of_any_axes_are_found_again():
     ],
 )
 def test_bytes_of_shapes(shape, num_bytes):
-    assert _shapes.num_bytes(shape) == num_bytes
+    assert _shapes.shape_bytes(shape) == num_bytes
 
 
 ASYNC = """HloModule step, is_scheduled=true, num_partitions=4
@@ -332,14 +332,14 @@ def test_trips_are_counted_where_the_compiler_does_not_say_them():
 
 
 def test_the_reader_keeps_what_operands_and_attributes_hold():
-    module = _text.read(ASYNC)
+    module = _hlo_text.read_module(ASYNC)
     permute = module.computations["main"].instructions["cp"]
     assert permute.operands == (("b", None),)
     assert permute.attribute("source_target_pairs") == "{{0,1},{1,0},{2,3},{3,2}}"
     assert permute.attribute("channel_id") == "2"
     assert permute.attribute("nothing") is None
     assert [p.name for p in module.computations["main"].parameters] == ["a", "b"]
-    sugared = _text.Instruction("t", "f32[]", "fusion", "%p#1, %w.2#0), calls=%c", False)
+    sugared = _hlo_text.Instruction("t", "f32[]", "fusion", "%p#1, %w.2#0), calls=%c", False)
     assert sugared.operands == (("p", 1), ("w.2", 0))
 
 

@@ -112,7 +112,7 @@ def test_jaxlib_still_turns_modules_into_text():
     file = next((DUMPS / "jax-0.12").glob("*after_optimizations.hlo.pb.gz"))
     module, assignment = _proto.parts_of_dump(gzip.decompress(file.read_bytes()))
     assert _proto.module_text(module).startswith("HloModule")
-    assert _proto.assignment(assignment, module).argument_bytes > 0
+    assert _proto.buffer_assignment(assignment, module).argument_bytes > 0
     with pytest.raises(ValueError, match=r"cut off|no protocol"):
         _proto.parts_of_dump(b"\x0a\xff\x01no")
 
@@ -209,7 +209,7 @@ def test_100_mb_of_text_are_read_within_1_gb(tmp_path):
 
 
 def test_twice_the_text_takes_twice_the_calls_and_no_shape_twice():
-    caches = (_shapes.arrays, _shapes.num_bytes, _groups.parse, _origin.module_path)
+    caches = (_shapes.arrays, _shapes.shape_bytes, _groups.parse, _origin.module_path)
     hxla.inspect(large_text(2**18)[0])  # the first of a process imports and fills other caches
     calls, misses = [], []
     for num_bytes in (2**19, 2**20):

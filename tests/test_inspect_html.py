@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from matplotlib import image
 
 import hxla
-from hxla._inspect import _measured, _names, _shards, _steps
-from hxla._inspect._programs import Array
+from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
+from hxla._inspect._program import Array
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
 from hxla._schedule._timeline import from_perfetto, perfetto
@@ -175,9 +175,11 @@ def test_each_device_holds_the_part_that_jax_gives_it(shape, spec):
     for device, index in x.sharding.devices_indices_map(shape).items():
         starts = tuple((s.start or 0) // n for s, n in zip(index, array.local_shape, strict=True))
         wanted.setdefault(starts, set()).add(place[device])
-    found = {p.index: set(p.devices) for p in _shards.parts(array, (("data", 2), ("tensor", 4)))}
+    found = {
+        p.index: set(p.devices) for p in _shard_pictures.shards(array, (("data", 2), ("tensor", 4)))
+    }
     assert found == wanted
-    drawn = _shards.picture(array, (("data", 2), ("tensor", 4)))
+    drawn = _shard_pictures.array_picture(array, (("data", 2), ("tensor", 4)))
     assert drawn.count("<title>") == len(wanted)
 
 
@@ -190,33 +192,35 @@ def uneven(shape, local, spec):
 def test_what_a_dimension_does_not_fill_is_hatched():
     array = uneven((10, 4), (3, 4), (("tensor",), ()))
     mesh = (("tensor", 4),)
-    used = [math.prod(p.used) for p in _shards.parts(array, mesh)]
+    used = [math.prod(p.used) for p in _shard_pictures.shards(array, mesh)]
     assert used == pytest.approx([1, 1, 1, 1 / 3])
-    assert _shards.padding(array, mesh) == pytest.approx(2 / 12)
-    drawn = _shards.picture(array, mesh)
+    assert _shard_pictures.padded_share(array, mesh) == pytest.approx(2 / 12)
+    drawn = _shard_pictures.array_picture(array, mesh)
     assert drawn.count('class="pad"') == 1
     assert "dimension 0: 9 to 9 and 2 of padding" in drawn
     # Five rows over four devices, two each: the last device has nothing but padding.
-    drawn = _shards.picture(uneven((5, 4), (2, 4), (("tensor",), ())), mesh)
+    drawn = _shard_pictures.array_picture(uneven((5, 4), (2, 4), (("tensor",), ())), mesh)
     assert drawn.count('class="pad"') == 2
     assert "padding only" in drawn
-    assert 'class="pad"' not in _shards.picture(uneven((8, 4), (2, 4), (("tensor",), ())), mesh)
+    assert 'class="pad"' not in _shard_pictures.array_picture(
+        uneven((8, 4), (2, 4), (("tensor",), ())), mesh
+    )
 
 
 def test_a_mesh_too_large_to_draw_is_said_in_words():
     mesh = (("data", 128), ("tensor", 2))
     array = uneven((256,), (2,), (("data",),))
-    assert "128 parts" in _shards.picture(array, mesh)
-    assert _shards.mesh_picture(mesh) == ""
+    assert "128 parts" in _shard_pictures.array_picture(array, mesh)
+    assert _shard_pictures.mesh_picture(mesh) == ""
 
 
 def test_names_that_differ_in_numbers_are_said_once():
     blocks = [f"Block_{i}/up" for i in (0, 1, 2, 5)]
-    assert _names.alike(blocks) == "Block_0-2,5/up"
-    assert _names.alike(["x"]) == "x"
-    assert _names.alike(["a[0][7]", "a[1][7]"]) == "a[0-1][7]"
-    assert [len(g) for g in _names.group([*blocks, "tok"], str)] == [4, 1]
-    assert len(_names.group(blocks, str, lambda name: name[6] == "5")) == 2
+    assert _alike_names.alike(blocks) == "Block_0-2,5/up"
+    assert _alike_names.alike(["x"]) == "x"
+    assert _alike_names.alike(["a[0][7]", "a[1][7]"]) == "a[0-1][7]"
+    assert [len(g) for g in _alike_names.group([*blocks, "tok"], str)] == [4, 1]
+    assert len(_alike_names.group(blocks, str, lambda name: name[6] == "5")) == 2
 
 
 def profiled(step, args, folder, times):
@@ -246,27 +250,27 @@ def looped():
 
 def test_the_profiled_step_is_one_step_and_its_collectives_are_those_of_the_program(tmp_path):
     inspection = profiled(*looped(), tmp_path, times=3)
-    measured = _measured.read(tmp_path, inspection.programs)
+    measured = _profiler_trace.last_step(tmp_path, inspection.programs)
     assert measured.num_steps == 3
     assert measured.devices == tuple(f"device {n}" for n in range(4))
     for device in range(4):
         own = Counter(
             op.name
             for op in measured.operations
-            if op.device == device and op.kind == _measured.COLLECTIVE
+            if op.device == device and op.kind == _profiler_trace.COLLECTIVE
         )
         assert own == {c.name: c.runs for c in inspection.main.collectives}
     assert {c.runs for c in inspection.main.collectives} == {1, 5}
     # The loop itself would cover all that runs in it.
     assert not [op for op in measured.operations if op.name.startswith("while")]
     for device in range(4):
-        kinds = (_measured.COMPUTATION, _measured.COLLECTIVE)
+        kinds = (_profiler_trace.COMPUTATION, _profiler_trace.COLLECTIVE)
         busy = [measured.busy_seconds(device, kind) for kind in kinds]
         assert all(0 < seconds <= measured.seconds for seconds in busy)
 
 
 def event(name, run, start, end, device="0"):
-    return _measured._Event(
+    return _profiler_trace._Event(
         device=device, line=device, program=name, run=run, name="f", start=start, end=end
     )
 
@@ -280,7 +284,7 @@ def test_a_step_of_hxla_ends_with_its_update():
         *(event("jit_hxla_micro", "1", 0, 13, "1"), event("jit_hxla_update", "2", 13, 14, "1")),
         *(event("jit_hxla_micro", "3", 14, 21, "1"), event("jit_hxla_update", "4", 21, 26, "1")),
     ]
-    step, num = _measured._last_step(events)
+    step, num = _profiler_trace._last_step(events)
     assert num == 2
     assert sorted((e.device, e.run) for e in step) == [
         ("0", "3"),
@@ -288,7 +292,7 @@ def test_a_step_of_hxla_ends_with_its_update():
         ("1", "3"),
         ("1", "4"),
     ]
-    step, num = _measured._last_step(events[4:5])
+    step, num = _profiler_trace._last_step(events[4:5])
     assert (num, [e.run for e in step]) == (1, ["5"])
 
 
@@ -297,26 +301,26 @@ def test_a_profile_of_something_else_is_refused(tmp_path):
     step, args, _ = programs.tensor()
     inspection = hxla.inspect(step, *args)
     with pytest.raises(hxla.InspectError, match=r"no run of .*, only of jit_body"):
-        _measured.read(tmp_path, inspection.programs)
+        _profiler_trace.last_step(tmp_path, inspection.programs)
     with pytest.raises(hxla.InspectError, match="holds no profile"):
-        _measured.read(tmp_path / "nothing", other.programs)
+        _profiler_trace.last_step(tmp_path / "nothing", other.programs)
     for content in (b"no gzip", gzip.compress(b"no JSON"), gzip.compress(b"[]")):
         (tmp_path / "broken.trace.json.gz").write_bytes(content)
         with pytest.raises(hxla.InspectError, match="is no profile"):
-            _measured.read(tmp_path / "broken.trace.json.gz", other.programs)
+            _profiler_trace.last_step(tmp_path / "broken.trace.json.gz", other.programs)
 
 
 def test_bars_that_cannot_be_told_apart_are_one_and_cover_the_same_time():
     def bar(start, end):
-        return _steps.Bar(
+        return _step_pictures.Bar(
             lane=0, kind="computation", label="f", start_seconds=start, end_seconds=end
         )
 
     many = [bar(i * 1e-4, (i + 1) * 1e-4) for i in range(10_000)]
     apart = [bar(0, 0.3), bar(0.3, 0.6), bar(0.9, 1)]
     for bars, most in ((many, 1200), (apart, 3)):
-        lanes = _steps.Lanes(title="", names=("a",), bars=tuple(bars))
-        found = list(_steps._merged(bars, 800 / lanes.seconds))
+        lanes = _step_pictures.Lanes(title="", names=("a",), bars=tuple(bars))
+        found = list(_step_pictures._merged(bars, 800 / lanes.seconds))
         assert len(found) <= most
         assert found[0][0] == 0
         assert found[-1][1] == pytest.approx(1)
@@ -336,16 +340,16 @@ def test_a_predicted_timeline_is_read_as_it_was_written(tmp_path):
     assert again.makespan_seconds == pytest.approx(timeline.makespan_seconds)
     file = tmp_path / "trace.json"
     file.write_text(text)
-    lanes = _steps.of_file(file)
+    lanes = _step_pictures.lanes_of_file(file)
     assert len(lanes.bars) == len(timeline.events) + len(timeline.sends)
-    drawn = _steps.picture([lanes])
+    drawn = _step_pictures.step_picture([lanes])
     assert drawn.svg.count('class="head"') == 1
     file.write_text('{"traceEvents": [{"ph": "X"}]}')
     with pytest.raises(hxla.PlanError, match="no timeline"):
-        _steps.of_file(file)
+        _step_pictures.lanes_of_file(file)
     file.write_text("{}")
     with pytest.raises(hxla.PlanError, match="no plan"):
-        _steps.of_file(file)
+        _step_pictures.lanes_of_file(file)
 
 
 def inspected(name):

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from metrics import read_metrics
 
 import hxla
-from hxla._report._metrics_file import read_metrics
 from hxla._report._progress import line
 
 

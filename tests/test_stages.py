@@ -3,6 +3,7 @@ import dataclasses
 import chains
 import numpy as np
 import pytest
+import whale
 
 from hxla._core import _errors
 from hxla._planner import _best_pipeline as _stages
@@ -165,7 +166,7 @@ def chain_of(**changes):
 
 def test_earlier_stages_hold_more_microbatches():
     # 40 of state and 5 or 10 of stash: one device would need 90, two 50 and 45.
-    assert _pipeline.stage_bytes(chain_of(), (0, 1), (0, 0), 4) == (50.0, 45.0)
+    assert whale.stage_bytes(chain_of(), (0, 1), (0, 0), 4) == (50.0, 45.0)
     assert _stages.best_pipeline(chain_of(memory_bytes=50.0)).cuts == (0, 1)
     with pytest.raises(_errors.PlanError, match=r"stage 0 of 2 \(layers 0 to 0 on a100 .* 1 bytes"):
         _stages.best_pipeline(chain_of(memory_bytes=49.0))

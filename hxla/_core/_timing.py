@@ -15,12 +15,12 @@ _BLOCKS = 3
 _BLOCK_SECONDS = 0.1  # several periods of a process's CPU quota
 
 
-def median_seconds(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
+def median_seconds(run: Callable[[], Any]) -> float:
     """Median time, after a first run that compiles and warms up.
 
     As often in every process: `run` may hold collectives.
     """
-    return statistics.median(_times(run, repeats))
+    return statistics.median(_times(run, _REPEATS))
 
 
 def middle_seconds(run: Callable[[], Any], repeats: int) -> float:

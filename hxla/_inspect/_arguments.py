@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from .._core._errors import InspectError
 from . import _replica_groups as _groups
 from . import _shapes
+from ._hlo_text import Module
 from ._origin import op_name
-from ._programs import OWNERS, Array
+from ._program import OWNERS, Array
 from ._replica_groups import Mesh
-from ._text import Module
 
 Spec = tuple[tuple[str, ...], ...]
-Layout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
+ArrayLayout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, and its spec if known
 
 # Words of an argument's path; the first line that has one decides.
 _WORDS = {
@@ -33,7 +33,7 @@ _WHOLE = re.compile(r"sharding=\{(?:mesh\[[^\]]*\], )?replicated\}")
 _DIM = re.compile(r"\{([^}]*)\}")
 
 
-def paths(module: Module) -> dict[str, str]:
+def argument_paths(module: Module) -> dict[str, str]:
     """Of the entry's parameters, by their names in the HLO."""
     entry = module.computations.get(module.entry)
     if entry is None:
@@ -41,7 +41,7 @@ def paths(module: Module) -> dict[str, str]:
     return {p.name: op_name(p) or f"argument {p.arguments}" for p in entry.parameters}
 
 
-def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
+def shardings(before: Module | None) -> tuple[Mesh, dict[int, ArrayLayout]]:
     """The mesh, and how each argument lies on it, as the text before optimization has them.
 
     Args:
@@ -52,7 +52,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
     mesh: Mesh = ()
     if named := _SDY.search(before.header.replace("\\", "")):
         mesh = _groups.mesh_of(named[1])
-    out: dict[int, Layout] = {}
+    out: dict[int, ArrayLayout] = {}
     for parameter in before.computations[before.entry].parameters:
         arrays = _shapes.arrays(parameter.shape)
         rest = parameter.rest.replace("\\", "")
@@ -73,7 +73,7 @@ def shardings(before: Module | None) -> tuple[Mesh, dict[int, Layout]]:
 
 def arguments(
     module: Module,
-    known: Mapping[int, Layout],
+    known: Mapping[int, ArrayLayout],
     *,
     owners: Mapping[str, str],
     donated: Sequence[int],
@@ -118,6 +118,11 @@ def arguments(
             )
         )
     return tuple(out)
+
+
+def array_bytes(array: Array) -> int:
+    """Bytes of one device's part."""
+    return _shapes.shape_bytes(_shapes.array_text(array.dtype, array.local_shape))
 
 
 def head(path: str) -> str:

@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
-from .._planner._cost import Link, all_gather_seconds, ring_all_reduce_seconds
+from .._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from . import _replica_groups as _groups
 from . import _shapes
-from ._calls import Context, total_runs
-from ._flow import Flow
+from ._call_graph import CallContext, total_runs
+from ._dataflow import Flow
+from ._hlo_text import Computation, Instruction, Module
 from ._origin import Origins
-from ._programs import Collective, Origin
+from ._program import Collective, Origin
 from ._replica_groups import Groups, Mesh
-from ._text import Computation, Instruction, Module
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -27,7 +27,7 @@ _MAX_GROUPS = 4096  # kept in full
 
 def collectives(
     module: Module,
-    contexts: dict[str, list[Context]],
+    contexts: dict[str, list[CallContext]],
     origins: Origins,
     *,
     mesh: Mesh,
@@ -80,7 +80,7 @@ def _collective(
     instruction: Instruction,
     kind: str,
     is_start: bool,
-    ways: list[Context],
+    ways: list[CallContext],
     origins: Origins,
     mesh: Mesh,
     cluster: Cluster | None,
@@ -95,20 +95,20 @@ def _collective(
         axes, missing = _axes(groups, mesh, module, is_permute)
     shape = instruction.shape
     if is_start and kind in _START_KEEPS_OPERANDS:
-        elements = _shapes.parts(shape)
+        elements = _shapes.tuple_elements(shape)
         shape = elements[1] if len(elements) > 1 else shape
     arrays = _shapes.arrays(shape)
-    num_bytes = _shapes.num_bytes(shape)
+    num_bytes = _shapes.shape_bytes(shape)
     if kind == "reduce-scatter":
         dim = int((instruction.attribute("dimensions") or "{0}").strip("{} "))
         arrays = tuple(
             (t, tuple(n * size if i == dim else n for i, n in enumerate(d))) for t, d in arrays
         )
         num_bytes *= size
-    names = tuple(f"{t}[{','.join(map(str, d))}]" for t, d in arrays)
+    names = tuple(_shapes.array_text(*array) for array in arrays)
     if kind == "all-to-all" and len(names) == size and len(set(names)) == 1:
         names = (f"{size} x {names[0]}",)  # one array, as its pieces
-    first = ways[0] if ways else Context()
+    first = ways[0] if ways else CallContext()
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -192,7 +192,7 @@ def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> flo
     return slowest
 
 
-def _slowest(group: Sequence[int], cluster: Cluster) -> Link | None:
+def _slowest(group: Sequence[int], cluster: Cluster) -> LinkSeconds | None:
     links = []
     for a, b in zip(group, (*group[1:], group[0]), strict=True):
         if a != b:
@@ -203,7 +203,7 @@ def _slowest(group: Sequence[int], cluster: Cluster) -> Link | None:
     return max(links, key=lambda link: link.seconds(1 << 20)).seconds if links else None
 
 
-def _ring(kind: str, num_bytes: int, num_devices: int, link: Link) -> float:
+def _ring(kind: str, num_bytes: int, num_devices: int, link: LinkSeconds) -> float:
     if kind == "all-reduce":
         return ring_all_reduce_seconds(num_bytes, num_devices, link)
     if kind in ("collective-permute", "collective-broadcast"):

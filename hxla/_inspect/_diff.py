@@ -1,11 +1,11 @@
-"""What changed between two inspections, in the user's words."""
+"""What changed from some programs to others, in the user's words."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .._core._format import num_bytes as size
 from .._core._format import plural, si
-from ._programs import Collective, Inspection, Program
+from ._program import Collective, Program
 
 _LEAST_SHARE = 0.005  # of memory and work: less is no change worth a word
 
@@ -13,10 +13,10 @@ _LEAST_SHARE = 0.005  # of memory and work: less is no change worth a word
 _Key = tuple[str, tuple[str, ...], int, str, str, str, int | None]
 
 
-def diff(before: Inspection, after: Inspection) -> tuple[str, ...]:
+def diff(before: Sequence[Program], after: Sequence[Program]) -> tuple[str, ...]:
     """Sentences, program by program; nothing if nothing changed."""
     out: list[str] = []
-    pairs, gone, new = _pairs(before.programs, after.programs)
+    pairs, gone, new = _pairs(before, after)
     out += [f"program {p.title} is gone" for p in gone if _matters(p)]
     out += [f"program {p.title} is new" for p in new if _matters(p)]
     for a, b in pairs:

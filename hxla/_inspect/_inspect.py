@@ -12,10 +12,11 @@ from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import InspectError
 from .._plan._rules import RuleSet, load_rules
-from . import _dump, _text
-from ._live import live
-from ._program import Found, Wish, program
-from ._programs import Inspection
+from ._analyze import Compilation, Hints, analyze
+from ._compiled import read_compiled
+from ._hlo_text import read_module
+from ._inspection import Inspection
+from ._xla_dump import read_dump
 
 
 def inspect(
@@ -53,7 +54,7 @@ def inspect(
         >>> print(inspection.text())
         >>> assert not inspection.main.select("all-gather")
     """
-    wish = Wish(
+    hints = Hints(
         mesh=_axes(mesh),
         cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
         rules=load_rules(rules) if isinstance(rules, str) else rules,
@@ -63,27 +64,27 @@ def inspect(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _inspect(step, args, wish)
+        return _inspect(step, args, hints)
     finally:
         if collecting:
             gc.enable()
 
 
-def _inspect(step: Any, args: tuple[Any, ...], wish: Wish) -> Inspection:
+def _inspect(step: Any, args: tuple[Any, ...], hints: Hints) -> Inspection:
     if isinstance(step, Inspection):
         return step
     if isinstance(step, str) and step.lstrip().startswith("HloModule"):
-        module = _text.read(step)
-        found = Found(source="text", memory_missing="HLO text alone does not tell")
-        return Inspection(programs=(program(module, found, wish),))
+        module = read_module(step)
+        compilation = Compilation(source="text", memory_missing="HLO text alone does not tell")
+        return Inspection(programs=(analyze(module, compilation, hints),))
     if isinstance(step, str | os.PathLike):
-        return _dump.read(pathlib.Path(step), wish)
+        return read_dump(pathlib.Path(step), hints)
     if isinstance(step, jax.stages.Compiled):
-        return Inspection(programs=(live(step, wish),))
+        return Inspection(programs=(read_compiled(step, hints),))
     if isinstance(step, jax.stages.Lowered):
-        return Inspection(programs=(live(step.compile(), wish),))
+        return Inspection(programs=(read_compiled(step.compile(), hints),))
     if callable(step) and hasattr(step, "lower"):
-        return Inspection(programs=(live(step.lower(*args).compile(), wish),))
+        return Inspection(programs=(read_compiled(step.lower(*args).compile(), hints),))
     raise InspectError(
         f"{step!r} is nothing to inspect: give a compiled, lowered or jitted step, HLO text, or "
         "the path of a dump; jax.jit a plain function first"

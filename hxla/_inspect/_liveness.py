@@ -5,7 +5,7 @@ memory at the peak. Loop bodies count once, at the place of their loop.
 """
 
 from .._jax._buffer_assignment import Piece
-from ._text import Computation, Instruction, Module
+from ._hlo_text import Computation, Instruction, Module
 
 _PASSES = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier"})
 _CALLS = {
@@ -17,7 +17,7 @@ _CALLS = {
 _Use = tuple[Instruction, int]  # who reads a value, and as which operand
 
 
-class Schedule:
+class InstructionOrder:
     """Places of all instructions of control flow in the one order they run in."""
 
     def __init__(self, module: Module):
@@ -81,12 +81,12 @@ class Schedule:
 
 def peak(module: Module, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     """The pieces that live when together they fill most, each place in memory once."""
-    schedule = Schedule(module)
+    order = InstructionOrder(module)
     events: list[tuple[int, int, Piece]] = []
     for piece in pieces:
-        if piece.name in schedule.place and piece.num_bytes:
-            end = schedule.last_use(piece.name, piece.element)
-            events.append((schedule.place[piece.name], 0, piece))
+        if piece.name in order.place and piece.num_bytes:
+            end = order.last_use(piece.name, piece.element)
+            events.append((order.place[piece.name], 0, piece))
             events.append((end, 1, piece))
     events.sort(key=lambda e: e[:2])
     live: dict[tuple[int, int], list[Piece]] = {}

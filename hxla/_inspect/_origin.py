@@ -6,8 +6,8 @@ import sysconfig
 from collections.abc import Iterable
 
 from .._model._annotations import Scope, scopes_of, written
-from ._programs import Origin
-from ._text import Computation, Instruction, Module
+from ._hlo_text import Computation, Instruction, Module
+from ._program import Origin
 
 _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")

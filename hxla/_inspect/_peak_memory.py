@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 
-from .._jax._buffer_assignment import Assignment, Piece
+from .._jax._buffer_assignment import BufferAssignment, Piece
 from . import _shapes
-from ._flow import Flow
+from ._arguments import array_bytes
+from ._dataflow import Flow
+from ._hlo_text import Computation, Instruction, Module
 from ._liveness import peak
 from ._origin import Origins
-from ._programs import Array, Buffer, Memory, Origin
-from ._text import Computation, Instruction, Module
+from ._program import Array, Buffer, Memory, Origin
 
 _GAPS = "(between buffers)"
 _REST = "(not broken down)"
@@ -31,7 +32,7 @@ def memory(
     origins: Origins,
     flow: Flow,
     *,
-    assignment: Assignment | None,
+    assignment: BufferAssignment | None,
     figures: Figures | None,
     source: str,
 ) -> Memory:
@@ -58,8 +59,8 @@ def memory(
         Buffer(
             name=a.path,
             owner=a.owner,
-            num_bytes=_shapes.num_bytes(_text(a)),
-            array=_text(a),
+            num_bytes=array_bytes(a),
+            array=_shapes.array_text(a.dtype, a.local_shape),
         )
         for a in arrays
     ]
@@ -81,10 +82,6 @@ def memory(
         buffers=tuple(sorted([*buffers, *temporaries], key=lambda b: -b.num_bytes)),
         source=source,
     )
-
-
-def _text(array: Array) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.local_shape))}]"
 
 
 def _fill(buffers: list[Buffer], total: int, what: str, owner: str) -> None:
@@ -133,7 +130,7 @@ def _temporaries(
                         name=instruction.name,
                         owner=whose,
                         num_bytes=bytes_,
-                        array=_shapes.written(shape),
+                        array=_shapes.shape_text(shape),
                         origin=origin,
                     )
                 )
@@ -141,10 +138,10 @@ def _temporaries(
 
 
 def _element(shape: str, value: Piece) -> str:
-    elements = _shapes.parts(shape)
+    elements = _shapes.tuple_elements(shape)
     if value.element is not None and value.element < len(elements):
         return elements[value.element]
-    fits = [e for e in elements if _shapes.num_bytes(e) == value.num_bytes]
+    fits = [e for e in elements if _shapes.shape_bytes(e) == value.num_bytes]
     return fits[0] if fits else shape
 
 
@@ -171,4 +168,4 @@ def _padding(module: Module, instruction: Instruction, computation: Computation)
     )
     if source is None:
         return 0
-    return max(0, _shapes.num_bytes(pad.shape) - _shapes.num_bytes(source.shape))
+    return max(0, _shapes.shape_bytes(pad.shape) - _shapes.shape_bytes(source.shape))

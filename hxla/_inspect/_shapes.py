@@ -17,7 +17,7 @@ def element_bits(dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def parts(shape: str) -> tuple[str, ...]:
+def tuple_elements(shape: str) -> tuple[str, ...]:
     """Outermost elements of a tuple; the shape itself if it is none."""
     if not shape.startswith("("):
         return (shape,)
@@ -45,7 +45,7 @@ def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def num_bytes(shape: str) -> int:
+def shape_bytes(shape: str) -> int:
     """Bytes of all arrays of a shape, without padding of layouts."""
     return sum(-(-element_bits(dtype) * math.prod(dims) // 8) for dtype, dims in arrays(shape))
 
@@ -57,7 +57,12 @@ def is_scalar(shape: str) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def written(shape: str) -> str:
+def shape_text(shape: str) -> str:
     """Without layouts: `f32[8,16]`, `(f32[8], s32[])`."""
-    names = [f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(shape)]
+    names = [array_text(*array) for array in arrays(shape)]
     return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+def array_text(dtype: str, dims: tuple[int, ...]) -> str:
+    """`f32[8,16]`."""
+    return f"{dtype}[{','.join(map(str, dims))}]"

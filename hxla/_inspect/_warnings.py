@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from .._core._format import num_bytes as size
 from .._plan._rules import RuleSet
 from . import _shapes
-from ._calls import Context
+from ._arguments import array_bytes
+from ._call_graph import CallContext
 from ._collectives import KINDS, OPCODES
-from ._flow import Flow
+from ._dataflow import Flow
+from ._hlo_text import Computation, Instruction, Module
 from ._origin import Origins
-from ._programs import Array, Collective, Warned
+from ._program import Array, Collective, Warned
 from ._replica_groups import Mesh
-from ._text import Computation, Instruction, Module
 
 _LARGE_BYTES = 1 << 16
 _LARGE_SHARE = 0.01  # of all arguments
@@ -22,7 +23,7 @@ _KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 def warnings(
     module: Module,
-    contexts: dict[str, list[Context]],
+    contexts: dict[str, list[CallContext]],
     origins: Origins,
     flow: Flow,
     *,
@@ -55,11 +56,6 @@ def warnings(
         *_donations(arrays, lost),
     ]
     return tuple(sorted(found, key=lambda w: -w.num_bytes))
-
-
-def array_bytes(array: Array) -> int:
-    """Of one device's part."""
-    return _shapes.num_bytes(f"{array.dtype}[{','.join(map(str, array.local_shape))}]")
 
 
 def rule_path(path: str) -> str:
@@ -103,7 +99,7 @@ def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> I
 
 def _hoistable(
     module: Module,
-    contexts: dict[str, list[Context]],
+    contexts: dict[str, list[CallContext]],
     flow: Flow,
     by_name: dict[str, Collective],
 ) -> Iterator[Warned]:
@@ -201,7 +197,7 @@ def _knows_its_place(computation: Computation, instruction: Instruction, depth: 
 
 
 def _padding(
-    module: Module, contexts: dict[str, list[Context]], origins: Origins, mesh: Mesh
+    module: Module, contexts: dict[str, list[CallContext]], origins: Origins, mesh: Mesh
 ) -> Iterator[Warned]:
     parts = {n for _, n in mesh if n > 1} or {module.num_partitions}
     for name in contexts:
@@ -216,7 +212,8 @@ def _padding(
             )
             if source is None:
                 continue
-            before, after = _shapes.num_bytes(source.shape), _shapes.num_bytes(pad.shape)
+            old, new = _shapes.shape_text(source.shape), _shapes.shape_text(pad.shape)
+            before, after = _shapes.shape_bytes(old), _shapes.shape_bytes(new)
             num = _rounded_up(source, pad, parts)
             if num is None or after < _LARGE_BYTES or after <= (1 + _PADDING) * before:
                 continue
@@ -224,9 +221,8 @@ def _padding(
             at = f" at {origin.source}" if origin.source else ""
             yield Warned(
                 kind="padding",
-                text=f"{_shapes.written(source.shape)} is padded to {_shapes.written(pad.shape)} "
-                f"({after / before - 1:.0%} more) in {origin.where}{at}: it is cut over {num} "
-                "devices and does not divide by them",
+                text=f"{old} is padded to {new} ({after / before - 1:.0%} more) in "
+                f"{origin.where}{at}: it is cut over {num} devices and does not divide by them",
                 num_bytes=after - before,
             )
 

@@ -47,7 +47,7 @@ class Allocation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Assignment:
+class BufferAssignment:
     """All memory of a program."""
 
     allocations: tuple[Allocation, ...]
@@ -84,7 +84,7 @@ class Assignment:
         return sum(a.num_bytes for a in self.allocations if a.is_temp)
 
 
-def from_text(lines: Iterable[str]) -> Assignment:
+def from_text(lines: Iterable[str]) -> BufferAssignment:
     """Read a dump's `buffer-assignment.txt`.
 
     Raises:
@@ -112,4 +112,4 @@ def from_text(lines: Iterable[str]) -> Assignment:
             pieces.append(Piece(value[1], element, int(value[4]), int(value[3])))
     if not allocations:
         raise ValueError("it has no line `allocation N: size ...`")
-    return Assignment(allocations=tuple(allocations))
+    return BufferAssignment(allocations=tuple(allocations))

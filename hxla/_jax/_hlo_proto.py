@@ -7,7 +7,7 @@ References:
 import importlib
 from collections.abc import Iterator
 
-from ._buffer_assignment import Allocation, Assignment, Piece
+from ._buffer_assignment import Allocation, BufferAssignment, Piece
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -79,7 +79,7 @@ def _ints(data: bytes) -> dict[int, int]:
     return {n: v for n, v in fields(data) if isinstance(v, int)}
 
 
-def names(module: bytes) -> dict[int, str]:
+def instruction_names(module: bytes) -> dict[int, str]:
     """Names of a serialized module's instructions, by their numbers."""
     out: dict[int, str] = {}
     for number, computation in fields(module):
@@ -94,13 +94,13 @@ def names(module: bytes) -> dict[int, str]:
     return out
 
 
-def assignment(data: bytes, module: bytes) -> Assignment:
+def buffer_assignment(data: bytes, module: bytes) -> BufferAssignment:
     """A serialized buffer assignment, with names from its serialized module.
 
     Raises:
         ValueError: If the bytes are none.
     """
-    named = names(module)
+    named = instruction_names(module)
     values: dict[int, tuple[str, int | None]] = {}
     allocations: list[Allocation] = []
     for number, value in fields(data):
@@ -116,7 +116,7 @@ def assignment(data: bytes, module: bytes) -> Assignment:
                 values[key] = named.get(own_key, f"value {key}"), element
         elif number == 3:
             allocations.append(_allocation(value, values))
-    return Assignment(allocations=tuple(allocations))
+    return BufferAssignment(allocations=tuple(allocations))
 
 
 def _allocation(data: bytes, values: dict[int, tuple[str, int | None]]) -> Allocation:

@@ -78,10 +78,8 @@ class Staging:
         cuts: First layer of each stage; begins with 0. All replicas share it.
         replicas: Sorts of replicas; their microbatches sum to the chain's.
         step_seconds: Predicted time of a step.
-        bound_seconds: No staging of the chain can be faster (0: not known).
     """
 
     cuts: tuple[int, ...]
     replicas: tuple[Replica, ...]
     step_seconds: float
-    bound_seconds: float = 0.0

@@ -138,25 +138,6 @@ def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[Replica])
     return slowest + tail_seconds(t, cuts, replicas)
 
 
-def stage_bytes(
-    chain: Chain, cuts: Sequence[int], groups: Sequence[int], num_microbatches: int
-) -> tuple[float, ...]:
-    """Bytes that each stage needs on its device.
-
-    Under 1F1B stage i of S holds `min(S - i, m)` of its m microbatches in flight. State, gradients
-    and optimizer are counted by the chain's `state_factor`.
-
-    References:
-        Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (microbatches in flight).
-    """
-    t = tables(chain)
-    num, ends = len(cuts), (*cuts[1:], t.num_layers)
-    return tuple(
-        float(t.state_bytes[k, a, b] + min(num - i, num_microbatches) * t.stash_bytes[k, a, b])
-        for i, (k, a, b) in enumerate(zip(groups, cuts, ends, strict=True))
-    )
-
-
 def _faults(chain: Chain) -> Iterator[str]:
     groups, num_layers = chain.groups, len(chain.output_bytes)
     if not groups or not any(g.num_devices > 0 for g in groups):

@@ -8,32 +8,14 @@ them, so bubbles are counted and not estimated.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from .._core._errors import PlanError
 from .._schedule._replay import Timeline, replay
 from .._schedule._schedules import Schedule, one_f_one_b
 
-Link = Callable[[float], float]
-
-
-def line(latency_seconds: float, bytes_per_second: float) -> Link:
-    """A link of constant bandwidth.
-
-    Raises:
-        PlanError: If the latency is negative, the bandwidth not positive, or either no number.
-
-    References:
-        Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994: t = a + n / r.
-    """
-    if not latency_seconds >= 0 or not bytes_per_second > 0:
-        raise PlanError(
-            f"a link of {latency_seconds} s latency and {bytes_per_second} bytes/s: give a latency "
-            "of at least 0 and a bandwidth above 0"
-        )
-    return lambda num_bytes: latency_seconds + num_bytes / bytes_per_second
+LinkSeconds = Callable[[float], float]  # of a message of so many bytes
 
 
 def ring_all_reduce_seconds(
-    num_bytes: float, num_devices: int, link: Link, *, duplex: bool = True
+    num_bytes: float, num_devices: int, link: LinkSeconds, *, duplex: bool = True
 ) -> float:
     """All-reduce over a ring: `2 (n - 1)` steps of one n-th of the bytes.
 
@@ -51,7 +33,7 @@ def ring_all_reduce_seconds(
     return 2 * _ring_seconds(num_bytes, num_devices, link) * (1 if duplex else 2)
 
 
-def all_gather_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
+def all_gather_seconds(num_bytes: float, num_devices: int, link: LinkSeconds) -> float:
     """All-gather over a ring, or a reduce-scatter: `n - 1` steps of one n-th of the bytes.
 
     Args:
@@ -62,7 +44,7 @@ def all_gather_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
     return _ring_seconds(num_bytes, num_devices, link)
 
 
-def _ring_seconds(num_bytes: float, num_devices: int, link: Link) -> float:
+def _ring_seconds(num_bytes: float, num_devices: int, link: LinkSeconds) -> float:
     if num_devices <= 1 or num_bytes == 0:
         return 0.0
     return (num_devices - 1) * link(num_bytes / num_devices)
@@ -138,7 +120,7 @@ class StepCost:
 def step_cost(
     replicas: Sequence[Sequence[StageLoad]],
     num_microbatches: Sequence[int],
-    links: Sequence[Sequence[Link]],
+    links: Sequence[Sequence[LinkSeconds]],
     reduction_seconds: Sequence[float],
     *,
     make_schedule: Callable[[int, int], Schedule] = one_f_one_b,

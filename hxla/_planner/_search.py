@@ -120,7 +120,7 @@ def search(
     if len(infeasible) == len(chains):
         raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
-    bounds = {key: s.bound_seconds() for key, s in feasible.items()}
+    bounds = [s.bound_seconds() for s in feasible.values()]
     plans = [
         (seconds, order, num, key, cuts, replicas)
         for order, (key, s) in enumerate(feasible.items())
@@ -129,15 +129,13 @@ def search(
     ranked = tuple(
         Found(
             alternative=key,
-            staging=Staging(
-                cuts=cuts, replicas=replicas, step_seconds=seconds, bound_seconds=bounds[key]
-            ),
+            staging=Staging(cuts=cuts, replicas=replicas, step_seconds=seconds),
         )
         for seconds, _, _, key, cuts, replicas in sorted(plans, key=lambda plan: plan[:3])
     )
     return Searched(
         ranked=ranked[:num_ranked],
-        bound_seconds=min(*bounds.values(), ranked[0].staging.step_seconds),
+        bound_seconds=min(*bounds, ranked[0].staging.step_seconds),
         exhausted=exhausted,
         infeasible=infeasible,
     )

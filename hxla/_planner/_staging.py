@@ -5,24 +5,16 @@ it hands over, and where each device's time and memory go.
 """
 
 import itertools
-from collections.abc import Callable
 
 from .._profile._profile import LayerSize
-from .._schedule._schedules import Schedule, one_f_one_b
+from .._schedule._schedules import one_f_one_b
 from ._chain import Chain, Replica, Staging
-from ._cost import Link, StageLoad, StepCost, step_cost
+from ._cost import LinkSeconds, StageLoad, StepCost, step_cost
 from ._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
 
 
-def staging_cost(
-    chain: Chain,
-    staging: Staging,
-    *,
-    make_schedule: Callable[[int, int], Schedule] = one_f_one_b,
-    blocking: bool = False,
-    num_buckets: int = 1,
-) -> StepCost:
-    """Time of a step of a staging, by replay.
+def staging_cost(chain: Chain, staging: Staging) -> StepCost:
+    """Time of a step of a staging under 1F1B, by replay.
 
     Returns:
         The step, with one entry per sort of replicas.
@@ -43,18 +35,10 @@ def staging_cost(
             else 0.0
             for s, part in enumerate(layers)
         ],
-        make_schedule=make_schedule,
-        blocking=blocking,
-        num_buckets=num_buckets,
     )
 
 
-def staging_memory(
-    chain: Chain,
-    staging: Staging,
-    *,
-    make_schedule: Callable[[int, int], Schedule] = one_f_one_b,
-) -> tuple[tuple[DeviceMemory, ...], ...]:
+def staging_memory(chain: Chain, staging: Staging) -> tuple[tuple[DeviceMemory, ...], ...]:
     """Memory of each sort of replicas' stages, and in each of one device."""
     # The chain has one factor for all of parameters, gradients and optimizer state.
     rule = MemoryRule(
@@ -77,7 +61,7 @@ def staging_memory(
             ]
             for group, part in zip(replica.groups, layers, strict=True)
         ]
-        return pipeline_memory(parts, make_schedule(len(parts), replica.num_microbatches), rule)
+        return pipeline_memory(parts, one_f_one_b(len(parts), replica.num_microbatches), rule)
 
     return tuple(of(replica) for replica in staging.replicas)
 
@@ -98,7 +82,7 @@ def _load(chain: Chain, group: int, layers: range) -> StageLoad:
     )
 
 
-def _link(chain: Chain, sender: int, receiver: int) -> Link:
+def _link(chain: Chain, sender: int, receiver: int) -> LinkSeconds:
     def cell(table: tuple[tuple[float, ...], ...]) -> float:
         return table[sender][receiver] if table else 0.0
 

@@ -1,7 +1,6 @@
 """The report as one HTML page that needs nothing from outside: no script, no network."""
 
 import html
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +10,11 @@ from ._page import figure, page, section, table, tiles
 from ._run_pictures import (
     before_and_after,
     busy_picture,
-    comparison_picture,
     counts_picture,
     loss_picture,
     speed_picture,
 )
-from ._run_summary import Phase, Summary, loss_difference, names_of, summarise
+from ._run_summary import Phase, Summary, names_of, summarise
 
 _MAX_EVALUATIONS = 20  # rows of the table; the picture shows all
 
@@ -27,7 +25,6 @@ def html_report(
     title: str,
     notes: Mapping[str, str] | None = None,
     pictures: Mapping[str, pathlib.Path] | None = None,
-    comparison: Mapping[str, History] | None = None,
 ) -> str:
     """The report as one self-contained HTML page.
 
@@ -36,8 +33,6 @@ def html_report(
         title: Heading of the page.
         notes: Further sections of plain text, by heading; line breaks and spaces are kept.
         pictures: Further sections with an SVG file each, by heading.
-        comparison: Runs to lay side by side, by name. The first is what the others are compared
-            with; the run of `history` is among them only if it is given here too.
 
     Returns:
         The page. Its pictures are inline SVG whose colours follow the reader's light or dark mode.
@@ -47,8 +42,6 @@ def html_report(
         parts = ["<section><p>This run did no step, so there is nothing to show.</p></section>"]
     else:
         parts = [_tiles(history, summary)]
-        if comparison:
-            parts.append(_comparison(comparison))
         parts += [
             section("Loss", figure(loss_picture(history)), _evaluations(history)),
             _devices(history, summary),
@@ -131,7 +124,7 @@ def _evaluations(history: History) -> str:
 def _devices(history: History, summary: Summary) -> str:
     names = names_of(history, summary.after.counts)
     phases = before_and_after(summary.before, summary.after)
-    picture = figure(busy_picture(phases, names, "busy"))
+    picture = figure(busy_picture(phases, names))
     heading = "Busy and idle time" + (" before and after balancing" if summary.moved else "")
     tables = [
         _device_table(names, phase, f"{title}, steps {phase.steps[0]} to {phase.steps[1]}")
@@ -200,60 +193,3 @@ def _events(history: History, summary: Summary) -> list[str]:
     rows = [[text, f"{len(which)}{steps(which)}"] for text, which, _ in lines]
     rows.append(["Compilations after the first completed step", str(history.num_compilations)])
     return [table(["event", "how often"], rows, left=(0, 1))]
-
-
-def _comparison(runs: Mapping[str, History]) -> str:
-    summaries = {name: summarise(run) for name, run in runs.items()}
-    done = {name: s for name, s in summaries.items() if s is not None}
-    notes = [
-        f'<p class="warn">{html.escape(name)}: did no step.</p>'
-        for name, s in summaries.items()
-        if s is None
-    ]
-    if not done:
-        return section("Side by side", *notes)
-    first = next(iter(done))
-    base = done[first].after
-    rows = []
-    for name, s in done.items():
-        rows.append(
-            [
-                name,
-                shares(s.after.counts),
-                si(s.after.rate),
-                si(s.whole.rate),
-                f"{s.after.rate / base.rate:.2f}x" if base.rate else "",
-                span(s.after.step_seconds),
-                percent(max(s.after.idle_fractions)),
-                number(s.final_loss) if math.isfinite(s.final_loss) else "not finite",
-            ]
-        )
-        if name != first:
-            num, differs = loss_difference(runs[first], runs[name])
-            notes.append(f"<p>{html.escape(_verdict(first, name, num, differs))}</p>")
-    heads = [
-        "run",
-        "counts",
-        f"{next(iter(done.values())).unit}/s",
-        "whole run",
-        "speed-up",
-        "step",
-        "idle at most",
-        "final loss",
-    ]
-    # Pictures of devices lie on a common scale only where the devices are the same.
-    parts = [figure(comparison_picture({name: runs[name] for name in done})), table(heads, rows)]
-    if len({len(s.after.counts) for s in done.values()}) == 1 and len(done) <= 3:
-        names = names_of(runs[first], base.counts)
-        phases = {f"{name} ({shares(s.after.counts)})": s.after for name, s in done.items()}
-        parts.insert(1, figure(busy_picture(phases, names, "runs")))
-    text = "<p>Figures are means over the last steps with the last counts; whole run: over all "
-    return section("Side by side", *parts, *notes, text + "steps but the first.</p>")
-
-
-def _verdict(first: str, name: str, num: int, differs: int | None) -> str:
-    if not num:
-        return f"{first} and {name} have no step in common."
-    if differs is None:
-        return f"{first} and {name}: the losses of all {num} common steps are the same bits."
-    return f"{first} and {name}: of {num} common steps the losses first differ at step {differs}."

@@ -1,7 +1,7 @@
 """Pictures of a run, drawn by matplotlib without its global state.
 
-One drawing serves both outputs: PNG in the colours below, and SVG for a page, where every colour
-becomes a CSS variable so that the page's light and dark mode reach into the picture.
+They are SVG for a page, where every colour becomes a CSS variable so that the page's light and dark
+mode reach into the picture.
 
 Matplotlib takes a third of a second to import, so only the functions that draw do it.
 """
@@ -9,19 +9,16 @@ Matplotlib takes a third of a second to import, so only the functions that draw 
 import contextlib
 import io
 import math
-import os
-import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .._core._errors import ConfigError
 from .._core._format import percent, plural, shares, si, span
 from ._history import History
 from ._page import Picture
-from ._run_summary import Phase, names_of, num_units, summarise
+from ._run_summary import Phase, names_of, num_units
 
 #: Name of the CSS variable and colour on white.
 INK, MUTED, GRID, PAPER = "#1f2430", "#626b7a", "#e2e5ea", "#fffffe"
@@ -68,7 +65,7 @@ def loss_picture(history: History) -> Picture:
         return _picture(figure, "loss", caption)
 
 
-def busy_picture(phases: Mapping[str, Phase], names: Sequence[str], prefix: str) -> Picture:
+def busy_picture(phases: Mapping[str, Phase], names: Sequence[str]) -> Picture:
     """Busy and idle seconds per step of each device, one panel per phase on a common scale."""
     shown = _rows(phases, len(names))
     with _figure(0.95 + 0.36 * len(shown), num_columns=len(phases)) as (figure, axes):
@@ -80,7 +77,7 @@ def busy_picture(phases: Mapping[str, Phase], names: Sequence[str], prefix: str)
     )
     if len(shown) < len(names):
         caption += f". The {len(shown)} of {len(names)} devices with the most idle time"
-    return _picture(figure, prefix, caption + ".")
+    return _picture(figure, "busy", caption + ".")
 
 
 def counts_picture(history: History) -> Picture:
@@ -131,7 +128,7 @@ def counts_picture(history: History) -> Picture:
 def speed_picture(history: History) -> Picture:
     """Tokens or examples per second, and seconds per step, over steps."""
     with _figure(4.4, num_rows=2) as (figure, axes):
-        unit = _speed_curves(axes[0], {"": history})
+        unit = _speed_curve(axes[0], history)
         x, y = _xy([(r.step, r.seconds) for r in history.steps])
         scale, name = _time_unit(float(np.median(y)))
         _curve(axes[1], x, y * scale, _SERIES[1], smooth=True)
@@ -150,86 +147,6 @@ def speed_picture(history: History) -> Picture:
     return _picture(figure, "speed", caption)
 
 
-def comparison_picture(runs: Mapping[str, History]) -> Picture:
-    """Several runs' speed over steps, and their losses on top of each other."""
-    with _figure(3.1, num_columns=2) as (figure, axes):
-        unit = _speed_curves(axes[0], runs)
-        axes[0].set_xlabel("step")
-        for i, (name, run) in enumerate(runs.items()):
-            x, y = _xy([(r.step, r.loss) for r in run.steps])
-            # Wider below, narrower above: equal curves are still all seen.
-            width = 1.3 + 1.8 * (len(runs) - 1 - i)
-            axes[1].plot(x, y, color=_color(i), linewidth=width, label=_text(name))
-        axes[1].set(xlabel="step", ylabel="loss")
-        _legend(axes[0])
-        _legend(axes[1])
-    caption = f"{unit.capitalize()} per second, and loss, of {', '.join(runs)}."
-    return _picture(figure, "comparison", caption + " Curves that lie on each other are equal.")
-
-
-def save_pictures(
-    history: History,
-    path: str | os.PathLike[str],
-    *,
-    title: str = "",
-    comparison: Mapping[str, History] | None = None,
-    dpi: int = 160,
-) -> None:
-    """Save one PNG for a README: busy and idle time per device, and speed over steps.
-
-    Args:
-        history: The run.
-        path: Where to save it; an existing file is replaced.
-        title: Heading of the picture.
-        comparison: Runs to lay side by side, such as even counts and planned ones. If None, the
-            run's first counts and its last.
-        dpi: Pixels per inch; the picture is 10 inches wide.
-
-    Raises:
-        ConfigError: Nothing to draw, or the path cannot be written.
-    """
-    runs = dict(comparison) if comparison else {"": history}
-    summaries = {name: summarise(run) for name, run in runs.items()}
-    empty = [name or "the run" for name, summary in summaries.items() if summary is None]
-    if empty:
-        raise ConfigError(f"no picture of {', '.join(empty)}: the history has no steps")
-    phases: dict[str, Phase] = {}
-    for name, summary in summaries.items():
-        assert summary is not None
-        if comparison:
-            phases[f"{name} ({shares(summary.after.counts)})"] = summary.after
-        else:
-            phases |= before_and_after(summary.before, summary.after)
-    names = names_of(history, range(max(len(p.counts) for p in phases.values())))
-    shown = _rows(phases, len(names))
-    path = pathlib.Path(path)
-    bars = len(phases) * (0.62 + 0.33 * len(shown))
-    height = max(3.6, min(12.0, 0.9 + bars))
-    with _figure(height, width=10.0) as (figure, ax):
-        ax.remove()
-        left, right = figure.subfigures(1, 2, wspace=0.04, width_ratios=(1, 1.05))
-        axes = left.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
-        _busy_panels(axes, phases, names, shown, stacked=True)
-        ax = right.subplots()
-        _plain(ax)
-        unit = _speed_curves(ax, runs)
-        ax.set(xlabel="step", title=f"{unit} per second")
-        ax.set_ylabel("")
-        if comparison:
-            _legend(ax, outside=False, loc="lower right")
-        else:
-            _marks(ax, history)
-        if title:
-            figure.suptitle(_text(title), fontsize=12, fontweight="bold", color=INK)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="png", dpi=dpi, facecolor="white")
-        except OSError as error:
-            raise ConfigError(
-                f"the picture cannot be written to {path}: {error.strerror or error}"
-            ) from error
-
-
 def before_and_after(before: Phase, after: Phase) -> dict[str, Phase]:
     """Titled phases: one if the counts never moved."""
     if before.counts == after.counts:
@@ -241,9 +158,7 @@ def before_and_after(before: Phase, after: Phase) -> dict[str, Phase]:
 
 
 @contextlib.contextmanager
-def _figure(
-    height: float, *, width: float = 8.6, num_rows: int = 1, num_columns: int = 1
-) -> Iterator[tuple[Any, Any]]:
+def _figure(height: float, *, num_rows: int = 1, num_columns: int = 1) -> Iterator[tuple[Any, Any]]:
     """A figure in our style and its axes: one, or an array of them along a row or a column."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -268,7 +183,7 @@ def _figure(
     # A user's matplotlibrc is for the user's pictures. The backend alone would not be restored.
     plain = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
     with mpl.rc_context({**plain, **style}):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
+        figure = Figure(figsize=(8.6, height), layout="constrained", facecolor="none")
         axes = figure.subplots(num_rows, num_columns, sharex=num_rows > 1, squeeze=False).ravel()
         for ax in axes:
             _plain(ax)
@@ -309,12 +224,11 @@ def _busy_panels(
     phases: Mapping[str, Phase],
     names: Sequence[str],
     shown: Sequence[int],
-    stacked: bool = False,
 ) -> None:
     axes = np.atleast_1d(axes)
     longest = max(phase.step_seconds for phase in phases.values())
     scale, unit = _time_unit(longest)
-    for i, (ax, (title, phase)) in enumerate(zip(axes, phases.items(), strict=True)):
+    for ax, (title, phase) in zip(axes, phases.items(), strict=True):
         ax.grid(visible=False)
         ax.grid(axis="x")
         rows = [d for d in shown if d < len(phase.counts)]
@@ -338,10 +252,7 @@ def _busy_panels(
         ax.spines["left"].set_visible(False)
         ax.set(xlim=(0, 1.22 * longest * scale), ylim=(len(rows) - 0.45, -0.55))
         ax.set_title(_text(f"{title}: {span(phase.step_seconds)} per step"))
-        if not stacked or i == len(phases) - 1:
-            ax.set_xlabel(f"{unit} per step")
-        else:
-            ax.tick_params(axis="x", labelbottom=False)
+        ax.set_xlabel(f"{unit} per step")
     _legend(axes[-1], loc="lower right")
 
 
@@ -356,11 +267,10 @@ def _rows(phases: Mapping[str, Phase], num_devices: int) -> list[int]:
     return sorted(sorted(range(num_devices), key=lambda d: -idle[d])[:_MAX_ROWS])
 
 
-def _speed_curves(ax: Any, runs: Mapping[str, History]) -> str:
-    unit = "tokens" if any(r.num_tokens for run in runs.values() for r in run.steps) else "examples"
-    for i, (name, run) in enumerate(runs.items()):
-        x, y = _xy([(r.step, num_units(r) / r.seconds if r.seconds else 0) for r in run.steps])
-        _curve(ax, x, y, _color(i), name, smooth=True)
+def _speed_curve(ax: Any, history: History) -> str:
+    unit = "tokens" if any(r.num_tokens for r in history.steps) else "examples"
+    x, y = _xy([(r.step, num_units(r) / r.seconds if r.seconds else 0) for r in history.steps])
+    _curve(ax, x, y, _SERIES[1], smooth=True)
     ax.set(ylabel=f"{unit} per second")
     ax.set_ylim(0, None)
     ax.yaxis.set_major_formatter(lambda value, _: si(value))
@@ -439,11 +349,6 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
 
 def _time_unit(seconds: float) -> tuple[float, str]:
     return (1e3, "ms") if seconds < 1 else (1.0, "seconds")
-
-
-def _color(i: int) -> str:
-    # The first of several runs is what the others are compared with.
-    return (_SERIES[1], _SERIES[0], *_SERIES[2:])[i % len(_SERIES)]
 
 
 def _text(text: str) -> str:

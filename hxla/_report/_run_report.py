@@ -10,10 +10,7 @@ from .._core._format import clock, gain, number, percent, plural, shares, si, sp
 from ._history import History
 from ._page import write
 from ._run_page import html_report
-from ._run_pictures import save_pictures
 from ._run_summary import Summary, names_of, summarise
-
-__all__ = ["html_report", "save_pictures", "terminal_report", "write_report"]
 
 _MAX_DEVICES = 8
 _MAX_REBALANCES = 5
@@ -60,7 +57,6 @@ def write_report(
     title: str,
     notes: Mapping[str, str] | None = None,
     pictures: Mapping[str, pathlib.Path] | None = None,
-    comparison: Mapping[str, History] | None = None,
 ) -> None:
     """Write the HTML report to a file; a reader never sees half of it.
 
@@ -70,12 +66,11 @@ def write_report(
         title: Heading of the page.
         notes: Further sections of plain text, by heading.
         pictures: Further sections with an SVG file each, by heading.
-        comparison: Runs to lay side by side, by name.
 
     Raises:
         ConfigError: The path cannot be written.
     """
-    text = html_report(history, title=title, notes=notes, pictures=pictures, comparison=comparison)
+    text = html_report(history, title=title, notes=notes, pictures=pictures)
     try:
         write(path, text)
     except OSError as error:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ._history import History, StepRecord
 
@@ -144,23 +144,3 @@ def names_of(history: History, counts: Sequence[int]) -> tuple[str, ...]:
     """One name per count; devices that the history does not name are numbered."""
     names = history.device_names[: len(counts)]
     return names + tuple(f"device{d}" for d in range(len(names), len(counts)))
-
-
-def loss_difference(first: History, second: History) -> tuple[int, int | None]:
-    """Compare two runs' losses step by step.
-
-    Args:
-        first: A run.
-        second: Another run.
-
-    Returns:
-        How many steps both ran, and the first of them whose losses differ in any bit (None if
-        all are equal; two NaNs are).
-    """
-    losses: Mapping[int, float] = {r.step: r.loss for r in first.steps}
-    shared = [r for r in second.steps if r.step in losses]
-    for record in shared:
-        other = losses[record.step]
-        if record.loss != other and not (math.isnan(record.loss) and math.isnan(other)):
-            return len(shared), record.step
-    return len(shared), None

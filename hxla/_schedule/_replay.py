@@ -69,11 +69,6 @@ class Timeline:
             busy[event.stage] += event.end_seconds - event.start_seconds
         return tuple(busy)
 
-    @property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """Time that each stage does not compute: bubbles and communication."""
-        return tuple(self.makespan_seconds - busy for busy in self.busy_seconds)
-
 
 def replay(
     schedule: Schedule,

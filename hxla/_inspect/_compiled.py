@@ -6,23 +6,23 @@ import jax
 from jax.sharding import NamedSharding
 
 from .._jax import _hlo_proto as _proto
-from .._jax._buffer_assignment import Assignment
-from . import _text
-from ._arguments import Layout, Spec
+from .._jax._buffer_assignment import BufferAssignment
+from ._analyze import Compilation, Hints, analyze
+from ._arguments import ArrayLayout, Spec
+from ._hlo_text import read_module
 from ._peak_memory import Figures
-from ._program import Found, Wish, program
-from ._programs import Program
+from ._program import Program
 from ._replica_groups import Mesh
 
 
-def live(compiled: Any, wish: Wish) -> Program:
+def read_compiled(compiled: Any, hints: Hints) -> Program:
     """Inspect a `jax.stages.Compiled`."""
-    module = _text.read(compiled.as_text() or "")
+    module = read_module(compiled.as_text() or "")
     entry = module.computations.get(module.entry)
     num_parameters = len(entry.parameters) if entry else 0
     mesh, known, donated, problems = _arguments(compiled, num_parameters)
     figures, assignment, missing = _memory(compiled)
-    found = Found(
+    compilation = Compilation(
         source="live",
         mesh=mesh,
         known=known,
@@ -33,12 +33,12 @@ def live(compiled: Any, wish: Wish) -> Program:
         memory_source="the compiler's buffer assignment" if assignment else "memory_analysis()",
         problems=problems,
     )
-    return program(module, found, wish)
+    return analyze(module, compilation, hints)
 
 
 def _arguments(
     compiled: Any, num_parameters: int
-) -> tuple[Mesh, dict[int, Layout], frozenset[int], tuple[str, ...]]:
+) -> tuple[Mesh, dict[int, ArrayLayout], frozenset[int], tuple[str, ...]]:
     """Mesh, whole shapes and specs, donated arguments, and what could not be told."""
     infos = jax.tree.leaves(compiled.args_info)
     is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)  # noqa: E731
@@ -55,7 +55,7 @@ def _arguments(
         )
         return (), {}, frozenset(), (problem,)
     mesh: Mesh = ()
-    known: dict[int, Layout] = {}
+    known: dict[int, ArrayLayout] = {}
     for i, (info, sharding) in enumerate(kept):
         spec: Spec | None = None
         if isinstance(sharding, NamedSharding):
@@ -74,7 +74,7 @@ def _spec(sharding: NamedSharding, rank: int) -> Spec:
     return tuple(dims)
 
 
-def _memory(compiled: Any) -> tuple[Figures | None, Assignment | None, str]:
+def _memory(compiled: Any) -> tuple[Figures | None, BufferAssignment | None, str]:
     stats = compiled.memory_analysis()
     if stats is None:
         return None, None, "the compiler gives no memory_analysis()"
@@ -90,6 +90,6 @@ def _memory(compiled: Any) -> tuple[Figures | None, Assignment | None, str]:
             return figures, None, ""
         # The figures' values have numbers; their names are in the module itself.
         (module,) = compiled.runtime_executable().hlo_modules()
-        return figures, _proto.assignment(data, module.as_serialized_hlo_module_proto()), ""
+        return figures, _proto.buffer_assignment(data, module.as_serialized_hlo_module_proto()), ""
     except (ValueError, AttributeError):
         return figures, None, ""

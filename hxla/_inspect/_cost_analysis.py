@@ -1,4 +1,4 @@
-"""FLOPs and bytes of instructions, and transfers between host and device."""
+"""FLOPs and bytes of instructions, of fusions and of TaskGraphs."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 
 from . import _shapes
-from ._calls import Context, total_runs
+from ._call_graph import CallContext, total_runs
 from ._collectives import OPCODES
+from ._hlo_text import Computation, Instruction, Module
 from ._origin import Origins
-from ._programs import Collective, Fusion, Origin, Transfer, Work
-from ._text import Computation, Instruction, Module
+from ._program import Collective, Fusion, TaskGraphWork
 
 # They name memory that is there already.
 _FREE = frozenset(
@@ -25,9 +25,6 @@ _PASSED_OVER = _FREE | OPCODES.keys()
 _WITH_FLOPS = frozenset({"dot", "convolution", "custom-call", "fusion"})
 _PARTIAL = frozenset({"dynamic-slice", "dynamic-update-slice"})
 _TAKEN_APART = _WITH_FLOPS | _PARTIAL
-_TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
-_CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
-_HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
 _NUM_FUSIONS = 20
 
 
@@ -64,8 +61,8 @@ class Costs:
         inside = self._inside(instruction)
         written = inside.written_bytes
         if written is None:
-            written = _shapes.num_bytes(instruction.shape)
-        read = [_shapes.num_bytes(s) for s in self._operand_shapes(instruction, computation)]
+            written = _shapes.shape_bytes(instruction.shape)
+        read = [_shapes.shape_bytes(s) for s in self._operand_shapes(instruction, computation)]
         for number, num_bytes in inside.read_bytes.items():
             if number < len(read):
                 read[number] = num_bytes
@@ -119,7 +116,7 @@ class Costs:
         contracted = [int(i) for i in json.loads(found[1])] if found else []
         if not contracted or any(i >= len(dims) for i in contracted):
             return 0.0
-        first = _shapes.parts(gemm.shape)[0]
+        first = _shapes.tuple_elements(gemm.shape)[0]
         return 2.0 * _size(first) * math.prod(dims[i] for i in contracted)
 
     def _operand_shape(
@@ -135,7 +132,7 @@ class Costs:
             found = computation.instructions.get(name)
             shape = found.shape if found is not None else ""
             if picked is not None:
-                elements = _shapes.parts(shape)
+                elements = _shapes.tuple_elements(shape)
                 shape = elements[picked] if picked < len(elements) else ""
             out.append(shape)
         return out
@@ -152,11 +149,11 @@ class Costs:
         if opcode in _FREE or opcode.endswith("-done"):
             return 0
         if opcode == "dynamic-slice":
-            return 2 * _shapes.num_bytes(instruction.shape)
-        read = [_shapes.num_bytes(s) for s in self._operand_shapes(instruction, computation)]
+            return 2 * _shapes.shape_bytes(instruction.shape)
+        read = [_shapes.shape_bytes(s) for s in self._operand_shapes(instruction, computation)]
         if opcode == "dynamic-update-slice":
             return 2 * read[1] if len(read) > 1 else 0
-        return _shapes.num_bytes(instruction.shape) + sum(read)
+        return _shapes.shape_bytes(instruction.shape) + sum(read)
 
     def _read_inside(self, inner: Computation) -> "_Fused":
         flops = sum(self._flops(i, inner) for i in inner.instructions.values())
@@ -171,14 +168,14 @@ class Costs:
                 if name not in parameters:
                     continue
                 if i.opcode == "dynamic-slice" and place == 0:
-                    sliced[name] = sliced.get(name, 0) + _shapes.num_bytes(i.shape)
+                    sliced[name] = sliced.get(name, 0) + _shapes.shape_bytes(i.shape)
                 elif i.opcode == "dynamic-update-slice" and place == 0:
                     sliced.setdefault(name, 0)
                 else:
                     whole.add(name)
         root, written = inner.root, None
         if root is not None and root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
-            written = _shapes.num_bytes(self._operand_shape(root, 1, inner))
+            written = _shapes.shape_bytes(self._operand_shape(root, 1, inner))
         return _Fused(
             flops=flops,
             read_bytes={parameters[name]: sliced[name] for name in sliced.keys() - whole},
@@ -193,10 +190,10 @@ def _size(shape: str) -> int:
 
 def work(
     module: Module,
-    contexts: dict[str, list[Context]],
+    contexts: dict[str, list[CallContext]],
     origins: Origins,
     collectives: tuple[Collective, ...],
-) -> tuple[tuple[Work, ...], tuple[Fusion, ...]]:
+) -> tuple[tuple[TaskGraphWork, ...], tuple[Fusion, ...]]:
     """FLOPs, bytes and collectives per TaskGraph, and the biggest fusions."""
     costs = Costs(module)
     flops: dict[str, float] = {}
@@ -227,7 +224,7 @@ def work(
     biggest = tuple(
         Fusion(
             name=i.name,
-            array=_shapes.written(i.shape),
+            array=_shapes.shape_text(i.shape),
             flops=own_flops,
             num_bytes=own_bytes,
             runs=runs,
@@ -253,11 +250,11 @@ def _work(
     moved: dict[str, float],
     collectives: tuple[Collective, ...],
     is_inexact: bool,
-) -> Work:
+) -> TaskGraphWork:
     own = [(c, 1 if c.runs is None else c.runs) for c in collectives if c.origin.task_graph == task]
     seconds = [None if c.seconds is None else c.seconds * runs for c, runs in own]
     known = [s for s in seconds if s is not None]
-    return Work(
+    return TaskGraphWork(
         task_graph=task,
         flops=flops.get(task, 0.0),
         num_bytes=moved.get(task, 0.0),
@@ -266,51 +263,3 @@ def _work(
         collective_seconds=sum(known) if seconds and len(known) == len(seconds) else None,
         is_exact=not is_inexact and all(c.runs is not None for c, _ in own),
     )
-
-
-def transfers(
-    module: Module, contexts: dict[str, list[Context]], origins: Origins
-) -> tuple[Transfer, ...]:
-    """Between host and device, and calls back into Python."""
-    out = []
-    for name, ways in contexts.items():
-        computation = module.computations[name]
-        if not computation.opcodes & _TRANSFERS:
-            continue
-        for i in computation.instructions.values():
-            kind = _transfer_kind(i, computation)
-            if kind:
-                origin: Origin = origins.of(i, computation)
-                shape = i.shape if kind != "outfeed" else i.arguments
-                out.append(
-                    Transfer(
-                        kind=kind,
-                        name=i.name,
-                        num_bytes=_shapes.num_bytes(_shapes.parts(shape)[0] if shape else ""),
-                        runs=total_runs(ways),
-                        origin=origin,
-                    )
-                )
-    return tuple(out)
-
-
-def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
-    opcode = instruction.opcode
-    if opcode not in _TRANSFERS:
-        return ""
-    if opcode in ("infeed", "outfeed"):
-        return opcode
-    if opcode in ("send", "recv") and "is_host_transfer=true" in instruction.rest:
-        return "to host" if opcode == "send" else "to device"
-    if opcode == "custom-call":
-        if "MoveToHost" in instruction.rest:
-            return "to host"
-        if "MoveToDevice" in instruction.rest:
-            return "to device"
-        return "callback" if _CALLBACK.search(instruction.rest) else ""
-    if opcode in ("copy", "copy-start") and instruction.operands:
-        source = computation.instructions.get(instruction.operands[0][0])
-        here = _shapes.parts(instruction.shape)[0]
-        if source is not None and (_HOST_SPACE in source.shape) != (_HOST_SPACE in here):
-            return "to host" if _HOST_SPACE in here else "to device"
-    return ""

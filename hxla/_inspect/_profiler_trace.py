@@ -1,4 +1,4 @@
-"""One measured step, read from what jax's profiler wrote."""
+"""One measured step, read from the trace that jax's profiler wrote."""
 
 import collections
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from .._core._errors import InspectError
 from ._collectives import KINDS
-from ._programs import Program
+from ._program import Program
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
 _SUFFIX = ".trace.json.gz"
@@ -23,7 +23,7 @@ class Operation:
     """One run of an operation on one device.
 
     Attributes:
-        device: Index into `Measured.devices`.
+        device: Index into `MeasuredStep.devices`.
         program: Name of the HLO module.
         name: In the HLO.
         kind: `computation`, `collective` or `transfer`.
@@ -40,7 +40,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredStep:
     """One step.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Event:
     end: float
 
 
-def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
+def last_step(path: pathlib.Path, programs: Sequence[Program]) -> MeasuredStep:
     """The last step of a profile.
 
     A step ends with the last run of hxla's update, or else of the program that ran last, and begins
@@ -142,7 +142,7 @@ def read(path: pathlib.Path, programs: Sequence[Program]) -> Measured:
             f"{path} has no run of {', '.join(sorted(names)) or 'any program'}, only of "
             f"{', '.join(sorted(seen)) or 'none'}: profile the step that is inspected"
         )
-    return Measured(
+    return MeasuredStep(
         devices=tuple(devices),
         operations=tuple(sorted(operations, key=lambda op: op.start_seconds)),
         num_steps=num_steps,

@@ -5,14 +5,15 @@ import html
 import itertools
 import json
 import pathlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from .._core._format import span
 from .._plan._proposal import Proposal
-from .._report._page import Picture
+from .._report._page import Picture, figure, section, table
 from .._schedule._replay import SEND
 from .._schedule._timeline import from_perfetto
-from ._measured import COLLECTIVE, COMPUTATION, Measured
+from ._profiler_trace import COLLECTIVE, COMPUTATION, MeasuredStep
 
 _WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels
 _LANE, _MAX_LANES = 26.0, 32
@@ -74,7 +75,44 @@ class Lanes:
         return max((bar.end_seconds for bar in self.bars), default=0.0)
 
 
-def of_measured(measured: Measured) -> Lanes:
+def step_section(measured: MeasuredStep | None, predicted: Lanes | None) -> str:
+    """A section of a page: one step in time, and its longest operations if it was measured."""
+    panels = [lanes_of_step(measured)] if measured is not None else []
+    panels += [predicted] if predicted is not None else []
+    parts = [figure(step_picture(panels))]
+    if measured is not None:
+        rows = [
+            (
+                name,
+                span(measured.busy_seconds(d, COMPUTATION)),
+                span(measured.busy_seconds(d, COLLECTIVE)),
+                span(max(op.end_seconds for op in measured.operations if op.device == d)),
+            )
+            for d, name in enumerate(measured.devices)
+        ]
+        heads = ("measured", "computation", "collectives and waiting in them", "until")
+        parts.append(f"<details><summary>Each device</summary>{table(heads, rows)}</details>")
+        longest: dict[tuple[str, str, str], float] = defaultdict(float)
+        for op in measured.operations:
+            took = op.end_seconds - op.start_seconds
+            longest[op.kind, op.program, op.name] += took / len(measured.devices)
+        rows_ = [
+            (name, kind, program, span(took))
+            for (kind, program, name), took in sorted(longest.items(), key=lambda item: -item[1])[
+                :15
+            ]
+        ]
+        heads_ = ("operation", "kind", "program", "a step, mean over devices")
+        parts.append(
+            "<details><summary>Longest operations</summary>"
+            + table(heads_, rows_, left=(0, 1, 2))
+            + f"</details><p>The last of {measured.num_steps} profiled steps, "
+            f"from {html.escape(measured.source)}.</p>"
+        )
+    return section("One step in time", *parts)
+
+
+def lanes_of_step(measured: MeasuredStep) -> Lanes:
     """A profiled step as lanes, one for each device."""
     return Lanes(
         title=f"measured: {span(measured.seconds)}",
@@ -92,7 +130,7 @@ def of_measured(measured: Measured) -> Lanes:
     )
 
 
-def of_file(path: pathlib.Path) -> Lanes:
+def lanes_of_file(path: pathlib.Path) -> Lanes:
     """A file of `hxla plan --write` as lanes: the plan or the timeline of one replica.
 
     Raises:
@@ -105,7 +143,7 @@ def of_file(path: pathlib.Path) -> Lanes:
     except ValueError:
         has_events = False
     if not has_events:
-        return of_proposal(Proposal.from_json(text))
+        return lanes_of_plan(Proposal.from_json(text))
     timeline, names = from_perfetto(text)
     events = sorted((*timeline.events, *timeline.sends), key=lambda e: e.start_seconds)
     return Lanes(
@@ -124,7 +162,7 @@ def of_file(path: pathlib.Path) -> Lanes:
     )
 
 
-def of_proposal(proposal: Proposal) -> Lanes:
+def lanes_of_plan(proposal: Proposal) -> Lanes:
     """A plan as lanes: what each device's step is made of, not in which order."""
     bars = []
     for lane, device in enumerate(proposal.devices):
@@ -148,7 +186,7 @@ def of_proposal(proposal: Proposal) -> Lanes:
     )
 
 
-def picture(panels: Sequence[Lanes]) -> Picture:
+def step_picture(panels: Sequence[Lanes]) -> Picture:
     """Steps below one another on one scale, a lane for each device or stage."""
     longest = max(panel.seconds for panel in panels)
     scale = (_WIDTH - _LEFT - 10) / longest if longest else 0.0

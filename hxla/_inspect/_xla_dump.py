@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from .._core._errors import InspectError
 from .._jax import _buffer_assignment as _assignment
 from .._jax import _hlo_proto as _proto
-from .._jax._buffer_assignment import Assignment
-from . import _text
-from ._program import Found, Wish, program
-from ._programs import Inspection, Program
-from ._text import Module
+from .._jax._buffer_assignment import BufferAssignment
+from ._analyze import Compilation, Hints, analyze
+from ._hlo_text import Module, read_module
+from ._inspection import Inspection
+from ._program import Program
 
 _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"
@@ -33,7 +33,7 @@ class _Files:
     by_kind: dict[str, pathlib.Path] = dataclasses.field(default_factory=dict)
 
 
-def read(path: pathlib.Path, wish: Wish) -> Inspection:
+def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     """Inspect a dump folder, those of several processes within it, or one file.
 
     Raises:
@@ -52,7 +52,7 @@ def read(path: pathlib.Path, wish: Wish) -> Inspection:
             continue
         same[digest] = 1
         try:
-            programs.append(_program(files, wish))
+            programs.append(_program(files, hints))
         except (OSError, EOFError, ValueError) as error:
             problems.append(f"{files.folder / files.stem}: {error}")
     if not modules:
@@ -124,7 +124,7 @@ def _bytes(file: pathlib.Path) -> bytes:
     return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 
 
-def _program(files: _Files, wish: Wish) -> Program:
+def _program(files: _Files, hints: Hints) -> Program:
     problems: list[str] = []
     proto = files.by_kind.get("after .hlo.pb")
     text = files.by_kind.get("after .txt")
@@ -137,7 +137,7 @@ def _program(files: _Files, wish: Wish) -> Program:
     if text is not None:
         module = _read(text, problems)
     elif module_bytes:
-        module = _text.read(_proto.module_text(module_bytes))
+        module = read_module(_proto.module_text(module_bytes))
     else:
         before = files.by_kind.get("before .txt")
         reasons = "; ".join(problems) or (
@@ -146,7 +146,7 @@ def _program(files: _Files, wish: Wish) -> Program:
         )
         raise ValueError(f"there is no optimized program: {reasons}")
     assignment, source = _memory(files, assignment_bytes, module_bytes, problems)
-    found = Found(
+    compilation = Compilation(
         source=str(text or proto),
         before=_before(files, problems),
         assignment=assignment,
@@ -154,7 +154,7 @@ def _program(files: _Files, wish: Wish) -> Program:
         memory_source=source,
         problems=tuple(problems),
     )
-    return program(module, found, wish)
+    return analyze(module, compilation, hints)
 
 
 def _read(file: pathlib.Path, problems: list[str]) -> Module:
@@ -164,7 +164,7 @@ def _read(file: pathlib.Path, problems: list[str]) -> Module:
             pieces.extend(iter(lambda: opened.read(_PIECE), ""))
     except (EOFError, OSError) as error:
         problems.append(f"{file.name}: {error}")
-    return _text.read("".join(pieces))
+    return read_module("".join(pieces))
 
 
 def _before(files: _Files, problems: list[str]) -> Module | None:
@@ -176,7 +176,7 @@ def _before(files: _Files, problems: list[str]) -> Module | None:
         return None
     try:
         module, _ = _proto.parts_of_dump(_bytes(proto))
-        return _text.read(_proto.module_text(module))
+        return read_module(_proto.module_text(module))
     except ValueError as error:
         problems.append(f"{proto.name}: {error}")
         return None
@@ -184,10 +184,10 @@ def _before(files: _Files, problems: list[str]) -> Module | None:
 
 def _memory(
     files: _Files, serialized: bytes, module: bytes, problems: list[str]
-) -> tuple[Assignment | None, str]:
+) -> tuple[BufferAssignment | None, str]:
     if serialized:
         try:
-            return _proto.assignment(serialized, module), "the dump's buffer assignment"
+            return _proto.buffer_assignment(serialized, module), "the dump's buffer assignment"
         except ValueError as error:
             problems.append(f"the buffer assignment: {error}")
     text = files.by_kind.get("after -buffer-assignment.txt")

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 
 from . import _shapes
-from ._text import Computation, Instruction, Module
+from ._hlo_text import Computation, Instruction, Module
 
 _VIEWS = frozenset(
     {
@@ -198,7 +198,7 @@ class Flow:
             return False
         shape = found.shape
         if picked is not None:
-            elements = _shapes.parts(shape)
+            elements = _shapes.tuple_elements(shape)
             shape = elements[picked] if picked < len(elements) else shape
         return _shapes.is_scalar(shape)
 

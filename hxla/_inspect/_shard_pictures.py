@@ -4,11 +4,12 @@ import dataclasses
 import html
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from . import _shapes
-from ._names import ranges
-from ._programs import Array
+from .._core._format import num_bytes
+from ._alike_names import alike, group, ranges
+from ._arguments import array_bytes
+from ._program import Array, Program
 from ._replica_groups import Mesh
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
@@ -16,10 +17,13 @@ _LEAST_CELL = (24.0, 17.0)
 _MAX_CELLS = 64  # along a side; more are said, not drawn
 _CHARACTER = 6.3  # pixels
 _NUM_COLORS = 8
+_MAX_PICTURES = 24
+_MAX_NAMES = 6  # below a picture
+_LEAST_PICTURE = 0.002  # of all arguments' bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class ArrayShard:
     """One part of an array.
 
     Attributes:
@@ -33,7 +37,37 @@ class Part:
     used: tuple[float, ...]
 
 
-def parts(array: Array, mesh: Mesh) -> tuple[Part, ...]:
+def mesh_and_shards(program: Program) -> Iterator[str]:
+    """The mesh, and how the large arrays of a program lie on it, those that lie alike once."""
+    drawn = mesh_picture(program.mesh)
+    if drawn:
+        words = "<p>The devices by their places in the mesh.</p>"
+        yield f'<div class="meshes cells">{words}{drawn}</div>'
+    known = [a for a in program.arrays if a.spec is not None]
+    whole = sum(map(array_bytes, program.arrays))
+    layouts: dict[object, list[Array]] = {}
+    for array in known:
+        layouts.setdefault((array.dtype, array.shape, array.local_shape, array.spec), []).append(
+            array
+        )
+    alikes = sorted(layouts.values(), key=lambda own: -len(own) * array_bytes(own[0]))
+    large = [
+        own
+        for own in alikes
+        if len(own) * array_bytes(own[0]) >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
+    ][:_MAX_PICTURES]
+    yield f'<div class="cards cells">{"".join(_card(own, program) for own in large)}</div>'
+    if any(padded_share(own[0], program.mesh) for own in large):
+        yield "<p>Hatched: padding.</p>"
+    rest = sum(map(len, alikes)) - sum(map(len, large))
+    if rest:
+        yield f"<p>{rest} smaller arrays are not drawn.</p>"
+    if len(known) < len(program.arrays):
+        num = len(program.arrays) - len(known)
+        yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
+
+
+def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
     """The parts of an array, the last dimension running fastest; nothing if its spec is not known.
 
     A dimension that its parts do not divide ends in padding.
@@ -53,7 +87,7 @@ def parts(array: Array, mesh: Mesh) -> tuple[Part, ...]:
             index.append(number)
         holders.setdefault(tuple(index), []).append(device)
     return tuple(
-        Part(
+        ArrayShard(
             index=index,
             devices=tuple(devices),
             used=tuple(
@@ -65,18 +99,18 @@ def parts(array: Array, mesh: Mesh) -> tuple[Part, ...]:
     )
 
 
-def padding(array: Array, mesh: Mesh) -> float:
+def padded_share(array: Array, mesh: Mesh) -> float:
     """Share of all parts of an array that is padding."""
-    found = parts(array, mesh)
-    used = sum(math.prod(part.used) for part in found)
+    found = shards(array, mesh)
+    used = sum(math.prod(shard.used) for shard in found)
     return 1 - used / len(found) if found else 0.0
 
 
-def picture(array: Array, mesh: Mesh) -> str:
+def array_picture(array: Array, mesh: Mesh) -> str:
     """An array as a drawing, each part with the devices that hold it; padding is hatched."""
-    found = parts(array, mesh)
+    found = shards(array, mesh)
     rank = len(array.shape)
-    counts = [max(part.index[d] for part in found) + 1 for d in range(rank)]
+    counts = [max(shard.index[d] for shard in found) + 1 for d in range(rank)]
     across, down = _sides(counts)
     num_across = counts[across] if rank else 1
     num_down = math.prod(counts[d] for d in down)
@@ -87,17 +121,20 @@ def picture(array: Array, mesh: Mesh) -> str:
         cells = [_box(0, 0, width, height, 0, f"{len(found)} parts", "")]
     else:
         cells, labels = [], []
-        for part in found:
+        for shard in found:
             row = 0
             for d in down:
-                row = row * counts[d] + part.index[d]
-            column = part.index[across] if rank else 0
+                row = row * counts[d] + shard.index[d]
+            column = shard.index[across] if rank else 0
             w, h = width / num_across, height / num_down
             x, y = column * w, row * h
-            cells.append(_box(x, y, w, h, row * num_across + column, "", _said(part, array)))
-            labels.append(_text(x, y, w, h, _label(part.devices, w)))
+            cells.append(_box(x, y, w, h, row * num_across + column, "", _said(shard, array)))
+            labels.append(_text(x, y, w, h, _label(shard.devices, w)))
             inner = down[-1] if down else None
-            used = part.used[across] if rank else 1.0, part.used[inner] if inner is not None else 1
+            used = (
+                shard.used[across] if rank else 1.0,
+                shard.used[inner] if inner is not None else 1,
+            )
             cells += _hatched(x, y, w, h, *used)
         cells += labels  # above the hatching
     return (
@@ -130,9 +167,31 @@ def mesh_picture(mesh: Mesh) -> str:
     )
 
 
-def array_bytes(array: Array) -> int:
-    """Of one device's part."""
-    return _shapes.num_bytes(f"{array.dtype}[{','.join(map(str, array.local_shape))}]")
+def _card(own: Sequence[Array], program: Program) -> str:
+    array = own[0]
+    dims = [
+        f"{n} over {'+'.join(axes)}" if axes else str(n)
+        for n, axes in zip(array.shape, array.spec or (), strict=True)
+    ]
+    copies = len(shards(array, program.mesh)[0].devices)
+    padded = padded_share(array, program.mesh)
+    words = [
+        f"{num_bytes(array_bytes(array))} on a device, "
+        + ("one copy" if copies == 1 else f"{copies} copies"),
+        *([f"{padded:.1%} padding"] if padded else []),
+    ]
+    names = [
+        alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
+        for alikes in group(own, lambda a: a.path)
+    ]
+    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    listed = "<br>".join(html.escape(name) for name in (*names[:_MAX_NAMES], *more))
+    head = f"{array.dtype}[{', '.join(dims)}]"
+    return (
+        f"<div><b>{html.escape(head)}</b>"
+        f"<span>{html.escape('; '.join(words))}</span>"
+        f"{array_picture(array, program.mesh)}<span>{listed}</span></div>"
+    )
 
 
 def _sides(counts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
@@ -192,10 +251,10 @@ def _label(devices: Sequence[int], width: float) -> str:
     return ""
 
 
-def _said(part: Part, array: Array) -> str:
+def _said(shard: ArrayShard, array: Array) -> str:
     bounds = []
     for d, (i, local, size) in enumerate(
-        zip(part.index, array.local_shape, array.shape, strict=True)
+        zip(shard.index, array.local_shape, array.shape, strict=True)
     ):
         if local == size:
             continue
@@ -203,5 +262,5 @@ def _said(part: Part, array: Array) -> str:
         words = f"{start} to {stop - 1}" if stop > start else "padding only"
         more = f" and {local - (stop - start)} of padding" if start < stop < (i + 1) * local else ""
         bounds.append(f"dimension {d}: {words}{more}")
-    noun = "device" if len(part.devices) == 1 else "devices"
-    return f"{noun} {ranges(part.devices)}: {'; '.join(bounds) or 'all of it'}"
+    noun = "device" if len(shard.devices) == 1 else "devices"
+    return f"{noun} {ranges(shard.devices)}: {'; '.join(bounds) or 'all of it'}"

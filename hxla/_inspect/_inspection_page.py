@@ -1,26 +1,23 @@
-"""An inspection, or two, as one HTML page."""
+"""Programs, or what changed from some to others, as one HTML page."""
 
 import html
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from .._core._format import num_bytes as size
 from .._core._format import plural, si, span
-from .._report._page import figure, page, section, table, tiles
-from . import _shards, _steps
-from ._measured import COLLECTIVE, COMPUTATION, Measured
-from ._names import alike, group
-from ._print import loops, shown
-from ._programs import OWNERS, Array, Collective, Inspection, Memory, Program, Warned
-from ._steps import Lanes
+from .._report._page import page, section, table, tiles
+from ._alike_names import alike, group
+from ._diff import diff
+from ._profiler_trace import COLLECTIVE, MeasuredStep
+from ._program import OWNERS, Collective, Memory, Program, Warned
+from ._shard_pictures import mesh_and_shards
+from ._step_pictures import Lanes, step_section
+from ._terminal_tables import runs_and_trips, shown
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
-_MAX_PICTURES = 24
-_MAX_NAMES = 6  # below a picture
 _MAX_WARNINGS = 8  # that are shown unfolded
-_LEAST_PICTURE = 0.002  # of all arguments' bytes
 
 _CSS = """
 main { max-width: 72rem; }
@@ -80,32 +77,34 @@ _HATCH = (
 
 
 def inspection_page(
-    inspection: Inspection,
+    programs: Sequence[Program],
+    problems: Sequence[str],
     *,
     title: str,
-    measured: Measured | None = None,
+    measured: MeasuredStep | None = None,
     predicted: Lanes | None = None,
 ) -> str:
     """What a terminal shows, and how arrays lie on the mesh, and where the step's time goes.
 
     Args:
-        inspection: What to show.
+        programs: What to show.
+        problems: What of a dump could not be read.
         title: Heading of the page.
         measured: A profiled step.
         predicted: To set beside it.
     """
-    programs, others = shown(inspection)
+    programs, others = shown(programs)
     parts = [_HATCH]
     warned = [(p, w) for p in programs for w in p.warnings]
     if warned:
         parts.append(section("Warnings", *_warnings(warned, len(programs) > 1)))
-    parts += [_problems("Not read", inspection.problems)] if inspection.problems else []
+    parts += [_problems("Not read", problems)] if problems else []
     if not programs:
         parts.append("<section><p>There is no program to show.</p></section>")
     if len(programs) == 1:
         parts.append(tiles(list(_tiles(programs[0]))))
     if measured is not None or predicted is not None:
-        parts.append(_timeline(measured, predicted))
+        parts.append(step_section(measured, predicted))
     for program in programs:
         if len(programs) > 1:
             parts.append(f'<h2 class="part">{html.escape(program.title)}</h2>')
@@ -129,21 +128,21 @@ def _sources(programs: Sequence[Program]) -> str:
     return f"{what}, from {whole or ', '.join(sorted(sources))}"
 
 
-def diff_page(before: Inspection, after: Inspection, *, title: str) -> str:
-    """What changed from one inspection to another.
+def diff_page(before: Sequence[Program], after: Sequence[Program], *, title: str) -> str:
+    """What changed from some programs to others.
 
     Args:
         before: The first.
         after: The second.
         title: Heading of the page.
     """
-    lines = before.diff(after)
+    lines = diff(before, after)
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     parts = [section("What changed", f"<ul>{items}</ul>" if lines else "<p>Nothing changed.</p>")]
     olds, _ = shown(before)
     for new in shown(after)[0]:
         old = next((p for p in olds if p.name == new.name), None)
-        if old is None and len(olds) == len(after.programs) == 1:
+        if old is None and len(olds) == len(after) == 1:
             old = olds[0]
         if old is not None:
             parts.append(f'<h2 class="part">{html.escape(new.title)}</h2>')
@@ -156,7 +155,7 @@ def _problems(heading: str, lines: Sequence[str]) -> str:
     return section(heading, f"<ul>{''.join(f'<li>{html.escape(x)}</li>' for x in lines)}</ul>")
 
 
-def _program(program: Program, measured: Measured | None) -> Iterator[str]:
+def _program(program: Program, measured: MeasuredStep | None) -> Iterator[str]:
     if program.problems:
         yield _problems("Not read", program.problems)
     if program.collectives:
@@ -169,7 +168,7 @@ def _program(program: Program, measured: Measured | None) -> Iterator[str]:
     if program.work:
         yield section("Work of one device in one call", _work(program))
     if program.arrays and program.mesh:
-        yield section("How arrays lie on the mesh", *_arrays(program))
+        yield section("How arrays lie on the mesh", *mesh_and_shards(program))
     if program.fusions:
         rows = [
             (f.name, f.array, f.origin.where, str(f.runs or "?"), si(f.flops), size(f.num_bytes))
@@ -244,7 +243,7 @@ def _by(found: Sequence[Collective], key: str) -> list[tuple[str, list[Collectiv
     return sorted(out.items(), key=lambda item: -_sent(item[1]))
 
 
-def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
+def _collectives(program: Program, measured: MeasuredStep | None) -> Iterator[str]:
     took = _took(program, measured)
     rows = []
     kinds = group(program.collectives, lambda c: c.kind, lambda c: c.over)
@@ -295,8 +294,8 @@ def _collectives(program: Program, measured: Measured | None) -> Iterator[str]:
         yield f"<p>Lines of files in {html.escape(folder)}.</p>" if folder else ""
 
 
-def _took(program: Program, measured: Measured | None) -> dict[str, float]:
-    """Measured seconds of each collective in a step, the mean over devices."""
+def _took(program: Program, measured: MeasuredStep | None) -> dict[str, float]:
+    """MeasuredStep seconds of each collective in a step, the mean over devices."""
     out: dict[str, float] = defaultdict(float)
     if measured is None:
         return out
@@ -337,7 +336,7 @@ def _listed(found: Sequence[Collective], folder: str) -> str:
                 words + (f" ({c.origin.phase})" if c.origin.phase else ""),
                 c.origin.source.removeprefix(folder),
                 (f"{len(own)} x " if len(own) > 1 else "")
-                + loops(c.loops, c.runs)
+                + runs_and_trips(c.loops, c.runs)
                 + (" at most" if c.is_conditional else "")
                 + (f", loop in {loop}" if loop else ""),
                 "async" if c.is_async else "",
@@ -438,99 +437,6 @@ def _work(program: Program) -> str:
     ]
     heads = ("TaskGraph", "FLOPs", "share", "moved in memory", "collectives", "sent", "predicted")
     return _table(heads, rows, left=(0,))
-
-
-def _arrays(program: Program) -> Iterator[str]:
-    drawn = _shards.mesh_picture(program.mesh)
-    if drawn:
-        words = "<p>The devices by their places in the mesh.</p>"
-        yield f'<div class="meshes cells">{words}{drawn}</div>'
-    known = [a for a in program.arrays if a.spec is not None]
-    whole = sum(map(_shards.array_bytes, program.arrays))
-    layouts: dict[object, list[Array]] = {}
-    for array in known:
-        layouts.setdefault((array.dtype, array.shape, array.local_shape, array.spec), []).append(
-            array
-        )
-    alikes = sorted(layouts.values(), key=lambda own: -len(own) * _shards.array_bytes(own[0]))
-    large = [
-        own
-        for own in alikes
-        if len(own) * _shards.array_bytes(own[0]) >= _LEAST_PICTURE * whole
-        and math.prod(own[0].shape) > 1
-    ][:_MAX_PICTURES]
-    yield f'<div class="cards cells">{"".join(_card(own, program) for own in large)}</div>'
-    if any(_shards.padding(own[0], program.mesh) for own in large):
-        yield "<p>Hatched: padding.</p>"
-    rest = sum(map(len, alikes)) - sum(map(len, large))
-    if rest:
-        yield f"<p>{rest} smaller arrays are not drawn.</p>"
-    if len(known) < len(program.arrays):
-        num = len(program.arrays) - len(known)
-        yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
-
-
-def _card(own: Sequence[Array], program: Program) -> str:
-    array = own[0]
-    dims = [
-        f"{n} over {'+'.join(axes)}" if axes else str(n)
-        for n, axes in zip(array.shape, array.spec or (), strict=True)
-    ]
-    copies = len(_shards.parts(array, program.mesh)[0].devices)
-    padded = _shards.padding(array, program.mesh)
-    words = [
-        f"{size(_shards.array_bytes(array))} on a device, "
-        + ("one copy" if copies == 1 else f"{copies} copies"),
-        *([f"{padded:.1%} padding"] if padded else []),
-    ]
-    names = [
-        alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
-        for alikes in group(own, lambda a: a.path)
-    ]
-    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-    listed = "<br>".join(html.escape(name) for name in (*names[:_MAX_NAMES], *more))
-    head = f"{array.dtype}[{', '.join(dims)}]"
-    return (
-        f"<div><b>{html.escape(head)}</b>"
-        f"<span>{html.escape('; '.join(words))}</span>"
-        f"{_shards.picture(array, program.mesh)}<span>{listed}</span></div>"
-    )
-
-
-def _timeline(measured: Measured | None, predicted: Lanes | None) -> str:
-    panels = [_steps.of_measured(measured)] if measured is not None else []
-    panels += [predicted] if predicted is not None else []
-    parts = [figure(_steps.picture(panels))]
-    if measured is not None:
-        rows = [
-            (
-                name,
-                span(measured.busy_seconds(d, COMPUTATION)),
-                span(measured.busy_seconds(d, COLLECTIVE)),
-                span(max(op.end_seconds for op in measured.operations if op.device == d)),
-            )
-            for d, name in enumerate(measured.devices)
-        ]
-        heads = ("measured", "computation", "collectives and waiting in them", "until")
-        parts.append(f"<details><summary>Each device</summary>{table(heads, rows)}</details>")
-        longest: dict[tuple[str, str, str], float] = defaultdict(float)
-        for op in measured.operations:
-            took = op.end_seconds - op.start_seconds
-            longest[op.kind, op.program, op.name] += took / len(measured.devices)
-        rows_ = [
-            (name, kind, program, span(took))
-            for (kind, program, name), took in sorted(longest.items(), key=lambda item: -item[1])[
-                :15
-            ]
-        ]
-        heads_ = ("operation", "kind", "program", "a step, mean over devices")
-        parts.append(
-            "<details><summary>Longest operations</summary>"
-            + table(heads_, rows_, left=(0, 1, 2))
-            + f"</details><p>The last of {measured.num_steps} profiled steps, "
-            f"from {html.escape(measured.source)}.</p>"
-        )
-    return section("One step in time", *parts)
 
 
 def _both(old: Program, new: Program) -> Iterator[str]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._core._errors import PlanError
-from ._chain import Chain, Replica, Staging
-from ._chain_tables import stage_bytes, step_seconds, tables
+from hxla._core._errors import PlanError
+from hxla._planner._chain import Chain, Replica, Staging
+from hxla._planner._chain_tables import step_seconds, tables
 
 
 def whale_counts(
@@ -134,6 +134,25 @@ def whale_staging(chain: Chain) -> Staging:
         cuts=tuple(cuts),
         replicas=(replica,),
         step_seconds=step_seconds(chain, cuts, [replica]),
+    )
+
+
+def stage_bytes(
+    chain: Chain, cuts: Sequence[int], groups: Sequence[int], num_microbatches: int
+) -> tuple[float, ...]:
+    """Bytes that each stage needs on its device.
+
+    Under 1F1B stage i of S holds `min(S - i, m)` of its m microbatches in flight. State, gradients
+    and optimizer are counted by the chain's `state_factor`.
+
+    References:
+        Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (microbatches in flight).
+    """
+    t = tables(chain)
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    return tuple(
+        float(t.state_bytes[k, a, b] + min(num - i, num_microbatches) * t.stash_bytes[k, a, b])
+        for i, (k, a, b) in enumerate(zip(groups, cuts, ends, strict=True))
     )
 
 

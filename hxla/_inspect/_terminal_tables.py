@@ -1,4 +1,4 @@
-"""Inspections as tables for a terminal."""
+"""Programs as tables for a terminal."""
 
 import io
 from collections import Counter
@@ -9,12 +9,12 @@ from rich.table import Table
 
 from .._core._format import num_bytes as size
 from .._core._format import si, span
-from ._programs import Collective, Inspection, Loop, Program
+from ._program import Collective, Loop, Program
 
 _WIDTH = 160  # where the output is no terminal
 
 
-def loops(found: Sequence[Loop], runs: int | None) -> str:
+def runs_and_trips(found: Sequence[Loop], runs: int | None) -> str:
     """Runs, and the trips of the loops around: `12 = 4 x 3`."""
     if not found:
         return "1" if runs == 1 else str(runs)
@@ -22,24 +22,23 @@ def loops(found: Sequence[Loop], runs: int | None) -> str:
     return trips if len(found) == 1 and runs is not None else f"{runs or '?'} = {trips}"
 
 
-def text(inspection: Inspection, *, limit: int) -> str:
+def terminal_tables(programs: Sequence[Program], problems: Sequence[str], *, limit: int) -> str:
     """Tables of hxla's own programs, else of all with anything to tell; a line for the others."""
     out = io.StringIO()
     console = Console(file=out, width=_WIDTH, force_terminal=False, highlight=False)
-    programs, others = shown(inspection)
-    for program in programs:
+    told, others = shown(programs)
+    for program in told:
         _program(console, program, limit)
     if others:
         names = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in others.items())
         console.print(f"other programs: {names}", markup=False)
-    for problem in inspection.problems:
+    for problem in problems:
         console.print(f"not read: {problem}", markup=False)
     return out.getvalue().rstrip() + "\n"
 
 
-def shown(inspection: Inspection) -> tuple[list[Program], Counter[str]]:
+def shown(programs: Sequence[Program]) -> tuple[list[Program], Counter[str]]:
     """hxla's own programs, else all with anything to tell, and how often there are others."""
-    programs = inspection.programs
     has_roles = any(p.role for p in programs)
     told = [p for p in programs if (p.role if has_roles else _tells(p))] or list(programs)
     kept = {id(p) for p in told}
@@ -98,7 +97,7 @@ def _collectives(console: Console, found: Sequence[Collective], more: int) -> No
             ", ".join(c.arrays[:2]) + (f" +{len(c.arrays) - 2}" if len(c.arrays) > 2 else ""),
             size(c.num_bytes),
             c.over,
-            loops(c.loops, c.runs) + (" at most" if c.is_conditional else ""),
+            runs_and_trips(c.loops, c.runs) + (" at most" if c.is_conditional else ""),
             c.origin.where + (f" ({c.origin.phase})" if c.origin.phase else ""),
             c.origin.source,
             _time(c.seconds),

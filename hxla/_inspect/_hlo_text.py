@@ -281,7 +281,7 @@ def _numbers(text: str) -> dict[str, int]:
     return {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", text)}
 
 
-def read(text: str) -> Module:
+def read_module(text: str) -> Module:
     """Read one module.
 
     Args:

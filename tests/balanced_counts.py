@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from .._core._errors import PlanError
+from hxla._core._errors import PlanError
 
 
 def balanced_counts(

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import re
 
+from ._hlo_text import Computation, Instruction, Module
 from ._origin import module_path, op_name
-from ._programs import Loop
-from ._text import Computation, Instruction, Module
+from ._program import Loop
 
 _TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 _CALLERS = frozenset({"while", "conditional", "call", "async-start", "fusion", "custom-call"})
@@ -14,7 +14,7 @@ _MAX_CONTEXTS = 64  # of one computation: callers of callers multiply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Context:
+class CallContext:
     """One way to reach a computation.
 
     Attributes:
@@ -40,10 +40,10 @@ class Context:
         return total
 
 
-def contexts(module: Module) -> dict[str, list[Context]]:
+def contexts(module: Module) -> dict[str, list[CallContext]]:
     """Every way to reach every computation from the entry; reducers are left out."""
-    out: dict[str, list[Context]] = {}
-    waiting = [(module.entry, Context())]
+    out: dict[str, list[CallContext]] = {}
+    waiting = [(module.entry, CallContext())]
     edges: dict[str, list[tuple[str, str, Loop | None]]] = {}
     while waiting:
         name, context = waiting.pop()
@@ -58,10 +58,10 @@ def contexts(module: Module) -> dict[str, list[Context]]:
             continue
         if name not in edges:
             edges[name] = _edges(module, computation)
-        inner: dict[str, Context] = {}  # by how it is called, where no loop is
+        inner: dict[str, CallContext] = {}  # by how it is called, where no loop is
         for target, how, loop in edges[name]:
             if how not in inner or loop is not None:
-                inner[how] = Context(
+                inner[how] = CallContext(
                     loops=(*context.loops, loop) if loop else context.loops,
                     is_conditional=context.is_conditional or how == "conditional",
                     is_async=context.is_async or how == "async",
@@ -71,7 +71,7 @@ def contexts(module: Module) -> dict[str, list[Context]]:
     return out
 
 
-def total_runs(found: list[Context]) -> int | None:
+def total_runs(found: list[CallContext]) -> int | None:
     """Runs over all callers; None if one is not known."""
     each = [c.runs for c in found]
     return None if None in each else sum(r for r in each if r is not None)

@@ -1,0 +1,61 @@
+"""Transfers between host and device, and calls back into Python."""
+
+import re
+
+from . import _shapes
+from ._call_graph import CallContext, total_runs
+from ._hlo_text import Computation, Instruction, Module
+from ._origin import Origins
+from ._program import Transfer
+
+_TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
+_CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
+_HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
+
+
+def transfers(
+    module: Module, contexts: dict[str, list[CallContext]], origins: Origins
+) -> tuple[Transfer, ...]:
+    """Between host and device, and calls back into Python."""
+    out = []
+    for name, ways in contexts.items():
+        computation = module.computations[name]
+        if not computation.opcodes & _TRANSFERS:
+            continue
+        for i in computation.instructions.values():
+            kind = _transfer_kind(i, computation)
+            if kind:
+                shape = i.shape if kind != "outfeed" else i.arguments
+                moved = _shapes.tuple_elements(shape)[0] if shape else ""
+                out.append(
+                    Transfer(
+                        kind=kind,
+                        name=i.name,
+                        num_bytes=_shapes.shape_bytes(moved),
+                        runs=total_runs(ways),
+                        origin=origins.of(i, computation),
+                    )
+                )
+    return tuple(out)
+
+
+def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
+    opcode = instruction.opcode
+    if opcode not in _TRANSFERS:
+        return ""
+    if opcode in ("infeed", "outfeed"):
+        return opcode
+    if opcode in ("send", "recv") and "is_host_transfer=true" in instruction.rest:
+        return "to host" if opcode == "send" else "to device"
+    if opcode == "custom-call":
+        if "MoveToHost" in instruction.rest:
+            return "to host"
+        if "MoveToDevice" in instruction.rest:
+            return "to device"
+        return "callback" if _CALLBACK.search(instruction.rest) else ""
+    if opcode in ("copy", "copy-start") and instruction.operands:
+        source = computation.instructions.get(instruction.operands[0][0])
+        here = _shapes.tuple_elements(instruction.shape)[0]
+        if source is not None and (_HOST_SPACE in source.shape) != (_HOST_SPACE in here):
+            return "to host" if _HOST_SPACE in here else "to device"
+    return ""

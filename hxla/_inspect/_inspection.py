@@ -1,0 +1,158 @@
+"""What `hxla.inspect` returns: programs, their tables, pages and JSON."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterable
+
+import pydantic
+
+from .._core._errors import InspectError
+from .._report._page import write
+from ._diff import diff
+from ._inspection_page import diff_page, inspection_page
+from ._profiler_trace import last_step
+from ._program import Collective, Program
+from ._step_pictures import lanes_of_file
+from ._terminal_tables import terminal_tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Programs, and what of a dump could not be read.
+
+    Attributes:
+        programs: The one with most bytes of memory first.
+        problems: Files that could not be read, and why.
+    """
+
+    programs: tuple[Program, ...]
+    problems: tuple[str, ...] = ()
+
+    def program(self, name: str) -> Program:
+        """The program of a name or role.
+
+        Raises:
+            InspectError: If there is none, naming those there are.
+        """
+        found = [p for p in self.programs if name in (p.name, p.role)]
+        if not found:
+            raise InspectError(f"no program {name!r}, only: {_names(self.programs)}")
+        return found[0]
+
+    @property
+    def main(self) -> Program:
+        """The program that uses most memory.
+
+        Raises:
+            InspectError: If nothing could be read.
+        """
+        if not self.programs:
+            reasons = "; ".join(self.problems) or "there was none"
+            raise InspectError(f"no program could be read: {reasons}")
+        return self.programs[0]
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Of all programs."""
+        return tuple(c for p in self.programs for c in p.collectives)
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return _ADAPTER.dump_json(self, indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Inspection":
+        """Read what `to_json` wrote.
+
+        Raises:
+            InspectError: If the text is no inspection.
+        """
+        try:
+            return _ADAPTER.validate_json(text)
+        except pydantic.ValidationError as error:
+            raise InspectError(f"this is no inspection: {error}") from error
+
+    def text(self, *, limit: int = 20) -> str:
+        """Tables for a terminal.
+
+        Args:
+            limit: Most rows of a table.
+        """
+        return terminal_tables(self.programs, self.problems, limit=limit)
+
+    def write_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "",
+        profile: str | os.PathLike[str] | None = None,
+        predicted: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write all of it as one HTML page that needs nothing beside it.
+
+        Args:
+            path: The file; its folder is made if it is not there.
+            title: Heading of the page.
+            profile: Folder that `jax.profiler.trace` was given: its last step is drawn.
+            predicted: What `hxla plan --write` wrote, a plan or the trace of a replica, to draw
+                beside it.
+
+        Raises:
+            InspectError: If there is no profile of these programs, or the path cannot be written.
+            PlanError: If `predicted` is neither a plan nor a trace of one.
+        """
+        measured = lanes = None
+        if profile is not None:
+            measured = last_step(pathlib.Path(profile), self.programs)
+        if predicted is not None:
+            try:
+                lanes = lanes_of_file(pathlib.Path(predicted))
+            except OSError as error:
+                raise InspectError(
+                    f"no prediction in {predicted}: {error.strerror or error}"
+                ) from error
+        page = inspection_page(
+            self.programs,
+            self.problems,
+            title=title or "What XLA did",
+            measured=measured,
+            predicted=lanes,
+        )
+        _write(path, page)
+
+    def write_diff_html(
+        self, other: "Inspection", path: str | os.PathLike[str], *, title: str = ""
+    ) -> None:
+        """Write what changed from this inspection to `other` as one HTML page.
+
+        Args:
+            other: The later one.
+            path: The file; its folder is made if it is not there.
+            title: Heading of the page.
+
+        Raises:
+            InspectError: If the path cannot be written.
+        """
+        _write(path, diff_page(self.programs, other.programs, title=title or "What changed"))
+
+    def diff(self, other: "Inspection") -> tuple[str, ...]:
+        """What `other` does that this one does not, and the reverse, a sentence each."""
+        return diff(self.programs, other.programs)
+
+
+def _names(programs: Iterable[Program]) -> str:
+    return ", ".join(sorted({p.title for p in programs})) or "none"
+
+
+def _write(path: str | os.PathLike[str], page: str) -> None:
+    try:
+        write(path, page)
+    except OSError as error:
+        raise InspectError(
+            f"the page cannot be written to {path}: {error.strerror or error}. "
+            "Give a path that this user may write to"
+        ) from error
+
+
+_ADAPTER = pydantic.TypeAdapter(Inspection)
