@@ -8,8 +8,8 @@ import sys
 from ._cluster import _detect
 from ._core._errors import HxlaError, InspectError
 from ._inspect._inspection import Inspection
-from ._launch import _launcher as _run
-from ._launch.join import cluster_in_sight
+from ._launch import _launcher
+from ._launch._join import cluster_in_sight, run_joined, run_script
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     where = run.add_mutually_exclusive_group()
     where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
     where.add_argument("-n", type=int, help="number of processes")
+    run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
     run.add_argument("script", help="Python script, followed by its own arguments")
@@ -34,13 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     profile.add_argument("--write", metavar="FILE", default="profile.json", help="where to")
     profile.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     profile.add_argument("--segments", type=int, default=8, help="most parts of the model")
+    profile.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     profile.add_argument("script", help="Python script, followed by its own arguments")
     profile.add_argument("arguments", nargs=argparse.REMAINDER)
     plan = commands.add_parser("plan", help="plan a script's training for any cluster")
     plan.add_argument("--mesh", required=True, help="mesh file, or the name of a built-in one")
     plan.add_argument("--compare", metavar="MESH", help="another mesh to set beside it")
     plan.add_argument("--profile", metavar="FILE", help="from hxla profile; default: estimates")
-    plan.add_argument("--write", metavar="FOLDER", help="plans, pictures, Perfetto traces")
+    plan.add_argument("--write", metavar="FILE", help="the plan, for hxla run --plan")
+    plan.add_argument("--draw", metavar="FOLDER", help="pictures and Perfetto traces")
     plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
     plan.add_argument("--stages", type=int, help="most stages")
@@ -78,10 +81,18 @@ def main(arguments: list[str] | None = None) -> int:
         if cluster_in_sight() and args.mesh is None and args.n is None:
             if args.dump is not None:  # other tasks write into it too
                 rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
-                os.environ |= _run.dumping(os.environ, os.path.abspath(args.dump), rank)
-            return _in_place(command)  # one task per accelerator is running already
-        return _run.run(
-            command, mesh=args.mesh, number=args.n, grace_seconds=args.grace, dump=args.dump
+                os.environ |= _launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
+            if args.plan is not None:
+                os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
+            run_script(command)  # one task per accelerator is running already
+            return 0
+        return _launcher.run(
+            command,
+            mesh=args.mesh,
+            number=args.n,
+            plan=args.plan,
+            grace_seconds=args.grace,
+            dump=args.dump,
         )
     except HxlaError as error:
         print(f"hxla: {error}", file=sys.stderr)
@@ -121,41 +132,51 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:
-    from ._run import _dry
+    if args.mesh is not None and not args.joined:
+        own = ["--joined", "--write", os.path.abspath(args.write)]
+        own += ["--segments", str(args.segments)]
+        if args.microbatch_sizes:
+            own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
+        return _launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
+    from ._run._capture import job_of
+    from ._run._profiling import ProfileRequest, profile
 
-    os.environ[_dry.VARIABLE] = _dry.ProfileRequest(
+    request = ProfileRequest(
         file=os.path.abspath(args.write),
         microbatch_sizes=args.microbatch_sizes,
         num_segments=args.segments,
-    ).model_dump_json()
-    return _in_place(command) if args.mesh is None else _run.run(command, mesh=args.mesh)
+    )
+
+    def work() -> None:
+        job, wishes = job_of(command)
+        profile(job, wishes.microbatch_size, wishes.reduction, request)
+
+    run_joined(work)
+    return 0
 
 
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._run import _dry
+    from ._run._commands import PlanRequest, plan_script
+    from ._run._search_plan import SearchWishes
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
-    os.environ[_dry.VARIABLE] = _dry.PlanRequest(
+    request = PlanRequest(
         meshes=(args.mesh,) if args.compare is None else (args.mesh, args.compare),
         profile=args.profile,
-        folder=args.write,
-        microbatch_sizes=args.microbatch_sizes,
-        num_segments=args.segments,
-        seconds=args.seconds,
-        max_stages=args.stages,
-        tensors=args.tensor,
-        recompute=not args.no_recompute,
-    ).model_dump_json()
-    return _in_place(command)
-
-
-def _in_place(command: list[str]) -> int:
-    from ._launch import join
-
-    sys.argv = ["hxla", *command]
-    join.main()
+        write=args.write,
+        draw=args.draw,
+        search=SearchWishes(
+            microbatch_sizes=args.microbatch_sizes,
+            num_segments=args.segments,
+            seconds=args.seconds,
+            max_stages=args.stages,
+            tensors=args.tensor,
+            recompute=not args.no_recompute,
+        ),
+    )
+    plan_script(request, command)
     return 0
 
 

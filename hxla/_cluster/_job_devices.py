@@ -1,27 +1,34 @@
-"""The devices of a run, in the order of `counts`."""
+"""The devices of a run, by rank, and what is known of them."""
 
 import collections
-from collections.abc import Mapping, Sequence
+import json
+import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from .._core._errors import MeshError
-from .._lower._replica import Replica
 from . import _nvml
-from ._cluster import Cluster, Device
+from ._cluster import Cluster, Device, Node
+
+Devices = tuple[jax.Device | None, ...]  # by rank in the cluster; None: not started
 
 
 def resolve(
-    mesh: Mesh | None, cluster: Cluster | None, visible: Sequence[int] | None = None
-) -> tuple[jax.Device, ...]:
+    mesh: Mesh | None,
+    cluster: Cluster | None,
+    visible: Sequence[int] | None = None,
+    started: Sequence[int] | None = None,
+) -> Devices:
     """All devices of a run, those of other processes included, process by process.
 
     Args:
         mesh: The user's own mesh, or None for every device.
         cluster: The described cluster that the job was started on, or None.
         visible: Numbers of the devices to use, or None for all of them.
+        started: Ranks of the described devices that a process was started for; None: all.
 
     Raises:
         MeshError: If there is no device, one process holds unlike accelerators, or the cluster
@@ -61,18 +68,28 @@ def resolve(
     check_one_kind_per_process(
         [(d.process_index, d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
     )
+    ranks = range(len(devices)) if started is None else started
     if cluster is not None:
-        _check_described(cluster, devices)
+        _check_described(cluster, devices, ranks)
+        placed: list[jax.Device | None] = [None] * len(cluster.devices)
+        for rank, device in zip(ranks, devices, strict=True):
+            placed[rank] = device
+        return tuple(placed)
     return tuple(devices)
 
 
-def _check_described(cluster: Cluster, devices: Sequence[jax.Device]) -> None:
-    if len(cluster.devices) != len(devices):
+def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Sequence[int]) -> None:
+    if (
+        len(ranks) != len(devices)
+        or max(ranks) >= len(cluster.devices)
+        or (isinstance(ranks, range) and len(devices) != len(cluster.devices))
+    ):
         raise MeshError(
             f"mesh file {cluster.name!r} describes {len(cluster.devices)} devices, the job has "
             f"{len(devices)}: start it with hxla run --mesh, one process per described device"
         )
-    for i, (described, device) in enumerate(zip(cluster.devices, devices, strict=True)):
+    for i, device in zip(ranks, devices, strict=True):
+        described = cluster.devices[i]
         # Without a driver JAX falls back on the processor.
         if (described.kind == "cpu") != (device.platform == "cpu"):
             raise MeshError(
@@ -112,32 +129,51 @@ def device_kind(device: jax.Device) -> str:
         return device.device_kind if index is None else _nvml.name_of(nvml, index)
 
 
-def described(devices: Sequence[jax.Device], cluster: Cluster | None) -> dict[jax.Device, Device]:
-    """What the mesh file says of each device; nothing if there is none."""
-    return dict(zip(devices, cluster.devices, strict=True)) if cluster is not None else {}
+def job_cluster(
+    devices: Devices,
+    described: Cluster | None,
+    gather: Callable[[str, str], tuple[str, ...]],
+) -> Cluster:
+    """The devices of a run as a cluster: as the mesh file has them, else as they say themselves.
+
+    Args:
+        devices: All of them, by rank.
+        described: What the mesh file says, or None.
+        gather: Name and text to the texts of all processes.
+
+    Returns:
+        The same on every process, with the memory that accelerators tell where the mesh file does
+        not.
+    """
+    own = {
+        rank: [_kind(device), _memory(device), platform.node()]
+        for rank, device in enumerate(devices)
+        if device is not None and device.process_index == jax.process_index()
+    }
+    told: dict[str, list[Any]] = {}
+    for text in gather("devices", json.dumps(own)):
+        told |= json.loads(text)
+    facts = [told.get(str(rank), ["", None, ""]) for rank in range(len(devices))]
+    if described is not None:
+        filled = [
+            device.model_copy(update={"memory_bytes": device.memory_bytes or memory})
+            for device, (_, memory, _) in zip(described.devices, facts, strict=True)
+        ]
+        return described.model_copy(update={"devices": tuple(filled)})
+    hosts = list(dict.fromkeys(host for _, _, host in facts))
+    return Cluster(
+        name="",
+        devices=tuple(
+            Device(kind=kind, memory_bytes=memory, node=hosts.index(host))
+            for kind, memory, host in facts
+        ),
+        nodes=tuple(Node(name=host) for host in hosts),
+    )
 
 
-def device_label(device: jax.Device, known: Mapping[jax.Device, Device]) -> str:
-    """What kind of device it is, as profiles and plans call it."""
-    if device in known:
-        return known[device].label
+def _kind(device: jax.Device) -> str:
     return "cpu" if device.platform == "cpu" else device_kind(device)
 
 
-def replica_names(
-    replicas: Sequence[Replica],
-    devices: Sequence[jax.Device],
-    known: Mapping[jax.Device, Device],
-) -> tuple[str, ...]:
-    """Short unique names: the kind and the positions, with the described share of a core."""
-    names = []
-    position = {device: i for i, device in enumerate(devices)}
-    for replica in replicas:
-        first = replica.devices[0]
-        own = [position[d] for d in replica.devices]
-        share = known[first].core_share if first in known else None
-        suffix = f"@{share:g}" if share is not None else ""
-        consecutive = own == list(range(own[0], own[-1] + 1)) and len(own) > 1
-        numbers = f"{own[0]}-{own[-1]}" if consecutive else "+".join(map(str, own))
-        names.append(f"{first.platform}{numbers}{suffix}")
-    return tuple(names)
+def _memory(device: jax.Device) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")

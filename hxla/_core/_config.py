@@ -16,7 +16,8 @@ from ._errors import ConfigError
 INTERNAL_VARIABLES = frozenset(
     f"HXLA_{name}"
     for name in (
-        "DRY",
+        "DEVICES",
+        "PLAN",
         "MESH",
         "COORDINATOR",
         "LAUNCHER_PID",

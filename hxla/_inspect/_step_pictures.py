@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from .._core._format import span
-from .._plan._proposal import Proposal
+from .._plan._plan import Plan
+from .._plan._plan_parts import Prediction
 from .._report._page import Picture, figure, section, table
 from .._schedule._replay import SEND
 from .._schedule._timeline import from_perfetto
@@ -143,7 +144,7 @@ def lanes_of_file(path: pathlib.Path) -> Lanes:
     except ValueError:
         has_events = False
     if not has_events:
-        return lanes_of_plan(Proposal.from_json(text))
+        return lanes_of_plan(Plan.from_json(text))
     timeline, names = from_perfetto(text)
     events = sorted((*timeline.events, *timeline.sends), key=lambda e: e.start_seconds)
     return Lanes(
@@ -162,10 +163,12 @@ def lanes_of_file(path: pathlib.Path) -> Lanes:
     )
 
 
-def lanes_of_plan(proposal: Proposal) -> Lanes:
+def lanes_of_plan(plan: Plan) -> Lanes:
     """A plan as lanes: what each device's step is made of, not in which order."""
     bars = []
-    for lane, device in enumerate(proposal.devices):
+    known = plan.prediction or Prediction()
+    kinds = {device.rank: device.kind for device in plan.devices}
+    for lane, device in enumerate(known.devices):
         at = 0.0
         for kind, took in (
             ("forward and backward", device.compute_seconds),
@@ -180,8 +183,8 @@ def lanes_of_plan(proposal: Proposal) -> Lanes:
                 )
                 at += took
     return Lanes(
-        title=f"predicted: {span(proposal.step_seconds)}, sums of each device",
-        names=tuple(f"{d.kind} (device {d.device})" for d in proposal.devices),
+        title=f"predicted: {span(known.step_seconds)}, sums of each device",
+        names=tuple(f"{kinds[d.rank]} (device {d.rank})" for d in known.devices),
         bars=tuple(bars),
     )
 

@@ -1,5 +1,7 @@
 """What `hxla run` starts: join the job, then run the script."""
 
-from .join import main
+import sys
 
-main()
+from ._join import run_script
+
+run_script(sys.argv[1:])

@@ -17,6 +17,7 @@ from .._cluster import _nvml
 from .._cluster._cluster import Cluster, Device
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import HxlaError, LaunchError
+from .._plan._plan import Plan
 from ._throttle import Throttle, make_throttle, pack
 
 # Options of XLA without which unlike GPUs wait for each other or disagree; see docs/running.md.
@@ -75,8 +76,10 @@ def run(
     *,
     mesh: str | None = None,
     number: int | None = None,
+    plan: str | None = None,
     grace_seconds: float = 5.0,
     dump: str | None = None,
+    program: Sequence[str] = ("hxla._launch",),
 ) -> int:
     """Start the processes, pass on their output and signals, and wait for them.
 
@@ -84,17 +87,49 @@ def run(
         command: A Python script and its arguments.
         mesh: Built-in name or path of a mesh file.
         number: Processes to start, instead of a mesh.
+        plan: File of a plan to run: only the devices that take part are started.
         grace_seconds: Between SIGTERM and SIGKILL once a process has failed.
         dump: New folder for what XLA makes of each program, `process-0` and so on below it.
+        program: Module that runs the command in each process, and its own arguments.
 
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
         signal's number if it was killed).
     """
-    devices = describe(mesh, number)
+    asked = Plan.read(plan) if plan is not None else None
+    if asked is not None and mesh is None and number is None:
+        mesh, number = asked.cluster or None, len(asked.devices)
+    devices = describe(mesh, None if mesh is not None else number)
+    ranks: Sequence[int] = range(len(devices))
+    settings: dict[str, str] = {}
+    if plan is not None and asked is not None:
+        ranks = _planned_ranks(asked, len(devices), mesh)
+        settings = {"HXLA_PLAN": os.path.abspath(plan)}
+        if len(ranks) < len(devices):
+            settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
     if not pathlib.Path(command[0]).is_file():
         raise LaunchError(f"no script {command[0]!r} in {os.getcwd()}")
-    return _Job(devices, command, mesh, grace_seconds, new_dump(dump)).wait()
+    return _Processes(
+        [devices[rank] for rank in ranks],
+        [*program, *command],
+        mesh,
+        ranks,
+        settings,
+        grace_seconds,
+        new_dump(dump),
+    ).wait()
+
+
+def _planned_ranks(plan: Plan, num_devices: int, mesh: str | None) -> Sequence[int]:
+    """The devices of a plan, by their numbers in the cluster."""
+    ranks = [device.rank for device in plan.devices]
+    beyond = [rank for rank in ranks if rank >= num_devices]
+    if beyond:
+        raise LaunchError(
+            f"the plan uses devices {beyond}, {mesh or 'this machine'} has {num_devices}: give the "
+            "mesh file it was made for, with --mesh"
+        )
+    return sorted(ranks)
 
 
 def new_dump(folder: str | None) -> str | None:
@@ -131,15 +166,18 @@ def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]
     }
 
 
-class _Job:
+class _Processes:
     def __init__(
         self,
         devices: Sequence[Device],
         command: Sequence[str],
         mesh: str | None,
+        ranks: Sequence[int],
+        settings: Mapping[str, str],
         grace: float,
         dump: str | None,
     ):
+        self._ranks, self._settings = ranks, settings
         self._dump = dump
         self._devices = devices
         self._mesh = mesh
@@ -169,11 +207,11 @@ class _Job:
     def _start(
         self, rank: int, device: Device, core: int | None, command: Sequence[str], address: str
     ) -> None:
-        env = _environment(rank, device, self._devices, self._mesh, address)
+        env = _environment(rank, device, self._devices, self._mesh, address) | dict(self._settings)
         if self._dump is not None:
             env |= dumping(env, self._dump, str(rank))
         process = subprocess.Popen(
-            [sys.executable, "-m", "hxla._launch", *command],
+            [sys.executable, "-m", *command],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -258,15 +296,16 @@ class _Job:
             return
         try:
             cluster: Cluster = load_cluster(self._mesh)
-            if len(cluster.devices) != len(self._children):
+            if len(cluster.devices) <= max(self._ranks):
                 raise LaunchError(f"{self._mesh} now has {len(cluster.devices)} devices")
         except HxlaError as error:
             print(f"hxla: shares stay as they are: {error}", file=sys.stderr)
             return
-        for child, device in zip(self._children, cluster.devices, strict=True):
+        devices = [cluster.devices[rank] for rank in self._ranks]
+        for child, device in zip(self._children, devices, strict=True):
             if child.throttle is not None and device.core_share is not None:
                 child.throttle.set_share(device.core_share)
-        shares = [d.core_share for d in cluster.devices]
+        shares = [d.core_share for d in devices]
         print(f"hxla: core shares are now {shares}", file=sys.stderr)
 
     def _send(self, number: int) -> None:

@@ -57,9 +57,14 @@ class Tensors:
         return tuple(bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in self.aux)
 
     @property
+    def float_aux(self) -> list[jax.ShapeDtypeStruct]:
+        """Other variables that are averaged."""
+        return [x for x, f in zip(self.aux, self.is_float, strict=True) if f]
+
+    @property
     def floats(self) -> list[jax.ShapeDtypeStruct]:
         """T of them."""
-        return [*self.params, *(x for x, f in zip(self.aux, self.is_float, strict=True) if f)]
+        return [*self.params, *self.float_aux]
 
     @property
     def float_names(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The program that evaluates one microbatch on a replica."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ class Evaluation:
         sums: SumsForm,
     ):
         self.metrics: tuple[MetricColumns, ...] = ()
+        self._shapes = model.params, model.aux
         param_def, aux_def = jax.tree.structure(model.params), jax.tree.structure(model.aux)
 
         def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
@@ -49,6 +51,13 @@ class Evaluation:
         options = update_options if replica.axes else compiler_options
         platform = replica.devices[0].platform
         self._run = jax.jit(hxla_evaluate, compiler_options=options(platform, sums))
+
+    def metrics_of(self, fetch: Callable[[int], PyTree]) -> tuple[MetricColumns, ...]:
+        """What the columns are, also where this process evaluates no microbatch."""
+        if not self.metrics:
+            params, aux = map(jax.tree.leaves, self._shapes)
+            jax.eval_shape(self._run, params, aux, np.int32(0), fetch(0))
+        return self.metrics
 
     def run(self, replica: Replica, params: Any, aux: Any, index: int, batch: PyTree) -> jax.Array:
         """The sums of one microbatch, float32[2 + columns of metrics]; waits for nothing."""

@@ -21,7 +21,8 @@ from .._core._errors import PlanError
 from .._core._types import PyTree
 from .._jax._cpu_dots import row_major
 from .._plan._sharding import place_in
-from ._slots import names_of
+from .._plan._stage_storage import names_of
+from ._contribution import peak_bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,7 @@ class Inside:
             peaks_T = peaks_NT[0]
             values = [row_major(x) if self.on_cpu else x for x in values]
             for tensor, x in zip(tensors, values, strict=True):
-                largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
-                # Bit patterns of non-negative floats sort as the floats do, NaN above all.
-                bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-                peaks_T = peaks_T.at[tensor].max(bits)
+                peaks_T = peaks_T.at[tensor].max(peak_bits(x))
             return peaks_T[None], values
 
         if not self.axes:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._parts import graph_of, parts_of
@@ -76,12 +77,12 @@ class Programs:
         contribution: How they join the sums.
     """
 
-    def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Sequence[jax.Device]):
+    def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Devices):
         self.training, self.graph, self.plan = training, graph, plan
         model = training.model
         sizes = tuple((axis.name, axis.size) for axis in plan.axes)
         replicas = [
-            Replica(i, tuple(devices[rank] for rank in r.devices), sizes)
+            Replica(i, tuple(d for rank in r.devices if (d := devices[rank]) is not None), sizes)
             for i, r in enumerate(plan.replicas)
         ]
         self.tensors = tensors_of(graph, [*leaf_names(model.params), *leaf_names(model.aux)])
@@ -107,9 +108,10 @@ class Programs:
         self.reducer = Reducer(
             replicas,
             self.contribution,
+            self.tensors,
             [*specs, *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f)],
-            len(self.tensors.others),
-            rows,
+            rows=rows,
+            release=plan.placement.sums == "released",
         )
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
@@ -121,9 +123,7 @@ class Programs:
             num_microbatches=plan.num_microbatches,
             clip_norm=None if training.clip_before else training.clip_norm,
             num_groups=training.num_groups,
-            bucket_elements=self.reducer.bucket_elements,
-            by_rows=rows,
-            is_alone=len(replicas) == 1,
+            buckets=self.reducer.buckets,
         )
         self._updates = [
             update_program(update, r, specs, self._specs.opt_state, aux) for r in local
@@ -185,20 +185,21 @@ class Programs:
             update = (
                 stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
             )
-        sums, totals = self._sums_bytes()
-        runner = self.runners[0].memory_bytes()
-        return held_bytes + sums + max(runner, totals + update)
+        totals = self._bytes_of_params()
+        sums = totals * self.contribution.form.num_parts
+        before = self.runners[0].memory_bytes()
+        after = totals + update
+        return held_bytes + (
+            max(sums + before, after) if self.reducer.releases else (sums + max(before, after))
+        )
 
-    def _sums_bytes(self) -> tuple[int, int]:
-        """Bytes of one device's sums, and of their totals over all replicas."""
+    def _bytes_of_params(self) -> int:
+        """Bytes of one device's part of the parameters, as float32."""
         replica = self.reducer.local[0]
-        parts = self.contribution.form.num_parts
-        each = [
-            int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64)) * 4
+        return 4 * sum(
+            int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64))
             for x, s in zip(self.tensors.params, self._specs.params, strict=True)
-        ]
-        alone = len(self.reducer.replicas) == 1
-        return parts * sum(each), 0 if alone else sum(each)
+        )
 
     # -- lowering --------------------------------------------------------------------------------
 
@@ -227,15 +228,13 @@ class Programs:
 
     def _lowered_update(self, i: int) -> Any:
         params, aux, opt_state = self._shapes(i)
-        totals, ints = self.reducer.result_shapes(
-            i, [x.shape for x in self.tensors.floats], [x.shape for x in self.tensors.others]
-        )
+        totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
         exponents = self._whole(i, (len(self.tensors.floats),), np.int32)
         weight = np.float32(1)
         return self._updates[i].lower(params, opt_state, aux, totals, ints, exponents, weight)
 
 
-def lower(training: Training, graph: Graph, plan: Plan, devices: Sequence[jax.Device]) -> Programs:
+def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:
     """The programs of a plan.
 
     Args:

@@ -93,8 +93,8 @@ class Microbatches:
         )
         self._compiled: Any = None
 
-    def zeros(self) -> DeviceSums:
-        """Empty sums on the replica."""
+    def empty(self) -> DeviceSums:
+        """Sums of no microbatch."""
         return self._zeros()  # type: ignore[no-any-return]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
@@ -112,7 +112,7 @@ class Microbatches:
         self,
         params: Sequence[jax.Array],
         aux: Sequence[jax.Array],
-        sums: DeviceSums,
+        sums: DeviceSums | None,
         exponents: jax.Array,
         step: int,
         ids: range,
@@ -123,7 +123,7 @@ class Microbatches:
         Args:
             params: On the replica.
             aux: Other variables.
-            sums: Those of the step before, whose memory is used again.
+            sums: Those of the step before, whose memory is used again; None: there are none.
             exponents: Scales, int32[T].
             step: Number of the step.
             ids: Numbers of the microbatches, at least one.
@@ -132,10 +132,10 @@ class Microbatches:
         Returns:
             The sums of these microbatches, and a small array to wait on.
         """
-        tick = None
+        sums, tick = sums or self.empty(), None
         for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
             where = np.array([step, index, n > 0], np.int32)
-            placed = self._replica.put_tree(batch, self._batch_specs)
+            placed = self._replica.put_tree(jax.tree.leaves(batch), self._batch_specs)
             sums, tick = self._compiled(params, aux, sums, exponents, where, placed)
         assert tick is not None
         return sums, tick
@@ -222,13 +222,13 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
         sums: DeviceSums,
         exponents_T: jax.Array,
         where: jax.Array,
-        batch: PyTree,
+        batch: Sequence[jax.Array],
     ) -> tuple[DeviceSums, jax.Array]:
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(spec.seed, step, index)
 
         def loss(params: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            value, *rest = run(params, list(aux), key, jax.tree.leaves(batch))
+            value, *rest = run(params, list(aux), key, batch)
             return value, rest
 
         gradient = jax.value_and_grad(loss, has_aux=True)

@@ -189,7 +189,11 @@ def make_slots(
         num_stages=num_stages,
         slots=tuple(slots),
         of=tuple(
-            {p: i for i, slot in enumerate(slots) if (p := slot.params[s]) is not None}
+            {
+                held_one: i
+                for i, slot in enumerate(slots)
+                if (held_one := slot.params[s]) is not None
+            }
             for s in range(num_stages)
         ),
         specs=tuple(specs),

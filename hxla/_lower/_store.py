@@ -256,7 +256,7 @@ def _bytes(x: Any) -> Any:
 
 
 def _checksums(leaves: Sequence[jax.Array]) -> jax.Array:
-    """uint32[leaves]: the sum of each array's bits, whatever the order of its elements' addition."""
+    """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
     return jax.numpy.stack([leaf_bits(x).astype(jax.numpy.uint32).sum() for x in leaves])
 
 

@@ -24,15 +24,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS, PyTree
-from ._contribution import Contribution, DeviceSums, at_least_1d, peaks_to_maxima
+from .._plan._stage_storage import piece_shape
+from ._contribution import Contribution, DeviceSums, Tensors, at_least_1d, peaks_to_maxima
 from ._replica import Replica
 
-BUCKET_ELEMENTS = 1 << 26  # bounds the copies that a bucket makes
 _MESSAGE_WORDS = 1 << 22
 
 
 def buckets(
-    sizes: Sequence[int], bucket_elements: int = BUCKET_ELEMENTS, alone: Collection[int] = ()
+    sizes: Sequence[int], bucket_elements: int, alone: Collection[int] = ()
 ) -> list[list[int]]:
     """Group consecutive tensors: many small buffers cost a round trip each.
 
@@ -84,8 +84,8 @@ class Reduced:
         numbers_DN: float32, what each replica told.
         rows_MS: float32, the sums of every microbatch.
         maxima_T: float32, the largest magnitude of each tensor in any microbatch.
-        totals: For each local replica the sums of its tensors: combined, or their parts as they
-            are where there is one replica.
+        totals: For each local replica the sums of its tensors: the vectors of `buckets`, or each
+            tensor where replicas have several devices.
         ints: For each local replica the integer leaves of other variables.
     """
 
@@ -105,24 +105,27 @@ class Reducer:
     Args:
         replicas: All of them, those of other processes included, in the order of `counts`.
         contribution: How tensors joined the sums.
-        specs: How each tensor lies on the inner axes of a replica.
-        num_ints: Integer leaves of other variables.
+        tensors: Those that are summed.
+        specs: How each of them lies on the inner axes of a replica.
         rows: Tensors of which only rows that are not zero are sent, with the most that a replica
             has.
+        release: Whether what was added up is let go as soon as it is summed.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
         contribution: Contribution,
+        tensors: Tensors,
         specs: Sequence[P],
-        num_ints: int,
+        *,
         rows: Mapping[int, int] | None = None,
+        release: bool = False,
     ):
         self._contribution = contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
-        self.bucket_elements = contribution.form.bucket_mib << 18
         self.rows = dict(rows or {})
+        self.releases = release
         self.replicas = tuple(replicas)
         self.local = tuple(r for r in replicas if r.is_local)
         self.devices = tuple(d for r in replicas for d in r.devices)
@@ -142,69 +145,85 @@ class Reducer:
                 check_vma=False,
             )
         )
-        small = ([P()] * 2, [P()] * (1 + num_ints))
-        self._arguments: Any = (
-            *small,
-            [(s,) * contribution.form.num_parts for s in specs],
-        )
-        # Of replicas of one device, totals are buckets.
-        self._results: Any = (*small, list(specs) if self._inner else None)
-        self._program = None if len(replicas) == 1 else self._build()
+        self._shapes = [at_least_1d(x.shape) for x in tensors.floats]
+        self._specs, self._num_ints = list(specs), 1 + len(tensors.others)
+        sizes = [
+            math.prod(piece_shape(shape, spec, dict(self._inner)))
+            for shape, spec in zip(self._shapes, specs, strict=True)
+        ]
+        #: Tensors that are summed by one program, and as one vector.
+        self.buckets = buckets(sizes, contribution.form.bucket_mib << 18, self.rows)
+        self._programs = [self._build(k) for k in range(len(self.buckets))]
 
     @property
-    def ring(self) -> bool:
+    def _ring(self) -> bool:
         """Whether a reduce-scatter is a ring of permutes: Gloo has none of its own."""
         return self.devices[0].platform == "cpu"
 
-    def _build(self) -> Any:
-        """The program `(own, ints, values) -> (own, ints, totals)`.
+    def _small(self, k: int) -> tuple[list[P], list[P]]:
+        """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
+        return ([P()] * 2, [P()] * self._num_ints) if k == 0 else ([], [])
+
+    def _build(self, k: int) -> Any:
+        """The program `(own, ints, values) -> (own, ints, totals)` of a bucket.
 
         `own` are small integer arrays that are gathered, `ints` small ones that are summed,
-        `values` the parts of each tensor's sum. Totals are combined: float32 vectors, one for each
-        of `buckets`, or each tensor in its own shape where replicas have several devices.
+        `values` the parts of each tensor's sum. Totals are combined: one float32 vector, or each
+        tensor in its own shape where replicas have several devices.
         """
-        rows, flat = self.rows, not self._inner
+        num, bucket = len(self.replicas), self.buckets[k]
+        rows = self.rows.get(bucket[0])
 
-        def all_reduce(parts: list[jax.Array]) -> jax.Array:
-            size, num = parts[0].size, len(self.replicas)
-            chunk = math.ceil(size / num)
-            padded = [jnp.pad(x, (0, chunk * num - size)).reshape(num, chunk) for x in parts]
-            total = self._contribution.combine(
-                *(_reduce_scatter(x, self.ring, self._travels_as(x)) for x in padded)
-            )
-            back = total.astype(self._dtype)
-            return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
+        def total(values: list[tuple[jax.Array, ...]]) -> jax.Array:
+            if rows is not None and num > 1:
+                return self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)
+            parts = [_concatenate(own) for own in zip(*values, strict=True)]
+            return self._all_reduce(parts) if num > 1 else self._contribution.combine(*parts)
 
         def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-            gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
-            summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
-            groups = buckets([parts[0].size for parts in values], self.bucket_elements, rows)
-            totals = [
-                self._contribution.combine(*self._sum_rows(values[b[0]], rows[b[0]])).reshape(-1)
-                if b[0] in rows
-                else all_reduce(
-                    [_concatenate(p) for p in zip(*(values[i] for i in b), strict=True)]
-                )
-                for b in groups
-            ]
-            if flat:
-                return gathered, summed, totals
-            shapes = [[values[i][0] for i in b] for b in groups]
-            cut = [x for t, like in zip(totals, shapes, strict=True) for x in _cut(t, like)]
-            return gathered, summed, cut
+            if num == 1:
+                gathered, summed = [x[None] for x in own], ints
+            elif own:
+                gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
+                summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
+            else:
+                gathered, summed = [], []
+            flat = total(values)
+            like = [parts[0] for parts in values]
+            return gathered, summed, _cut(flat, like) if self._inner else [flat]
 
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
-        own, ints, totals = self._results
-        mapped = jax.shard_map(
-            hxla_sum,
-            mesh=self.mesh,
-            in_specs=jax.tree.map(_stacked, self._arguments, is_leaf=is_spec),
-            out_specs=(own, ints, P() if flat else totals),
-            check_vma=False,
+        # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
+        # would be compiled in another form.
+        run: Any = hxla_sum
+        if self._inner or num > 1:
+            own, ints = self._small(k)
+            arguments = self._arguments(k)
+            totals = [self._specs[i] for i in bucket] if self._inner else [P()]
+            run = jax.shard_map(
+                hxla_sum,
+                mesh=self.mesh,
+                in_specs=jax.tree.map(_stacked, arguments, is_leaf=lambda x: isinstance(x, P)),
+                out_specs=(own, ints, totals),
+                check_vma=False,
+            )
+        return jax.jit(run, donate_argnums=(2,) if self.releases else ())
+
+    def _arguments(self, k: int) -> Any:
+        """PartitionSpecs of a program's arguments over the inner axes."""
+        num = self._contribution.form.num_parts
+        return *self._small(k), [(self._specs[i],) * num for i in self.buckets[k]]
+
+    def _all_reduce(self, parts: list[jax.Array]) -> jax.Array:
+        size, num = parts[0].size, len(self.replicas)
+        chunk = math.ceil(size / num)
+        padded = [jnp.pad(x, (0, chunk * num - size)).reshape(num, chunk) for x in parts]
+        total = self._contribution.combine(
+            *(_reduce_scatter(x, self._ring, self._travels_as(x)) for x in padded)
         )
-        return jax.jit(mapped)
+        back = total.astype(self._dtype)
+        return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
     def _travels_as(self, x: jax.Array) -> Any:
         """Integers are never rounded."""
@@ -228,9 +247,13 @@ class Reducer:
 
         Some hundred arrays take milliseconds, which pass while the devices still compute.
         """
-        held = [([s.peaks_T], [s.small_MS, *s.ints], s.values) for s in sums]
-        own, ints, values = self._arguments
-        return self._stack((own[1:], ints, values), held)
+        own = self._stack([P()], [[s.peaks_T] for s in sums])
+        ints = self._stack([P()] * self._num_ints, [[s.small_MS, *s.ints] for s in sums])
+        values = [
+            self._stack(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
+            for k, bucket in enumerate(self.buckets)
+        ]
+        return own, ints, values
 
     def reduce(self, numbers: Sequence[np.ndarray], held: Any) -> "Reduced":
         """Add up what all replicas hold; the totals stay on the devices.
@@ -243,21 +266,37 @@ class Reducer:
             replica.put(row.view(np.int32))
             for row, replica in zip(numbers, self.local, strict=True)
         ]
-        rows_DN = self._stack(P(), put)
         own, ints, values = held
-        arguments = [rows_DN, *own], ints, values
-        if self._program is None:
-            results = [([np.asarray(x)[None] for x in arguments[0]], ints, values)]
-        else:
-            results = self._unstack(self._program(*arguments))
-        (rows, peaks_DT), (small_MS, *_), _ = results[0]
+        small: Any = [self._stack(P(), put), *own], ints
+        totals: list[list[Any]] = [[] for _ in self.local]
+        for k, program in enumerate(self._programs):
+            gathered, summed, found = program(*(small if k == 0 else ([], [])), values[k])
+            values[k] = None
+            if k == 0:
+                small = gathered, summed
+            specs = [self._specs[i] for i in self.buckets[k]] if self._inner else [P()]
+            for x, spec in zip(found, specs, strict=True):
+                for own_totals, part in zip(totals, self._on_each(x, spec), strict=True):
+                    own_totals.append(part)
+            if self._ring and k + 1 < len(self._programs):
+                # Gloo mixes up collectives that wait for nothing of each other.
+                jax.block_until_ready(found)
+        (rows, peaks_DT), (small_MS, *others) = small
+        each = [self._on_each(x, P()) for x in others]
         return Reduced(
             numbers_DN=np.asarray(rows).view(np.float32),
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
-            totals=tuple(totals for _, _, totals in results),
-            ints=tuple(ints[1:] for _, ints, _ in results),
+            totals=tuple(totals),
+            ints=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self.replicas) == 1 and not self._inner
+
+    def _on_each(self, x: jax.Array, spec: P) -> list[jax.Array]:
+        return [x] if self._is_single else self.local_parts(x, spec)
 
     def _stack(self, specs: Any, per_replica: Sequence[PyTree]) -> PyTree:
         """One tree for all replicas; moves nothing.
@@ -266,7 +305,7 @@ class Reducer:
             specs: How each leaf lies on the inner axes of a replica.
             per_replica: For each local replica its tree, arrays at least 1-D.
         """
-        if self._program is None:
+        if self._is_single:
             return per_replica[0]
         leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
         flat = [jax.tree.flatten(tree) for tree in per_replica]
@@ -282,14 +321,6 @@ class Reducer:
                 )
             )
         return jax.tree.unflatten(flat[0][1], stacked)
-
-    def _unstack(self, results: Any) -> list[Any]:
-        """The results on each local replica."""
-        leaves, treedef = jax.tree.flatten(results)
-        specs = jax.tree.leaves(self._results, is_leaf=lambda x: isinstance(x, P))
-        specs += [P()] * (len(leaves) - len(specs))
-        pieces = [self.local_parts(x, spec) for x, spec in zip(leaves, specs, strict=True)]
-        return [jax.tree.unflatten(treedef, [p[i] for p in pieces]) for i in range(len(self.local))]
 
     def local_parts(self, x: jax.Array, spec: P) -> list[jax.Array]:
         """An array that all replicas have alike, on each of the local ones; moves nothing.
@@ -321,38 +352,26 @@ class Reducer:
             [s.data for x in per_replica for s in x.addressable_shards],
         )
 
-    def result_shapes(
-        self, i: int, floats: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]
-    ) -> tuple[list[Any], list[Any]]:
+    def result_shapes(self, i: int, others: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
         """Shapes of the totals and integers of `reduce` on a local replica.
 
         Args:
             i: Of the local replica.
-            floats: Shape of each tensor.
             others: Shape of each integer leaf.
         """
-        replica = self.local[i]
-        specs = [parts[0] for parts in self._arguments[2]]
-        shapes = [at_least_1d(shape) for shape in floats]
 
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=replica.sharding(spec))
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
 
-        if self._program is None:
-            parts = self._contribution.form.num_parts
-            totals: list[Any] = [
-                (like(shape, self._contribution.dtype, s),) * parts
-                for shape, s in zip(shapes, specs, strict=True)
-            ]
-        elif self._inner:
-            totals = [like(x, jnp.float32, s) for x, s in zip(shapes, specs, strict=True)]
+        if self._inner:
+            pairs = zip(self._shapes, self._specs, strict=True)
+            totals = [like(shape, jnp.float32, spec) for shape, spec in pairs]
         else:
-            sizes = [math.prod(shape) for shape in shapes]
             totals = [
-                like((sum(sizes[k] for k in bucket),), jnp.float32, P())
-                for bucket in buckets(sizes, self.bucket_elements, self.rows)
+                like((sum(math.prod(self._shapes[k]) for k in bucket),), jnp.float32, P())
+                for bucket in self.buckets
             ]
-        return totals, [like(at_least_1d(x), jnp.int32, P()) for x in others]
+        return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
 
     def exchange(self, rows: np.ndarray) -> np.ndarray:
         """Sum a host array over all processes, bit for bit where the others hold zeros.

@@ -1,7 +1,7 @@
 """The program that updates a replica's state from the sums of a step."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
 from ._replica import Replica
-from ._sum import buckets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +30,7 @@ class UpdateSpec:
         num_microbatches: M, of a step.
         clip_norm: Global norm to which the gradient is clipped; None: not at all.
         num_groups: Parts in which parameters are updated one after another.
-        bucket_elements: Those of the `Reducer`.
-        by_rows: Tensors that it sums by rows.
-        is_alone: Whether there is one replica only, whose sums are total as they are.
+        buckets: Those of the `Reducer`.
     """
 
     optimizer: optax.GradientTransformation
@@ -43,9 +40,7 @@ class UpdateSpec:
     num_microbatches: int
     clip_norm: float | None = None
     num_groups: int = 1
-    bucket_elements: int
-    by_rows: Collection[int] = ()
-    is_alone: bool = False
+    buckets: Sequence[Sequence[int]]
 
 
 def update_program(
@@ -55,7 +50,7 @@ def update_program(
     opt_state: PyTree,
     aux: Sequence[P],
 ) -> Any:
-    """`(params, opt_state, aux, totals, ints, exponents, weight) -> (params, opt_state, aux, tick)`.
+    """`(params, opt_state, aux, totals, ints, exponents, weight) -> (the first three, tick)`.
 
     The first three are donated. `totals` are those of `Reducer.sums`, `ints` the summed integers of
     other variables, `weight` what the sums are divided by.
@@ -80,12 +75,9 @@ def update_program(
         weight: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
         combined = list(totals)
-        if spec.is_alone:
-            combined = [contribution.combine(*parts) for parts in totals]
-        elif not replica.axes:  # buckets of one device's tensors
+        if not replica.axes:  # vectors of one device's tensors
             combined = []
-            groups = buckets([x.size for x in floats], spec.bucket_elements, spec.by_rows)
-            for flat, bucket in zip(totals, groups, strict=True):
+            for flat, bucket in zip(totals, spec.buckets, strict=True):
                 ends = np.cumsum([floats[i].size for i in bucket])
                 combined += jnp.split(flat, ends[:-1])
         sums = [

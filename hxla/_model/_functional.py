@@ -39,7 +39,7 @@ class Functional:
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
             are arrays, or where nothing is known but shapes.
-        init_arguments: Arrays.
+        init_arguments: Random keys and one microbatch, of which arrays are needed to run it.
     """
 
     params: PyTree
@@ -244,7 +244,6 @@ def from_linen(
         made = dict(init(keys, example))
         return made.pop("params"), made
 
-    is_open = init is not None and not any(map(is_abstract, jax.tree.leaves(example)))
     return Functional(
         params=params,
         aux=variables,
@@ -252,8 +251,8 @@ def from_linen(
         train=call(loss),
         evaluate=call(eval_loss),
         finish=lambda params, aux: (module, {"params": params, **aux}),
-        initialise=initialise if is_open else None,
-        init_arguments=(keys, example) if is_open else (),
+        initialise=None if init is None else initialise,
+        init_arguments=() if init is None else (keys, example),
     )
 
 

@@ -167,15 +167,18 @@ class Precision(PlanValue):
 
 
 class Placement(PlanValue):
-    """Kinds of memory.
+    """Kinds of memory, and what stays in it.
 
     Attributes:
         optimizer: Holds the optimizer's state.
         stash: Holds what waits between forward and backward.
+        sums: Whether what a device adds up is `kept` between steps, which saves the time to make
+            it anew, or `released` before the update, which saves its memory there.
     """
 
     optimizer: Literal["device"] = "device"
     stash: Literal["device"] = "device"
+    sums: Literal["kept", "released"] = "kept"
 
 
 class DevicePrediction(PlanValue):

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core._types import PyTree
 from .._graph._factors import UNITS
 from .._graph._graph import Graph
 from .._graph._interpreter import Placement, run_graph

@@ -1,4 +1,4 @@
-"""Mesh axes inside a copy of a model: from annotations, rules or a mesh, and what each of them cuts.
+"""Mesh axes inside a copy of a model, from annotations, rules or a mesh, and what each cuts.
 
 References:
     Whale, USENIX ATC 2022, section 3.2 (virtual devices, sharding patterns, bridges).

@@ -1,4 +1,4 @@
-"""From how devices share a model to a complete plan: a layout for each parameter, counts, stages."""
+"""From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
 
 from collections.abc import Mapping, Sequence
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from .._cluster._cluster import Cluster, Link
 from .._core._errors import PlanError
-from .._plan._proposal import DevicePlan, Proposal, RunnerUp
+from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
 from ._chain import Chain, Group, Staging
@@ -23,11 +23,10 @@ Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class ChainWork:
     """What a script asks to be planned.
 
     Attributes:
-        model: Fingerprint.
         layers: Names of the chain's parts.
         sizes: (microbatch size, tensor) to one size per layer, on one device of the group.
         sent_bytes: The same keys to what one device of the group sends to the others in each
@@ -40,7 +39,6 @@ class Work:
             a float32 all-reduce (1.5: exact sums).
     """
 
-    model: str
     layers: tuple[str, ...]
     sizes: Mapping[tuple[int, int], tuple[LayerSize, ...]]
     sent_bytes: Mapping[tuple[int, int], tuple[float, ...]]
@@ -50,14 +48,38 @@ class Work:
     reduce_factor: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What the search found, before a traced graph completes it to a plan.
+
+    Attributes:
+        alternative: Microbatch size, tensor parallelism, recomputation.
+        replicas: Ranks of each copy's devices, stage by stage.
+        counts: Microbatches of each copy.
+        cuts: First layer of each stage.
+        prediction: Of the step, by replay of the schedule, and of each device.
+        runners_up: Next best plans.
+        reasons: Why, and what is estimated.
+    """
+
+    alternative: Alternative
+    replicas: tuple[Ranks, ...]
+    counts: tuple[int, ...]
+    cuts: tuple[int, ...]
+    prediction: Prediction
+    runners_up: tuple[RunnerUp, ...]
+    reasons: tuple[str, ...]
+
+
 def propose(
-    work: Work,
+    work: ChainWork,
     cluster: Cluster,
     profile: Profile | None,
     *,
     max_stages: int | None = None,
     recompute: bool = True,
     uncounted: bool = False,
+    all_devices: bool = False,
     time_budget_seconds: float = 10.0,
 ) -> tuple[Proposal, dict[int, Timeline]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
@@ -70,6 +92,7 @@ def propose(
         recompute: Whether plans that run forwards again are tried.
         uncounted: Whether tensor parallelism is tried over a link that is not described, as if its
             transfers took no time.
+        all_devices: Whether only plans in which every device takes part are wanted.
         time_budget_seconds: Of the search.
 
     Returns:
@@ -96,22 +119,49 @@ def propose(
             key = Alternative(size, tensor, again)
             chains[key] = _chain(work, key, cluster, kinds, profile, reasons)
             places[key] = list(kinds.values())
-    found = search(chains, time_budget_seconds=time_budget_seconds, num_ranked=_NUM_RANKED)
-    ranked = [f for f in found.ranked if len(f.staging.cuts) <= (max_stages or len(work.layers))]
+
+    def can_run(key: Hashable, num_stages: int) -> bool:
+        assert isinstance(key, Alternative)
+        # Alone, a stage keeps what jax keeps; stages of several devices keep inputs only.
+        wanted = num_stages > 1 and key.tensor > 1
+        fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
+        return fits and num_stages <= (max_stages or num_stages)
+
+    found = search(
+        chains,
+        time_budget_seconds=time_budget_seconds,
+        num_ranked=_NUM_RANKED,
+        can_run=can_run,
+    )
+    ranked = [f for f in found.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
     if not ranked:
         raise PlanError(
-            f"no plan of at most {max_stages} stages was found; the best has "
-            f"{len(found.ranked[0].staging.cuts)}: {found.ranked[0].staging.step_seconds:.4g} s"
+            "no plan in which all devices take part was found; the best is "
+            f"{_runner_up(found.ranked[0]).description}: write it with hxla plan --write, and "
+            "start its devices only, with hxla run --plan"
         )
     best = ranked[0]
+    if best is not found.ranked[0]:
+        better = _runner_up(found.ranked[0])
+        reasons[
+            f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
+            "that have been started"
+        ] = None
     assert isinstance(best.alternative, Alternative)
     chain, staging = chains[best.alternative], best.staging
     cost = staging_cost(chain, staging)
-    place = places[best.alternative]
-    devices = _devices(
-        work, best.alternative, chain, staging, cost, place, cluster, profile, reasons
+    replicas, counts, devices = _placed(
+        work,
+        best.alternative,
+        chain,
+        staging,
+        cost,
+        places[best.alternative],
+        cluster,
+        profile,
+        reasons,
     )
-    idle = sorted(set(range(len(cluster.devices))) - {d.device for d in devices})
+    idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons[f"devices {idle} have no part: with them the step would not be shorter"] = None
     if found.exhausted:
@@ -122,17 +172,16 @@ def propose(
     others = [f for f in found.ranked if f is not best][:_NUM_RUNNERS_UP]
     return (
         Proposal(
-            model=work.model,
-            cluster=cluster.name,
-            batch_size=work.batch_size,
-            microbatch_size=best.alternative.microbatch_size,
-            tensor=best.alternative.tensor,
-            recompute=best.alternative.recompute,
-            layers=work.layers,
-            devices=devices,
-            step_seconds=cost.step_seconds,
-            closed_form_seconds=staging.step_seconds,
-            bound_seconds=found.bound_seconds,
+            alternative=best.alternative,
+            replicas=replicas,
+            counts=counts,
+            cuts=staging.cuts,
+            prediction=Prediction(
+                step_seconds=cost.step_seconds,
+                closed_form_seconds=staging.step_seconds,
+                bound_seconds=found.bound_seconds,
+                devices=devices,
+            ),
             runners_up=tuple(map(_runner_up, others)),
             reasons=tuple(reasons),
         ),
@@ -140,8 +189,13 @@ def propose(
     )
 
 
-def _devices(
-    work: Work,
+def _uses_all(found: Found, chain: Chain) -> bool:
+    used = sum(replica.count * len(replica.groups) for replica in found.staging.replicas)
+    return used == sum(group.num_devices for group in chain.groups)
+
+
+def _placed(
+    work: ChainWork,
     alternative: Alternative,
     chain: Chain,
     staging: Staging,
@@ -150,20 +204,20 @@ def _devices(
     cluster: Cluster,
     profile: Profile | None,
     reasons: dict[str, None],
-) -> tuple[DevicePlan, ...]:
-    """What each device does."""
+) -> tuple[tuple[Ranks, ...], tuple[int, ...], tuple[DevicePrediction, ...]]:
+    """Copies of the model on devices, their microbatches, and what is predicted of each device."""
     size = alternative.microbatch_size
     memory = staging_memory(chain, staging)
     peaks = profile.peaks if profile is not None and len(staging.cuts) == 1 else {}
     free = [list(groups) for groups in places]
-    ends = (*staging.cuts[1:], len(work.layers))
-    out: list[DevicePlan] = []
-    number = 0
+    replicas, counts, out = [], [], []
     for sort, replica in enumerate(staging.replicas):
         inputs = replica.num_microbatches * work.input_bytes[size]
         for _ in range(replica.count):
+            ranks: list[int] = []
             for stage, group in enumerate(replica.groups):
                 for rank in free[group].pop(0):
+                    ranks.append(rank)
                     label = cluster.devices[rank].label
                     peak = peaks.get(Setting(label, size, alternative.tensor))
                     if peak is not None and not alternative.recompute:
@@ -173,24 +227,20 @@ def _devices(
                         held = memory[sort][stage].total_bytes
                     capacity = chain.groups[group].memory_bytes
                     spent = cost.stages[sort][stage]
-                    plan = DevicePlan(
-                        device=rank,
-                        kind=chain.groups[group].kind,
-                        replica=number,
-                        stage=stage,
-                        first_layer=staging.cuts[stage],
-                        last_layer=ends[stage] - 1,
-                        num_microbatches=replica.num_microbatches,
-                        memory_bytes=held + inputs,
-                        capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
-                        compute_seconds=spent.compute_seconds,
-                        wait_seconds=spent.wait_seconds,
-                        reduction_seconds=spent.reduction_seconds,
-                        update_seconds=spent.update_seconds,
+                    out.append(
+                        DevicePrediction(
+                            rank=rank,
+                            memory_bytes=held + inputs,
+                            capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
+                            compute_seconds=spent.compute_seconds,
+                            wait_seconds=spent.wait_seconds,
+                            reduction_seconds=spent.reduction_seconds,
+                            update_seconds=spent.update_seconds,
+                        )
                     )
-                    out.append(plan)
-            number += 1
-    return tuple(out)
+            replicas.append(tuple(ranks))
+            counts.append(replica.num_microbatches)
+    return tuple(replicas), tuple(counts), tuple(out)
 
 
 def _runner_up(found: Found) -> RunnerUp:
@@ -220,7 +270,7 @@ def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
 
 
 def _chain(
-    work: Work,
+    work: ChainWork,
     key: Alternative,
     cluster: Cluster,
     kinds: Mapping[str, Sequence[Ranks]],

@@ -1,9 +1,10 @@
 """Search over everything at once: stages, replicas, kinds, and what the caller lists."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import numpy as np
 
@@ -77,6 +78,7 @@ def search(
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
     num_ranked: int = 8,
+    can_run: Callable[[Hashable, int], bool] = lambda key, num_stages: True,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -94,6 +96,8 @@ def search(
             there is a plan.
         good_enough: Certified gap at which the search may end.
         num_ranked: Most plans to return.
+        can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
+            for those that are.
 
     Returns:
         Plans, the bound, and whether time ran out. Without that the result depends on the input
@@ -110,7 +114,10 @@ def search(
     if not time_budget_seconds > 0:
         raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
     deadline = Deadline(time_budget_seconds)
-    searches = {key: _Search(chain, deadline) for key, chain in chains.items()}
+    searches = {
+        key: _Search(chain, deadline, functools.partial(can_run, key))
+        for key, chain in chains.items()
+    }
     infeasible: dict[Hashable, str] = {}
     try:
         _run(searches, infeasible, good_enough, deadline)
@@ -153,7 +160,7 @@ def _run(
     order = sorted(searches, key=lambda key: searches[key].estimate)
     for key in order:
         s = searches[key]
-        if not s.bound.relaxation.some_pipeline_fits(s.bound.max_stages):
+        if not s.can_run or not s.bound.relaxation.some_pipeline_fits(s.bound.max_stages):
             infeasible[key] = s.why_not()
         elif s.bound.floor < fastest:
             s.first_plans(3 if fastest == math.inf else 1)
@@ -178,7 +185,7 @@ def _run(
 class _Search:
     """One chain: the best plan known and the bound for each number of stages."""
 
-    def __init__(self, chain: Chain, deadline: Deadline):
+    def __init__(self, chain: Chain, deadline: Deadline, can_run: Callable[[int], bool]):
         self.chain = chain
         self.t = tables(chain)
         self._check = deadline.check
@@ -189,8 +196,10 @@ class _Search:
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
         self._small = sum(self.t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(
-            range(1, self.bound.max_stages + 1), key=lambda num: (self._estimate(num), num)
+            filter(can_run, range(1, self.bound.max_stages + 1)),
+            key=lambda num: (self._estimate(num), num),
         )
+        self.can_run = bool(self._order)
         self._bounds = dict.fromkeys(self._order, self.bound.floor)
         self._promise = {num: i for i, num in enumerate(self._order)}
         self._visits = dict.fromkeys(self._order, 0)
@@ -201,7 +210,7 @@ class _Search:
         self._prices = [1 / float(total) for total in self.t.seconds[:, 0, -1]]
         scale = self._num / float(np.dot(self._prices, self.t.num_devices))
         self._prices = [scale * price for price in self._prices]
-        self.estimate = self._estimate(self._order[0])
+        self.estimate = self._estimate(self._order[0]) if self._order else math.inf
 
     @property
     def fastest(self) -> float:
@@ -228,7 +237,7 @@ class _Search:
                 break
             best = self._best()
             if level == 1.0 + good_enough:
-                alive = self.bound.refute(best / level, self._prices)
+                alive = self._wanted(self.bound.refute(best / level, self._prices))
             else:
                 alive = self.bound.refute(best / level, self._prices, alive, ratio=_ROUGH)
             self._raise(left - set(alive), best / level)
@@ -316,6 +325,9 @@ class _Search:
                 if len(left) - len(alive) < 4:
                     self._patience = self._wait = 2 * self._patience
 
+    def _wanted(self, alive: dict[int, Alive]) -> dict[int, Alive]:
+        return {num: found for num, found in alive.items() if num in self._bounds}
+
     def _raise(self, nums: Iterable[int], seconds: float) -> None:
         for num in nums:
             self._bounds[num] = max(self._bounds[num], seconds)
@@ -353,6 +365,8 @@ class _Search:
         except PlanError:
             return
         num = len(staging.cuts)
+        if num not in self._bounds:
+            return
         if num not in self.plans or staging.step_seconds < self.plans[num][0]:
             self.plans[num] = (staging.step_seconds, staging.cuts, staging.replicas)
 
@@ -365,6 +379,8 @@ class _Search:
 
     def why_not(self) -> str:
         """Why no plan was found."""
+        if not self.can_run:
+            return "no number of stages with which it can be run"
         return explain_infeasible(self.chain)
 
     def _estimate(self, num: int) -> float:

@@ -8,19 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._cluster._hardware import steady_seconds
+from .._core._timing import steady_seconds
 from .._core._types import PyTree
 from .._graph._graph import Graph
 from .._graph._interpreter import Env
 from .._graph._segments import Segment, run_segment
 from .._jax._cpu_dots import uncrossed
-from .._model._functional import leaf_names
+from .._model._functional import is_abstract, leaf_names
 from .._plan._sharding import Sharded
 from ._profile import LayerSize, LayerTime
 
 
-def fingerprint(params: PyTree) -> str:
+def model_name(params: PyTree) -> str:
     """Names a model by its parameters and their shapes."""
     named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     text = "\n".join(f"{name} {x.shape}" for name, x in named)
@@ -64,13 +65,14 @@ def measure(
 ) -> tuple[LayerTime, ...]:
     """Run every segment forward, and forward and backward, on real data.
 
-    A segment's backward is the time of both less that of the forward.
+    A segment's backward is the time of both less that of the forward. Parameters are on the device
+    one segment at a time; where only shapes are known, random numbers stand in for them.
 
     Args:
         graph: Traced for a microbatch like `batch`.
         chain: Its segments.
-        params: Arrays.
-        aux: Other variables.
+        params: Arrays or shapes.
+        aux: Other variables, likewise.
         batch: One microbatch.
         device: Where.
         options: XLA's, those of training.
@@ -80,14 +82,15 @@ def measure(
         One time per segment, without the optimizer's update.
     """
     put = functools.partial(jax.device_put, device=device)
-    leaves = put(jax.tree.leaves(params))
-    given: Env = dict(zip(graph.aux_values, put(jax.tree.leaves(aux)), strict=True))
+    leaves = jax.tree.leaves(params)
+    others = [_stand_in(x) for x in jax.tree.leaves(aux)]
+    given: Env = dict(zip(graph.aux_values, put(others), strict=True))
     given[graph.key_value] = put(jax.random.key(0))
     given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
     crossing: Env = {}
     times = []
     for i, segment in enumerate(chain):
-        own = [leaves[p] for p in segment.params]
+        own = put([_stand_in(leaves[p]) for p in segment.params])
         inputs = {v: crossing[v] for v in segment.inputs}
         rest = {v: given[v] for v in segment.given}
         run = run_segment(graph, segment)
@@ -108,6 +111,13 @@ def measure(
         )
         done(i + 1)
     return tuple(times)
+
+
+def _stand_in(x: Any) -> Any:
+    if not is_abstract(x):
+        return x
+    # Neither zeros nor large: what follows must stay in the range of usual numbers.
+    return np.random.default_rng(0).normal(0, 0.02, x.shape).astype(x.dtype)
 
 
 def _with_backward(run: Callable[..., list[Any]]) -> Callable[..., Any]:

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-Metric: TypeAlias = float | tuple[float, ...]
+from .._plan._plan import Plan
+
+MetricValue: TypeAlias = float | tuple[float, ...]
 
 
-def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
+def scalars(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
     """Those metrics that are one number: what curves and tables can show."""
     return {name: value for name, value in metrics.items() if not isinstance(value, tuple)}
 
@@ -19,7 +21,7 @@ class StepRecord:
     Attributes:
         step: Number of the step, from 0.
         loss: Mean loss of the global batch, before the step's update.
-        metrics: The user's own metrics, merged over the global batch as `hxla.merge` says; a
+        metrics: The user's own metrics, merged over the global batch as `hxla.metric` says; a
             concatenation is a tuple with one number for each example.
         seconds: Wall time of the step, as this process saw it.
         num_examples: Examples in the global batch.
@@ -32,7 +34,7 @@ class StepRecord:
 
     step: int
     loss: float
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, MetricValue]
     seconds: float
     num_examples: int
     num_tokens: int
@@ -53,7 +55,7 @@ class EvalRecord:
 
     step: int
     loss: float
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, MetricValue]
     num_examples: int
     seconds: float
 
@@ -89,6 +91,7 @@ class History:
         evaluations: One record per evaluation.
         rebalances: One record per change of counts.
         num_compilations: XLA compilations after the first completed step.
+        plans: Those that ran: the first one, and one for each change of counts.
     """
 
     device_names: tuple[str, ...]
@@ -96,3 +99,4 @@ class History:
     evaluations: tuple[EvalRecord, ...] = ()
     rebalances: tuple[Rebalance, ...] = ()
     num_compilations: int = 0
+    plans: tuple[Plan, ...] = ()

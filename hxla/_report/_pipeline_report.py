@@ -5,7 +5,8 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from .._lower._pipeline import Measured, Pipeline
+from .._lower._pipeline import Pipeline
+from .._lower._pipeline_times import PieceTimes
 from .._schedule._replay import Timeline
 from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._schedule._ticks import measured_timeline, replay_ticks
@@ -15,7 +16,7 @@ _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predicted:
+class PredictedStep:
     """The step of one pipeline.
 
     Attributes:
@@ -37,7 +38,7 @@ class Predicted:
         return self.timeline.makespan_seconds + self.fixed_seconds
 
 
-def to_text(measured: Mapping[int, Measured]) -> str:
+def to_text(measured: Mapping[int, PieceTimes]) -> str:
     """One process's measurements by replica, for the others."""
     rows = [
         {
@@ -51,9 +52,9 @@ def to_text(measured: Mapping[int, Measured]) -> str:
     return json.dumps(rows)
 
 
-def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
+def from_texts(texts: Sequence[str]) -> dict[int, PieceTimes]:
     """What all processes measured, by replica: each stage by its own, the rest by the slowest."""
-    found: dict[int, Measured] = {}
+    found: dict[int, PieceTimes] = {}
     for text in texts:
         for row in json.loads(text):
             own = {(kind, part): s for kind, part, s in row["seconds"]}
@@ -61,7 +62,7 @@ def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
             meetings = dict(before.meeting_seconds) if before else {}
             for b, took in row["meeting"]:
                 meetings[b] = max(took, meetings.get(b, 0.0))
-            found[row["replica"]] = Measured(
+            found[row["replica"]] = PieceTimes(
                 seconds=own if before is None else before.seconds | own,
                 meeting_seconds=meetings,
                 fixed_seconds=max(row["fixed"], before.fixed_seconds if before else 0.0),
@@ -70,8 +71,8 @@ def from_texts(texts: Sequence[str]) -> dict[int, Measured]:
 
 
 def predict(
-    pipeline: Pipeline, measured: Measured, num_microbatches: int, fractions: Sequence[float]
-) -> Predicted:
+    pipeline: Pipeline, measured: PieceTimes, num_microbatches: int, fractions: Sequence[float]
+) -> PredictedStep:
     """Replay the schedule of so many microbatches.
 
     Args:
@@ -94,7 +95,7 @@ def predict(
             busy[part % schedule.num_stages] += took
         microbatches_per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
         bound = (num_microbatches + schedule.num_stages - 1) / microbatches_per_second
-    return Predicted(
+    return PredictedStep(
         schedule=schedule,
         timeline=timeline,
         fixed_seconds=measured.fixed_seconds,
@@ -102,7 +103,7 @@ def predict(
     )
 
 
-def explain(replica: int, predicted: Predicted, measured: Measured) -> str:
+def explain(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str:
     """One line for the plan."""
     num = predicted.schedule.num_stages
     parts = sorted({part for _, part in measured.seconds})
@@ -123,7 +124,7 @@ def explain(replica: int, predicted: Predicted, measured: Measured) -> str:
 
 def write(
     folder: pathlib.Path,
-    planned: Mapping[int, Predicted],
+    planned: Mapping[int, PredictedStep],
     took: Mapping[int, Sequence[Sequence[tuple[float, float]]]],
     names: Mapping[int, Sequence[str]],
 ) -> dict[str, pathlib.Path]:

@@ -4,37 +4,38 @@ import collections
 import os
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from .._core._format import clock
 from ._history import StepRecord
 
 _SHOWN_DEVICES = 6
 _WINDOW_STEPS = 10
 
 
-def line(record: StepRecord, num_steps: int, names: tuple[str, ...], seconds: float) -> str:
+def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seconds: float) -> str:
     """The live line.
 
     Args:
         record: The step just done.
-        num_steps: Of the run.
+        num_steps: Of the run; None: not known.
         names: Of the devices.
         seconds: Of a step, recently.
     """
     amount, unit = record.num_examples, "examples"
     if record.num_tokens:
         amount, unit = record.num_tokens, "tokens"
-    left = int(seconds * (num_steps - record.step - 1))
     parts = [
-        f"step {record.step + 1}/{num_steps}",
+        f"step {record.step + 1}" + (f"/{num_steps}" if num_steps is not None else ""),
         f"loss {record.loss:.4g}",
         f"{_short(amount / seconds)} {unit}/s",
-        f"left {left // 60}:{left % 60:02d}",
     ]
+    if num_steps is not None:
+        parts.append(f"left {clock(seconds * (num_steps - record.step - 1))}")
     total = sum(record.counts)
     idle = [i / record.seconds if record.seconds else 0.0 for i in record.idle_seconds]
     if len(names) <= _SHOWN_DEVICES:
@@ -63,7 +64,7 @@ class Progress:
     paint; into a file or pipe, a plain line every few seconds.
 
     Args:
-        num_steps: Of the run.
+        num_steps: Of the run; None: not known.
         device_names: In the order of counts.
         start_step: First step of this call.
         stream: Default: standard output.
@@ -71,7 +72,7 @@ class Progress:
 
     def __init__(
         self,
-        num_steps: int,
+        num_steps: int | None,
         device_names: tuple[str, ...],
         start_step: int = 0,
         stream: TextIO | None = None,
@@ -84,15 +85,8 @@ class Progress:
         self._live: Live | None = None
         if self._stream.isatty():
             self._live = Live(console=Console(file=self._stream), refresh_per_second=4)
-        self._piped = not self._live and stream is None and bool(os.environ.get("HXLA_LIVE"))
-
-    def __enter__(self) -> "Progress":
-        if self._live is not None:
             self._live.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+        self._piped = not self._live and stream is None and bool(os.environ.get("HXLA_LIVE"))
 
     def update(self, record: StepRecord) -> None:
         """Show a step."""

@@ -1,15 +1,15 @@
 """Checkpoints through Orbax: asynchronous, in the user's own tree, free of any layout.
 
-Every process holds the whole state, so process 0 alone writes. A checkpoint becomes visible by
-one rename, so a process killed at any moment leaves either a whole checkpoint or none.
+Every process writes what it owns, and reads what it needs: nothing is gathered. A checkpoint
+becomes visible by one rename, so a process killed at any moment leaves either a whole checkpoint or
+none.
 """
 
-import dataclasses
 import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,30 +18,21 @@ import orbax.checkpoint as ocp
 
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
-from .._model._functional import to_host
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A restored checkpoint: numpy leaves in the structure that was asked for."""
-
-    step: int
-    tree: PyTree
-
-
-def _plain(tree: PyTree) -> dict[str, np.ndarray]:
+def _plain(tree: PyTree) -> dict[str, Any]:
     """Leaves by their path in the user's tree, as nested names joined by dots."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    out: dict[str, np.ndarray] = {}
+    out: dict[str, Any] = {}
     for path, leaf in leaves:
         name = ".".join(
             str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
         )
-        out[name.replace("/", "_")] = np.asarray(leaf)
+        out[name.replace("/", "_")] = leaf
     return out
 
 
-def _nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         *parents, last = name.split(".")
@@ -52,58 +43,70 @@ def _nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
+def _restore_args(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
+        return ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
 class Checkpoints:
     """A folder of checkpoints.
 
     Args:
         folder: Made if it is not there.
         keep: Newest checkpoints that stay.
-        writer: Whether this process writes.
+        gather: Name and text to the texts of all processes.
 
     Raises:
         CheckpointError: If the folder cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, writer: bool):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        gather: Callable[[str, str], tuple[str, ...]] = lambda _, text: (text,),
+    ):
         self.folder = pathlib.Path(folder).absolute()
-        self._writer = writer
-        if writer:
+        problem = ""
+        if jax.process_index() == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=self.folder):
                     pass
             except OSError as error:
-                raise CheckpointError(
-                    f"checkpoint_dir {self.folder} cannot be written: {error.strerror}; "
-                    "choose another folder or change its permissions"
-                ) from None
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=False,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=writer,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=jax.process_index(),
-                active_processes={jax.process_index()},
-                barrier_sync_key_prefix=f"hxla{jax.process_index()}",
-            ),
-        )
-        self._manager: Any = None
-        if writer or self.folder.is_dir():
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                options=options,
-                item_names=("tree", "meta"),
-                item_handlers={
-                    "tree": ocp.PyTreeCheckpointHandler(
-                        multiprocessing_options=options.multiprocessing_options
-                    ),
-                    "meta": ocp.JsonCheckpointHandler(
-                        multiprocessing_options=options.multiprocessing_options
-                    ),
-                },
+                problem = str(error.strerror)
+        [problem, *_] = gather("checkpoint folder", problem)
+        if problem:
+            raise CheckpointError(
+                f"checkpoint_dir {self.folder} cannot be written: {problem}; choose another folder "
+                "or change its permissions"
             )
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file
+        num = jax.process_count()
+        processes = ocp.options.MultiprocessingOptions(
+            # Named processes meet at the coordination service's barriers, and not in a collective.
+            active_processes=set(range(num)) if num > 1 else None,
+            barrier_sync_key_prefix="hxla",
+        )
+        self._manager: Any = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                create=False,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
+                multiprocessing_options=processes,
+            ),
+            item_names=("tree", "meta"),
+            item_handlers={
+                "tree": ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+                "meta": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+            },
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -113,25 +116,26 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint, or None."""
-        if self._manager is None:
-            return None
         step = self._manager.latest_step()
         return None if step is None else int(step)
 
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any]) -> None:
-        """Write a checkpoint in the background; returns once the arrays are copied to the host.
+        """Write a checkpoint in the background; returns once the arrays may be overwritten.
+
+        Args:
+            step: Updates done.
+            tree: Arrays over all devices, and numpy arrays.
+            meta: Small facts besides.
 
         Raises:
             CheckpointError: If an earlier one failed.
         """
-        if not self._writer:
-            return
-        nested = _nested(_plain(to_host(tree)))
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    tree=ocp.args.PyTreeSave(nested), meta=ocp.args.JsonSave(dict(meta))
+                    tree=ocp.args.PyTreeSave(_nested(_plain(tree))),
+                    meta=ocp.args.JsonSave(dict(meta)),
                 ),
                 force=True,
             )
@@ -143,32 +147,27 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         return dict(restored["meta"])
 
-    def restore(self, like: PyTree, step: int) -> Saved:
-        """Read a checkpoint into the structure of `like`, once all saves are done.
+    def restore(self, like: PyTree, step: int) -> PyTree:
+        """Read a checkpoint, once all saves are done.
+
+        Args:
+            like: Structure, shapes and shardings of what is wanted; numpy arrays where those are.
+            step: Of the checkpoint.
+
+        Returns:
+            The arrays in the structure and the places of `like`.
 
         Raises:
             CheckpointError: If it is of another model: every leaf that is missing, unexpected or
                 of another shape or dtype, by its path.
         """
         self.wait()
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                tree=ocp.args.PyTreeRestore(
-                    restore_args=jax.tree.map(
-                        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
-                        _nested(self._shapes(step)),
-                    )
-                )
-            ),
-        )
-        found = _plain(restored["tree"])
-        wanted = _plain(like)
+        found, wanted = self._shapes(step), _plain(like)
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
             other = found.get(name)
-            if other is not None and (other.shape, other.dtype) != (leaf.shape, leaf.dtype):
+            if other is not None and (tuple(other.shape), other.dtype) != (leaf.shape, leaf.dtype):
                 faults.append(
                     f"  {name}: {other.dtype}{list(other.shape)} in the checkpoint, "
                     f"{leaf.dtype}{list(leaf.shape)} in this model"
@@ -180,17 +179,16 @@ class Checkpoints:
                 + "\n".join(shown)
                 + "\nresume with the model that wrote it, or use another checkpoint_dir"
             )
-        leaves = [found[name] for name in wanted]
-        return Saved(step=step, tree=jax.tree.unflatten(jax.tree.structure(like), leaves))
+        args = _nested({name: _restore_args(leaf) for name, leaf in wanted.items()})
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(tree=ocp.args.PyTreeRestore(restore_args=args))
+        )
+        leaves = _plain(restored["tree"])
+        return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
     def _shapes(self, step: int) -> dict[str, Any]:
         metadata = self._manager.item_metadata(step)["tree"]
-        tree = getattr(metadata, "tree", metadata)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return {
-            ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf
-            for path, leaf in leaves
-        }
+        return _plain(getattr(metadata, "tree", metadata))
 
     def wait(self) -> None:
         """Until everything is on disk.
@@ -198,8 +196,6 @@ class Checkpoints:
         Raises:
             CheckpointError: If a save failed.
         """
-        if self._manager is None:
-            return
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
@@ -207,7 +203,5 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait and let go of the folder."""
-        if self._manager is not None:
-            self.wait()
-            self._manager.close()
-            self._manager = None
+        self.wait()
+        self._manager.close()

@@ -35,6 +35,9 @@ class Source(Protocol):
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         """Examples at positions of the global batch of a step, stacked, as host arrays."""
 
+    def example(self) -> PyTree:
+        """One example with a leading dimension of 1: arrays, or shapes where data is shapes."""
+
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the array"
@@ -76,7 +79,18 @@ class _Arrays:
         self._data = data
 
     def take(self, indices: np.ndarray) -> PyTree:
+        shapes = [x for x in jax.tree.leaves(self._data) if isinstance(x, jax.ShapeDtypeStruct)]
+        if shapes:
+            raise DataError("data is shapes only: a job of them can be planned, not trained")
         return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
+
+    def example(self) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (1, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+            ),
+            self._data,
+        )
 
 
 class _Examples:
@@ -107,6 +121,9 @@ class _Examples:
                         f"{int(indices[0])} it is {other.shape}; pad them to one shape"
                     )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+    def example(self) -> PyTree:
+        return self.take(np.zeros(1, np.int64))
 
 
 class _Random:
@@ -139,6 +156,9 @@ class _Random:
             )
         return self._reader.take(indices)
 
+    def example(self) -> PyTree:
+        return self._reader.example()
+
 
 class _Batches:
     """An iterable of global batches, read in order; the last one asked for is kept."""
@@ -170,11 +190,15 @@ class _Batches:
                     )
                 _check_dtypes(batch, f"global batch {self._next}")
                 # A re-balance may ask again for a step that was prefetched with other ids.
-                self._kept = {k: v for k, v in self._kept.items() if k > self._next - 4}
+                # The first one shows what an example is, and initialises Linen modules.
+                self._kept = {k: v for k, v in self._kept.items() if not k or k > self._next - 4}
                 self._kept[self._next] = batch
                 self._next += 1
             batch = self._kept[step]
         return jax.tree.map(lambda x: x[positions], batch)
+
+    def example(self) -> PyTree:
+        return self.fetch(0, np.arange(1))
 
 
 def _grain(data: Any, kind: str) -> bool:
@@ -289,7 +313,6 @@ class Loader:
 
     Args:
         source: Where from.
-        batch_size: Examples of a global batch.
         microbatch_size: Examples of a microbatch.
         num_steps: Steps of the run: nothing is loaded beyond them.
         depth: Steps to load ahead.
@@ -299,12 +322,10 @@ class Loader:
         self,
         source: Source,
         *,
-        batch_size: int,
         microbatch_size: int,
         num_steps: int,
         depth: int = 2,
     ):
-        del batch_size
         self._source, self._size = source, microbatch_size
         self._num_steps, self._depth = num_steps, depth
         # One thread keeps the order of steps, which iterables need.

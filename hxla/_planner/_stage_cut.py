@@ -2,58 +2,25 @@
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from .._core._types import PyTree
 from .._graph._graph import Graph
 from .._graph._segments import segments
-from .._lower._replicate import Reduction, compiler_options, num_parts
-from .._model._functional import Functional
-from .._planner._best_pipeline import best_pipeline
-from .._planner._chain import Chain, Group
-from .._planner._partition import shard_graph
 from .._profile._profile import LayerSize, LayerTime
-from .._profile._segment_times import layer_sizes, measure
-from ._stages import Stages
+from .._profile._segment_times import layer_sizes
+from ._axes import shard_graph
+from ._best_pipeline import best_pipeline
+from ._chain import Chain, Group
+from ._pipeline_request import PipelineRequest
 
 _UNBOUNDED = 2.0**60
 
 
-def measure_segments(
-    graph: Graph,
-    stages: Stages,
-    model: Functional,
-    batch: PyTree,
-    devices: Sequence[jax.Device],
-    reduction: Reduction,
-) -> str:
-    """The segments' times on this process's devices, as text for the other processes."""
-    chain = segments(graph, stages.num_segments)
-    host = jax.tree.map(np.asarray, batch)
-    found = {}
-    for i, device in enumerate(devices):
-        if device.process_index != jax.process_index():
-            continue
-        times = measure(
-            graph,
-            chain,
-            params=model.params,
-            aux=model.aux,
-            batch=host,
-            device=device,
-            options=compiler_options(device.platform, reduction),
-        )
-        found[i] = [(t.forward, t.backward) for t in times]
-    return json.dumps(found)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class StageCut:
     """Stages on devices.
 
     Attributes:
@@ -71,35 +38,31 @@ class Cut:
 
 def best_cut(
     graph: Graph,
-    stages: Stages,
-    texts: Sequence[str],
+    request: PipelineRequest,
+    times: Mapping[int, Sequence[LayerTime]],
     *,
     memory_bytes: Mapping[int, int | None],
     num_microbatches: int,
     optimizer_bytes: int,
-    reduction: Reduction,
-) -> Cut:
+    num_parts: int,
+) -> StageCut:
     """The fastest stages for one pipeline over unlike devices, or for several of like ones.
 
     Args:
         graph: Traced.
-        stages: How many.
-        texts: `measure_segments` of all processes.
+        request: How many.
+        times: Of the graph's segments on each device.
         memory_bytes: Of each device; None: taken to be enough.
         num_microbatches: Of a global batch.
         optimizer_bytes: Of the optimizer's state for the whole model.
-        reduction: `exact` or `float`.
+        num_parts: Arrays in which a gradient is summed.
 
     Raises:
         PlanError: If no cut fits the devices' memory.
     """
-    times: dict[int, list[LayerTime]] = {}
-    for text in texts:
-        for device, rows in json.loads(text).items():
-            times[int(device)] = [LayerTime(forward=f, backward=b, update=0.0) for f, b in rows]
-    chain = segments(graph, stages.num_segments)
-    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}, None))
-    num = stages.num
+    chain = segments(graph, request.most_segments)
+    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    num = request.num
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]
     # Several pipelines share one cut: that of a pipeline whose stages are each the mean of theirs,
     # after each has its larger memories first, for earlier stages keep more.
@@ -130,8 +93,8 @@ def best_cut(
         num_microbatches=max(1, num_microbatches // len(pipelines)),
         output_bytes=tuple(s.output_bytes for s in sizes),
         # A stage's own parameters and their sums; what is stored is even over all stages.
-        state_factor=1.0 + num_parts(reduction),
-        workspace_bytes=(param_bytes * (1 + num_parts(reduction)) + optimizer_bytes) / num,
+        state_factor=1.0 + num_parts,
+        workspace_bytes=(param_bytes * (1 + num_parts) + optimizer_bytes) / num,
     )
     staging = best_pipeline(problem, num_stages=num)
     (replica,) = staging.replicas
@@ -147,7 +110,7 @@ def best_cut(
     ]
     whole = [sum(groups[g].forward_seconds + groups[g].backward_seconds) for g in replica.groups]
     shown = ", ".join(f"{s * 1e3:.3g}" for s in busy)
-    return Cut(
+    return StageCut(
         order=tuple(itertools.chain(*pipelines)),
         layers=layers,
         fractions=tuple(b / w if w else 0.0 for b, w in zip(busy, whole, strict=True)),

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from .._core._statistics import middle_mean
 from .._planner._counts import finish_seconds
@@ -63,15 +62,14 @@ class Trial:
 
 
 class Observer:
-    """A callback that ends training when steps with the same counts have told enough."""
+    """Says when steps with the same counts have told enough."""
 
     def __init__(self) -> None:
         self._num_warm = 0
         self._seconds: dict[tuple[int, ...], list[float]] = collections.defaultdict(list)
 
-    def __call__(self, record: StepRecord, state: Any) -> bool:
+    def has_told_enough(self, record: StepRecord) -> bool:
         """Take in a step."""
-        del state
         if self._num_warm < _WARM_STEPS:
             self._num_warm += 1
             return False

@@ -6,6 +6,7 @@ import runpy
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -42,7 +43,7 @@ def uninitialised_cluster() -> str | None:
     return cluster_in_sight()
 
 
-def init() -> None:
+def join() -> None:
     """Join the job that this process is part of; does nothing under plain `python script.py`.
 
     Inside `hxla run` the launcher has done it already. Inside Slurm, Open MPI or Kubernetes, where
@@ -67,7 +68,7 @@ def init() -> None:
             jax.distributed.initialize()
     except RuntimeError as error:
         raise LaunchError(
-            f"the processes of the job did not find each other: {error}\ncall hxla.init() before "
+            f"the processes of the job did not find each other: {error}\ncall hxla.join() before "
             "anything else uses JAX, and see that the coordinator's address can be reached"
         ) from error
 
@@ -84,16 +85,13 @@ def _die_with_the_launcher() -> None:
             os._exit(1)
 
 
-def main() -> None:
-    """Join, run the script as `__main__`, and leave with its exit code."""
+def run_joined(work: Callable[[], None]) -> None:
+    """Join, work, and leave with the exit code of what was done."""
     _die_with_the_launcher()
-    sys.argv = sys.argv[1:]
-    script = sys.argv[0]
     code: int | str | None = 0
     try:
-        init()
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+        join()
+        work()
     except SystemExit as stop:
         code = stop.code
     except BaseException:
@@ -107,3 +105,14 @@ def main() -> None:
     if code:
         # An orderly shutdown would wait at a barrier for processes that may never come.
         os._exit(code)
+
+
+def run_script(command: Sequence[str]) -> None:
+    """Join, and run a script with its arguments as `__main__`."""
+
+    def work() -> None:
+        sys.argv = list(command)
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+
+    run_joined(work)

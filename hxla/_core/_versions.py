@@ -1,0 +1,52 @@
+"""What decides bits besides the program: versions, and the processor's instructions."""
+
+import functools
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import jax
+
+# From the newest to the oldest, as XLA's `--xla_cpu_max_isa` calls them.
+_INSTRUCTIONS = ("amx", "avx512f", "avx2", "avx", "sse4_2")
+
+
+def hxla_version() -> str:
+    """Of the installed package."""
+    try:
+        return importlib.metadata.version("hxla")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def jax_versions() -> tuple[str, str]:
+    """Of jax and jaxlib."""
+    return jax.__version__, importlib.metadata.version("jaxlib")
+
+
+@functools.cache
+def processor() -> str:
+    """The instruction set for which XLA compiles on this machine's CPU, `x86_64 avx2`."""
+    machine = platform.machine()
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return machine
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    most = _largest_allowed()
+    for name in _INSTRUCTIONS:
+        known = any(flag.startswith(name) for flag in flags)
+        if known and (most is None or _INSTRUCTIONS.index(name) >= most):
+            return f"{machine} {name}"
+    return machine
+
+
+def _largest_allowed() -> int | None:
+    """Place in `_INSTRUCTIONS` of what `--xla_cpu_max_isa` asks for, or None."""
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.partition("=")
+        if name == "--xla_cpu_max_isa":
+            asked = value.lower().replace("avx512", "avx512f")
+            return next((i for i, own in enumerate(_INSTRUCTIONS) if asked.startswith(own)), None)
+    return None

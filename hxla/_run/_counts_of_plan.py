@@ -1,0 +1,146 @@
+"""Microbatch counts of a session, by measured times and memory, and what they predict."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from .._cluster._cluster import Cluster
+from .._core._errors import ConfigError, PlanError
+from .._core._format import num_bytes
+from .._core._types import PyTree
+from .._lower._sum import Reducer
+from .._plan._plan import Plan
+from .._plan._plan_parts import DevicePrediction, Prediction
+from .._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
+
+Counts = Literal["measured", "even"] | Sequence[int]
+
+
+def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
+    """Microbatch ids of each local replica: replicas take consecutive runs in their order."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    return [range(int(starts[r.index]), int(starts[r.index + 1])) for r in reducer.local]
+
+
+def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...]:
+    """Every replica's number, known to every process."""
+    row = np.zeros(len(reducer.replicas), np.float32)
+    for replica, number in zip(reducer.local, local, strict=True):
+        if replica.is_led_here:
+            row[replica.index] = number
+    return tuple(float(s) for s in reducer.exchange(row))
+
+
+def count_limits(
+    plan: Plan, cluster: Cluster, memory_bytes: int, batch: PyTree
+) -> tuple[int | None, ...]:
+    """Most microbatches that each replica's memory takes.
+
+    Microbatches run one after another, so only their inputs add up: memory is that of the
+    programs, plus one microbatch's arrays for each microbatch on the device.
+
+    Args:
+        plan: Whose devices are limited.
+        cluster: Says how much memory they have.
+        memory_bytes: That one device needs without inputs.
+        batch: One microbatch.
+
+    Raises:
+        PlanError: If a device cannot hold a single microbatch, with the missing bytes.
+    """
+    each = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+    limits: list[int | None] = []
+    for replica in plan.replicas:
+        known = {r: m for r in replica.devices if (m := cluster.devices[r].memory_bytes)}
+        if not known:
+            limits.append(None)
+            continue
+        rank = min(known, key=known.__getitem__)
+        free = known[rank] - memory_bytes
+        if free < each:
+            raise PlanError(
+                f"device {rank} has {num_bytes(known[rank])}, a microbatch needs "
+                f"{num_bytes(memory_bytes + each)}: {num_bytes(each - free)} are missing; "
+                "use a smaller microbatch_size or leave the device out"
+            )
+        limits.append(free // each)
+    return tuple(limits)
+
+
+def asked_counts(counts: Counts, num_microbatches: int, num_replicas: int) -> tuple[int, ...]:
+    """Counts that are even or given; `measured` ones begin even.
+
+    Raises:
+        ConfigError: If they are none of these or do not fit.
+    """
+    if isinstance(counts, str):
+        if counts not in ("measured", "even"):
+            raise ConfigError(f"counts={counts!r}: use 'measured', 'even' or one count per device")
+        return even_counts(num_microbatches, num_replicas)
+    found = tuple(int(c) for c in counts)
+    if len(found) != num_replicas or sum(found) != num_microbatches or min(found) < 0:
+        raise ConfigError(
+            f"counts={found} does not hand out {num_microbatches} microbatches to "
+            f"{num_replicas} devices: give {num_replicas} counts that sum to {num_microbatches}"
+        )
+    return found
+
+
+def check_limits(counts: Sequence[int], limits: Sequence[int | None]) -> None:
+    """Refuse counts that some device's memory does not take.
+
+    Raises:
+        PlanError: Naming the devices and what they take.
+    """
+    over = [d for d, limit in enumerate(limits) if limit is not None and counts[d] > limit]
+    if over:
+        raise PlanError(
+            f"counts={tuple(counts)}: devices {over} have memory for {[limits[d] for d in over]} "
+            "microbatches only; use counts='measured'"
+        )
+
+
+def share_of(num_microbatches: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts for another number of microbatches in about the same proportions."""
+    # A device that runs c microbatches while the others run theirs takes 1/c of the time for one.
+    return best_counts(num_microbatches, [1 / c if c else 1e9 for c in counts])
+
+
+def predicted(
+    plan: Plan,
+    seconds: Sequence[float],
+    fixed: Sequence[float],
+    *,
+    memory_bytes: float,
+    cluster: Cluster,
+) -> Prediction:
+    """What a step of the plan should take, from measured times where there are any.
+
+    Args:
+        plan: With the counts to predict.
+        seconds: Of one microbatch on each replica (0: not measured).
+        fixed: Of each replica's step outside its microbatches.
+        memory_bytes: That one device needs without its microbatches' inputs.
+        cluster: Says how much memory there is.
+    """
+    devices = tuple(
+        DevicePrediction(
+            rank=d.rank,
+            memory_bytes=float(memory_bytes),
+            capacity_bytes=float(cluster.devices[d.rank].memory_bytes or 0),
+        )
+        for d in plan.devices
+    )
+    before = plan.prediction or Prediction()
+    if not all(seconds):
+        return Prediction(stage_fractions=before.stage_fractions, devices=devices)
+    return Prediction(
+        step_seconds=max(finish_seconds(plan.counts, seconds, fixed)),
+        bound_seconds=bound_seconds(sum(plan.counts), seconds, fixed),
+        microbatch_seconds=tuple(seconds),
+        fixed_seconds=tuple(fixed),
+        stage_fractions=before.stage_fractions,
+        devices=devices,
+    )

@@ -1,0 +1,336 @@
+"""Plans of a job for devices that are here: what arguments, annotations and measurements say."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .._cluster._cluster import Cluster
+from .._core._errors import ConfigError, PlanError
+from .._core._types import DATA_AXIS
+from .._graph._graph import Graph, rows_read
+from .._graph._segments import segments
+from .._lower._options import compiler_options
+from .._plan._plan import Plan
+from .._plan._plan_parts import Prediction, SparseRows, SumsForm
+from .._plan._rules import RuleSet
+from .._planner._complete import complete
+from .._planner._microbatch import best_size, candidate_sizes
+from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
+from .._planner._stage_cut import best_cut
+from .._planner._structures import (
+    Structure,
+    check_unannotated,
+    from_annotations,
+    from_mesh,
+    pipelined,
+)
+from .._profile._profile import LayerTime
+from .._profile._segment_times import measure
+from ._counts_of_plan import Counts, asked_counts
+from ._pipeline_watch import share_cores
+from ._session import Session, SessionOptions
+from ._traced_job import TracedJob
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asks of a plan.
+
+    Attributes:
+        microbatch_size: Examples of a microbatch; measured and chosen if None.
+        mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
+        rules: Say what the inner axes of the mesh cut.
+        stages: Of a pipeline, or the shares of the work of each.
+        counts: `measured`, `even`, or one count for each copy of the model.
+        reduction: `exact` or `float`.
+    """
+
+    microbatch_size: int | None = None
+    mesh: Mesh | Mapping[str, int] | None = None
+    rules: RuleSet | None = None
+    stages: int | Sequence[float] | None = None
+    counts: Counts = "measured"
+    reduction: str = "exact"
+
+
+def size_asked(job: TracedJob, size: int | None) -> int | None:
+    """The microbatch size that the arguments and `pipeline.num_micro_batch` mean.
+
+    Raises:
+        ConfigError: For sizes below one, or that do not divide, or disagree.
+    """
+    batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
+    if batch_size < 1 or (size is not None and size < 1):
+        raise ConfigError(f"batch_size={batch_size} and microbatch_size={size} must be at least 1")
+    if num is not None:
+        if batch_size % num:
+            raise ConfigError(
+                f"batch_size={batch_size} is not divisible into pipeline.num_micro_batch={num} "
+                "microbatches: use a divisor"
+            )
+        if size is not None and size != batch_size // num:
+            raise ConfigError(
+                f"microbatch_size={size} and pipeline.num_micro_batch={num} disagree: "
+                f"{batch_size} examples in {num} microbatches are {batch_size // num} each; give "
+                "one"
+            )
+        size = batch_size // num
+    if size is not None and batch_size % size:
+        divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+        near = min(divisors, key=lambda b: abs(b - size))
+        raise ConfigError(
+            f"batch_size={batch_size} is not divisible by microbatch_size={size}: the nearest "
+            f"size that fits is {near}"
+        )
+    return size
+
+
+def check_enough(batch_size: int, size: int, num_replicas: int) -> None:
+    """Refuse more copies of the model than microbatches.
+
+    Raises:
+        PlanError: With both numbers.
+    """
+    if batch_size // size < num_replicas:
+        raise PlanError(
+            f"{num_replicas} devices but only {batch_size // size} microbatches "
+            f"(batch_size {batch_size} / microbatch_size {size}): use fewer devices or "
+            f"microbatch_size <= {max(batch_size // num_replicas, 1)}"
+        )
+
+
+def plan_for(
+    job: TracedJob,
+    wishes: Wishes,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+) -> tuple[Plan, bool]:
+    """The plan that the user's wishes mean, and whether its counts may follow measured times.
+
+    Args:
+        job: To plan.
+        wishes: Of the user.
+        cluster: Its devices.
+        devices: Those devices, if they are here to be measured.
+
+    Raises:
+        ConfigError: Wishes that contradict each other or cannot be met.
+        PlanError: If the devices do not fit.
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+    """
+    size = size_asked(job, wishes.microbatch_size)
+    num_devices = len(cluster.devices)
+    graph = job.graph(size or max(1, job.batch_size // num_devices))
+    structure, fractions = _structure(job, graph, wishes, cluster, devices)
+    num, counts = len(structure.replicas), wishes.counts
+    reasons: list[str] = []
+    local = [d for d in devices or () if d.process_index == jax.process_index()]
+    several = structure.axes and len(local) > len(structure.replicas[0])
+    if counts == "measured" and several and local[0].platform == "cpu":
+        # Their programs run one after another: a time would say where in the queue, not how fast.
+        counts = "even"
+        reasons.append("even counts: the replicas share the cores of one process")
+    request = structure.pipeline
+    if request is not None:
+        _check_clip(job)
+        if size is None:
+            size, reason = microbatch_size(request, job.batch_size, num)
+            reasons.append(reason)
+        check_even(request, job.batch_size // size, num, counts)
+        if request.needs_even_counts:
+            counts = "even" if counts == "measured" else counts
+    if size is not None:
+        check_enough(job.batch_size, size, num)
+
+    def make(size: int, reasons: Sequence[str]) -> Plan:
+        own = job.graph(size)
+        sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
+        return complete(
+            own,
+            structure,
+            cluster=cluster,
+            made_with=job.made_with(cluster),
+            batch_size=job.batch_size,
+            microbatch_size=size,
+            sums=sums,
+            counts=asked_counts(counts, job.batch_size // size, num),
+            prediction=Prediction(stage_fractions=fractions) if fractions else None,
+            reasons=(*reasons, *said),
+        )
+
+    balance = counts == "measured"
+    if size is not None:
+        return make(size, reasons), balance
+    if devices is None:
+        return make(candidate_sizes(job.batch_size, num)[0], reasons), balance
+    measured: dict[int, tuple[float, ...]] = {}
+    plans = {}
+    for candidate in candidate_sizes(job.batch_size, num):
+        plans[candidate] = make(candidate, ())
+        measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
+        winner, steps = best_size(job.batch_size, measured)
+    reasons += [
+        f"microbatch_size={winner} chosen: predicted step "
+        + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
+        "pass it as microbatch_size to get the same bits where other sizes would win",
+    ]
+    chosen = plans[winner]
+    return chosen.replaced(reasons=(*chosen.reasons, *reasons)), balance
+
+
+def _microbatch_seconds(
+    job: TracedJob, plan: Plan, devices: tuple[jax.Device, ...]
+) -> tuple[float, ...]:
+    options = SessionOptions(balance=job.settings.balance, is_trial=True)
+    with Session(job, plan, devices, options) as trial:
+        return trial.balancer.seconds
+
+
+def _structure(
+    job: TracedJob,
+    graph: Graph,
+    wishes: Wishes,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+) -> tuple[Structure, tuple[float, ...]]:
+    """How the devices share the model, and the measured shares of the stages' work."""
+    settings = job.settings
+    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
+    request = asked(stages, settings.pipeline)
+    axes, grid = _mesh(wishes.mesh, cluster, devices)
+    if axes is not None and set(dict(axes)) != {DATA_AXIS}:
+        return from_mesh(graph, axes, grid, wishes.rules, request), ()
+    if wishes.rules is not None:
+        raise ConfigError(
+            f"rules {wishes.rules.name!r} need a mesh whose axes they name, such as "
+            f"mesh=jax.make_mesh(({len(cluster.devices)}, 1), ('data', 'tensor'))"
+        )
+    if stages is not None:
+        check_unannotated(graph, f"stages={request.num}")
+        return _pipelined(job, graph, request, wishes, cluster, devices)
+    return from_annotations(graph, cluster, settings.cluster, request), ()
+
+
+def _mesh(
+    mesh: Mesh | Mapping[str, int] | None,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+) -> tuple[tuple[tuple[str, int], ...] | None, np.ndarray]:
+    """Axes of a mesh with their sizes, and the ranks of its devices."""
+    num = len(cluster.devices)
+    if mesh is None:
+        return None, np.arange(num)
+    if isinstance(mesh, Mesh):
+        if devices is None:
+            raise ConfigError("a jax mesh is of devices that are here: pass its axes, {'data': 4}")
+        ranks = {device: rank for rank, device in enumerate(devices)}
+        grid = np.vectorize(ranks.__getitem__, otypes=[int])(mesh.devices)
+        return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
+    axes = tuple((str(n), int(s)) for n, s in mesh.items())
+    if int(np.prod([s for _, s in axes])) != num:
+        raise PlanError(
+            f"mesh {dict(axes)} takes {int(np.prod([s for _, s in axes]))} devices, there are {num}"
+        )
+    return axes, np.arange(num).reshape([s for _, s in axes])
+
+
+def _pipelined(
+    job: TracedJob,
+    graph: Graph,
+    request: PipelineRequest,
+    wishes: Wishes,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...] | None,
+) -> tuple[Structure, tuple[float, ...]]:
+    """Pipelines cut by the times of their devices, where these say something."""
+    structure = pipelined(range(len(cluster.devices)), request)
+    if (
+        devices is None
+        or wishes.counts == "even"
+        or request.shares is not None
+        or request.num_chunks > 1
+        or share_cores(devices)
+    ):
+        return structure, ()
+    sums = job.sums(wishes.reduction)
+    size = next(graph.values[v].shape[0] for v in graph.batch_values)
+    texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
+    times: dict[int, list[LayerTime]] = {}
+    for text in texts:
+        for device, rows in json.loads(text).items():
+            times[int(device)] = [LayerTime(forward=f, backward=b, update=0.0) for f, b in rows]
+    cut = best_cut(
+        graph,
+        request,
+        times,
+        memory_bytes={i: d.memory_bytes for i, d in enumerate(cluster.devices)},
+        num_microbatches=job.batch_size // size,
+        optimizer_bytes=job.optimizer_bytes(size),
+        num_parts=sums.num_parts,
+    )
+    structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
+    return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
+
+
+def _measured_segments(
+    job: TracedJob,
+    graph: Graph,
+    request: PipelineRequest,
+    sums: SumsForm,
+    size: int,
+    devices: tuple[jax.Device, ...],
+) -> str:
+    """The segments' times on this process's devices, as text for the other processes."""
+    model, batch = job.functional(size), job.first_batch(0, size)
+    found = {}
+    for rank, device in enumerate(devices):
+        if device.process_index == jax.process_index():
+            times = measure(
+                graph,
+                segments(graph, request.most_segments),
+                params=model.params,
+                aux=model.aux,
+                batch=batch,
+                device=device,
+                options=compiler_options(device.platform, sums),
+            )
+            found[rank] = [(t.forward, t.backward) for t in times]
+    return json.dumps(found)
+
+
+def _check_clip(job: TracedJob) -> None:
+    communication = job.settings.communication
+    if communication.clip_norm is not None and communication.clip == "before":
+        raise ConfigError(
+            "communication.clip='before' needs the whole gradient of a microbatch, which no "
+            "stage of a pipeline has: use clip='after'"
+        )
+
+
+def _with_sparse(
+    job: TracedJob, graph: Graph, structure: Structure, sums: SumsForm, size: int
+) -> tuple[SumsForm, tuple[str, ...]]:
+    """The form of the sums with embeddings whose rows travel one by one, and why."""
+    if not job.settings.communication.sparse_embeddings:
+        return sums, ()
+    if structure.axes:
+        return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
+    num, found, said = len(structure.replicas), [], []
+    for p, rows in rows_read(graph).items():
+        name, height = graph.param_names[p], graph.param_shapes[p][0]
+        most = min(rows * (job.batch_size // size), height)
+        # Gathered from all, against reduce-scattered in parts and gathered as floats.
+        if num * most * sums.num_parts < height * (sums.num_parts + 1):
+            found.append(SparseRows(name=name, most_rows=most))
+            said.append(f"sparse_embeddings: at most {most} of {height} rows of {name}")
+        else:
+            said.append(
+                f"sparse_embeddings: {name} whole, {most} rows from each of {num} would be more "
+                f"than its {height}"
+            )
+    none = "sparse_embeddings: no parameter is only looked up by rows"
+    return sums.model_copy(update={"sparse": tuple(found)}), tuple(said) or (none,)

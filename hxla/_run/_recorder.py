@@ -1,0 +1,132 @@
+"""What happens in a session, told to the terminal and to files, and kept."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+
+from .._plan._plan import Plan
+from .._report._history import EvalRecord, History, Rebalance, StepRecord, scalars
+from .._report._metrics_file import MetricsWriter
+from .._report._progress import Progress
+from .._report._run_report import terminal_report, write_report
+
+
+class Recorder:
+    """Keeps all records of a session.
+
+    Args:
+        names: Of the replicas.
+        start_step: Of the session.
+        last_step: Of the run; None: not known.
+        run_dir: Folder for `metrics.jsonl` and `report.html`, or None.
+        tensorboard: Whether to write TensorBoard events too.
+        is_main: Whether this process tells anybody.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        *,
+        start_step: int,
+        last_step: int | None,
+        run_dir: pathlib.Path | None,
+        tensorboard: bool,
+        is_main: bool,
+    ):
+        self._names, self._run_dir = names, run_dir
+        self._steps: list[StepRecord] = []
+        self._evaluations: list[EvalRecord] = []
+        self._rebalances: list[Rebalance] = []
+        self._is_main = is_main
+        self.num_compilations = 0
+        self._metrics = None
+        if run_dir is not None and is_main:
+            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard)
+        self._nowhere = None if is_main else open(os.devnull, "w")  # noqa: SIM115
+        self._progress = Progress(last_step, names, start_step=start_step, stream=self._nowhere)
+
+    def close(self) -> None:
+        """Let go of the terminal and the files."""
+        self._progress.close()
+        if self._nowhere is not None:
+            self._nowhere.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def log(self, text: str) -> None:
+        """Tell the user."""
+        self._progress.log(text)
+
+    def step(self, record: StepRecord) -> None:
+        """Take in a step."""
+        self._steps.append(record)
+        self._progress.update(record)
+        if self._metrics is not None:
+            self._metrics.step(record)
+
+    def rebalanced(self, change: Rebalance) -> None:
+        """Take in a move of counts."""
+        self._rebalances.append(change)
+        self.log(
+            f"step {change.step}: counts {_shown(change.before)} -> {_shown(change.after)}, "
+            f"{change.reason}; expected gain {change.expected_gain:.0%}"
+        )
+        if self._metrics is not None:
+            self._metrics.rebalance(change)
+
+    def settled(self, step: int, change: Rebalance) -> None:
+        """Take in what a move of counts has gained."""
+        for i, earlier in enumerate(self._rebalances):
+            if earlier.step == change.step:
+                self._rebalances[i] = change
+        self.log(
+            f"step {step}: counts {_shown(change.after)} gained {change.achieved_gain:.0%} "
+            f"(expected {change.expected_gain:.0%})"
+        )
+        if self._metrics is not None:
+            self._metrics.rebalance(change)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Take in an evaluation."""
+        self._evaluations.append(record)
+        told = {"loss": record.loss, **scalars(record.metrics)}
+        numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
+        self.log(f"step {record.step}: evaluation  {numbers}")
+        if self._metrics is not None:
+            self._metrics.evaluation(record)
+
+    def history(self, plans: tuple[Plan, ...]) -> History:
+        """All of it so far.
+
+        Args:
+            plans: That ran, in order.
+        """
+        return History(
+            device_names=self._names,
+            steps=tuple(self._steps),
+            evaluations=tuple(self._evaluations),
+            rebalances=tuple(self._rebalances),
+            num_compilations=self.num_compilations,
+            plans=plans,
+        )
+
+    def report(self, history: History, plan: Plan, pictures: Mapping[str, pathlib.Path]) -> None:
+        """Print a summary and write the report, where anything happened."""
+        self._progress.close()
+        if not self._is_main or not history.steps:
+            return
+        print(terminal_report(history, title="hxla"))
+        if self._run_dir is not None:
+            path = self._run_dir / "report.html"
+            write_report(
+                path,
+                history,
+                title=self._run_dir.name,
+                notes={"Plan": plan.explain()},
+                pictures=pictures,
+            )
+            print(f"report: {path}")
+
+
+def _shown(counts: tuple[int, ...]) -> str:
+    return "/".join(map(str, counts))

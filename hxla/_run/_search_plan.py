@@ -1,0 +1,253 @@
+"""Plans of a job by search: for a cluster that is described, or for the devices that are here."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from .._cluster._cluster import Cluster, Device, Link, Node
+from .._core._errors import AnnotationError, ConfigError, PlanError
+from .._graph._segments import segments
+from .._model._functional import tree_bytes
+from .._plan._plan import Plan
+from .._plan._plan_parts import SumsForm
+from .._planner._axes import shard_graph, split_over
+from .._planner._complete import complete
+from .._planner._microbatch import candidate_sizes
+from .._planner._pipeline_request import PipelineRequest
+from .._planner._propose import ChainWork, Proposal, propose
+from .._planner._structures import Structure, check_unannotated
+from .._profile._profile import LayerSize, Profile
+from .._profile._segment_times import layer_sizes
+from .._schedule._replay import Timeline
+from ._links import measured_link
+from ._planning import size_asked
+from ._short_profile import short_profile
+from ._traced_job import TracedJob
+
+_MAX_TENSOR = 8  # a node of NVLinked cards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchWishes:
+    """What is searched.
+
+    Attributes:
+        microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
+        num_segments: Most segments of the chain, where no profile says.
+        seconds: Time budget of the search.
+        max_stages: Most stages of a plan; None: any number.
+        tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
+            described; empty: powers of two that a node has like devices for.
+        recompute: Whether to try plans that run forwards again.
+    """
+
+    microbatch_sizes: tuple[int, ...] = ()
+    num_segments: int = 8
+    seconds: float = 10.0
+    max_stages: int | None = None
+    tensors: tuple[int, ...] = ()
+    recompute: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Searched:
+    """A plan by search.
+
+    Attributes:
+        plan: The best.
+        timelines: Its replayed step, of the first copy of the model of each sort.
+    """
+
+    plan: Plan
+    timelines: Mapping[int, Timeline]
+
+
+def search_plan(
+    job: TracedJob,
+    cluster: Cluster,
+    profile: Profile | None,
+    wishes: SearchWishes,
+    *,
+    sums: SumsForm,
+    size: int | None = None,
+    all_devices: bool = False,
+) -> Searched:
+    """The fastest plan that the search finds for a cluster.
+
+    Args:
+        job: To plan.
+        cluster: Described.
+        profile: Measured times; what it lacks is estimated from the mesh file's rates.
+        wishes: What is searched.
+        sums: How gradients are added up.
+        size: Examples of a microbatch, if that is asked for.
+        all_devices: Whether only plans in which every device takes part are wanted.
+
+    Raises:
+        ConfigError: If the model is annotated, or sizes do not divide the batch.
+        PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
+    """
+    size = size_asked(job, size)
+    tried = wishes.microbatch_sizes
+    if profile is not None and not tried and size is None:
+        tried = tuple({s.microbatch_size for s in profile.times})
+    sizes = _sizes(job, tried, size, len(cluster.devices))
+    check_unannotated(job.graph(sizes[0]), "plan='auto'")
+    num_segments = len(profile.layers) if profile is not None else wishes.num_segments
+    tensors = _tensors(wishes.tensors, cluster)
+    work, said = chain_work(job, sizes, tensors, num_segments, sums)
+    found, timelines = propose(
+        work,
+        cluster,
+        profile,
+        max_stages=wishes.max_stages,
+        recompute=wishes.recompute,
+        uncounted=bool(wishes.tensors),
+        all_devices=all_devices,
+        time_budget_seconds=wishes.seconds,
+    )
+    plan = _completed(job, cluster, found, num_segments, sums, said)
+    return Searched(plan=plan, timelines=timelines)
+
+
+def auto_plan(
+    job: TracedJob, devices: tuple[jax.Device, ...], *, sums: SumsForm, size: int | None
+) -> Plan:
+    """The fastest plan for the devices that are here, by a short profile of them.
+
+    Every process of the job takes part, and finds the same plan.
+
+    Args:
+        job: To plan.
+        devices: By rank, those of other processes included.
+        sums: How gradients are added up.
+        size: Examples of a microbatch, if that is asked for.
+    """
+    wishes = SearchWishes()
+    cluster = _linked(job, job.cluster(devices), devices)
+    sizes = _sizes(job, (), size_asked(job, size), len(devices))
+    profile = short_profile(job, cluster, devices, sizes, wishes.num_segments, sums)
+    found = search_plan(job, cluster, profile, wishes, sums=sums, size=size, all_devices=True)
+    plan = found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
+    job.agree("plan", plan.decisions.to_json())
+    return plan
+
+
+def _linked(job: TracedJob, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:
+    """The cluster with what its devices' transfers were measured to take, where no file says."""
+    nodes = cluster.nodes or (Node(name="here"),)
+    known = cluster.default_link is not None or len(nodes) == 1
+    if len(devices) == 1 or (known and all(node.link is not None for node in nodes)):
+        return cluster
+    link: Link = measured_link(job, devices)
+    filled = tuple(
+        node if node.link is not None else node.model_copy(update={"link": link}) for node in nodes
+    )
+    return cluster.model_copy(
+        update={"nodes": filled, "default_link": cluster.default_link or link}
+    )
+
+
+def _sizes(
+    job: TracedJob, asked: Sequence[int], size: int | None, num_devices: int
+) -> tuple[int, ...]:
+    sizes = tuple(asked) or ((size,) if size else candidate_sizes(job.batch_size, num_devices))
+    wrong = [b for b in sizes if job.batch_size % b]
+    if wrong:
+        raise ConfigError(
+            f"microbatch sizes {wrong} do not divide the job's batch_size={job.batch_size}"
+        )
+    return tuple(sorted(sizes))
+
+
+def _tensors(asked: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of tensor-parallel groups: powers of two of like devices of a node."""
+    if asked:
+        return tuple(sorted({1, *asked}))
+
+    def key(device: Device) -> tuple[str, int | None, int]:
+        return device.label, device.memory_bytes, device.node
+
+    largest = max(collections.Counter(map(key, cluster.devices)).values())
+    return tuple(2**k for k in range(min(largest, _MAX_TENSOR).bit_length()))
+
+
+def chain_work(
+    job: TracedJob,
+    sizes: Sequence[int],
+    tensors: Sequence[int],
+    num_segments: int,
+    sums: SumsForm,
+) -> tuple[ChainWork, tuple[str, ...]]:
+    """The job's chain at every size, as the search takes it, and what could not be cut."""
+    chains: dict[tuple[int, int], tuple[LayerSize, ...]] = {}
+    sent: dict[tuple[int, int], tuple[float, ...]] = {}
+    names: tuple[str, ...] = ()
+    said: dict[str, None] = {}
+    for size in sizes:
+        graph = job.graph(size)
+        chain = segments(graph, num_segments)
+        names = names or tuple(s.name for s in chain)
+        for tensor in tensors:
+            try:
+                cut = shard_graph(graph, *split_over(graph, tensor))
+            except (AnnotationError, PlanError) as error:
+                said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
+                continue
+            chains[size, tensor] = layer_sizes(graph, chain, cut)
+            total = sum(s.flops for s in chain) or 1.0
+            bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
+            sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
+    param_bytes = tree_bytes(job.functional(sizes[0]).params)
+    state_bytes = job.optimizer_bytes(sizes[0])
+    work = ChainWork(
+        layers=names,
+        sizes=chains,
+        sent_bytes=sent,
+        input_bytes={size: job.batch_bytes(size) for size in sizes},
+        batch_size=job.batch_size,
+        # Itself, its gradient, what gradients are summed in, the optimizer's state.
+        state_factor=2 + sums.num_parts + state_bytes / max(1, param_bytes),
+        reduce_factor=1.5 if sums.kind == "exact" else 1.0,
+    )
+    return work, tuple(said)
+
+
+def _completed(
+    job: TracedJob,
+    cluster: Cluster,
+    found: Proposal,
+    num_segments: int,
+    sums: SumsForm,
+    said: Sequence[str],
+) -> Plan:
+    own, num_stages = found.alternative, len(found.cuts)
+    graph = job.graph(own.microbatch_size)
+    inner, roles = split_over(graph, own.tensor)
+    structure = Structure(replicas=found.replicas, axes=inner, roles=roles)
+    if num_stages > 1:
+        ends = (*found.cuts[1:], len(segments(graph, num_segments)))
+        request = PipelineRequest(
+            num=num_stages,
+            recompute=own.recompute,
+            num_segments=num_segments,
+            cut=tuple(b - a for a, b in zip(found.cuts, ends, strict=True)),
+        )
+        structure = dataclasses.replace(
+            structure, axes=(("stage", num_stages), *inner), pipeline=request
+        )
+    return complete(
+        graph,
+        structure,
+        cluster=cluster,
+        made_with=job.made_with(cluster),
+        batch_size=job.batch_size,
+        microbatch_size=own.microbatch_size,
+        sums=sums,
+        counts=found.counts,
+        prediction=found.prediction,
+        runners_up=found.runners_up,
+        reasons=(*found.reasons, *said),
+    )

@@ -1,0 +1,579 @@
+"""A session: a plan that runs. It alone has state; it is opened and closed, never changed into
+another.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._cluster._cluster import Cluster
+from .._cluster._job_devices import Devices
+from .._core._config import BalanceConfig
+from .._core._errors import CheckpointError, ConfigError, NonFiniteError, PlanError
+from .._core._types import PyTree
+from .._jax._compilation_events import num_compilations
+from .._lower._state import State
+from .._plan._plan import Plan
+from .._planner._counts import best_counts
+from .._report._history import EvalRecord, History, Rebalance, StepRecord
+from ._balancer import Balancer
+from ._checkpoints import Checkpoints
+from ._counts_of_plan import (
+    check_limits,
+    count_limits,
+    own_ids,
+    predicted,
+    share_of,
+    shared_numbers,
+)
+from ._data import Loader, eval_batches
+from ._fingerprint import fingerprint
+from ._pipeline_watch import PipelineWatch
+from ._recorder import Recorder
+from ._signals import Preempted, Termination
+from ._step import Outcome, Stepper
+from ._traced_job import TracedJob
+from ._watchdog import Watchdog
+
+_FORMAT = 2  # of the checkpoint's own fields
+_STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to leave it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What training made.
+
+    Attributes:
+        model: The NNX model that was passed, updated in place; or the Linen module.
+        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables). They
+            lie as training held them: on one device where a copy of the model had one.
+        opt_state: State of the optimizer, likewise.
+        step: Updates done in all, those before a resume included.
+        history: What happened.
+        plan: The plan of the last step.
+        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
+            to the last bit.
+    """
+
+    model: Any
+    state: PyTree
+    opt_state: PyTree
+    step: int
+    history: History
+    plan: Plan
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a session is opened.
+
+    Attributes:
+        steps: Updates in all; None: as many as are asked for one by one.
+        balance: When counts move; None: they stay.
+        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
+        run_dir: Folder for records and the report, or None.
+        tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        first_step: Where to begin without a checkpoint.
+        is_trial: Whether nobody is told of it.
+    """
+
+    steps: int | None = None
+    balance: BalanceConfig | None = None
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    tensorboard: bool = False
+    first_step: int = 0
+    is_trial: bool = False
+
+
+class Session:
+    """A plan that runs: made by `Job.open`, used in a `with` statement.
+
+    Iterating trains to the last step and gives a record of each.
+
+    Attributes:
+        plan: The present one; a re-balance makes another.
+        step_number: Updates done.
+
+    Example:
+        >>> with job.open(plan, steps=100) as session:
+        ...     for record in session:
+        ...         print(record.step, record.loss)
+        ...     print(session.result().sha256)
+    """
+
+    def __init__(
+        self,
+        job: TracedJob,
+        plan: Plan,
+        devices: Devices,
+        options: SessionOptions,
+    ):
+        self._job, self._options = job, options
+        self._cluster = job.cluster(devices)
+        self._stack = contextlib.ExitStack()
+        self._is_closed = False
+        with contextlib.ExitStack() as opening:
+            opening.enter_context(self._stack)
+            self._termination = Termination()
+            self._stack.callback(self._termination.close)
+            self._stopping = 0.0
+            self._watchdog = self._watch()
+            self._beat(-1, "compiling and measuring")
+            check_runnable(plan, self._cluster, job, devices)
+            self._checkpoints = self._open_checkpoints()
+            resumed = self._resumed_step(plan)
+            start = options.first_step if resumed is None else resumed
+            self.step_number = self._first_step = start
+            self._saved = resumed
+            pool = self._stack.enter_context(ThreadPoolExecutor(2 * len(plan.devices)))
+            self._programs = job.programs(plan, devices, pool.map, keep=options.is_trial)
+            self._reducer = self._programs.reducer
+            self._store = self._programs.store()
+            self._fill_store()
+            self._stepper = Stepper(self._programs, self._store)
+            self._stack.callback(self._stepper.close)
+            self._batch = job.first_batch(start, plan.microbatch_size)
+            own = self._stepper.warm_up(self._batch, repeats=3 if options.balance else 0)
+            seconds = shared_numbers(self._reducer, own) if options.balance else None
+            self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
+            limits = count_limits(plan, self._cluster, self.memory_bytes, self._batch)
+            counts = plan.counts
+            if seconds is not None:
+                counts = best_counts(plan.num_microbatches, seconds, None, limits)
+            check_limits(counts, limits)
+            moves = options.balance or job.settings.balance
+            self.balancer = Balancer(moves, counts, limits, seconds)
+            self.plan = plan if counts == plan.counts else plan.with_counts(counts)
+            self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
+            said = self._watch_pipelines.measure(self._batch, self.plan)
+            self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
+            self._plans = [self.plan]
+            self._recorder = self._records(start)
+            self._stack.callback(self._recorder.close)
+            self._loader: Loader | None = None
+            self._began = time.perf_counter()
+            opening.pop_all()
+        if resumed is not None:
+            self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
+        self._recorder.log(self.plan.explain())
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of everything."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stack.close()
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def _watch(self) -> Watchdog | None:
+        if jax.process_count() == 1:
+            return None
+        settings = self._job.settings.watchdog
+        return self._stack.enter_context(
+            Watchdog(
+                rank=jax.process_index(),
+                num_processes=jax.process_count(),
+                heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
+                progress_timeout_seconds=settings.progress_timeout_seconds,
+            )
+        )
+
+    def _beat(self, step: int, phase: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.beat(step, phase)
+
+    def _open_checkpoints(self) -> Checkpoints | None:
+        if self._options.checkpoint_dir is None:
+            return None
+        return self._stack.enter_context(
+            Checkpoints(
+                self._options.checkpoint_dir,
+                keep=self._job.settings.checkpoint.keep,
+                gather=self._job.gather,
+            )
+        )
+
+    def _resumed_step(self, plan: Plan) -> int | None:
+        latest = self._checkpoints.latest() if self._checkpoints is not None else None
+        self._job.agree("checkpoint to resume from", str(latest))
+        if latest is None or self._checkpoints is None:
+            return None
+        meta = self._checkpoints.meta(latest)
+        wrong = [
+            f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
+            for key, value in self._meta(plan).items()
+            if key != "plan" and meta.get(key) != value
+        ]
+        folder, last = self._options.checkpoint_dir, self._options.steps
+        if wrong:
+            raise CheckpointError(
+                f"{folder} holds step {latest} of another run:\n"
+                + "\n".join(wrong)
+                + "\nresume with the checkpoint's values or use another checkpoint_dir"
+            )
+        if last is not None and latest > last:
+            raise CheckpointError(
+                f"{folder} holds step {latest}, beyond the {last} asked: raise steps or use "
+                "another checkpoint_dir"
+            )
+        return latest
+
+    def _meta(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "batch_size": plan.batch_size,
+            "microbatch_size": plan.microbatch_size,
+            "seed": self._job.seed,
+            "reduction": plan.sums.kind,
+            "plan": plan.decisions.to_json(),
+        }
+
+    def _fill_store(self) -> None:
+        if self._saved is not None and self._checkpoints is not None:
+            self._store.load(self._checkpoints.restore(self._store.wanted(), self._saved))
+            return
+        if not self._programs.training.model.can_start:
+            raise ConfigError(
+                "the model is shapes only, so there is nothing to begin with: pass a function that "
+                "makes it, lambda: Model(nnx.Rngs(0)), or a checkpoint_dir that holds its arrays"
+            )
+        self._store.initialise(self._job.gather)
+
+    def _records(self, start: int) -> Recorder:
+        run_dir = self._options.run_dir
+        return Recorder(
+            self.plan.replica_names,
+            start_step=start,
+            last_step=self._options.steps,
+            run_dir=pathlib.Path(run_dir) if run_dir is not None else None,
+            tensorboard=self._options.tensorboard,
+            is_main=jax.process_index() == 0 and not self._options.is_trial,
+        )
+
+    def _predicted(self, plan: Plan) -> Plan:
+        prediction = predicted(
+            plan,
+            self.balancer.seconds,
+            self.balancer.fixed,
+            memory_bytes=self.memory_bytes,
+            cluster=self._cluster,
+        )
+        return plan.replaced(prediction=self._watch_pipelines.predicted(prediction))
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        """Train to the last step, or until somebody asks to stop.
+
+        Raises:
+            ConfigError: If the session was opened without a number of steps.
+        """
+        if self._options.steps is None:
+            raise ConfigError("a session without `steps` has no end: open it with steps=...")
+        while self.step_number < self._options.steps and not self._is_stopped:
+            yield self.step()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stopping < 0
+
+    def stop(self) -> None:
+        """Ask all processes to end after the next step: iterating then ends."""
+        if not self._is_stopped:
+            self._stopping = max(self._stopping, _STOP)
+
+    def step(self, batch: PyTree | None = None) -> StepRecord:
+        """Train one step.
+
+        Args:
+            batch: The global batch, the same on every process; None: the next one of the data.
+
+        Returns:
+            What happened.
+
+        Raises:
+            NonFiniteError: A gradient was not finite and the job says `nonfinite="stop"`.
+            DataError: If the data ends, or the batch has another size.
+            Preempted: After SIGTERM on any process, once a checkpoint is written.
+        """
+        step, counts = self.step_number, self.plan.counts
+        ids = own_ids(counts, self._reducer)
+        self._beat(step, "data")
+        batches = self._loaded(step, ids) if batch is None else self._cut(batch, ids)
+        self._beat(step, "microbatches")
+        compiled = num_compilations()
+        timed = step == self._first_step + 1 and self._options.run_dir is not None
+        self._watch_pipelines.time_ticks(timed)
+        outcome = self._stepper.accumulate(
+            step,
+            ids,
+            batches,
+            stop=max(self._stopping, _LEAVE * self._termination.arrived),
+            on_reduce=functools.partial(self._beat, step, "reduce"),
+        )
+        if timed:
+            self._watch_pipelines.tell_ticks()
+        self._beat(step, "update")
+        if outcome.nonfinite:
+            self._nonfinite(step, outcome.nonfinite)
+        else:
+            self._stepper.update(outcome)
+        if step > self._first_step:
+            self._recorder.num_compilations += num_compilations() - compiled
+        record = self._recorded(step, counts, outcome, batches)
+        self.step_number = step + 1
+        if outcome.stop == _LEAVE:
+            self._leave()
+        if outcome.stop:
+            self._stopping = -1.0
+        return record
+
+    def _loaded(self, step: int, ids: Sequence[range]) -> list[list[PyTree]]:
+        if self._loader is None:
+            last = self._options.steps
+            self._loader = self._stack.enter_context(
+                Loader(
+                    self._job.source,
+                    microbatch_size=self.plan.microbatch_size,
+                    num_steps=last if last is not None else 1 << 62,
+                    depth=self._job.settings.data.prefetch_steps,
+                )
+            )
+        # Local replicas take consecutive runs of microbatches, so together they are one.
+        loaded = iter(self._loader.get(step, range(ids[0].start, ids[-1].stop)))
+        return [[next(loaded) for _ in own] for own in ids]
+
+    def _cut(self, batch: PyTree, ids: Sequence[range]) -> list[list[PyTree]]:
+        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+        if sizes != {(self.plan.batch_size,)}:
+            shown = ", ".join(str(s[0] if s else "a scalar") for s in sorted(sizes))
+            raise ConfigError(
+                f"the batch has leading dimensions {shown}, each must be the global batch's "
+                f"{self.plan.batch_size}"
+            )
+        size = self.plan.microbatch_size
+
+        def cut(i: int) -> PyTree:
+            return jax.tree.map(lambda x: np.asarray(x)[i * size : (i + 1) * size], batch)
+
+        return [[cut(i) for i in own] for own in ids]
+
+    def _recorded(
+        self,
+        step: int,
+        counts: tuple[int, ...],
+        outcome: Outcome,
+        batches: Sequence[Sequence[PyTree]],
+    ) -> StepRecord:
+        change = None
+        if self._options.balance:
+            change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
+        now = time.perf_counter()
+        busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
+        record = StepRecord(
+            step=step,
+            loss=outcome.loss,
+            metrics=outcome.metrics,
+            seconds=now - self._began,
+            num_examples=self.plan.batch_size,
+            num_tokens=_num_tokens(batches, self.plan.num_microbatches),
+            counts=counts,
+            busy_seconds=tuple(b + u for b, u in busy),
+            redone=outcome.redone,
+            skipped=bool(outcome.nonfinite),
+        )
+        self._began = now
+        self._recorder.step(record)
+        if change is not None:
+            self._rebalance(change)
+        elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
+            self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+        settled = self.balancer.stepped(record.seconds)
+        if settled is not None:
+            self._recorder.settled(step, settled)
+        return record
+
+    def _rebalance(self, change: Rebalance) -> None:
+        self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+        self._plans.append(self.plan)
+        self._recorder.rebalanced(change)
+
+    def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        message = f"step {step}: not finite in the gradient of {shown}"
+        if self._job.nonfinite == "stop":
+            raise NonFiniteError(
+                f"{message}; the parameters are those of step {step}. Lower the learning rate, "
+                "clip, or pass nonfinite='skip' to leave such updates out"
+            )
+        self._recorder.log(f"{message}; update skipped")
+
+    def _leave(self) -> None:
+        if self.step_number == self._options.steps:
+            return  # this was the last one anyway
+        if self._checkpoints is not None:
+            self.save()
+            self._checkpoints.wait()
+        raise Preempted(self.step_number)
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state as it lies; the next step overwrites its arrays."""
+        return self._store.state(self.step_number)
+
+    def gather(self, tree: PyTree) -> PyTree:
+        """Whole arrays of `state` in host memory, one after another.
+
+        Every process must call this at the same step.
+
+        Args:
+            tree: Any part of `state`.
+
+        Returns:
+            The same tree of numpy arrays.
+        """
+        return self._store.gather(tree)
+
+    @property
+    def history(self) -> History:
+        """All records so far."""
+        return self._recorder.history(tuple(self._plans))
+
+    def evaluate(self, data: Any) -> EvalRecord:
+        """Mean loss and metrics over a data set, the same for every spread of the work.
+
+        Args:
+            data: Any kind that a job takes but an unbounded one.
+
+        Raises:
+            DataError: If it is empty or of no known kind.
+        """
+        self._beat(self.step_number, "evaluation")
+        began = time.perf_counter()
+        size, fetch = eval_batches(data, self.plan.microbatch_size)
+        num = math.ceil(size / self.plan.microbatch_size)
+        share = share_of(num, self.plan.counts)
+        loss, metrics = self._stepper.evaluate(num, own_ids(share, self._reducer), fetch)
+        record = EvalRecord(
+            step=self.step_number,
+            loss=loss,
+            metrics=metrics,
+            num_examples=size,
+            seconds=time.perf_counter() - began,
+        )
+        self._recorder.evaluated(record)
+        self._began = time.perf_counter()
+        return record
+
+    def save(self) -> None:
+        """Write a checkpoint in the background; every process must call this at the same step.
+
+        Raises:
+            ConfigError: If the session was opened without a `checkpoint_dir`.
+            CheckpointError: If an earlier one failed.
+        """
+        if self._checkpoints is None:
+            raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
+        if self._saved != self.step_number:
+            self._beat(self.step_number, "checkpoint")
+            self._stepper.wait()
+            self._checkpoints.save(self.step_number, self._store.saved(), self._meta(self.plan))
+            self._saved = self.step_number
+
+    def result(self) -> Result:
+        """The trained model and what happened; writes the last checkpoint and the report."""
+        self._beat(self.step_number, "finishing")
+        if self._checkpoints is not None:
+            self.save()
+            self._checkpoints.wait()
+        self.plan = self._predicted(self.plan)
+        history = self.history
+        state = self.state
+        sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
+        model, trained = self._programs.training.model.finish(state.params, state.aux)
+        pictures = {}
+        if self._options.run_dir is not None and jax.process_index() == 0:
+            pictures = self._watch_pipelines.draw(pathlib.Path(self._options.run_dir), self.plan)
+        self._recorder.report(history, self.plan, pictures)
+        return Result(
+            model=model,
+            state=trained,
+            opt_state=state.opt_state,
+            step=self.step_number,
+            history=history,
+            plan=self.plan,
+            sha256=sha256,
+        )
+
+
+def check_runnable(plan: Plan, cluster: Cluster, job: TracedJob, devices: Devices) -> None:
+    """Refuse a plan for something else.
+
+    Raises:
+        PlanError: With every difference: batch, devices, versions.
+    """
+    faults = []
+    if plan.batch_size != job.batch_size:
+        faults.append(f"batch_size: {plan.batch_size} in the plan, {job.batch_size} in the job")
+    for device in plan.devices:
+        if device.rank >= len(cluster.devices):
+            faults.append(
+                f"devices: the plan uses device {device.rank}, there are {len(cluster.devices)}"
+            )
+        elif cluster.devices[device.rank].label != device.kind:
+            own = cluster.devices[device.rank].label
+            faults.append(f"devices.{device.rank}: {device.kind} in the plan, {own} here")
+    here = job.made_with(cluster)
+    for name in ("hxla", "jax", "jaxlib", "processor"):
+        planned, own = getattr(plan.made_with, name), getattr(here, name)
+        if planned != own:
+            faults.append(f"made_with.{name}: {planned} in the plan, {own} here")
+    planned = {d.rank for d in plan.devices}
+    started = {i: d for i, d in enumerate(devices) if d is not None}
+    missing = sorted(planned - started.keys())
+    if missing and not faults:
+        faults.append(f"devices: no process was started for {missing}")
+    used = {d.process_index for i, d in started.items() if i in planned}
+    idle = sorted({d.process_index for d in started.values()} - used)
+    if idle and not faults:
+        faults.append(
+            f"devices: processes {idle} have no part in the plan; hxla run --plan starts only "
+            "those that have"
+        )
+    if faults:
+        raise PlanError(
+            "the plan is for something else:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
+            + "\nmake a plan for this, with hxla plan or Job.plan, or edit these fields"
+        )
+
+
+def _num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
+    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
+    some = next((b for own in batches for b in own), None)
+    leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
+    sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
+    return max(sizes, default=0) * num_microbatches
+
+
+Callback = Callable[[StepRecord, Session], bool | None]

@@ -1,0 +1,88 @@
+"""A profile in seconds: each segment alone on each kind of device that is here."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import jax
+
+from .._cluster._cluster import Cluster
+from .._cluster._hardware import copy_bytes_per_second
+from .._graph._segments import segments
+from .._lower._options import compiler_options
+from .._model._functional import tree_bytes
+from .._plan._plan_parts import SumsForm
+from .._planner._axes import shard_graph
+from .._profile._profile import LayerTime, Profile, Setting
+from .._profile._profile_file import merge_profiles
+from .._profile._segment_times import layer_sizes, measure, model_name
+from ._traced_job import TracedJob
+
+_COPIED_BYTES = 1 << 26
+
+
+def short_profile(
+    job: TracedJob,
+    cluster: Cluster,
+    devices: tuple[jax.Device, ...],
+    sizes: Sequence[int],
+    num_segments: int,
+    sums: SumsForm,
+) -> Profile:
+    """Times of the job's segments on the kinds of devices that are here.
+
+    A device holds one segment's parameters at a time, so a model that fits no device is measured
+    too. An update takes what its bytes take through the device's memory.
+
+    Args:
+        job: To measure; every process of it takes part.
+        cluster: Its devices.
+        devices: The same.
+        sizes: Of microbatches.
+        num_segments: Most segments of the chain.
+        sums: How gradients are added up.
+
+    Returns:
+        The same profile on every process.
+    """
+    own = next(d for d in devices if d.process_index == jax.process_index())
+    label = cluster.devices[devices.index(own)].label
+    model = job.functional(sizes[0])
+    rate = copy_bytes_per_second(own, _COPIED_BYTES)
+    param_bytes = max(tree_bytes(model.params), 1)
+    # Of a byte of parameters: itself and the optimizer's state are read and written, sums read.
+    touched = 2 + sums.num_parts + 2 * job.optimizer_bytes(sizes[0]) / param_bytes
+    found: list[Profile] = []
+    for size in sizes:
+        graph = job.graph(size)
+        chain = segments(graph, num_segments)
+        own_sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+        times = measure(
+            graph,
+            chain,
+            params=job.functional(size).params,
+            aux=job.functional(size).aux,
+            batch=job.first_batch(0, size),
+            device=own,
+            options=compiler_options(own.platform, sums),
+        )
+        found.append(
+            Profile(
+                model=model_name(model.params),
+                layers=tuple(s.name for s in chain),
+                sizes={(size, 1): own_sizes},
+                times={
+                    Setting(label, size): tuple(
+                        with_update(t, touched * s.parameter_bytes / rate)
+                        for t, s in zip(times, own_sizes, strict=True)
+                    )
+                },
+            )
+        )
+    texts = job.gather("short profile", json.dumps(merge_profiles(found).to_table()))
+    return merge_profiles(Profile.from_table(json.loads(text)) for text in texts)
+
+
+def with_update(time: LayerTime, seconds: float) -> LayerTime:
+    """A layer's times with that of its update."""
+    return dataclasses.replace(time, update=seconds)

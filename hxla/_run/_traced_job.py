@@ -1,0 +1,317 @@
+"""What a job trains: its data, its model as functions, its loss traced once for each size."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from .._cluster import _job_devices
+from .._cluster._cluster import Cluster
+from .._cluster._job_devices import Devices
+from .._cluster._mesh_file import load_cluster
+from .._core._config import Config
+from .._core._errors import ConfigError
+from .._core._types import PyTree
+from .._core._versions import hxla_version, jax_versions, processor
+from .._graph._factors import Patterns
+from .._graph._graph import Graph
+from .._graph._trace import trace_functional
+from .._jax import _coordination
+from .._lower._lower import Programs, Training, lower
+from .._model._annotations import Strategy
+from .._model._functional import Functional, Loss, functional, tree_bytes
+from .._plan._plan import Plan
+from .._plan._plan_parts import SumsForm, Versions
+from ._data import Source, as_source
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedJob:
+    """A job's arguments, and what follows from them, each made once.
+
+    Attributes:
+        model: The user's.
+        data: The user's.
+        loss: The user's.
+        optimizer: The user's.
+        batch_size: Examples of a global batch.
+        seed: Root of sample order, dropout and initialisation.
+        shuffle: Whether random-access data is shuffled anew each epoch.
+        num_examples: Of a callable that is to have epochs.
+        variables: Initial variables of a Linen module.
+        rngs: Names of a Linen module's random streams.
+        eval_loss: Loss for evaluation.
+        nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
+        default: Annotation of what no scope covers.
+        patterns: Which dimensions of an equation can be cut together.
+        settings: All others.
+    """
+
+    model: Any
+    data: Any
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    batch_size: int
+    seed: int
+    shuffle: bool
+    num_examples: int | None
+    variables: PyTree | None
+    rngs: Sequence[str]
+    eval_loss: Loss
+    nonfinite: Literal["stop", "skip"]
+    default: Strategy | None
+    patterns: Patterns
+    settings: Config
+
+    # -- the model -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The data."""
+        return as_source(
+            self.data,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            num_examples=self.num_examples,
+            examples_per_file=self.settings.io.examples_per_file,
+        )
+
+    @functools.cached_property
+    def _example(self) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
+            self.source.example(),
+        )
+
+    def shapes(self, size: int) -> PyTree:
+        """Shapes of a microbatch of a size."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._example
+        )
+
+    def batch_bytes(self, size: int) -> int:
+        """Bytes of a microbatch of a size."""
+        return tree_bytes(self.shapes(size))
+
+    def first_batch(self, step: int, size: int) -> PyTree:
+        """The first examples of the global batch of a step."""
+        return self.source.fetch(step, np.arange(size))
+
+    @functools.cached_property
+    def _models(self) -> dict[int, Functional]:
+        return {}
+
+    def functional(self, size: int) -> Functional:
+        """The model as pure functions, for microbatches of a size."""
+        if size not in self._models:
+            self._models[size] = functional(
+                self.model,
+                self.loss,
+                self.eval_loss,
+                variables=self.variables,
+                seed=self.seed,
+                example=self.shapes(size),
+                rngs=self.rngs,
+            )
+        return self._models[size]
+
+    @functools.cached_property
+    def _graphs(self) -> dict[int, Graph]:
+        return {}
+
+    def graph(self, size: int) -> Graph:
+        """The loss traced for microbatches of a size."""
+        if size not in self._graphs:
+            self._graphs[size] = trace_functional(
+                self.functional(size),
+                self.shapes(size),
+                default=self.default,
+                patterns=self.patterns,
+            )
+        return self._graphs[size]
+
+    def optimizer_bytes(self, size: int) -> int:
+        """Bytes of the optimizer's state for the whole model."""
+        return tree_bytes(jax.eval_shape(self.optimizer.init, self.functional(size).params))
+
+    # -- the devices -----------------------------------------------------------------------------
+
+    def gather(self, what: str, text: str) -> tuple[str, ...]:
+        """What every process says, in the order of ranks; each must call this equally often."""
+        seconds = self.settings.watchdog.progress_timeout_seconds
+        return _coordination.gather(what, text, timeout_seconds=seconds)
+
+    def agree(self, what: str, text: str) -> None:
+        """Refuse to go on where processes disagree.
+
+        Raises:
+            LaunchError: With a short diff against process 0.
+        """
+        if jax.process_count() > 1:
+            _coordination.same_everywhere(
+                what,
+                text,
+                rank=jax.process_index(),
+                num_processes=jax.process_count(),
+                timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
+            )
+
+    def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
+        """Those that are here, by rank; of a mesh only its own."""
+        visible = self.settings.cluster.visible_devices
+        text = os.environ.get("HXLA_DEVICES")
+        started = tuple(map(int, text.split(","))) if text else None
+        return _job_devices.resolve(mesh, self._described, visible, started)
+
+    def all_devices(self, mesh: jax.sharding.Mesh | None = None) -> tuple[jax.Device, ...]:
+        """The same, where a plan is to be made for all of them.
+
+        Raises:
+            ConfigError: If some were not started, because a plan leaves them out.
+        """
+        devices = self.devices(mesh)
+        found = tuple(device for device in devices if device is not None)
+        if len(found) < len(devices):
+            raise ConfigError(
+                "hxla run --plan started the devices of its plan only, and the script makes "
+                "another plan: train with the one given, or start it with --mesh alone"
+            )
+        return found
+
+    @functools.cached_property
+    def _described(self) -> Cluster | None:
+        file = os.environ.get("HXLA_MESH")
+        return load_cluster(file) if file else None
+
+    @functools.cached_property
+    def _clusters(self) -> dict[Devices, Cluster]:
+        return {}
+
+    def cluster(self, devices: Devices) -> Cluster:
+        """What is known of devices that are here, the same on every process."""
+        if devices not in self._clusters:
+            self._clusters[devices] = _job_devices.job_cluster(
+                devices, self._described, self.gather
+            )
+        return self._clusters[devices]
+
+    def made_with(self, cluster: Cluster) -> Versions:
+        """What decides bits besides a plan on a cluster."""
+        own, (jax_version, jaxlib_version) = hxla_version(), jax_versions()
+        on_cpu = any(device.kind == "cpu" for device in cluster.devices)
+        return Versions(
+            hxla=own,
+            jax=jax_version,
+            jaxlib=jaxlib_version,
+            processor=processor() if on_cpu else "",
+        )
+
+    def sums(self, reduction: str) -> SumsForm:
+        """How gradients are added up.
+
+        Raises:
+            ConfigError: For an unknown reduction, or settings that it does not take.
+        """
+        if reduction not in ("exact", "float"):
+            raise ConfigError(f"reduction={reduction!r}: use 'exact' or 'float'")
+        communication = self.settings.communication
+        if communication.dtype != "float32" and reduction == "exact":
+            raise ConfigError(
+                f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
+                "reduction='float' with it, or leave it at 'float32'"
+            )
+        kind: Literal["exact", "float"] = "exact" if reduction == "exact" else "float"
+        return SumsForm(kind=kind, dtype=communication.dtype, bucket_mib=communication.bucket_mib)
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def training(self, size: int, start: int) -> Training:
+        """What is trained, with the arrays to begin with.
+
+        Args:
+            size: Examples of a microbatch.
+            start: First step, whose data initialises a Linen module.
+
+        Raises:
+            ConfigError: For more groups of parameters than there are parameters.
+        """
+        model = self.functional(size)
+        if model.init_arguments:
+            keys, _ = model.init_arguments
+            example = self.first_batch(start, size)
+            model = dataclasses.replace(model, init_arguments=(keys, example))
+        communication, num_groups = (
+            self.settings.communication,
+            (self.settings.optimizer.num_apply_groups),
+        )
+        num_params = max(len(jax.tree.leaves(model.params)), 1)
+        if num_groups > num_params:
+            raise ConfigError(
+                f"optimizer.num_apply_groups={num_groups} but the model has {num_params} "
+                f"parameters: use {num_params} at most"
+            )
+        return Training(
+            model=model,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            mean=communication.gradient == "mean",
+            clip_norm=communication.clip_norm,
+            clip_before=communication.clip == "before",
+            num_groups=num_groups,
+        )
+
+    @functools.cached_property
+    def _lowered(self) -> dict[Any, Programs]:
+        return {}
+
+    def programs(
+        self,
+        plan: Plan,
+        devices: Devices,
+        over: Callable[..., Any],
+        *,
+        keep: bool = False,
+    ) -> Programs:
+        """The compiled programs of a plan.
+
+        Args:
+            plan: To lower.
+            devices: By rank.
+            over: Like `map`, perhaps on several threads.
+            keep: Whether those of other plans are kept, too.
+
+        Raises:
+            LaunchError: If processes lowered different programs.
+        """
+        key = _without_counts(plan), devices
+        if not keep:
+            for other in set(self._lowered) - {key}:
+                del self._lowered[other]
+        if key not in self._lowered:
+            size = plan.microbatch_size
+            programs = lower(self.training(size, 0), self.graph(size), plan, devices)
+            programs.compile(over)
+            self.agree("lowered program", programs.text)
+            self._lowered[key] = programs
+        return self._lowered[key]
+
+
+def _without_counts(plan: Plan) -> Plan:
+    """What programs depend on; a table of one's own is made for some counts only."""
+    if plan.pipeline is not None and (
+        plan.pipeline.schedule == "interleaved" or not isinstance(plan.pipeline.schedule, str)
+    ):
+        return plan.decisions
+    first, *others = plan.replicas
+    counts = [plan.num_microbatches, *[0] * len(others)]
+    replicas = tuple(
+        replica.model_copy(update={"num_microbatches": count})
+        for replica, count in zip((first, *others), counts, strict=True)
+    )
+    return plan.decisions.model_copy(update={"replicas": replicas})
