@@ -54,7 +54,7 @@ def seconds(num_devices: int, num_microbatches: int) -> float:
         batch_size=num_microbatches,
         microbatch_size=1,
         steps=1,
-        split="even",
+        counts="even",
         stages=num_devices if num_devices > 1 else None,
         config={"cluster": {"visible_devices": list(range(num_devices))}},
     )

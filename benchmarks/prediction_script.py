@@ -172,7 +172,7 @@ del os.environ[_dry.VARIABLE]
 counts = trial_counts[-1] if trial_counts else ()
 if not failed:
     with contextlib.suppress(SystemExit):  # stopped by its callback
-        train(steps=400, split=counts, callbacks=[trained])
+        train(steps=400, counts=counts, callbacks=[trained])
 turns.end(1)
 thread.join()
 if failed:

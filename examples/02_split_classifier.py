@@ -48,5 +48,5 @@ batch = {
     "label": jax.ShapeDtypeStruct((256,), np.int32),
 }
 graph = hxla.trace(model, loss, batch)
-print(graph, hxla.partition(graph, 8), sep="\n\n")
+print(graph, hxla.make_plan(graph, 8).explain(), sep="\n\n")
 graph.draw("runs/split_classifier.png")

@@ -25,7 +25,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 args = parser.parse_args()
 
-hxla.set_default_strategy(hxla.replicate())
 result = hxla.train(
     Decoder(Size(), nnx.Rngs(0)),
     library(),
@@ -34,6 +33,7 @@ result = hxla.train(
     batch_size=16,
     microbatch_size=16,
     steps=args.steps,
+    default=hxla.replicate(),
 )
 history = result.history.steps
 print(f"loss {history[0].loss:.2f} -> {history[-1].loss:.2f}\n")
@@ -41,6 +41,11 @@ print(f"loss {history[0].loss:.2f} -> {history[-1].loss:.2f}\n")
 # Lin et al., "M6", 2021: 24 layers, 1,024 wide, 512 experts of 4,096.
 size = Size(vocabulary=50_000, model=1024, hidden=4096, heads=16, layers=24, experts=512)
 model = nnx.eval_shape(lambda: Decoder(size, nnx.Rngs(0)))
-graph = hxla.trace(model, loss, {"text": jax.ShapeDtypeStruct((128, 513), np.int32)})
-partition = hxla.partition(graph, 128)
-print(*str(partition).splitlines()[:8], "...", sep="\n")
+graph = hxla.trace(
+    model,
+    loss,
+    {"text": jax.ShapeDtypeStruct((128, 513), np.int32)},
+    default=hxla.replicate(),
+)
+plan = hxla.make_plan(graph, 128)
+print(*plan.explain().splitlines()[:8], "...", sep="\n")

@@ -48,8 +48,8 @@ for model, loss, rules in (
 def lay_out(make, loss, length, rules):
     model = nnx.eval_shape(make)
     graph = hxla.trace(model, loss, {"text": jax.ShapeDtypeStruct((8, length + 1), np.int32)})
-    partition = hxla.partition(graph, axes={"data": 1, "tensor": 16}, rules=rules)
-    print(graph, *str(partition).splitlines()[:3], "", sep="\n")
+    plan = hxla.make_plan(graph, mesh={"data": 1, "tensor": 16}, rules=rules)
+    print(graph, *plan.explain().splitlines()[:4], "", sep="\n")
 
 
 # Brown et al., "GPT-3", 2020, table 2.1; Devlin et al., "BERT", 2019, section 3.

@@ -18,7 +18,7 @@ import hxla
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
-parser.add_argument("--split", default="measured", help="measured, even, or counts such as 9,3")
+parser.add_argument("--counts", default="measured", help="measured, even, or counts such as 9,3")
 parser.add_argument("--batch-size", type=int, default=64)
 parser.add_argument("--microbatch-size", type=int, default=2)
 parser.add_argument("--stages", type=int, help="cut the model into a pipeline")
@@ -30,7 +30,7 @@ parser.add_argument("--checkpoint-every", type=int)
 parser.add_argument("--summary", help="write a few figures of the run to this JSON file")
 parser.add_argument("--sample", type=int, default=0, help="bytes to write after training")
 args = parser.parse_args()
-split = [int(c) for c in args.split.split(",")] if "," in args.split else args.split
+counts = [int(c) for c in args.counts.split(",")] if "," in args.counts else args.counts
 
 result = hxla.train(
     GPT(nnx.Rngs(0), dropout=args.dropout),
@@ -41,7 +41,7 @@ result = hxla.train(
     microbatch_size=args.microbatch_size or None,
     steps=args.steps,
     stages=args.stages,
-    split=split,
+    counts=counts,
     reduction=args.reduction,
     run_dir=args.run_dir,
     checkpoint_dir=args.checkpoint_dir,

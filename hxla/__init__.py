@@ -27,6 +27,7 @@ from ._graph._task_graphs import TaskGraph as TaskGraph
 from ._graph._trace import trace as trace
 from ._inspect._inspect import inspect as inspect
 from ._inspect._inspection import Inspection as Inspection
+from ._planner._graph_plan import make_plan as make_plan
 from ._launch._join import join as join
 from ._lower._state import State as State
 from ._model._annotations import Strategy as Strategy
@@ -48,7 +49,7 @@ from ._report._history import Rebalance as Rebalance
 from ._report._history import StepRecord as StepRecord
 from ._run._fingerprint import fingerprint as fingerprint
 from ._run._job import Job as Job
-from ._run._session import Result as Result
+from ._run._session_values import Result as Result
 from ._run._session import Session as Session
 from ._run._signals import Preempted as Preempted
 from ._run._train import train as train

@@ -148,8 +148,11 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
     )
 
     def work() -> None:
-        job, wishes = job_of(command)
-        profile(job, wishes.microbatch_size, wishes.reduction, request)
+        try:
+            job, wishes = job_of(command)
+            profile(job, wishes.microbatch_size, wishes.reduction, request)
+        except HxlaError as error:
+            sys.exit(f"hxla: {error}")
 
     run_joined(work)
     return 0

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import lowering
 import models
 import numpy as np
 import optax
@@ -13,11 +14,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
-from hxla._lower import _replicate
-from hxla._lower._reduce import Reducer
-from hxla._model._functional import functional
-from hxla._run._step import Engine
-from hxla._run._strategy import replicated
+import hxla
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -53,20 +50,15 @@ CASES = {"gpt": gpt, "nnx": lambda: small("nnx"), "linen": lambda: small("linen"
 def programs(case, devices, reduction="exact"):
     """Optimized HLO of a device's microbatch and update programs."""
     model, loss, batch = CASES[case]()
-    engine = Engine(
-        functional(model, loss, loss, variables=None, seed=0, example=batch),
-        optax.adam(1e-3),
-        Reducer(replicated(devices).replicas),
-        batch=batch,
-        num_microbatches=8,
-        microbatch_size=2,
-        seed=0,
-        reduction=reduction,
-    )
-    engine.calibrate(batch, repeats=0)
-    texts = [(s.micro.as_text(), s.update.as_text()) for s in engine._states]
-    engine.close()
-    return texts
+    data = jax.tree.map(lambda x: np.concatenate([x] * 8), batch)
+    job = hxla.Job(model, data, loss, optax.adam(1e-3), batch_size=16)
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+    plan = job.plan(microbatch_size=2, mesh=mesh, counts="even", reduction=reduction)
+    with job.open(plan, mesh=mesh) as session:
+        found = session._programs
+        runners = [runner._compiled.as_text() for runner in found.runners]
+        updates = [update.as_text() for update in found._compiled_updates]
+    return list(zip(runners, updates, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,20 +83,8 @@ def test_no_dot_of_a_dense_layer_on_cpu_has_both_operands_across():
         return loss, jnp.stack([loss, 1.0]), aux
 
     weights = jax.ShapeDtypeStruct((24, 40), np.float32)
-    programs = _replicate.build(
-        sums_of=sums_of,
-        params={"w": weights},
-        aux={},
-        names=("w",),
-        num_sums=2,
-        optimizer=optax.sgd(1.0),
-        num_microbatches=2,
-        seed=0,
-        reduction="exact",
-        platform="cpu",
-    )
-    ints = [np.zeros(n, np.int32) for n in (1, 3)]
-    batch = np.ones((16, 24), np.float32)
-    lowered = programs.micro.lower([weights], [], jax.eval_shape(programs.zeros), *ints, batch)
+    batch = jax.ShapeDtypeStruct((16, 24), np.float32)
+    made = lowering.programs(sums_of, {"w": weights}, batch)
+    [lowered] = made._lowered_runner(0)
     contracted = re.findall(r" dot\(.*lhs_contracting_dims=\{(\d)\}", lowered.compile().as_text())
     assert contracted == ["1", "1"]

@@ -14,7 +14,7 @@ from hxla import testing
 from hxla._graph._trace import trace_sums
 from hxla._inspect import _shapes
 from hxla._model._annotations import Strategy
-from hxla._planner._partition import shard_graph
+from hxla._planner._axes import shard_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
 
@@ -41,7 +41,7 @@ class Split:
         self.mesh = jax.make_mesh(
             (n,), ("tensor",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,)
         )
-        run = self.sharded.function(self.mesh, jax.tree.structure((0, 0, {})))
+        run = self.sharded.function(self.mesh)
         named = lambda s: jax.sharding.NamedSharding(self.mesh, s)  # noqa: E731
         place = jax.tree.structure(params).unflatten(map(named, self.sharded.param_specs()))
         batch_place = jax.tree.structure(batch).unflatten(map(named, self.sharded.batch_specs()))

@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._core._config import Config, as_config
-from hxla._lower._reduce import Reducer
+from hxla._lower._contribution import Contribution, Tensors
 from hxla._lower._replica import Replica
+from hxla._lower._sum import Reducer
+from hxla._plan._plan_parts import SumsForm
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
 WANTED = {"cluster": {"share_devices": True}, "pipeline": {"num_micro_batch": 4}}
@@ -106,7 +108,7 @@ def train(**config):
         batch_size=24,
         steps=2,
         shuffle=False,
-        split="even",
+        counts="even",
         config=config,
     )
 
@@ -138,7 +140,7 @@ def test_the_gradient_of_a_sum_is_that_of_the_mean_times_the_weight():
         microbatch_size=3,
         steps=1,
         config={"communication": {"gradient": "sum"}, "cluster": two},
-        split="even",
+        counts="even",
     )
     moved = first.model.layer.kernel[...] - start
     np.testing.assert_allclose(moved, -1e-2 * grads["layer"]["kernel"][...], rtol=1e-4, atol=1e-6)
@@ -171,7 +173,7 @@ def first_step(reduction="exact", optimizer=None, **config):
         batch_size=24,
         microbatch_size=3,
         steps=1,
-        split="even",
+        counts="even",
         reduction=reduction,
         config={"cluster": {"visible_devices": [0, 1, 2]}, **config},
     )
@@ -242,7 +244,7 @@ def test_a_layout_places_the_copies():
             batch_size=16,
             microbatch_size=8,
             steps=1,
-            split="even",
+            counts="even",
             config={"cluster": {"layout": layout, "visible_devices": [0, 1]}},
         )
         return len(result.plan.counts)
@@ -263,7 +265,7 @@ class Words(nnx.Module):
         return self.embed.attend(x) if self.tied else self.out(x)
 
 
-def read_words(reduction="exact", tied=False, split=(3, 4, 1), **communication):
+def read_words(reduction="exact", tied=False, counts=(3, 4, 1), **communication):
     rng = np.random.default_rng(0)
     words = rng.integers(0, 4096, (64, 2)).astype(np.int32)
     words[:8] = 7  # a word that every device reads, more than once
@@ -278,9 +280,9 @@ def read_words(reduction="exact", tied=False, split=(3, 4, 1), **communication):
         microbatch_size=2,
         steps=3,
         reduction=reduction,
-        split=split,
+        counts=counts,
         config={
-            "cluster": {"visible_devices": list(range(len(split)))},
+            "cluster": {"visible_devices": list(range(len(counts)))},
             "communication": communication,
         },
     )
@@ -289,12 +291,14 @@ def read_words(reduction="exact", tied=False, split=(3, 4, 1), **communication):
 @pytest.mark.parametrize("rows", [None, {0: 5}])
 def test_only_touched_rows_are_sent(rows):
     replicas = [Replica(i, (d,)) for i, d in enumerate(jax.devices()[:3])]
-    summation = Reducer(replicas).sums(
-        lambda hi, lo: hi.astype(np.float32), 1, 1, [P()], num_parts=2, rows=rows
-    )
+    table = jax.ShapeDtypeStruct((1000, 8), np.float32)
+    contribution = Contribution.of(SumsForm(), num_terms=4)
+    reducer = Reducer(replicas, contribution, Tensors((table,), (), ("t",)), [P()], rows=rows)
+    [program] = reducer._programs
     small = jax.ShapeDtypeStruct((3,), np.int32)
     limb = jax.ShapeDtypeStruct((3 * 1000, 8), np.int32)
-    text = summation.program.lower([small], [small], [(limb, limb)]).compile().as_text()
+    lowered = program.lower([small, small], [small], [(limb, limb)])
+    text = lowered.compile().as_text()
     kinds = r"(all-gather|reduce-scatter|collective-permute|all-reduce)"
     found = re.findall(rf"= \w+\[([\d,]*)\]\S* {kinds}\(", text)
     largest = max(math.prod(int(d) for d in shape.split(",") if d) for shape, _ in found)
@@ -304,7 +308,7 @@ def test_only_touched_rows_are_sent(rows):
 def test_rows_of_an_embedding_travel_one_by_one_and_give_the_same_bits():
     whole, rows = read_words(), read_words(sparse_embeddings=True)
     assert whole.sha256 == rows.sha256
-    assert read_words(split=(8,), sparse_embeddings=True).sha256 == whole.sha256
+    assert read_words(counts=(8,), sparse_embeddings=True).sha256 == whole.sha256
     assert any("at most 32 of 4096 rows" in r for r in rows.plan.reasons)
     floats = read_words("float", sparse_embeddings=True)
     jax.tree.map(

@@ -77,7 +77,7 @@ def test_each_process_loads_its_own_microbatches_only():
         return {"x": i}
 
     s = source(example)
-    with _data.Loader(s, batch_size=4, microbatch_size=1, num_steps=3) as loader:
+    with _data.Loader(s, microbatch_size=1, num_steps=3) as loader:
         loader.start(0, range(1, 3))
         got = [int(b["x"][0]) for b in loader.get(0, range(1, 3))]
         assert got == [1, 2]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hxla._planner._chain import Chain, Group, Replica, Staging
+from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
 from hxla._planner._staging import staging_cost, staging_memory
 
 FAST = Group(
@@ -31,7 +31,7 @@ CHAIN = Chain(
 )
 MIXED = Staging(
     cuts=(0, 3),
-    replicas=(Replica(groups=(0, 1), count=2, num_microbatches=6),),
+    replicas=(ReplicaSort(groups=(0, 1), count=2, num_microbatches=6),),
     step_seconds=0.0,
 )
 
@@ -58,8 +58,8 @@ def test_unlike_replicas_wait_for_the_slowest():
         MIXED,
         cuts=(0,),
         replicas=(
-            Replica(groups=(0,), count=1, num_microbatches=8),
-            Replica(groups=(1,), count=1, num_microbatches=4),
+            ReplicaSort(groups=(0,), count=1, num_microbatches=8),
+            ReplicaSort(groups=(1,), count=1, num_microbatches=4),
         ),
     )
     cost = staging_cost(CHAIN, both)

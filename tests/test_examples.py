@@ -149,7 +149,7 @@ PUBLISHED = {
 def test_a_model_of_published_size_is_cut_by_its_rules(rules):
     make, loss, batch, num_parameters = PUBLISHED[rules]
     graph = hxla.trace(nnx.eval_shape(make), loss, batch)
-    partition = hxla.partition(graph, axes={"data": 1, "fsdp": 2, "tensor": 4}, rules=rules)
-    assert partition.param_bytes == 4 * num_parameters
-    assert partition.param_bytes_per_device < 1.02 * partition.param_bytes / 8
-    assert not [w for w in partition.warnings if w.startswith("no rule")]
+    plan = hxla.make_plan(graph, mesh={"data": 1, "fsdp": 2, "tensor": 4}, rules=rules)
+    assert plan.parameter_bytes == 4 * num_parameters
+    assert plan.device_parameter_bytes < 1.02 * plan.parameter_bytes / 8
+    assert not [w for w in plan.reasons if w.startswith("no rule")]

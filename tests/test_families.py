@@ -19,18 +19,18 @@ def test_every_shipped_set_has_a_model_to_be_held_against():
 def test_a_rule_set_leaves_no_large_parameter_whole(name):
     model, loss, batch = families.FAMILIES[name]()
     axes = AXES | ({"expert": 2} if name == "moe" else {})
-    partition = hxla.partition(hxla.trace(model, loss, batch), axes=axes, rules=name)
-    assert not [w for w in partition.warnings if w.startswith("no rule")]
+    plan = hxla.make_plan(hxla.trace(model, loss, batch), mesh=axes, rules=name)
+    assert not [w for w in plan.reasons if w.startswith("no rule")]
     # All of it but what is small, cut by every axis of the mesh.
-    least = partition.param_bytes / np.prod(list(axes.values()))
-    assert partition.param_bytes_per_device < (2.3 if name == "moe" else 1.6) * least
+    least = plan.parameter_bytes / np.prod(list(axes.values()))
+    assert plan.device_parameter_bytes < (2.3 if name == "moe" else 1.6) * least
 
 
 @pytest.mark.parametrize("name", ["encoder_decoder", "lstm", "moe"])
 def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
     from hxla._graph._trace import trace_functional
     from hxla._lower._replica import Replica
-    from hxla._planner._partition import roles_of_mesh, shard_graph
+    from hxla._planner._axes import roles_of_mesh, shard_graph
 
     model, loss, batch = families.FAMILIES[name]()
     flat = hxla._model._functional.functional(
@@ -39,9 +39,9 @@ def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
     graph = trace_functional(flat, batch)
     axes = (("fsdp", 2), ("expert" if name == "moe" else "tensor", 2))
     resolved = hxla.load_rules(name).resolve(graph.param_names, graph.param_shapes, dict(axes))
-    sharded = shard_graph(graph, axes, roles_of_mesh(graph, axes, by_rules=True), resolved)
+    sharded = shard_graph(graph, axes, roles_of_mesh(graph, axes, by_rules=True), resolved.dims)
     replica = Replica(0, tuple(jax.devices()[:4]), axes)
-    run = sharded.function(replica.mesh, jax.tree.structure((0, 0, flat.aux)))
+    run = sharded.function(replica.mesh)
     key = jax.random.key(0)
 
     def value(params):

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import lowering
 import models
 import numpy as np
 import optax
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 import hxla
 from hxla._jax._grouping import balanced, in_groups
-from hxla._lower import _replicate
 
 NUM, SIDE = 12, 64
 TENSOR_BYTES = SIDE * SIDE * 4
@@ -56,24 +56,18 @@ def test_groups_are_consecutive_and_none_exceeds_its_share_by_a_tensor(sizes, da
 def update(optimizer, num_groups, **options):
     """The compiled update of equal tensors, and what it is called with, less its state."""
     params = [jnp.full((SIDE, SIDE), 0.01 * (i + 1)) for i in range(NUM)]
-    programs = _replicate.build(
-        sums_of=lambda *_: None,
-        params=params,
-        aux={},
-        names=tuple(map(str, range(NUM))),
-        num_sums=2,
+    made = lowering.programs(
+        lambda params, aux, key, batch: (sum(x.sum() for x in params), jnp.zeros(2), aux),
+        params,
+        np.ones((1, 1), np.float32),
         optimizer=optimizer,
-        num_microbatches=2,
-        seed=0,
-        reduction="exact",
-        platform="cpu",
         num_groups=num_groups,
         **options,
     )
     sums = np.random.default_rng(0).normal(size=NUM * SIDE * SIDE).astype(np.float32)
     others = [sums], [], np.zeros(NUM, np.int32), np.float32(2)
     arguments = params, optimizer.init(params), [], *others
-    return programs.update.lower(*arguments).compile(), arguments
+    return made._updates[0].lower(*arguments).compile(), arguments
 
 
 def temporary_tensors(optimizer, num_groups, **options):
@@ -89,7 +83,7 @@ def test_an_update_that_no_norm_couples_holds_two_tensors_at_most(num_groups):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("clipped", {}), ("clipped last", {}), ("adam", {"clip_after": 0.1})],
+    [("clipped", {}), ("clipped last", {}), ("adam", {"clip_norm": 0.1})],
 )
 def test_groups_make_again_what_a_global_norm_would_have_kept(name, options):
     whole = temporary_tensors(OPTIMIZERS[name], 1, **options)
@@ -102,7 +96,7 @@ def test_groups_make_again_what_a_global_norm_would_have_kept(name, options):
 def test_groups_keep_donation_and_the_arithmetic(name):
     results, donated = [], set()
     for num_groups in (1, 3, NUM):
-        compiled, arguments = update(OPTIMIZERS[name], num_groups, clip_after=0.5)
+        compiled, arguments = update(OPTIMIZERS[name], num_groups, clip_norm=0.5)
         donated.add(compiled.memory_analysis().alias_size_in_bytes)
         copies = jax.tree.map(lambda x: jnp.array(np.array(x)), arguments[:3])
         for _ in range(3):
@@ -149,9 +143,9 @@ def train(num_groups, loss=models.token_loss, **options):
 
 def test_grouped_updates_have_the_same_bits_on_any_devices_and_train_as_whole_ones():
     spreads = [(8,), (5, 3), (3, 3, 2)]
-    grouped = [train(4, mesh=models.mesh(data=len(s)), split=s) for s in spreads]
+    grouped = [train(4, mesh=models.mesh(data=len(s)), counts=s) for s in spreads]
     assert len({r.sha256 for r in grouped}) == 1
-    whole = train(1, mesh=models.mesh(data=2), split=(5, 3))
+    whole = train(1, mesh=models.mesh(data=2), counts=(5, 3))
     losses = [[s.loss for s in r.history.steps] for r in (grouped[0], whole)]
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
@@ -169,7 +163,7 @@ def test_grouped_updates_train_as_optax_does(num_groups):
         steps=8,
         shuffle=False,
         mesh=models.mesh(data=3),
-        split=(4, 1, 3),
+        counts=(4, 1, 3),
         config={"optimizer": {"num_apply_groups": num_groups}},
     )
     graphdef, params = nnx.split(models.Dense(nnx.Rngs(0)))
@@ -189,7 +183,7 @@ def test_grouped_updates_train_as_optax_does(num_groups):
 
 
 def test_replicas_of_several_devices_update_in_groups():
-    options = dict(loss=hxla.split(4)(models.token_loss), split="even")
+    options = dict(loss=hxla.split(4)(models.token_loss), counts="even")
     grouped, whole = (train(num, **options) for num in (4, 1))
     assert len(grouped.plan.counts) == 2
     losses = [[s.loss for s in r.history.steps] for r in (grouped, whole)]

@@ -126,7 +126,7 @@ HOSTILE = {
         r"has no __call__",
     ),
     "default that is no strategy": (
-        lambda: hxla.set_default_strategy("split"),
+        lambda: fit(Net(nnx.Rngs(0)), default="split"),
         hxla.AnnotationError,
         r"pass hxla.replicate",
     ),

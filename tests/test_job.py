@@ -18,7 +18,7 @@ sys.path.insert(0, {tests!r})
 import jax, models, optax, hxla
 from flax import nnx
 
-def callback(record, state):
+def callback(record, session):
     print("done", record.step, flush=True)
     time.sleep({pause})
 
@@ -27,7 +27,7 @@ result = hxla.train(
     models.NnxNet(nnx.Rngs(0)) if kind == "nnx" else models.LinenNet(),
     models.tokens(), models.token_loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    batch_size=16, microbatch_size=2, steps={steps}, seed=3, split={split!r},
+    batch_size=16, microbatch_size=2, steps={steps}, seed=3, counts={counts!r},
     checkpoint_dir={folder!r}, checkpoint_every={every}, callbacks=[callback],
     config={{"watchdog": {{"heartbeat_timeout_seconds": 4.0}}}},
 )
@@ -35,13 +35,15 @@ print("sha256", result.sha256, result.step)
 """
 
 
-def job(tmp_path, *options, steps=50, split="even", pause=0.0, folder=None, every=None, kind="nnx"):
+def job(
+    tmp_path, *options, steps=50, counts="even", pause=0.0, folder=None, every=None, kind="nnx"
+):
     script = tmp_path / "train.py"
     script.write_text(
         SCRIPT.format(
             tests=str(ROOT / "tests"),
             steps=steps,
-            split=split,
+            counts=counts,
             pause=pause,
             folder=folder and str(folder),
             every=every,
@@ -74,7 +76,7 @@ def wait_for(process, word):
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_processes_and_one_plain_process_give_the_same_bits(tmp_path, kind):
     out1, err1 = job(tmp_path, kind=kind).communicate(timeout=200)
-    out3, err3 = job(tmp_path, "-n", "3", split=[5, 1, 2], kind=kind).communicate(timeout=200)
+    out3, err3 = job(tmp_path, "-n", "3", counts=[5, 1, 2], kind=kind).communicate(timeout=200)
     found = shas(out1) + shas(out3)
     assert len(found) == 4, err1 + err3
     assert len(set(found)) == 1

@@ -30,29 +30,31 @@ class Net(nnx.Module):
 
 seen = {{}}
 
-def callback(record, state):
-    seen["spread"] = sum(not x.is_fully_addressable for x in jax.tree.leaves(state.params))
+def callback(record, session):
+    params = session.state.params
+    seen["spread"] = sum(not x.is_fully_addressable for x in jax.tree.leaves(params))
     if record.step == 5:
-        seen["whole"] = jax.tree.leaves(process_allgather(state.params, tiled=True))
+        seen["whole"] = jax.tree.leaves(session.gather(params))
 
 result = hxla.train(
     Net(nnx.Rngs(0)), models.tokens(), models.token_loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    batch_size=16, microbatch_size=2, steps=6, seed=3, split={split!r},
+    batch_size=16, microbatch_size=2, steps=6, seed=3, counts={counts!r},
     eval_data=models.tokens(20), checkpoint_dir={folder!r}, checkpoint_every=3,
     callbacks=[callback],
 )
-same = map(np.array_equal, seen["whole"], jax.tree.leaves(nnx.state(result.model, nnx.Param)))
+final = process_allgather(nnx.state(result.model, nnx.Param), tiled=True)
+same = map(np.array_equal, seen["whole"], jax.tree.leaves(final))
 print("callback saw", seen["spread"], all(same))
 print("sha256", result.sha256, round(result.history.evaluations[-1].loss, 5))
 print("cut", [r for r in result.plan.reasons if r.startswith("parameter")])
 """
 
 
-def run(tmp_path, name, split, *launcher, devices=1):
+def run(tmp_path, name, counts, *launcher, devices=1):
     script = tmp_path / f"{name}.py"
     folder = str(tmp_path / name)
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), split=split, folder=folder))
+    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), counts=counts, folder=folder))
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "

@@ -13,19 +13,19 @@ def loss(model, batch):
     values = models.squared_error(model, batch)
     first = batch["x"][:, 0]
     return values, {
-        "mean": hxla.merge(first),
-        "sum": hxla.merge(first, "sum"),
-        "max": hxla.merge(first, "max"),
-        "min": hxla.merge(first, "min"),
-        "each": hxla.merge(first, "concat"),
-        "own": hxla.merge(first, "concat", over="local"),
-        "own_mean": hxla.merge(first, "mean", over="local"),
-        "count": hxla.merge(1.0, "sum"),
+        "mean": hxla.metric(first),
+        "sum": hxla.metric(first, "sum"),
+        "max": hxla.metric(first, "max"),
+        "min": hxla.metric(first, "min"),
+        "each": hxla.metric(first, "concat"),
+        "own": hxla.metric(first, "concat", over="local"),
+        "own_mean": hxla.metric(first, "mean", over="local"),
+        "count": hxla.metric(1.0, "sum"),
     }
 
 
-@pytest.mark.parametrize("split", [(8, 0), (3, 5), (1, 7)])
-def test_metrics_are_those_of_the_whole_batch(split):
+@pytest.mark.parametrize("counts", [(8, 0), (3, 5), (1, 7)])
+def test_metrics_are_those_of_the_whole_batch(counts):
     data = models.regression()
     batch = {k: v[:24] for k, v in data.items()}
     result = hxla.train(
@@ -36,12 +36,12 @@ def test_metrics_are_those_of_the_whole_batch(split):
         batch_size=24,
         microbatch_size=3,
         steps=1,
-        split=split,
+        counts=counts,
         mesh=models.mesh(data=2),
     )
     found = result.history.steps[0].metrics
     first = batch["x"][:, 0]
-    own = first[: 3 * split[0]]
+    own = first[: 3 * counts[0]]
     np.testing.assert_array_equal(found["each"], first)
     np.testing.assert_array_equal(found["own"], own)
     np.testing.assert_allclose(found["mean"], first.mean(), rtol=1e-5, atol=1e-6)
@@ -71,13 +71,13 @@ def test_a_concatenation_of_an_evaluation_leaves_the_padding_out():
 
 def test_an_unknown_merge_is_refused():
     with pytest.raises(hxla.LossError, match="how is one of mean, sum"):
-        hxla.merge(1.0, "median")
+        hxla.metric(1.0, "median")
 
 
 def test_a_matrix_cannot_be_concatenated():
     def wrong(model, batch):
         values = (model(batch["x"]) - batch["y"]) ** 2
-        return values, {"m": hxla.merge(values, "concat")}
+        return values, {"m": hxla.metric(values, "concat")}
 
     with pytest.raises(hxla.LossError, match="one number for each example"):
         hxla.train(

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._graph._factors import PATTERNS, Factor, fits, reshape_groups
 from hxla._graph._operations import leaves
 from hxla._graph._trace import trace_sums
 from hxla._planner._assign import assign
-from hxla._planner._assignment_problem import Edge, Node, Problem, cost, solve
+from hxla._planner._assignment_problem import ChoiceNode as Node
+from hxla._planner._assignment_problem import Edge, Problem, cost, solve
 
 
 def random_problem(rng):
@@ -151,7 +151,8 @@ def test_a_users_pattern_decides_what_may_be_cut():
     scan = next(op for op in leaves(graph.ops) if op.name == "cumsum")
     assert [f.name for f in scan.factors] == ["feature"]
     assert seen == [(4, 8)]
-    assert hxla.partition(graph, 2).param_specs["kernel"] == P(None, "tensor")
+    [kernel] = [p for p in hxla.make_plan(graph, 2).parameters if p.name == "kernel"]
+    assert kernel.spec == ((), ("tensor",))
 
 
 def _scanned(model, batch):

@@ -156,7 +156,7 @@ def train(model, loss, data, *, stages=None, num_devices=None, micro=2, **option
         "steps": STEPS,
         "shuffle": False,
         "stages": stages,
-        "split": "even",
+        "counts": "even",
         "config": {
             "cluster": {"visible_devices": list(range(num_devices or num))},
             "pipeline": pipeline,

@@ -5,6 +5,7 @@ import shutil
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import lowering
 import models
 import numpy as np
 import optax
@@ -12,8 +13,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._parts import parts_of
-from hxla._run._stages import Stages
+from hxla._graph._parts import graph_of, parts_of
+from hxla._planner._pipeline_request import PipelineRequest
 
 
 def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
@@ -28,7 +29,7 @@ def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options
         "microbatch_size": 2,
         "steps": 3,
         "shuffle": False,
-        "split": "even",
+        "counts": "even",
     } | options
     model = net(nnx.Rngs(0)) if issubclass(net, nnx.Module) else net()
     return hxla.train(model, tokens, loss, optax.sgd(0.1), **arguments, config=config)
@@ -52,7 +53,7 @@ def same_but_for_rounding(a, b):
 def test_the_bits_do_not_depend_on_how_many_pipelines_there_are():
     one = train(2, stages=2)
     assert train(4, stages=2).sha256 == one.sha256
-    assert train(4, stages=2, split=(5, 3)).sha256 == one.sha256
+    assert train(4, stages=2, counts=(5, 3)).sha256 == one.sha256
 
 
 @pytest.mark.slow
@@ -104,37 +105,29 @@ class Annotated(nnx.Module):
         return x
 
 
-def spec_of(annotate, **how):
+def slots_and_parts(annotate, **how):
     def run(params, aux, key, batch):
         graphdef, _ = nnx.split(model)
         value = (nnx.merge(graphdef, params)(batch) ** 2).sum()
         return value, jnp.stack([value, 1.0]), aux
 
     model = Annotated(nnx.Rngs(0), annotate=annotate)
-    functional = hxla._model._functional.functional(
-        model,
-        lambda m, b: m(b).sum(-1),
-        lambda m, b: m(b).sum(-1),
-        variables=None,
-        seed=0,
-        example=np.ones((2, 16), np.float32),
-    )
-    return Stages(num=4, **how).spec(
+    made = lowering.programs(
         run,
-        functional,
+        nnx.state(model, nnx.Param),
         np.ones((2, 16), np.float32),
         num_microbatches=8,
-        num_sums=2,
-        seed=0,
-        reduction="exact",
-        num_pipelines=1,
+        stages={"num": 4, **how},
     )
+    [spec] = [runner.spec for runner in made.runners]
+    return spec.slots, spec.parts
 
 
 def test_annotations_make_the_pipeline_of_the_cut_that_they_say():
-    annotated, cut = spec_of(True, by_tasks=True), spec_of(False, shares=(1, 1, 1, 1))
-    assert annotated.slots == cut.slots
-    for ours, theirs in zip(annotated.parts, cut.parts, strict=True):
+    annotated = slots_and_parts(True, by_annotations=True)
+    cut = slots_and_parts(False, shares=(1, 1, 1, 1))
+    assert annotated[0] == cut[0]
+    for ours, theirs in zip(annotated[1], cut[1], strict=True):
         assert ours.segment.params == theirs.segment.params
         assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
         names = [[op.eqn.primitive.name for op in p.segment.ops] for p in (ours, theirs)]
@@ -154,8 +147,9 @@ def test_shares_say_how_much_of_the_work_a_stage_has(shares, layers):
 
     params = [np.ones((16, 16), np.float32)] * 8
     graph = hxla._graph._trace.trace_sums(run, params, {}, np.ones((2, 16), np.float32))
-    points = Stages(num=len(shares), shares=shares).points(graph)
-    assert [len(part.segment.params) for part in parts_of(graph, points)] == layers
+    planned = PipelineRequest(num=len(shares), shares=shares).planned(graph, recompute=False)
+    parts = parts_of(graph_of(graph, planned.cut_by), planned.points)
+    assert [len(part.segment.params) for part in parts] == layers
 
 
 class Scanned(nn.Module):
@@ -240,7 +234,7 @@ def pipeline(**settings):
         ),
         (
             hxla.ConfigError,
-            "remove the annotations or the stages",
+            "stages=2 cuts a model that annotations cut already.*remove the annotations",
             {"stages": 2, "net": AnnotatedTokens},
         ),
         (
@@ -286,11 +280,11 @@ def pipeline(**settings):
         ),
         (
             hxla.ConfigError,
-            r"split=\(5, 3\): this schedule",
+            r"counts=\(5, 3\): this schedule",
             {
                 "stages": 2,
                 "num_devices": 4,
-                "split": (5, 3),
+                "counts": (5, 3),
                 **pipeline(schedule="interleaved", num_chunks=2),
             },
         ),

@@ -86,7 +86,7 @@ MODELS = {
 }
 
 
-def trained(model, loss, data, split="even", **options):
+def trained(model, loss, data, counts="even", **options):
     return hxla.train(
         model,
         data,
@@ -96,7 +96,7 @@ def trained(model, loss, data, split="even", **options):
         microbatch_size=MICRO,
         steps=STEPS,
         shuffle=False,
-        split=split,
+        counts=counts,
         **options,
     )
 

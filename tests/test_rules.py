@@ -144,7 +144,7 @@ def trained(net, **options):
         batch_size=32,
         microbatch_size=8,
         steps=3,
-        split="even",
+        counts="even",
         **options,
     )
 

@@ -330,8 +330,14 @@ def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, se
     places = [(s, c) for c in range(schedule.num_chunks) for s in range(4)]
     for m in range(schedule.num_microbatches):
         for (s0, c0), (s1, c1) in itertools.pairwise(places):
-            down = at[s1, Action(FORWARD, m, c1)].start_seconds - at[s0, Action(FORWARD, m, c0)].end_seconds
-            up = at[s0, Action(BACKWARD, m, c0)].start_seconds - at[s1, Action(BACKWARD, m, c1)].end_seconds
+            down = (
+                at[s1, Action(FORWARD, m, c1)].start_seconds
+                - at[s0, Action(FORWARD, m, c0)].end_seconds
+            )
+            up = (
+                at[s0, Action(BACKWARD, m, c0)].start_seconds
+                - at[s1, Action(BACKWARD, m, c1)].end_seconds
+            )
             assert min(down, up) >= send - 1e-9
     work = schedule.num_microbatches * schedule.num_chunks
     has_weight = any(op.kind == WEIGHT for op in schedule.rows[0])

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import lowering
 import models
 import numpy as np
 import pytest
@@ -42,7 +43,9 @@ def test_a_chain_gives_the_loss_and_gradients_of_the_whole(net, num):
     batch = models.tokens(8)
     module = models.NnxNet(nnx.Rngs(0)) if net == "nnx" else models.LinenNet()
     loss = models.token_loss
-    model = functional(module, loss, loss, variables=None, seed=0, example=batch)
+    model = lowering.with_arrays(
+        functional(module, loss, loss, variables=None, seed=0, example=batch)
+    )
     graph = trace_functional(model, batch)
     chain = segments(graph, num)
     assert 1 <= len(chain) <= num

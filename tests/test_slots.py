@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hxla._lower._slots import make_slots
+from hxla._plan._stage_storage import storage_specs, without_stages
 
 S = 4
 SHAPES = [(8, 3), (8, 3), (3, 8), (7, 5), (), (8, 3), (0, 4), (12,), (5,), (4, 4), (7, 5)]
@@ -31,8 +32,13 @@ def bits(x):
     return np.asarray(x).tobytes()
 
 
+def slots_of(shapes, dtypes, read_by):
+    specs = storage_specs(shapes, [P()] * len(shapes), {}, len(read_by))
+    return make_slots(shapes, dtypes, read_by, specs)
+
+
 def made():
-    return make_slots(SHAPES, DTYPES, READ_BY)
+    return slots_of(SHAPES, DTYPES, READ_BY)
 
 
 def on_stages(run, ins, outs):
@@ -66,23 +72,24 @@ def test_a_stage_holds_what_it_reads_and_the_first_what_nobody_does():
 
 
 def test_storage_is_cut_in_the_first_dimension_that_divides():
-    assert made().dims == (0, 0, 1, None, None, 0, 1, 0, None, 0, None)
+    dims = tuple(without_stages(spec)[1] for spec in made().specs)
+    assert dims == (0, 0, 1, None, None, 0, 1, 0, None, 0, None)
     assert made().specs[2] == P(None, "stage")
     assert made().specs[3] == P()
 
 
 def test_padding_is_the_share_of_the_slots_that_holds_nothing():
-    slots = make_slots([(8,), (8,), (4,)], ["float32", "float32", "bfloat16"], [[0], [1, 2]])
+    slots = slots_of([(8,), (8,), (4,)], ["float32", "float32", "bfloat16"], [[0], [1, 2]])
     # Two stages with 32 and 8 bytes each, of which the first has no use for the 8.
     assert slots.padding == pytest.approx(8 / 80)
-    assert make_slots([], [], [[], []]).padding == 0
+    assert slots_of([], [], [[], []]).padding == 0
 
 
 def test_slots_are_filled_with_the_parameters_of_each_stage_bit_for_bit():
     slots, params = made(), arrays()
     fill = on_stages(
         lambda own: [x[None] for x in slots.fill(own)],
-        (slots.specs,),
+        (list(slots.specs),),
         [P("stage")] * len(slots.slots),
     )
     filled = fill(stored(slots, params))
@@ -122,10 +129,10 @@ def test_what_stages_sum_comes_back_added_over_those_that_read_it(num_parts):
 
 def test_parameters_that_no_dimension_divides_travel_with_the_small_arrays():
     """One collective each way, whatever the shapes: see the counts in test_pipeline."""
-    slots = make_slots([(7, 5), (), (3,)], ["float32"] * 3, [[0], [1], [2], [0, 2]])
+    slots = slots_of([(7, 5), (), (3,)], ["float32"] * 3, [[0], [1], [2], [0, 2]])
     params = [jnp.arange(35.0).reshape(7, 5), jnp.float32(2), jnp.arange(3.0)]
     run = functools.partial(on_stages, outs=[P("stage")] * len(slots.slots))
-    filled = run(lambda own: [x[None] for x in slots.fill(own)], (slots.specs,))(params)
+    filled = run(lambda own: [x[None] for x in slots.fill(own)], (list(slots.specs),))(params)
     for stage, held in enumerate(slots.of):
         for param, i in held.items():
             np.testing.assert_array_equal(filled[i][stage], params[param])

@@ -262,11 +262,7 @@ def test_the_default_strategy_covers_what_is_not_annotated():
             with hxla.split():
                 return self.b(x)
 
-    hxla.set_default_strategy(hxla.replicate(2))
-    try:
-        graph = hxla.trace(Net(nnx.Rngs(0)), square, X)
-    finally:
-        hxla.set_default_strategy(None)
+    graph = hxla.trace(Net(nnx.Rngs(0)), square, X, default=hxla.replicate(2))
     assert [(t.strategy, t.device_count) for t in graph.task_graphs] == [
         ("replicate", 2),
         ("split", None),

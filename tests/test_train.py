@@ -23,15 +23,15 @@ def mesh(num):
     return models.mesh(data=num)
 
 
-def fit(model, counts, **options):
-    arguments = dict(batch_size=16, microbatch_size=2, steps=50, seed=3, split=counts) | options
+def fit(model, spread, **options):
+    arguments = dict(batch_size=16, microbatch_size=2, steps=50, seed=3, counts=spread) | options
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     return hxla.train(
         model,
         models.tokens(),
         models.token_loss,
         optimizer,
-        mesh=mesh(len(counts)),
+        mesh=mesh(len(spread)),
         **arguments,
     )
 
@@ -97,7 +97,7 @@ def test_gradient_is_that_of_the_global_mean(form):
         steps=6,
         shuffle=False,
         mesh=mesh(3),
-        split=(4, 1, 3),
+        counts=(4, 1, 3),
     )
     expected = plain_jax(data, 6, 24, weights=form == "masked")
     for ours, theirs in zip(jax.tree.leaves(result.state), expected, strict=True):
@@ -124,7 +124,7 @@ def test_batch_statistics_are_the_mean_over_microbatches():
         steps=1,
         shuffle=False,
         mesh=mesh(1),
-        split=(2,),
+        counts=(2,),
     )
     means = np.stack([x[:4].mean(0), x[4:].mean(0)])
     np.testing.assert_allclose(model.norm.mean[...], 0.1 * means.mean(0), rtol=1e-5)
@@ -150,8 +150,8 @@ class SlowedBalancer(Balancer):
 
 def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(monkeypatch):
     whole = fit(make("nnx"), (8, 0), steps=12)
-    monkeypatch.setattr("hxla._run._loop.Balancer", SlowedBalancer)
-    moved = fit(make("nnx"), (8, 0), steps=12, split="measured")
+    monkeypatch.setattr("hxla._run._session.Balancer", SlowedBalancer)
+    moved = fit(make("nnx"), (8, 0), steps=12, counts="measured")
     counts = [s.counts for s in moved.history.steps]
     assert counts[5] == (4, 4)
     assert counts[-1] == (1, 7)
@@ -175,7 +175,7 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped():
             shuffle=False,
             nonfinite=nonfinite,
             mesh=mesh(2),
-            split=(3, 5),
+            counts=(3, 5),
         )
 
     with pytest.raises(hxla.NonFiniteError, match=r"step 0: .*layer/kernel"):
@@ -200,7 +200,7 @@ def test_a_gradient_beyond_the_range_is_redone_to_the_same_bits():
             steps=4,
             shuffle=False,
             mesh=mesh(len(counts)),
-            split=counts,
+            counts=counts,
         )
 
     one, three = run((8,)), run((2, 5, 1))
@@ -223,7 +223,7 @@ def test_evaluation_counts_every_example_once():
             eval_data=data,
             eval_loss=loss,
             mesh=mesh(2),
-            split="even",
+            counts="even",
         )
         expected = np.mean(models.squared_error(model, data))
         (record,) = result.history.evaluations
@@ -232,7 +232,7 @@ def test_evaluation_counts_every_example_once():
 
 
 def simple(**options):
-    arguments = dict(batch_size=24, microbatch_size=3, steps=2, mesh=mesh(2), split="even")
+    arguments = dict(batch_size=24, microbatch_size=3, steps=2, mesh=mesh(2), counts="even")
     arguments |= options
     model = arguments.pop("model", None) or models.Dense(nnx.Rngs(0))
     data = arguments.pop("data", None) or models.regression()
@@ -248,7 +248,7 @@ def simple(**options):
         (dict(batch_size=25), hxla.ConfigError, "not divisible by microbatch_size=3"),
         (dict(microbatch_size=24), hxla.PlanError, "2 devices but only 1 microbatches"),
         (dict(steps=None), hxla.ConfigError, "either steps or epochs"),
-        (dict(split=(9, 9)), hxla.ConfigError, "does not hand out 8 microbatches"),
+        (dict(counts=(9, 9)), hxla.ConfigError, "does not hand out 8 microbatches"),
         (dict(reduction="exakt"), hxla.ConfigError, "'exact' or 'float'"),
         (dict(config={"balanse": {}}), hxla.ConfigError, "did you mean 'balance'"),
         (dict(data=iter([models.regression(24)])), hxla.DataError, "ended after 1 global batches"),

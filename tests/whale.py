@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hxla._core._errors import PlanError
-from hxla._planner._chain import Chain, Replica, Staging
+from hxla._planner._chain import Chain, ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
 
 
@@ -129,7 +129,7 @@ def whale_staging(chain: Chain) -> Staging:
     ]
     if lacking:
         raise PlanError(f"Whale's placement does not fit: {'; '.join(lacking)}")
-    replica = Replica(groups=tuple(groups), count=1, num_microbatches=chain.num_microbatches)
+    replica = ReplicaSort(groups=tuple(groups), count=1, num_microbatches=chain.num_microbatches)
     return Staging(
         cuts=tuple(cuts),
         replicas=(replica,),

@@ -92,7 +92,7 @@ class _Node(_Table):
     device: list[_Device] = pydantic.Field(min_length=1)
 
 
-class _File(_Table):
+class _MeshFileTable(_Table):
     name: str = pydantic.Field(min_length=1)
     description: str = ""
     device: list[_Device] = []
@@ -125,7 +125,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         raise MeshError(f"{path} is not TOML: {error}") from None
     faults = list(_faults_between_tables(table))
     try:
-        parsed = _File.model_validate(table)
+        parsed = _MeshFileTable.model_validate(table)
     except pydantic.ValidationError as error:
         faults = [_fault(failure) for failure in error.errors()] + faults
     if faults:
@@ -133,7 +133,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     return _cluster(parsed)
 
 
-def _cluster(file: _File) -> Cluster:
+def _cluster(file: _MeshFileTable) -> Cluster:
     nodes = [node for node in file.node for _ in range(node.count)]
     devices = [
         device
@@ -214,7 +214,7 @@ def _fault(failure: Any) -> str:
 
 
 def _keys_beside(path: Sequence[int | str]) -> list[str]:
-    model: Any = _File
+    model: Any = _MeshFileTable
     for key in path[:-1]:
         if key in model.model_fields:
             model = _model_in(model.model_fields[key].annotation) or model

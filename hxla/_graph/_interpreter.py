@@ -20,7 +20,7 @@ def _as_they_are(_: Any, arrays: list[Any]) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ArrayPlacement:
     """Where arrays are to lie while operations run.
 
     Attributes:
@@ -40,7 +40,7 @@ def run_graph(
     aux: PyTree,
     key: jax.Array,
     batch: PyTree,
-    placement: Placement | None = None,
+    placement: ArrayPlacement | None = None,
 ) -> list[Any]:
     """The results of a traced `run(params, aux, key, batch)`, flat."""
     env: Env = dict(graph.consts)
@@ -56,7 +56,7 @@ def run_graph(
 
 
 def run_ops(
-    ops: Sequence[Op], env: Env, placement: Placement | None = None, prefix: str = ""
+    ops: Sequence[Op], env: Env, placement: ArrayPlacement | None = None, prefix: str = ""
 ) -> None:
     """Run operations, adding what they make to `env`.
 
@@ -66,7 +66,7 @@ def run_ops(
         placement: Where arrays are to lie; None: as jax leaves them.
         prefix: Name stack around the caller, part of every operation's own.
     """
-    place = placement or Placement()
+    place = placement or ArrayPlacement()
     for op in ops:
         operands = place.operands(op, [read(env, v) for v in op.inputs])
         # The equation brings its own names; those of an inlined jit around it are missing.
@@ -77,7 +77,7 @@ def run_ops(
         env.update(zip(op.outputs, results, strict=True))
 
 
-def _evaluate(op: Op, operands: list[Any], place: Placement) -> list[Any]:
+def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
     if not op.body or op.kind == "custom":
         return run_equation(op.eqn, operands)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._graph import Graph
-from ._interpreter import Env, Placement, read, run_ops
+from ._interpreter import ArrayPlacement, Env, read, run_ops
 from ._segments import Segment, in_task_order, segments_at
 
 
@@ -71,14 +71,14 @@ def has_gradient(graph: Graph, value: int) -> bool:
 
 
 def run_part(
-    graph: Graph, part: ChainPart, placement: Placement | None = None
+    graph: Graph, part: ChainPart, placement: ArrayPlacement | None = None
 ) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
     """`(params, inputs, given) -> outputs`, of the last part the program's results.
 
     `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
     the batch, other variables and the random key by number. `placement` is that of `run_ops`.
     """
-    place = placement or Placement()
+    place = placement or ArrayPlacement()
 
     def run(params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
         env: Env = dict(graph.consts)

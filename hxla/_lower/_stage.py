@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._graph._graph import Graph
-from .._graph._interpreter import Env, Placement
+from .._graph._interpreter import ArrayPlacement, Env
 from .._graph._parts import ChainPart, has_gradient, run_part
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
@@ -65,7 +65,7 @@ class StagePart:
         self,
         graph: Graph,
         part: ChainPart,
-        placement: Placement | None = None,
+        placement: ArrayPlacement | None = None,
         *,
         on_cpu: bool = False,
     ):

@@ -108,6 +108,17 @@ class Plan(PlanValue):
         return self.axis_sizes.get(STAGE_AXIS, 1)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layout.num_bytes for layout in self.parameters)
+
+    @property
+    def device_parameter_bytes(self) -> int:
+        """Bytes of one device's part of the parameters."""
+        sizes = self.axis_sizes
+        return sum(p.num_bytes // math.prod(p.cuts(sizes)) for p in self.parameters)
+
+    @property
     def replica_names(self) -> tuple[str, ...]:
         """Short unique names of the copies: their devices' kinds and ranks, `cpu0@0.5`."""
         kinds = {device.rank: device.kind for device in self.devices}
@@ -279,6 +290,11 @@ class Plan(PlanValue):
                 lines.append(f"  and {len(self.replicas) - i} more")
                 break
             lines.append(f"  {name:<{width}}  {count:>4} microbatches{self._of_replica(i)}")
+        if self.axes:
+            lines.append(
+                f"  parameters {self.parameter_bytes:,} bytes, {self.device_parameter_bytes:,} on "
+                "a device"
+            )
         if self.pipeline is not None:
             lines += self._of_pipeline(self.pipeline)
         if self.prediction is not None:
@@ -306,14 +322,19 @@ class Plan(PlanValue):
 
     def _of_prediction(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:
-            bound = f", at most {known.gap:.1%} above any plan" if known.bound_seconds else ""
+            bound = (
+                f", at most {max(known.gap, 0.0):.1%} above any plan" if known.bound_seconds else ""
+            )
             rate = self.batch_size / known.step_seconds
             yield f"  predicted step {known.step_seconds:.4g} s, {rate:.4g} examples/s{bound}"
+        if known.sent_bytes:
+            yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
         kinds = {device.rank: device.kind for device in self.devices}
         timed = any(d.compute_seconds for d in known.devices)
-        for i, d in enumerate(known.devices):
+        told = [d for d in known.devices if timed or d.capacity_bytes]
+        for i, d in enumerate(told):
             if i == _MOST_LINES:
-                yield f"  and {len(known.devices) - i} more devices"
+                yield f"  and {len(told) - i} more devices"
                 return
             of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
             spent = ""

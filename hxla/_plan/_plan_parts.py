@@ -213,6 +213,8 @@ class Prediction(PlanValue):
         microbatch_seconds: Of one microbatch on each copy of the model; empty: not measured.
         fixed_seconds: Of each copy's step outside its microbatches (the update); empty likewise.
         stage_fractions: Of the whole work on each stage, by the times of its own device.
+        sent_bytes: That each device sends inside its copy for one microbatch, forward and backward;
+            sums between copies come on top.
         devices: One for each device that takes part, or none.
     """
 
@@ -222,6 +224,7 @@ class Prediction(PlanValue):
     microbatch_seconds: tuple[Seconds, ...] = ()
     fixed_seconds: tuple[Seconds, ...] = ()
     stage_fractions: tuple[Seconds, ...] = ()
+    sent_bytes: pydantic.NonNegativeFloat = 0.0
     devices: tuple[DevicePrediction, ...] = ()
 
     @property

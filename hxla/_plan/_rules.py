@@ -43,7 +43,7 @@ class _RuleTable(pydantic.BaseModel):
         return self
 
 
-class _File(pydantic.BaseModel):
+class _RuleFileTable(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     name: str
@@ -230,7 +230,7 @@ def load_rules(name_or_path: str) -> RuleSet:
     path = _catalog.find("rules", name_or_path)
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text())
-        file = _File.model_validate(table)
+        file = _RuleFileTable.model_validate(table)
         for i, rule in enumerate(file.rule):
             try:
                 re.compile(rule.path or "")

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._factors import UNITS
 from .._graph._graph import Graph
-from .._graph._interpreter import Placement, run_graph
+from .._graph._interpreter import ArrayPlacement, run_graph
 from .._graph._operations import Op, leaves, origins
 
 
@@ -194,7 +194,7 @@ class Sharded:
         """
         return functools.partial(run_graph, self.graph, placement=self.placement(mesh))
 
-    def placement(self, mesh: Mesh) -> Placement:
+    def placement(self, mesh: Mesh) -> ArrayPlacement:
         """Where the graph's operations find and leave their arrays.
 
         Args:
@@ -226,7 +226,7 @@ class Sharded:
         def results(op: Op, arrays: list[Any]) -> list[Any]:
             return as_made(op.outputs, arrays) if self._is_bound(op) else arrays
 
-        return Placement(operands=operands, results=results, carry=as_made)
+        return ArrayPlacement(operands=operands, results=results, carry=as_made)
 
     def _is_bound(self, op: Op) -> bool:
         """Whether the results are placed by us: elsewhere XLA's propagation does as we would."""

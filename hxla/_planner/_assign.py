@@ -10,7 +10,7 @@ from .._graph._operations import Op, Value, is_unit
 from .._jax._jaxpr import scan_counts
 from .._plan._plan_parts import Role
 from .._plan._sharding import AxisAssignment
-from ._assignment_problem import Edge, Node, Problem, State, all_reduce_bytes, cost, solve
+from ._assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
 
 Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> parts that other axes cut it into
 
@@ -61,7 +61,7 @@ class _Builder:
         fixed: Mapping[int, State],
     ):
         self.graph = graph
-        self.nodes: list[Node] = []
+        self.nodes: list[ChoiceNode] = []
         self.edges: list[Edge] = []
         self._roles = roles
         self._n = num_devices
@@ -131,7 +131,7 @@ class _Builder:
     def _given(self, v: int, *, fixed: Any, free: bool = False) -> None:
         states: list[State] = [None, *self._dims(v)] if fixed is ... else [fixed]
         whole = 0.0 if free else self._repeat(self._bytes(v))
-        node = Node(choices=tuple(((), (s,), whole if s is None else 0.0) for s in states))
+        node = ChoiceNode(choices=tuple(((), (s,), whole if s is None else 0.0) for s in states))
         self._waste |= {(len(self.nodes), c): whole for c, s in enumerate(states) if s is None}
         self._maker[v] = (len(self.nodes), 0)
         self.nodes.append(node)
@@ -204,7 +204,7 @@ class _Builder:
         self, choices: list[Any], results: Sequence[int], names: list[str | None] | None
     ) -> int:
         number = len(self.nodes)
-        self.nodes.append(Node(choices=tuple(choices)))
+        self.nodes.append(ChoiceNode(choices=tuple(choices)))
         self._names[number] = tuple(names or [None] * len(choices))
         for i, v in enumerate(results):
             self._maker[v] = (number, i)

@@ -23,7 +23,7 @@ State = int | None  # the dimension that is cut, or None: whole on each device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Node:
+class ChoiceNode:
     """Something that leaves arrays in a state: an equation, or an array that is given.
 
     Attributes:
@@ -38,9 +38,9 @@ class Edge:
     """An array on its way from the node that makes it to one that reads it.
 
     Attributes:
-        source: Node.
+        source: ChoiceNode.
         result: Which of its results.
-        target: Node.
+        target: ChoiceNode.
         operand: Which of its operands.
         num_bytes: Of the array on one device before this axis cuts it.
         differentiable: Whether its cotangent travels back.
@@ -67,7 +67,7 @@ class Problem:
     """
 
     num_devices: int
-    nodes: tuple[Node, ...]
+    nodes: tuple[ChoiceNode, ...]
     edges: tuple[Edge, ...]
 
 

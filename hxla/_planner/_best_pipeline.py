@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from .._core._errors import PlanError
-from ._chain import Chain, Replica, Staging
+from ._chain import Chain, ReplicaSort, Staging
 from ._chain_tables import Array, Tables, step_seconds, tables
 
 _FEW = 4000  # states, for a message
@@ -67,7 +67,7 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
         limit = np.nextafter(update, -math.inf)
     assert best is not None
     cuts, groups = best[1]
-    replica = Replica(groups=groups, count=1, num_microbatches=num)
+    replica = ReplicaSort(groups=groups, count=1, num_microbatches=num)
     return Staging(
         cuts=cuts, replicas=(replica,), step_seconds=step_seconds(chain, cuts, [replica])
     )

@@ -56,7 +56,7 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replica:
+class ReplicaSort:
     """Replicas of one sort: the kind of each stage's device.
 
     Attributes:
@@ -81,5 +81,5 @@ class Staging:
     """
 
     cuts: tuple[int, ...]
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaSort, ...]
     step_seconds: float

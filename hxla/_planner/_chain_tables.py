@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .._core._errors import PlanError
-from ._chain import Chain, Replica
+from ._chain import Chain, ReplicaSort
 
 Array = np.ndarray
 
@@ -117,7 +117,7 @@ def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tu
     return float(fill), float(max(busy[i] + edges[i] + edges[i + 1] for i in range(num)))
 
 
-def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[Replica]) -> float:
+def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
     """Slowest reduction of gradients (none for a single replica) and slowest optimizer update."""
     ends = (*cuts[1:], t.num_layers)
     stages = [
@@ -128,7 +128,7 @@ def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[Replica]) ->
     return float(reduce + max(t.update[s] for s in stages))
 
 
-def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[Replica]) -> float:
+def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
     """Slowest replica, then the reduction of gradients over replicas, then the update."""
     t = tables(chain)
     slowest = 0.0

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._cluster._cluster import Cluster
 from .._core._types import STAGE_AXIS
+from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph
 from .._graph._parts import graph_of, parts_of
 from .._plan._layout import Layout, dtype_name, from_spec
@@ -31,7 +32,6 @@ def complete(
     structure: Structure,
     *,
     cluster: Cluster,
-    made_with: Versions,
     batch_size: int,
     microbatch_size: int,
     sums: SumsForm,
@@ -46,7 +46,6 @@ def complete(
         graph: Of the loss, traced for one microbatch.
         structure: How the devices share the model.
         cluster: That the structure's ranks are of.
-        made_with: Versions that decide bits.
         batch_size: Examples of a global batch.
         microbatch_size: Examples of a microbatch.
         sums: How gradients are added up.
@@ -70,6 +69,8 @@ def complete(
         sharded = shard_graph(graph, structure.inner, structure.roles, dims, warnings)
         specs = sharded.param_specs()
         said += sharded.explain()
+        sent = sum(axis.sent_bytes for axis in sharded.axes.values())
+        prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None
     if structure.pipeline is not None:
         pipeline = structure.pipeline.planned(graph, recompute=structure.pipeline.recompute)
@@ -80,7 +81,7 @@ def complete(
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
     fields = {
-        "made_with": made_with,
+        "made_with": versions_for(cluster),
         "cluster": cluster.name,
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
@@ -107,6 +108,18 @@ def complete(
         "reasons": (*said, *reasons),
     }
     return Plan.checked(fields)
+
+
+def versions_for(cluster: Cluster) -> Versions:
+    """What decides bits besides a plan for a cluster, as it is here."""
+    own, (jax_version, jaxlib_version) = hxla_version(), jax_versions()
+    on_cpu = any(device.kind == "cpu" for device in cluster.devices)
+    return Versions(
+        hxla=own,
+        jax=jax_version,
+        jaxlib=jaxlib_version,
+        processor=processor() if on_cpu else "",
+    )
 
 
 def layouts(graph: Graph, specs: Sequence[P]) -> tuple[Layout, ...]:

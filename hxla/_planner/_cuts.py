@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ._chain import Replica
+from ._chain import ReplicaSort
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
@@ -206,14 +206,14 @@ def best_replicas(
     start: float,
     tolerance: float,
     check: Callable[[], None],
-) -> tuple[float, tuple[Replica, ...]] | None:
+) -> tuple[float, tuple[ReplicaSort, ...]] | None:
     """The fastest step with one cut, on devices of some kinds.
 
     Bisection over the time of the slowest replica; at each time the mixes are packed into the
     devices there are (`best_packing`), and the microbatches are then dealt out exactly.
     """
     available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-    best: tuple[float, tuple[Replica, ...]] | None = None
+    best: tuple[float, tuple[ReplicaSort, ...]] | None = None
 
     def enough(seconds: float) -> bool:
         nonlocal best
@@ -237,7 +237,7 @@ def _deal(
     cuts: tuple[int, ...],
     sorts: list[tuple[tuple[int, ...], int, int]],
     num_microbatches: int,
-) -> tuple[float, tuple[Replica, ...]]:
+) -> tuple[float, tuple[ReplicaSort, ...]]:
     rows = []
     for groups, most, count in sorts:
         fill, period = fill_and_period(t, cuts, groups)
@@ -255,7 +255,7 @@ def _deal(
             together[groups, m] = together.get((groups, m), 0) + 1
             slowest = max(slowest, fill + (m - 1) * period)
     replicas = tuple(
-        Replica(groups=groups, count=count, num_microbatches=m)
+        ReplicaSort(groups=groups, count=count, num_microbatches=m)
         for (groups, m), count in sorted(together.items())
     )
     return slowest + tail_seconds(t, cuts, replicas), replicas

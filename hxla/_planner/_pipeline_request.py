@@ -25,7 +25,8 @@ class PipelineRequest:
     """A pipeline as the user asks for it.
 
     Attributes:
-        num: Stages; 0: none asked for.
+        num: Stages.
+        is_asked: Whether a number of stages, good or bad, was asked for.
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, or a table of the user's own.
         num_chunks: Parts of the model on each stage, for `interleaved`.
         recompute: Whether backwards run their forwards again.
@@ -36,6 +37,7 @@ class PipelineRequest:
     """
 
     num: int
+    is_asked: bool = True
     schedule: str | Table = "1f1b"
     num_chunks: int = 1
     recompute: bool = False
@@ -170,6 +172,7 @@ def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> Pipel
         )
     request = PipelineRequest(
         num=num,
+        is_asked=stages is not None,
         schedule=config.schedule,
         num_chunks=config.num_chunks,
         recompute=config.recompute,

@@ -233,7 +233,7 @@ def _placed(
                             memory_bytes=held + inputs,
                             capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
                             compute_seconds=spent.compute_seconds,
-                            wait_seconds=spent.wait_seconds,
+                            wait_seconds=max(0.0, spent.wait_seconds),  # a difference
                             reduction_seconds=spent.reduction_seconds,
                             update_seconds=spent.update_seconds,
                         )

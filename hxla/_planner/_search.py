@@ -12,7 +12,7 @@ from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible
 from ._bound import Alive, Bound
 from ._branch import Branching
-from ._chain import Chain, Replica, Staging
+from ._chain import Chain, ReplicaSort, Staging
 from ._chain_tables import tables
 from ._cuts import (
     CutPipelines,
@@ -190,7 +190,7 @@ class _Search:
         self.t = tables(chain)
         self._check = deadline.check
         self.bound = Bound(self.t, chain.num_microbatches, deadline.check)
-        self.plans: dict[int, tuple[float, tuple[int, ...], tuple[Replica, ...]]] = {}
+        self.plans: dict[int, tuple[float, tuple[int, ...], tuple[ReplicaSort, ...]]] = {}
         self._num = chain.num_microbatches
         self._target = math.inf
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)

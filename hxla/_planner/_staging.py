@@ -8,7 +8,7 @@ import itertools
 
 from .._profile._profile import LayerSize
 from .._schedule._schedules import one_f_one_b
-from ._chain import Chain, Replica, Staging
+from ._chain import Chain, ReplicaSort, Staging
 from ._cost import LinkSeconds, StageLoad, StepCost, step_cost
 from ._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
 
@@ -49,7 +49,7 @@ def staging_memory(chain: Chain, staging: Staging) -> tuple[tuple[DeviceMemory, 
     )
     layers = _layers(chain, staging)
 
-    def of(replica: Replica) -> tuple[DeviceMemory, ...]:
+    def of(replica: ReplicaSort) -> tuple[DeviceMemory, ...]:
         parts = [
             [
                 LayerSize(

@@ -50,6 +50,57 @@ class Structure:
         return tuple(axis for axis in self.axes if axis[0] != STAGE_AXIS)
 
 
+def structure_of(
+    graph: Graph,
+    cluster: Cluster,
+    config: ClusterConfig,
+    request: PipelineRequest,
+    axes: Axes | None,
+    grid: np.ndarray,
+    rules: RuleSet | None,
+) -> Structure:
+    """What arguments and annotations say together.
+
+    Args:
+        graph: Of the loss.
+        cluster: All of its devices are used.
+        config: How TaskGraphs take devices.
+        request: Of a pipeline.
+        axes: Of a mesh, names and sizes; None: there is none.
+        grid: Ranks of the mesh's devices.
+        rules: Decide which parameters the inner axes cut.
+
+    Raises:
+        ConfigError: If they contradict each other.
+        PlanError: If the devices do not fit.
+    """
+    if axes is not None and set(dict(axes)) != {DATA_AXIS}:
+        return from_mesh(graph, axes, grid, rules, request)
+    if rules is not None:
+        raise ConfigError(
+            f"rules {rules.name!r} need a mesh whose axes they name, such as "
+            f"mesh={{'data': {len(cluster.devices)}, 'tensor': 1}}"
+        )
+    if request.num:
+        check_unannotated(graph, f"stages={request.num}")
+    if request.is_asked:
+        return pipelined(range(len(cluster.devices)), request)
+    return from_annotations(graph, cluster, config, request)
+
+
+def grid_of(mesh: Mapping[str, int], num_devices: int) -> tuple[Axes, np.ndarray]:
+    """Axes of a mesh over all devices, and the ranks of its devices.
+
+    Raises:
+        PlanError: If it takes another number of devices.
+    """
+    axes = tuple((str(n), int(s)) for n, s in mesh.items())
+    size = math.prod(s for _, s in axes)
+    if size != num_devices:
+        raise PlanError(f"mesh {dict(axes)} takes {size} devices, there are {num_devices}")
+    return axes, np.arange(num_devices).reshape([s for _, s in axes])
+
+
 def replicated(ranks: Sequence[int]) -> Structure:
     """Every device a copy."""
     return Structure(replicas=tuple((rank,) for rank in ranks))

@@ -133,14 +133,18 @@ def predicted(
         )
         for d in plan.devices
     )
-    before = plan.prediction or Prediction()
-    if not all(seconds):
-        return Prediction(stage_fractions=before.stage_fractions, devices=devices)
-    return Prediction(
-        step_seconds=max(finish_seconds(plan.counts, seconds, fixed)),
-        bound_seconds=bound_seconds(sum(plan.counts), seconds, fixed),
-        microbatch_seconds=tuple(seconds),
-        fixed_seconds=tuple(fixed),
-        stage_fractions=before.stage_fractions,
+    known = Prediction(
+        stage_fractions=plan.prediction.stage_fractions if plan.prediction else (),
+        sent_bytes=plan.prediction.sent_bytes if plan.prediction else 0.0,
         devices=devices,
+    )
+    if not all(seconds):
+        return known
+    return known.model_copy(
+        update={
+            "step_seconds": max(finish_seconds(plan.counts, seconds, fixed)),
+            "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed),
+            "microbatch_seconds": tuple(seconds),
+            "fixed_seconds": tuple(fixed),
+        }
     )

@@ -24,7 +24,8 @@ from . import _capture
 from ._counts_of_plan import Counts
 from ._make_plan import check_joined, make_plan
 from ._planning import Wishes
-from ._session import Session, SessionOptions
+from ._session import Session
+from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
 Path = str | os.PathLike[str]
@@ -159,6 +160,7 @@ class Job:
         *,
         steps: int | None = None,
         balance: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
         checkpoint_dir: Path | None = None,
         run_dir: Path | None = None,
         tensorboard: bool = False,
@@ -169,6 +171,7 @@ class Job:
             plan: For these devices, or a file of one.
             steps: Updates in all, after which iterating over the session ends.
             balance: Whether counts follow measured times; else they stay those of the plan.
+            mesh: That the plan was made with, if it was one of jax's: the plan numbers its devices.
             checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
             run_dir: Folder for `metrics.jsonl` and `report.html`; nothing is written if None.
             tensorboard: Also write TensorBoard events to `run_dir`.
@@ -194,4 +197,4 @@ class Job:
             run_dir=run_dir,
             tensorboard=tensorboard,
         )
-        return Session(job, found, job.devices(), options)
+        return Session(job, found, job.devices(mesh), options)

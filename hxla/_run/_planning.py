@@ -10,29 +10,24 @@ from jax.sharding import Mesh
 
 from .._cluster._cluster import Cluster
 from .._core._errors import ConfigError, PlanError
-from .._core._types import DATA_AXIS
 from .._graph._graph import Graph, rows_read
 from .._graph._segments import segments
 from .._lower._options import compiler_options
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
+from .._planner._axes import Axes
 from .._planner._complete import complete
-from .._planner._microbatch import best_size, candidate_sizes
+from .._planner._microbatch_sizes import best_size, candidate_sizes
 from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
-from .._planner._structures import (
-    Structure,
-    check_unannotated,
-    from_annotations,
-    from_mesh,
-    pipelined,
-)
+from .._planner._structures import Structure, grid_of, pipelined, structure_of
 from .._profile._profile import LayerTime
 from .._profile._segment_times import measure
 from ._counts_of_plan import Counts, asked_counts
 from ._pipeline_watch import share_cores
-from ._session import Session, SessionOptions
+from ._session import Session
+from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
 
@@ -140,6 +135,7 @@ def plan_for(
         if size is None:
             size, reason = microbatch_size(request, job.batch_size, num)
             reasons.append(reason)
+        check_enough(job.batch_size, size, num)
         check_even(request, job.batch_size // size, num, counts)
         if request.needs_even_counts:
             counts = "even" if counts == "measured" else counts
@@ -153,7 +149,6 @@ def plan_for(
             own,
             structure,
             cluster=cluster,
-            made_with=job.made_with(cluster),
             batch_size=job.batch_size,
             microbatch_size=size,
             sums=sums,
@@ -202,52 +197,39 @@ def _structure(
     stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
     request = asked(stages, settings.pipeline)
     axes, grid = _mesh(wishes.mesh, cluster, devices)
-    if axes is not None and set(dict(axes)) != {DATA_AXIS}:
-        return from_mesh(graph, axes, grid, wishes.rules, request), ()
-    if wishes.rules is not None:
-        raise ConfigError(
-            f"rules {wishes.rules.name!r} need a mesh whose axes they name, such as "
-            f"mesh=jax.make_mesh(({len(cluster.devices)}, 1), ('data', 'tensor'))"
-        )
-    if stages is not None:
-        check_unannotated(graph, f"stages={request.num}")
-        return _pipelined(job, graph, request, wishes, cluster, devices)
-    return from_annotations(graph, cluster, settings.cluster, request), ()
+    structure = structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
+    if structure.pipeline is None or axes is not None or not request.is_asked:
+        return structure, ()
+    return _measured_cut(job, graph, structure, request, wishes, cluster, devices)
 
 
 def _mesh(
     mesh: Mesh | Mapping[str, int] | None,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
-) -> tuple[tuple[tuple[str, int], ...] | None, np.ndarray]:
-    """Axes of a mesh with their sizes, and the ranks of its devices."""
-    num = len(cluster.devices)
+) -> tuple[Axes | None, np.ndarray]:
+    """Axes of a mesh with their sizes, and ranks of its devices."""
     if mesh is None:
-        return None, np.arange(num)
-    if isinstance(mesh, Mesh):
-        if devices is None:
-            raise ConfigError("a jax mesh is of devices that are here: pass its axes, {'data': 4}")
-        ranks = {device: rank for rank, device in enumerate(devices)}
-        grid = np.vectorize(ranks.__getitem__, otypes=[int])(mesh.devices)
-        return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
-    axes = tuple((str(n), int(s)) for n, s in mesh.items())
-    if int(np.prod([s for _, s in axes])) != num:
-        raise PlanError(
-            f"mesh {dict(axes)} takes {int(np.prod([s for _, s in axes]))} devices, there are {num}"
-        )
-    return axes, np.arange(num).reshape([s for _, s in axes])
+        return None, np.arange(len(cluster.devices))
+    if not isinstance(mesh, Mesh):
+        return grid_of(mesh, len(cluster.devices))
+    if devices is None:
+        raise ConfigError("a jax mesh is of devices that are here: pass its axes, {'data': 4}")
+    ranks = {device: rank for rank, device in enumerate(devices)}
+    grid = np.vectorize(ranks.__getitem__, otypes=[int])(mesh.devices)
+    return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
 
 
-def _pipelined(
+def _measured_cut(
     job: TracedJob,
     graph: Graph,
+    structure: Structure,
     request: PipelineRequest,
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
 ) -> tuple[Structure, tuple[float, ...]]:
     """Pipelines cut by the times of their devices, where these say something."""
-    structure = pipelined(range(len(cluster.devices)), request)
     if (
         devices is None
         or wishes.counts == "even"

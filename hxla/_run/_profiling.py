@@ -16,12 +16,13 @@ from .._graph._graph import Graph
 from .._graph._segments import Segment, segments
 from .._lower._options import compiler_options
 from .._planner._axes import shard_graph
-from .._planner._microbatch import candidate_sizes
+from .._planner._microbatch_sizes import candidate_sizes
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
 from .._profile._segment_times import layer_sizes, measure, model_name
 from ._planning import Wishes, check_enough, plan_for, size_asked
-from ._session import Session, SessionOptions
+from ._session import Session
+from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 from ._trial import MOST_STEPS, Observer, Trial
 

@@ -14,7 +14,7 @@ from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
 from .._planner._axes import shard_graph, split_over
 from .._planner._complete import complete
-from .._planner._microbatch import candidate_sizes
+from .._planner._microbatch_sizes import candidate_sizes
 from .._planner._pipeline_request import PipelineRequest
 from .._planner._propose import ChainWork, Proposal, propose
 from .._planner._structures import Structure, check_unannotated
@@ -52,7 +52,7 @@ class SearchWishes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Searched:
+class FoundPlan:
     """A plan by search.
 
     Attributes:
@@ -73,7 +73,7 @@ def search_plan(
     sums: SumsForm,
     size: int | None = None,
     all_devices: bool = False,
-) -> Searched:
+) -> FoundPlan:
     """The fastest plan that the search finds for a cluster.
 
     Args:
@@ -109,7 +109,7 @@ def search_plan(
         time_budget_seconds=wishes.seconds,
     )
     plan = _completed(job, cluster, found, num_segments, sums, said)
-    return Searched(plan=plan, timelines=timelines)
+    return FoundPlan(plan=plan, timelines=timelines)
 
 
 def auto_plan(
@@ -242,7 +242,6 @@ def _completed(
         graph,
         structure,
         cluster=cluster,
-        made_with=job.made_with(cluster),
         batch_size=job.batch_size,
         microbatch_size=own.microbatch_size,
         sums=sums,

@@ -3,23 +3,19 @@ another.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
-import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
-from .._core._config import BalanceConfig
-from .._core._errors import CheckpointError, ConfigError, NonFiniteError, PlanError
+from .._core._errors import CheckpointError, ConfigError, NonFiniteError
 from .._core._types import PyTree
 from .._jax._compilation_events import num_compilations
 from .._lower._state import State
@@ -40,6 +36,8 @@ from ._data import Loader, eval_batches
 from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder
+from ._runnable import check_runnable
+from ._session_values import Result, SessionOptions
 from ._signals import Preempted, Termination
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
@@ -47,54 +45,6 @@ from ._watchdog import Watchdog
 
 _FORMAT = 2  # of the checkpoint's own fields
 _STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to leave it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """What training made.
-
-    Attributes:
-        model: The NNX model that was passed, updated in place; or the Linen module.
-        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables). They
-            lie as training held them: on one device where a copy of the model had one.
-        opt_state: State of the optimizer, likewise.
-        step: Updates done in all, those before a resume included.
-        history: What happened.
-        plan: The plan of the last step.
-        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
-            to the last bit.
-    """
-
-    model: Any
-    state: PyTree
-    opt_state: PyTree
-    step: int
-    history: History
-    plan: Plan
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionOptions:
-    """How a session is opened.
-
-    Attributes:
-        steps: Updates in all; None: as many as are asked for one by one.
-        balance: When counts move; None: they stay.
-        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
-        run_dir: Folder for records and the report, or None.
-        tensorboard: Whether to write TensorBoard events to `run_dir` too.
-        first_step: Where to begin without a checkpoint.
-        is_trial: Whether nobody is told of it.
-    """
-
-    steps: int | None = None
-    balance: BalanceConfig | None = None
-    checkpoint_dir: str | os.PathLike[str] | None = None
-    run_dir: str | os.PathLike[str] | None = None
-    tensorboard: bool = False
-    first_step: int = 0
-    is_trial: bool = False
 
 
 class Session:
@@ -131,7 +81,7 @@ class Session:
             self._stopping = 0.0
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
-            check_runnable(plan, self._cluster, job, devices)
+            check_runnable(plan, self._cluster, job.batch_size, devices)
             self._checkpoints = self._open_checkpoints()
             resumed = self._resumed_step(plan)
             start = options.first_step if resumed is None else resumed
@@ -526,54 +476,9 @@ class Session:
         )
 
 
-def check_runnable(plan: Plan, cluster: Cluster, job: TracedJob, devices: Devices) -> None:
-    """Refuse a plan for something else.
-
-    Raises:
-        PlanError: With every difference: batch, devices, versions.
-    """
-    faults = []
-    if plan.batch_size != job.batch_size:
-        faults.append(f"batch_size: {plan.batch_size} in the plan, {job.batch_size} in the job")
-    for device in plan.devices:
-        if device.rank >= len(cluster.devices):
-            faults.append(
-                f"devices: the plan uses device {device.rank}, there are {len(cluster.devices)}"
-            )
-        elif cluster.devices[device.rank].label != device.kind:
-            own = cluster.devices[device.rank].label
-            faults.append(f"devices.{device.rank}: {device.kind} in the plan, {own} here")
-    here = job.made_with(cluster)
-    for name in ("hxla", "jax", "jaxlib", "processor"):
-        planned, own = getattr(plan.made_with, name), getattr(here, name)
-        if planned != own:
-            faults.append(f"made_with.{name}: {planned} in the plan, {own} here")
-    planned = {d.rank for d in plan.devices}
-    started = {i: d for i, d in enumerate(devices) if d is not None}
-    missing = sorted(planned - started.keys())
-    if missing and not faults:
-        faults.append(f"devices: no process was started for {missing}")
-    used = {d.process_index for i, d in started.items() if i in planned}
-    idle = sorted({d.process_index for d in started.values()} - used)
-    if idle and not faults:
-        faults.append(
-            f"devices: processes {idle} have no part in the plan; hxla run --plan starts only "
-            "those that have"
-        )
-    if faults:
-        raise PlanError(
-            "the plan is for something else:\n"
-            + "\n".join(f"  {fault}" for fault in faults)
-            + "\nmake a plan for this, with hxla plan or Job.plan, or edit these fields"
-        )
-
-
 def _num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
     """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
     some = next((b for own in batches for b in own), None)
     leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
     sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
     return max(sizes, default=0) * num_microbatches
-
-
-Callback = Callable[[StepRecord, Session], bool | None]

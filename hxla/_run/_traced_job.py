@@ -17,7 +17,6 @@ from .._cluster._mesh_file import load_cluster
 from .._core._config import Config
 from .._core._errors import ConfigError
 from .._core._types import PyTree
-from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._factors import Patterns
 from .._graph._graph import Graph
 from .._graph._trace import trace_functional
@@ -26,7 +25,7 @@ from .._lower._lower import Programs, Training, lower
 from .._model._annotations import Strategy
 from .._model._functional import Functional, Loss, functional, tree_bytes
 from .._plan._plan import Plan
-from .._plan._plan_parts import SumsForm, Versions
+from .._plan._plan_parts import SumsForm
 from ._data import Source, as_source
 
 
@@ -200,17 +199,6 @@ class TracedJob:
                 devices, self._described, self.gather
             )
         return self._clusters[devices]
-
-    def made_with(self, cluster: Cluster) -> Versions:
-        """What decides bits besides a plan on a cluster."""
-        own, (jax_version, jaxlib_version) = hxla_version(), jax_versions()
-        on_cpu = any(device.kind == "cpu" for device in cluster.devices)
-        return Versions(
-            hxla=own,
-            jax=jax_version,
-            jaxlib=jaxlib_version,
-            processor=processor() if on_cpu else "",
-        )
 
     def sums(self, reduction: str) -> SumsForm:
         """How gradients are added up.

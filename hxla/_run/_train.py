@@ -21,7 +21,8 @@ from ._data import num_steps
 from ._job import Job
 from ._make_plan import make_plan
 from ._planning import Wishes
-from ._session import Result, Session
+from ._session import Session
+from ._session_values import Result
 
 PLAN_VARIABLE = "HXLA_PLAN"
 
@@ -171,6 +172,7 @@ def train(
         chosen,
         steps=steps,
         balance=balance,
+        mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
         checkpoint_dir=checkpoint_dir,
         run_dir=run_dir,
         tensorboard=tensorboard,

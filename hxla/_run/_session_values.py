@@ -1,0 +1,58 @@
+"""How a session is opened, and what it leaves."""
+
+import dataclasses
+import os
+from typing import Any
+
+from .._core._config import BalanceConfig
+from .._core._types import PyTree
+from .._plan._plan import Plan
+from .._report._history import History
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What training made.
+
+    Attributes:
+        model: The NNX model that was passed, updated in place; or the Linen module.
+        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables). They
+            lie as training held them: on one device where a copy of the model had one.
+        opt_state: State of the optimizer, likewise.
+        step: Updates done in all, those before a resume included.
+        history: What happened.
+        plan: The plan of the last step.
+        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
+            to the last bit.
+    """
+
+    model: Any
+    state: PyTree
+    opt_state: PyTree
+    step: int
+    history: History
+    plan: Plan
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a session is opened.
+
+    Attributes:
+        steps: Updates in all; None: as many as are asked for one by one.
+        balance: When counts move; None: they stay.
+        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
+        run_dir: Folder for records and the report, or None.
+        tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        first_step: Where to begin without a checkpoint.
+        is_trial: Whether nobody is told of it.
+    """
+
+    steps: int | None = None
+    balance: BalanceConfig | None = None
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    tensorboard: bool = False
+    first_step: int = 0
+    is_trial: bool = False
