@@ -124,7 +124,7 @@ def test_a_model_needs_four_lines_of_hxla_at_most(model):
     ("script", "wanted"),
     [
         ("02_split_classifier.py", ["gather float32[256,2048]", "accuracy"]),
-        ("03_experts.py", ["tensor=128", "412,975,439,872"]),
+        ("03_experts.py", ["data x tensor = 1 x 128", "412,975,439,872"]),
         ("06_inspect.py", ["64.0 KiB  tensor", "1 all-to-all of 256.0 KiB over tensor in mlp"]),
         ("04_rules.py", ["Bert: loss", "GPT: loss", "698,367,393,792"]),
     ],
@@ -138,7 +138,10 @@ def test_an_example_runs(script, wanted):
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     script = str(ROOT / "examples" / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
-    _runs(command, ["auto_parallel: 2 devices a copy", "up/kernel: P(None, 'tensor')", "1 copies"])
+    _runs(
+        command,
+        ["data x tensor = 1 x 2", "chosen by search", "up/kernel: P(None, 'tensor')", "1 copies"],
+    )
 
 
 def _runs(command, wanted):

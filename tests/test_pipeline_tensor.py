@@ -18,6 +18,7 @@ from hxla._inspect import _shapes
 from hxla._lower import _pipeline
 from hxla._lower._inside import check_permutes
 from hxla._lower._slots import make_slots
+from hxla._plan._stage_storage import storage_specs
 
 WIDTH, HIDDEN, HEADS, LENGTH, VOCABULARY = 32, 64, 4, 16, 64
 BATCH, MICRO, STEPS = 32, 4, 3
@@ -215,13 +216,14 @@ def test_dropout_and_batch_statistics_are_those_of_one_device():
 def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
     shapes = [(8, 6), (4, 6), (6,), (2,)]
     inner = [P("tensor"), P(None, "tensor"), P(), P("tensor")]
-    slots = make_slots(shapes, [np.float32] * 4, [[0, 2], [1, 3]], inner, [("tensor", 2)])
-    assert slots.specs == [
+    specs = storage_specs(shapes, inner, {"tensor": 2}, 2)
+    assert specs == [
         P(("tensor", "stage")),
         P("stage", "tensor"),
         P("stage"),
         P("tensor"),  # one element on each device of a stage: every stage has it
     ]
+    slots = make_slots(shapes, [np.float32] * 4, [[0, 2], [1, 3]], specs, [("tensor", 2)])
     assert {s.shape: s.piece for s in slots.slots} == {
         (8, 6): (4, 6),
         (4, 6): (4, 3),
@@ -229,7 +231,8 @@ def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
         (2,): (1,),
     }
     # Parameters of one shape that are cut unlike each other have slots of their own.
-    two = make_slots([(4, 4), (4, 4)], [np.float32] * 2, [[0], [1]], inner[:2], [("tensor", 2)])
+    specs = storage_specs([(4, 4), (4, 4)], inner[:2], {"tensor": 2}, 2)
+    two = make_slots([(4, 4), (4, 4)], [np.float32] * 2, [[0], [1]], specs, [("tensor", 2)])
     assert [s.params for s in two.slots] == [(0, None), (None, 1)]
 
 
@@ -255,14 +258,6 @@ def test_what_split_stages_cannot_do_is_refused(options, error, message):
     axes = options.pop("mesh", {"data": 1, "stage": 2, "tensor": 2})
     with pytest.raises(error, match=re.escape(message)):
         trained(gpt(), families.token_loss, text(), **on_mesh(**axes), **options)
-
-
-def test_partition_leaves_pipelines_to_train():
-    batch = {k: v[:MICRO] for k, v in vectors().items()}
-    graph = hxla.trace(mlp(split_in_two), models.squared_error, batch)
-    for options in ({"num_devices": 4}, {"axes": {"stage": 2, "tensor": 2}, "rules": "decoder"}):
-        with pytest.raises(hxla.PlanError, match="lays out models without stages"):
-            hxla.partition(graph, **options)
 
 
 def test_a_permute_that_only_one_stage_would_come_to_is_refused():

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from hxla._cluster._hardware import median_seconds, steady_seconds
 from hxla._core._statistics import middle_mean
-from hxla._lower._pipeline import Measured
+from hxla._core._timing import median_seconds, steady_seconds
+from hxla._lower._pipeline_times import PieceTimes
 from hxla._schedule._schedules import BACKWARD, FORWARD
 
 
@@ -37,7 +37,7 @@ def test_a_process_that_rests_is_timed_with_its_rests():
 
 
 def test_a_transfer_is_what_a_meeting_takes_beyond_its_longer_side():
-    measured = Measured(
+    measured = PieceTimes(
         seconds={(FORWARD, 0): 2.0, (FORWARD, 1): 3.0, (FORWARD, 2): 1.0, (BACKWARD, 0): 9.0},
         meeting_seconds={0: 3.5, 1: 3.25, 2: 1.5},
         fixed_seconds=0.0,

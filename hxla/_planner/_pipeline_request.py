@@ -201,6 +201,8 @@ def check_even(
 ) -> None:
     """A schedule for some numbers of microbatches only gets one of them on every pipeline.
 
+    Others take any counts.
+
     Raises:
         PlanError: If the microbatches do not suit the pipelines.
         ConfigError: If the counts are uneven.
@@ -211,7 +213,7 @@ def check_even(
             f"{num_microbatches} microbatches do not suit {num_pipelines} pipelines of schedule "
             f"{name}: use a multiple of {num_pipelines * request.num}"
         )
-    if not isinstance(counts, str) and len(set(counts)) > 1:
+    if request.needs_even_counts and not isinstance(counts, str) and len(set(counts)) > 1:
         raise ConfigError(
             f"counts={tuple(counts)}: this schedule gives every pipeline as many microbatches; use "
             "counts='even', or pipeline.schedule='1f1b'"
