@@ -9,7 +9,7 @@ from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
-from ._relaxed import Relaxation, best_cut, mixes_of
+from ._relaxed import Relaxation, best_cut, mixes_of, suffixes
 
 _MAX_PERIODS = 24
 _ANY = 1 << 40  # microbatches, where memory sets no limit
@@ -264,16 +264,15 @@ def _deal(
 
 def pure_periods(r: Relaxation, max_stages: int) -> Array:
     """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
-    found = np.full((r.t.num_kinds, max_stages), np.inf)
-    for k in range(r.t.num_kinds):
-        own = np.where(np.isfinite(r.cost[k]), r.period[k], np.inf)
-        rest = np.full(own.shape[0], np.inf)
-        rest[-1] = 0.0
-        for position in range(1, max_stages + 1):
-            allowed = np.where(r.t.fits(position)[k], own, np.inf)
-            rest = np.maximum(allowed, rest[None, :]).min(axis=1)
-            found[k, position - 1] = rest[0]
-    return found
+    own = np.where(np.isfinite(r.cost), r.period, np.inf)
+
+    def of(k: int) -> list[float]:
+        def score(position: int) -> Array:
+            return np.where(r.t.fits(position)[k], own[k], np.inf)
+
+        return [float(rest[0]) for rest, _ in suffixes(max_stages, score, np.maximum)]
+
+    return np.array([of(k) for k in range(r.t.num_kinds)])
 
 
 def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] | None:
