@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from .._core._format import num_bytes
 from ._alike_names import alike, group, ranges
-from ._arguments import array_bytes
 from ._program import Array, Program
 from ._replica_groups import Mesh
 
@@ -44,17 +43,17 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         words = "<p>The devices by their places in the mesh.</p>"
         yield f'<div class="meshes cells">{words}{drawn}</div>'
     known = [a for a in program.arrays if a.spec is not None]
-    whole = sum(map(array_bytes, program.arrays))
+    whole = sum(a.num_bytes for a in program.arrays)
     layouts: dict[object, list[Array]] = {}
     for array in known:
         layouts.setdefault((array.dtype, array.shape, array.local_shape, array.spec), []).append(
             array
         )
-    alikes = sorted(layouts.values(), key=lambda own: -len(own) * array_bytes(own[0]))
+    alikes = sorted(layouts.values(), key=lambda own: -len(own) * own[0].num_bytes)
     large = [
         own
         for own in alikes
-        if len(own) * array_bytes(own[0]) >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
+        if len(own) * own[0].num_bytes >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
     ][:_MAX_PICTURES]
     yield f'<div class="cards cells">{"".join(_card(own, program) for own in large)}</div>'
     if any(padded_share(own[0], program.mesh) for own in large):
@@ -176,7 +175,7 @@ def _card(own: Sequence[Array], program: Program) -> str:
     copies = len(shards(array, program.mesh)[0].devices)
     padded = padded_share(array, program.mesh)
     words = [
-        f"{num_bytes(array_bytes(array))} on a device, "
+        f"{num_bytes(array.num_bytes)} on a device, "
         + ("one copy" if copies == 1 else f"{copies} copies"),
         *([f"{padded:.1%} padding"] if padded else []),
     ]

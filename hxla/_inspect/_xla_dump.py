@@ -3,16 +3,17 @@
 import dataclasses
 import gzip
 import hashlib
-import io
 import pathlib
 import re
+import zlib
 from collections.abc import Iterator
 
 from .._core._errors import InspectError
 from .._jax import _buffer_assignment as _assignment
 from .._jax import _hlo_proto as _proto
 from .._jax._buffer_assignment import BufferAssignment
-from ._analyze import Compilation, Hints, analyze
+from ._analyze import Hints, analyze
+from ._arguments import signature
 from ._hlo_text import Module, read_module
 from ._inspection import Inspection
 from ._program import Program
@@ -21,7 +22,6 @@ _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"
 )
 _HLO = (".txt", ".hlo", ".pb", ".txt.gz", ".hlo.gz", ".pb.gz")
-_PIECE = 1 << 13  # characters: what is lost of a file that cannot be read to its end
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,16 +44,15 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     problems: list[str] = []
     modules = list(_modules(path))
     programs: list[Program] = []
-    same: dict[str, int] = {}
+    seen: set[str] = set()
     for files in modules:
         digest = _digest(files)
-        if digest in same:  # another process compiled the very same program
-            same[digest] += 1
+        if digest in seen:  # another process compiled the very same program
             continue
-        same[digest] = 1
+        seen.add(digest)
         try:
             programs.append(_program(files, hints))
-        except (OSError, EOFError, ValueError) as error:
+        except ValueError as error:
             problems.append(f"{files.folder / files.stem}: {error}")
     if not modules:
         raise InspectError(
@@ -99,8 +98,8 @@ def _is_hlo(file: pathlib.Path) -> bool:
     if ".pb" in file.suffixes:
         return file.name.removesuffix(".gz").endswith(".hlo.pb")
     try:
-        with _open(file) as lines:
-            return lines.read(9) == "HloModule"
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+            return opened.read(9) == b"HloModule"
     except (OSError, EOFError):
         return False
 
@@ -114,88 +113,63 @@ def _digest(files: _Files) -> str:
     return f"{files.folder}/{files.stem}"
 
 
-def _open(file: pathlib.Path) -> io.TextIOWrapper:
-    if file.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(file), "utf-8", errors="replace")
-    return file.open(encoding="utf-8", errors="replace")
-
-
-def _bytes(file: pathlib.Path) -> bytes:
-    return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:
+    """What a file holds, compressed or not; of one that was cut off what is left of it."""
+    try:
+        data = file.read_bytes()
+        if file.suffix != ".gz":
+            return data
+        unpacking = zlib.decompressobj(wbits=31)  # gzip's format
+        data = unpacking.decompress(data)
+        if not unpacking.eof:
+            problems.append(f"{file.name}: it was cut off")
+        return data
+    except (OSError, zlib.error) as error:
+        problems.append(f"{file.name}: {error}")
+        return b""
 
 
 def _program(files: _Files, hints: Hints) -> Program:
     problems: list[str] = []
-    proto = files.by_kind.get("after .hlo.pb")
-    text = files.by_kind.get("after .txt")
-    module_bytes = assignment_bytes = b""
-    if proto is not None:
-        try:
-            module_bytes, assignment_bytes = _proto.parts_of_dump(_bytes(proto))
-        except ValueError as error:
-            problems.append(f"{proto.name}: {error}")
-    if text is not None:
-        module = _read(text, problems)
-    elif module_bytes:
-        module = read_module(_proto.module_text(module_bytes))
-    else:
-        before = files.by_kind.get("before .txt")
+    module, assignment = _module(files, "after", problems)
+    if module is None:
         reasons = "; ".join(problems) or (
             f"it has only {', '.join(sorted(files.by_kind))}"
-            + (": the compiler did not finish it" if before else "")
+            + (": the compiler did not finish it" if "before .txt" in files.by_kind else "")
         )
         raise ValueError(f"there is no optimized program: {reasons}")
-    assignment, source = _memory(files, assignment_bytes, module_bytes, problems)
-    compilation = Compilation(
-        source=str(text or proto),
-        before=_before(files, problems),
+    before, _ = _module(files, "before", problems)
+    text = files.by_kind.get("after -buffer-assignment.txt")
+    if assignment is None and text is not None:
+        try:
+            lines = _bytes(text, problems).decode(errors="replace").splitlines()
+            assignment = _assignment.from_text(lines, text.name)
+        except ValueError as error:
+            problems.append(f"{text.name}: {error}")
+    return analyze(
+        module,
+        hints,
+        source=str(files.by_kind.get("after .txt") or files.by_kind["after .hlo.pb"]),
+        signature=None if before is None else signature(before),
         assignment=assignment,
         memory_missing="the dump has no buffer assignment",
-        memory_source=source,
-        problems=tuple(problems),
+        problems=problems,
     )
-    return analyze(module, compilation, hints)
 
 
-def _read(file: pathlib.Path, problems: list[str]) -> Module:
-    pieces: list[str] = []
-    try:
-        with _open(file) as opened:
-            pieces.extend(iter(lambda: opened.read(_PIECE), ""))
-    except (EOFError, OSError) as error:
-        problems.append(f"{file.name}: {error}")
-    return read_module("".join(pieces))
-
-
-def _before(files: _Files, problems: list[str]) -> Module | None:
-    """The module before optimization; without it only names of axes are missing."""
-    text, proto = files.by_kind.get("before .txt"), files.by_kind.get("before .hlo.pb")
+def _module(
+    files: _Files, when: str, problems: list[str]
+) -> tuple[Module | None, BufferAssignment | None]:
+    """The module before or after optimization, and the memory that its protocol buffer tells."""
+    text, proto = files.by_kind.get(f"{when} .txt"), files.by_kind.get(f"{when} .hlo.pb")
+    module = assignment = None
     if text is not None:
-        return _read(text, problems)
-    if proto is None:
-        return None
-    try:
-        module, _ = _proto.parts_of_dump(_bytes(proto))
-        return read_module(_proto.module_text(module))
-    except ValueError as error:
-        problems.append(f"{proto.name}: {error}")
-        return None
-
-
-def _memory(
-    files: _Files, serialized: bytes, module: bytes, problems: list[str]
-) -> tuple[BufferAssignment | None, str]:
-    if serialized:
+        module = read_module(_bytes(text, problems).decode(errors="replace"))
+    if proto is not None:
         try:
-            return _proto.buffer_assignment(serialized, module), "the dump's buffer assignment"
+            serialized, memory = _proto.parts_of_dump(_bytes(proto, problems))
+            module = module or read_module(_proto.module_text(serialized))
+            assignment = _proto.buffer_assignment(memory, serialized) if memory else None
         except ValueError as error:
-            problems.append(f"the buffer assignment: {error}")
-    text = files.by_kind.get("after -buffer-assignment.txt")
-    if text is None:
-        return None, ""
-    try:
-        with _open(text) as lines:
-            return _assignment.from_text(lines), text.name
-    except (ValueError, EOFError, OSError) as error:
-        problems.append(f"{text.name}: {error}")
-        return None, ""
+            problems.append(f"{proto.name}: {error}")
+    return module, assignment
