@@ -35,8 +35,8 @@ class Origin:
 
     @property
     def where(self) -> str:
-        """TaskGraph and module, else the function, else why there is nothing."""
-        found = " ".join(filter(None, (self.task_graph, self.module))) or self.function
+        """TaskGraph and module, or function if it is in none; else why there is nothing."""
+        found = " ".join(filter(None, (self.task_graph, self.module or self.function)))
         return found or f"? {self.missing}"
 
 

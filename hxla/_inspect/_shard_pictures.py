@@ -217,7 +217,7 @@ def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[floa
 def _box(x: float, y: float, w: float, h: float, color: int, label: str, said: str) -> str:
     title = f"<title>{html.escape(said)}</title>" if said else ""
     return (
-        f'<g>{title}<rect class="p{color % _NUM_COLORS}" x="{x:.1f}" y="{y:.1f}" '
+        f'<g>{title}<rect class="k{color % _NUM_COLORS}" x="{x:.1f}" y="{y:.1f}" '
         f'width="{w:.1f}" height="{h:.1f}"/>{_text(x, y, w, h, label)}</g>'
     )
 

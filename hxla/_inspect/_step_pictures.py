@@ -22,17 +22,17 @@ _LEAST = 0.75  # pixels: what lies closer together is drawn as one bar
 _CHARACTER = 6.4
 #: Kinds in the order of the legend, with the CSS class of their bars.
 _CLASSES = {
-    COMPUTATION: "c0",
-    COLLECTIVE: "c1",
-    "transfer": "c2",
-    "forward": "c3",
-    "backward": "c0",
-    "weight": "c2",
-    SEND: "c1",
-    "forward and backward": "c0",
-    "waiting": "c4",
-    "reduction": "c1",
-    "update": "c2",
+    COMPUTATION: "k0",
+    COLLECTIVE: "k1",
+    "transfer": "k2",
+    "forward": "k3",
+    "backward": "k0",
+    "weight": "k2",
+    SEND: "k1",
+    "forward and backward": "k0",
+    "waiting": "idle",
+    "reduction": "k1",
+    "update": "k2",
 }
 _THIN = (COLLECTIVE, "transfer", SEND)  # drawn below what computes
 
@@ -243,7 +243,7 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
             x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
             said = f"{label}, {span(end - start)}"
             yield (
-                f'<rect class="{_CLASSES.get(kind, "c4")}" x="{x:.1f}" y="{y:.0f}" '
+                f'<rect class="{_CLASSES.get(kind, "idle")}" x="{x:.1f}" y="{y:.0f}" '
                 f'width="{width:.1f}" height="{height}"><title>{html.escape(said)}</title></rect>'
             )
             if not thin and len(label) * _CHARACTER < width - 3:
