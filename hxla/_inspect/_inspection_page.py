@@ -10,7 +10,7 @@ from .._core._format import plural, si, span
 from .._report._page import fold, items, legend, page, section, stack, table, tiles
 from ._alike_names import group
 from ._diff import diff, pairs
-from ._profiler_trace import COLLECTIVE, MeasuredStep
+from ._lanes import COLLECTIVE, Lanes
 from ._program import OWNERS, Collective, Memory, Program, Warned
 from ._program_tables import (
     buffer_table,
@@ -25,7 +25,7 @@ from ._program_tables import (
     work_table,
 )
 from ._shard_pictures import mesh_and_shards
-from ._step_pictures import Lanes, step_section
+from ._step_pictures import step_section
 
 _MAX_WARNINGS = 8  # that are shown unfolded
 _CSS = """
@@ -45,7 +45,7 @@ main { max-width: 72rem; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
 figure .steps { min-width: 46rem; }
 .steps text { fill: var(--ink); font-size: 11px; } .steps .head { font-weight: 600; }
-.steps .in { text-anchor: middle; font-size: 10px; fill: #fff; pointer-events: none; }
+.steps g text { text-anchor: middle; font-size: 10px; fill: #fff; pointer-events: none; }
 .steps .tick { fill: var(--muted); text-anchor: middle; }
 .steps .axis { stroke: var(--grid); } .steps .end { stroke: var(--mark); stroke-width: 1.5; }
 """
@@ -61,7 +61,7 @@ def inspection_page(
     problems: Sequence[str],
     *,
     title: str,
-    measured: MeasuredStep | None = None,
+    measured: Lanes | None = None,
     predicted: Lanes | None = None,
 ) -> str:
     """What a terminal shows, and how arrays lie on the mesh, and where the step's time goes.
@@ -135,7 +135,7 @@ def _lines(heading: str, lines: Sequence[str]) -> str:
     return section(heading, items(map(html.escape, lines)))
 
 
-def _program(program: Program, measured: MeasuredStep | None) -> Iterator[str]:
+def _program(program: Program, measured: Lanes | None) -> Iterator[str]:
     if program.problems:
         yield _lines("Not read", program.problems)
     if program.collectives:
@@ -194,7 +194,7 @@ def _by(found: Sequence[Collective], key: str) -> list[tuple[str, list[Collectiv
     return sorted(out.items(), key=lambda item: -sent_bytes(item[1]))
 
 
-def _collectives(program: Program, measured: MeasuredStep | None) -> Iterator[str]:
+def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
     took = _took(program, measured)
     rows = []
     kinds = group(program.collectives, lambda c: c.kind, lambda c: c.over)
@@ -244,14 +244,14 @@ def _collectives(program: Program, measured: MeasuredStep | None) -> Iterator[st
         yield f"<p>Lines of files in {html.escape(prefix)}.</p>" if prefix else ""
 
 
-def _took(program: Program, measured: MeasuredStep | None) -> dict[str, float]:
+def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
     """Measured seconds of each collective in a step, the mean over devices."""
     out: dict[str, float] = defaultdict(float)
     if measured is None:
         return out
-    for op in measured.operations:
-        if op.program == program.name and op.kind == COLLECTIVE:
-            out[op.name] += (op.end_seconds - op.start_seconds) / len(measured.devices)
+    for bar in measured.bars:
+        if bar.program == program.name and bar.kind == COLLECTIVE:
+            out[bar.label] += bar.seconds / len(measured.names)
     return out
 
 

@@ -127,6 +127,31 @@ def figure(picture: Picture) -> str:
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
 
 
+def box(
+    color: str,
+    place: tuple[float, float, float, float],
+    *,
+    said: str,
+    label: str = "",
+    above: str = "",
+) -> str:
+    """A rectangle of an SVG picture.
+
+    Args:
+        color: Its colour's class.
+        place: Left, top, width and height, in pixels.
+        said: What a pointer over it shows.
+        label: What stands in its middle.
+        above: What is drawn between the two, as SVG.
+    """
+    x, y, width, height = place
+    text = f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{html.escape(label)}</text>'
+    return (
+        f'<g><title>{html.escape(said)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
+        f'width="{width:.1f}" height="{height:.1f}"/>{above}{text if label else ""}</g>'
+    )
+
+
 def items(lines: Iterable[str]) -> str:
     """A list of lines of HTML."""
     return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
