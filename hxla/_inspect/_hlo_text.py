@@ -43,6 +43,7 @@ _CALLS = {
 }
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Instruction:
     """One line of a computation.
 
@@ -54,15 +55,12 @@ class Instruction:
         is_root: Whether it is the computation's result.
     """
 
-    __slots__ = ("_operands", "is_root", "name", "opcode", "rest", "shape")
-
-    def __init__(self, name: str, shape: str, opcode: str, rest: str, is_root: bool):
-        self.name = name
-        self.shape = shape
-        self.opcode = opcode
-        self.rest = rest
-        self.is_root = is_root
-        self._operands: tuple[tuple[str, int | None], ...] | None = None
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool
+    _operands: tuple[tuple[str, int | None], ...] | None = None
 
     def _end_of_operands(self) -> int:
         end = self.rest.find(")")

@@ -82,14 +82,11 @@ def inspection_page(
         parts.append(_lines("Not read", problems))
     if not programs:
         parts.append("<section><p>There is no program to show.</p></section>")
-    if len(programs) == 1:
-        parts.append(tiles(list(_tiles(programs[0]))))
     if measured is not None or predicted is not None:
         parts.append(step_section(measured, predicted))
     for program in programs:
-        if len(programs) > 1:
-            parts.append(f'<h2 class="part">{html.escape(program.title)}</h2>')
-            parts.append(tiles(list(_tiles(program))))
+        parts.append(f'<h2 class="part">{html.escape(program.title)}</h2>')
+        parts.append(tiles(list(_tiles(program))))
         parts += _program(program, measured)
     if others:
         parts.append(section("Other programs", f"<p>{html.escape(others)}</p>"))

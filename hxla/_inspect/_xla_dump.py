@@ -1,12 +1,10 @@
 """Folders that XLA wrote with `--xla_dump_to`."""
 
-import dataclasses
 import gzip
 import hashlib
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
 
 from .._core._errors import InspectError
 from .._jax import _buffer_assignment as _assignment
@@ -21,16 +19,8 @@ from ._program import Program
 _FILE = re.compile(
     r"(?P<stem>module_\d+\..+?)\.(?:[\w.]*_)?(?P<when>before|after)_optimizations(?P<tail>[.-].*)$"
 )
+_Files = dict[str, pathlib.Path]  # by what they hold: `after .txt`, `before .hlo.pb`, ...
 _HLO = (".txt", ".hlo", ".pb", ".txt.gz", ".hlo.gz", ".pb.gz")
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Files:
-    """Files of one module, by what they hold: `after .txt`, `after -live-range.txt`, ..."""
-
-    folder: pathlib.Path
-    stem: str
-    by_kind: dict[str, pathlib.Path] = dataclasses.field(default_factory=dict)
 
 
 def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
@@ -42,18 +32,18 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     if not path.exists():
         raise InspectError(f"no file or folder {path}")
     problems: list[str] = []
-    modules = list(_modules(path))
+    modules = _modules(path)
     programs: list[Program] = []
     seen: set[str] = set()
-    for files in modules:
-        digest = _digest(files)
+    for stem, files in modules.items():
+        digest = _digest(stem, files)
         if digest in seen:  # another process compiled the very same program
             continue
         seen.add(digest)
         try:
             programs.append(_program(files, hints))
         except ValueError as error:
-            problems.append(f"{files.folder / files.stem}: {error}")
+            problems.append(f"{stem}: {error}")
     if not modules:
         raise InspectError(
             f"{path} holds no HLO: no file like module_0000.NAME.after_optimizations.txt; make a "
@@ -63,35 +53,23 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     return Inspection(programs=tuple(ranked), problems=tuple(problems))
 
 
-def _modules(path: pathlib.Path) -> Iterator[_Files]:
-    if path.is_file():
-        found = _FILE.match(path.name)
-        if found:
-            yield from (f for f in _in_folder(path.parent) if f.stem == found["stem"])
-        else:
-            yield _Files(folder=path.parent, stem=path.name, by_kind={_kind_of(path): path})
-        return
-    for folder in (path, *sorted(p for p in path.rglob("*") if p.is_dir())):
-        yield from _in_folder(folder)
-
-
-def _kind_of(path: pathlib.Path) -> str:
-    return "after .hlo.pb" if ".pb" in path.suffixes else "after .txt"
-
-
-def _in_folder(folder: pathlib.Path) -> Iterator[_Files]:
-    found: dict[str, _Files] = {}
-    others: list[pathlib.Path] = []
-    for file in sorted(p for p in folder.iterdir() if p.is_file()):
+def _modules(path: pathlib.Path) -> dict[pathlib.Path, _Files]:
+    """Files of each module, by what their paths have in common."""
+    wanted = _FILE.match(path.name) if path.is_file() else None
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+    else:
+        files = sorted(path.parent.iterdir()) if wanted else [path]
+    found: dict[pathlib.Path, _Files] = {}
+    for file in files:
         match = _FILE.match(file.name)
-        if match:
-            files = found.setdefault(match["stem"], _Files(folder=folder, stem=match["stem"]))
-            files.by_kind[f"{match['when']} {match['tail'].removesuffix('.gz')}"] = file
-        elif file.name.endswith(_HLO) and _is_hlo(file):
-            others.append(file)
-    yield from found.values()
-    for file in others:
-        yield _Files(folder=folder, stem=file.name, by_kind={_kind_of(file): file})
+        if match is None:
+            if file == path or (file.name.endswith(_HLO) and _is_hlo(file)):
+                found[file] = {"after .hlo.pb" if ".pb" in file.suffixes else "after .txt": file}
+        elif wanted is None or match["stem"] == wanted["stem"]:
+            kind = f"{match['when']} {match['tail'].removesuffix('.gz')}"
+            found.setdefault(file.parent / match["stem"], {})[kind] = file
+    return found
 
 
 def _is_hlo(file: pathlib.Path) -> bool:
@@ -104,13 +82,14 @@ def _is_hlo(file: pathlib.Path) -> bool:
         return False
 
 
-def _digest(files: _Files) -> str:
-    sha = hashlib.sha256(files.stem.encode())
-    for kind in ("after .txt", "after .hlo.pb"):
-        if kind in files.by_kind:
-            with files.by_kind[kind].open("rb") as data:
-                return hashlib.file_digest(data, lambda: sha).hexdigest()
-    return f"{files.folder}/{files.stem}"
+def _digest(stem: pathlib.Path, files: _Files) -> str:
+    """Equal for programs of one name whose texts are equal."""
+    sha = hashlib.sha256(stem.name.encode())
+    optimized = files.get("after .txt") or files.get("after .hlo.pb")
+    if optimized is None:
+        return str(stem)
+    with optimized.open("rb") as data:
+        return hashlib.file_digest(data, lambda: sha).hexdigest()
 
 
 def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:
@@ -134,12 +113,12 @@ def _program(files: _Files, hints: Hints) -> Program:
     module, assignment = _module(files, "after", problems)
     if module is None:
         reasons = "; ".join(problems) or (
-            f"it has only {', '.join(sorted(files.by_kind))}"
-            + (": the compiler did not finish it" if "before .txt" in files.by_kind else "")
+            f"it has only {', '.join(sorted(files))}"
+            + (": the compiler did not finish it" if "before .txt" in files else "")
         )
         raise ValueError(f"there is no optimized program: {reasons}")
     before, _ = _module(files, "before", problems)
-    text = files.by_kind.get("after -buffer-assignment.txt")
+    text = files.get("after -buffer-assignment.txt")
     if assignment is None and text is not None:
         try:
             lines = _bytes(text, problems).decode(errors="replace").splitlines()
@@ -149,7 +128,7 @@ def _program(files: _Files, hints: Hints) -> Program:
     return analyze(
         module,
         hints,
-        source=str(files.by_kind.get("after .txt") or files.by_kind["after .hlo.pb"]),
+        source=str(files.get("after .txt") or files["after .hlo.pb"]),
         signature=None if before is None else signature(before),
         assignment=assignment,
         memory_missing="the dump has no buffer assignment",
@@ -161,7 +140,7 @@ def _module(
     files: _Files, when: str, problems: list[str]
 ) -> tuple[Module | None, BufferAssignment | None]:
     """The module before or after optimization, and the memory that its protocol buffer tells."""
-    text, proto = files.by_kind.get(f"{when} .txt"), files.by_kind.get(f"{when} .hlo.pb")
+    text, proto = files.get(f"{when} .txt"), files.get(f"{when} .hlo.pb")
     module = assignment = None
     if text is not None:
         module = read_module(_bytes(text, problems).decode(errors="replace"))

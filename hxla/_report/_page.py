@@ -1,10 +1,13 @@
 """HTML pages that need nothing from outside: no network, no script of others."""
 
+import contextlib
 import dataclasses
 import html
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
+
+from .._core._errors import HxlaError
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 _CSS = """
@@ -53,7 +56,8 @@ pre { margin: 0 0 .6rem; overflow-x: auto; font: .85rem/1.5 ui-monospace, "SF Mo
   Consolas, "Liberation Mono", monospace; }
 .stack { display: flex; height: 2.1rem; gap: 2px; margin: 0 0 .6rem; border-radius: 4px;
   overflow: hidden; }
-.stack i { min-width: 1px; flex-basis: 0; }
+.stack i { min-width: 1px; }
+td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem;
   font-size: .92rem; }
 .legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
@@ -80,6 +84,15 @@ class Picture:
 
     svg: str
     caption: str
+
+
+class _Markup(str):
+    """HTML that is not escaped again."""
+
+
+def markup(text: str) -> str:
+    """HTML as a cell of a table."""
+    return _Markup(text)
 
 
 def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
@@ -170,13 +183,12 @@ def stack(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
         parts: A colour's class, a length, and what it is in plain text; of each.
         whole: Length of a bar that is as wide as the page.
     """
-    drawn = [
-        f'<i class="{color}" style="flex-grow:{length}" title="{html.escape(said)}"></i>'
+    drawn = "".join(
+        f'<i class="{color}" style="width:{length / (whole or 1):.2%}" '
+        f'title="{html.escape(said)}"></i>'
         for color, length, said in parts
-    ]
-    rest = whole - sum(length for _, length, _ in parts)
-    drawn += [f'<i style="flex-grow:{rest}"></i>'] if rest > 0 else []
-    return f'<div class="stack">{"".join(drawn)}</div>'
+    )
+    return f'<div class="stack">{drawn}</div>'
 
 
 def legend(parts: Iterable[tuple[str, str]]) -> str:
@@ -190,14 +202,15 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
 
     Args:
         heads: Of the columns, as plain text.
-        rows: Cells, as plain text.
+        rows: Cells, as plain text or as `markup`.
         left: Columns that hold words; all others hold numbers.
     """
     used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
 
     def cell(tag: str, column: int, text: str, scope: str = "") -> str:
         style = "" if column in left else ' class="n"'
-        return f"<{tag}{scope}{style}>{html.escape(text)}</{tag}>"
+        inside = text if isinstance(text, _Markup) else html.escape(text)
+        return f"<{tag}{scope}{style}>{inside}</{tag}>"
 
     def part(some: Sequence[Sequence[str]]) -> str:
         head = "".join(cell("th", i, heads[i], ' scope="col"') for i in used)
@@ -220,21 +233,24 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
     return out
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file; a reader never sees half of it.
+def write(path: str | os.PathLike[str], text: str, error: type[HxlaError]) -> None:
+    """Write a page to a file; a reader never sees half of it.
 
     Args:
         path: The file; its folder is made if it is not there.
         text: What to write.
-
-    Raises:
-        OSError: The path cannot be written.
+        error: What to raise if the path cannot be written.
     """
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    except OSError as failure:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise error(
+            f"the page cannot be written to {path}: {failure.strerror or failure}. "
+            "Give a path that this user may write to"
+        ) from failure
