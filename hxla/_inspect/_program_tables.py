@@ -2,26 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from .._core._format import num_bytes as size
 from .._core._format import si, span
+from .._report._tables import Table
 from ._alike_names import alike, group
 from ._program import Collective, Memory, Program
-
-
-class Table(NamedTuple):
-    """A table.
-
-    Attributes:
-        heads: Of the columns.
-        rows: Cells.
-        left: Columns that hold words; all others hold numbers.
-    """
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: Sequence[int]
 
 
 def shown(programs: Sequence[Program]) -> tuple[list[Program], str]:

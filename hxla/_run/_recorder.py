@@ -4,11 +4,14 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from .._core._errors import ConfigError
 from .._plan._plan import Plan
 from .._report._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._report._metrics_file import MetricsWriter
+from .._report._page import write
 from .._report._progress import Progress
-from .._report._run_report import terminal_report, write_report
+from .._report._run_page import html_report
+from .._report._run_report import terminal_report
 
 
 class Recorder:
@@ -115,16 +118,12 @@ class Recorder:
         self._progress.close()
         if not self._is_main or not history.steps:
             return
-        print(terminal_report(history, title="hxla"))
+        print(terminal_report(history))
         if self._run_dir is not None:
             path = self._run_dir / "report.html"
-            write_report(
-                path,
-                history,
-                title=self._run_dir.name,
-                notes={"Plan": plan.explain()},
-                pictures=pictures,
-            )
+            notes = {"Plan": plan.explain()}
+            page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
+            write(path, page, ConfigError)
             print(f"report: {path}")
 
 
