@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .._core._format import num_bytes as size
 from .._core._format import plural, si, span
+from .._report._lanes import COLLECTIVE, Lanes
 from .._report._page import fold, items, legend, page, section, stack, table, tiles
 from ._alike_names import group
 from ._diff import diff, pairs
-from ._lanes import COLLECTIVE, Lanes
 from ._program import OWNERS, Collective, Memory, Program, Warned
 from ._program_tables import (
     buffer_table,
@@ -44,10 +44,6 @@ main { max-width: 72rem; }
 .defs { position: absolute; width: 0; height: 0; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
 figure .steps { min-width: 46rem; }
-.steps text { fill: var(--ink); font-size: 11px; } .steps .head { font-weight: 600; }
-.steps g text { text-anchor: middle; font-size: 10px; fill: #fff; pointer-events: none; }
-.steps .tick { fill: var(--muted); text-anchor: middle; }
-.steps .axis { stroke: var(--grid); } .steps .end { stroke: var(--mark); stroke-width: 1.5; }
 """
 _OWNER_COLORS = dict(zip(OWNERS, ("k0", "k3", "k2", "k1", "k5", "hatch", "k6", "k7"), strict=True))
 _HATCH = (

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from .._core._errors import InspectError
 from .._core._format import span
+from .._report._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._collectives import KINDS
-from ._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._program import Program
 
 _SUFFIX = ".trace.json.gz"

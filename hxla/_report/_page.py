@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from .._core._errors import HxlaError
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
-_CSS = """
+CSS = """
 :root { color-scheme: light dark; --ink: #1f2430; --muted: #626b7a; --grid: #e2e5ea;
   --paper: #ffffff; --page: #f6f7f9; --busy: #2f6fdb; --idle: #d3d9e2; --mark: #b4552d;
   --k0: #2f6fdb; --k1: #e39a1d; --k2: #2a9d78; --k3: #7fa9ea; --k4: #c8508f; --k5: #7a5bd0;
@@ -68,7 +68,6 @@ td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
 .k6 { background: var(--k6); fill: var(--k6); } .k7 { background: var(--k7); fill: var(--k7); }
 .idle { background: var(--idle); fill: var(--idle); }
 .hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--paper) 3px 6px); }
-.drawn { background: #ffffff; border-radius: 6px; }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
 
@@ -111,7 +110,7 @@ def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
         # The browser itself then refuses whatever a page might load.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">\n"
-        f'<title>{head}</title>\n<link rel="icon" href="data:,">\n<style>{_CSS}{css}</style>\n'
+        f'<title>{head}</title>\n<link rel="icon" href="data:,">\n<style>{CSS}{css}</style>\n'
         f'</head>\n<body>\n<main>\n<h1>{head}</h1>\n<p class="lead">{lead}</p>\n'
         + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"

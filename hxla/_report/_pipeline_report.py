@@ -10,7 +10,9 @@ from .._lower._pipeline_times import PieceTimes
 from .._schedule._replay import Timeline
 from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._schedule._ticks import measured_timeline, replay_ticks
-from .._schedule._timeline import draw, perfetto
+from .._schedule._timeline import perfetto
+from ._lanes import lanes_of_timeline
+from ._lanes_picture import write_picture
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -148,7 +150,7 @@ def write(
         for which, timeline in lines.items():
             path = folder / f"pipeline{replica}-{which}.svg"
             title = f"pipeline {replica}, {which}: {timeline.makespan_seconds:.4g} s"
-            draw(timeline, path, names=labels, title=title)
+            write_picture(lanes_of_timeline(timeline, labels, title=title), path)
             path.with_suffix(".perfetto.json").write_text(perfetto(timeline, labels))
             pictures[f"Pipeline {replica}, {which}"] = path
     return pictures

@@ -51,10 +51,7 @@ def html_report(
         section("What went differently", table(*event_table(history))),
     ]
     for heading, path in pictures.items():
-        drawn = path.read_text()
-        parts.append(
-            section(heading, f'<figure class="drawn">{drawn[drawn.index("<svg") :]}</figure>')
-        )
+        parts.append(section(heading, f"<figure>{path.read_text()}</figure>"))
     for heading, text in notes.items():
         parts.append(section(heading, f"<pre>{html.escape(text.strip(chr(10)))}</pre>"))
     return page(title, lead(history, summary), parts)
