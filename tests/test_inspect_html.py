@@ -344,7 +344,7 @@ def test_a_predicted_timeline_is_read_as_it_was_written(tmp_path):
     lanes = _step_pictures.lanes_of_file(file)
     assert len(lanes.bars) == len(timeline.events) + len(timeline.sends)
     drawn = _lanes_picture.step_picture([lanes])
-    assert drawn.svg.count('class="head"') == 1
+    assert drawn.count('class="head"') == 1
     file.write_text('{"traceEvents": [{"ph": "X"}]}')
     with pytest.raises(hxla.PlanError, match="no timeline"):
         _step_pictures.lanes_of_file(file)

@@ -38,7 +38,7 @@ def test_a_picture_numbers_every_microbatch(tmp_path):
 
 def test_a_picture_tells_chunks_apart():
     timeline = replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4)
-    drawn = step_picture([lanes_of_timeline(timeline, ["x", "y"], title="")]).svg
+    drawn = step_picture([lanes_of_timeline(timeline, ["x", "y"], title="")])
     for chunk in range(2):
         own = [e for e in timeline.events if e.chunk == chunk]
         assert drawn.count(f' chunk{chunk}"') == len(own)

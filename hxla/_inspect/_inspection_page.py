@@ -213,14 +213,13 @@ def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
 
 
 def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
-    """Measured seconds of each collective in a step, the mean over devices."""
-    out: dict[str, float] = defaultdict(float)
-    if measured is None:
-        return out
-    for bar in measured.bars:
-        if bar.program == program.name and bar.kind == COLLECTIVE:
-            out[bar.label] += bar.seconds / len(measured.names)
-    return out
+    """Measured seconds of each collective in a step."""
+    took = measured.mean_seconds() if measured is not None else {}
+    return {
+        label: seconds
+        for (label, kind, name), seconds in took.items()
+        if (kind, name) == (COLLECTIVE, program.name)
+    }
 
 
 def _owners(memory: Memory, whole: int) -> str:

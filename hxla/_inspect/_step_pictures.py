@@ -3,7 +3,6 @@
 import html
 import json
 import pathlib
-from collections import defaultdict
 
 from .._core._format import span
 from .._plan._plan import Plan
@@ -18,7 +17,9 @@ _MAX_LONGEST = 15  # operations that are listed
 
 def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
     """A section of a page: one step in time, and its longest operations if it was measured."""
-    parts = [figure(step_picture([step for step in (measured, predicted) if step is not None]))]
+    steps = [step for step in (measured, predicted) if step is not None]
+    titles = "; ".join(step.title for step in steps)
+    parts = [figure(step_picture(steps), f"{titles}. A line marks where a step ends.")]
     if measured is not None:
         rows = [
             (
@@ -31,12 +32,9 @@ def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
         ]
         heads = ("measured", "computation", "collectives and waiting in them", "until")
         parts.append(fold("Each device", table(heads, rows)))
-        took: dict[tuple[str, str, str], float] = defaultdict(float)
-        for bar in measured.bars:
-            took[bar.label, bar.kind, bar.program] += bar.seconds / len(measured.names)
-        longest = sorted(took.items(), key=lambda item: -item[1])[:_MAX_LONGEST]
+        took = sorted(measured.mean_seconds().items(), key=lambda item: -item[1])
         heads = ("operation", "kind", "program", "a step, mean over devices")
-        rows = [(*names, span(seconds)) for names, seconds in longest]
+        rows = [(*names, span(seconds)) for names, seconds in took[:_MAX_LONGEST]]
         parts.append(fold("Longest operations", table(heads, rows, left=(0, 1, 2))))
         parts.append(f"<p>{html.escape(measured.note)}</p>")
     return section("One step in time", *parts)

@@ -1,5 +1,6 @@
 """A step in time, measured or predicted: what each device does when."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -58,6 +59,13 @@ class Lanes:
     def seconds(self) -> float:
         """Until the step ends."""
         return max([self.end_seconds, *(bar.end_seconds for bar in self.bars)])
+
+    def mean_seconds(self) -> dict[tuple[str, str, str], float]:
+        """Seconds of what has a label, a kind and a program, the mean over lanes."""
+        out: dict[tuple[str, str, str], float] = collections.defaultdict(float)
+        for bar in self.bars:
+            out[bar.label, bar.kind, bar.program] += bar.seconds / len(self.names)
+        return out
 
     def busy_seconds(self, lane: int, kind: str) -> float:
         """Time in which a lane has at least one bar of a kind."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from .._core._format import span
 from .._schedule._replay import SEND
 from ._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
-from ._page import CSS, Picture, box
+from ._page import CSS, box
 
 _CSS = """
 .steps text { fill: var(--ink); font-size: 11px; } .steps .head { font-weight: 600; }
@@ -40,7 +40,7 @@ _CLASSES = {
 _THIN = (COLLECTIVE, TRANSFER, SEND)  # drawn below what computes
 
 
-def step_picture(panels: Sequence[Lanes]) -> Picture:
+def step_picture(panels: Sequence[Lanes]) -> str:
     """Steps below one another on one scale, a lane for each device or stage."""
     longest = max(panel.seconds for panel in panels)
     scale = (_WIDTH - _LEFT - 10) / longest if longest else 0.0
@@ -62,15 +62,13 @@ def step_picture(panels: Sequence[Lanes]) -> Picture:
         y += num * _LANE + 14
     out += _ticks(longest, scale, y)
     out += _legend({bar.kind for panel in panels for bar in panel.bars}, y + 10)
-    caption = "; ".join(panel.title for panel in panels) + ". A line marks where a step ends."
     size = f'viewBox="0 0 {_WIDTH:.0f} {y + 28:.0f}"'
-    svg = f'<svg class="steps" {size}><style>{_CSS}</style>{"".join(out)}</svg>'
-    return Picture(svg=svg, caption=caption)
+    return f'<svg class="steps" {size}><style>{_CSS}</style>{"".join(out)}</svg>'
 
 
 def write_picture(lanes: Lanes, path: pathlib.Path) -> None:
     """A step as an SVG file, whose colours follow the reader's light or dark mode."""
-    svg = step_picture([lanes]).svg.replace("<style>", f"<style>{CSS}", 1)
+    svg = step_picture([lanes]).replace("<style>", f"<style>{CSS}", 1)
     path.write_text(svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
 
 

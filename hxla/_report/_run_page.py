@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from .._core._format import span
 from ._history import History
-from ._page import figure, markup, page, section, stack, table, tiles
+from ._page import Markup, page, section, stack, table, tiles
 from ._run_pictures import counts_picture, loss_picture, speed_picture
 from ._run_summary import Summary, summarise
 from ._run_tables import (
@@ -44,10 +44,10 @@ def html_report(
     evaluations = table(*evaluation_table(history)) if history.evaluations else ""
     parts = [
         tiles(list(figures(history, summary))),
-        section("Loss", figure(loss_picture(history)), evaluations),
+        section("Loss", loss_picture(history), evaluations),
         section("Busy and idle time", *_devices(history, summary)),
-        section("Microbatches over time", figure(counts_picture(history)), changes),
-        section("Speed over time", figure(speed_picture(history))),
+        section("Microbatches over time", counts_picture(history), changes),
+        section("Speed over time", speed_picture(history)),
         section("What went differently", table(*event_table(history))),
     ]
     for heading, path in pictures.items():
@@ -63,7 +63,7 @@ def _devices(history: History, summary: Summary) -> Iterator[str]:
     for title, phase, (heads, rows, _) in device_tables(history, summary):
         times = zip(phase.busy_seconds, phase.idle_seconds, strict=True)
         bars = [
-            markup(stack([("k0", busy, f"busy {span(busy)}"), ("idle", idle, "idle")], longest))
+            Markup(stack([("k0", busy, f"busy {span(busy)}"), ("idle", idle, "idle")], longest))
             for busy, idle in times
         ]
         drawn = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]

@@ -65,7 +65,7 @@ class Recorder:
         self._steps.append(record)
         self._progress.update(record)
         if self._metrics is not None:
-            self._metrics.step(record)
+            self._metrics.write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
         """Take in a move of counts."""
@@ -75,7 +75,7 @@ class Recorder:
             f"{change.reason}; expected gain {change.expected_gain:.0%}"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def settled(self, step: int, change: Rebalance) -> None:
         """Take in what a move of counts has gained."""
@@ -87,7 +87,7 @@ class Recorder:
             f"(expected {change.expected_gain:.0%})"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Take in an evaluation."""
@@ -96,7 +96,7 @@ class Recorder:
         numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         if self._metrics is not None:
-            self._metrics.evaluation(record)
+            self._metrics.write(record)
 
     def history(self, plans: tuple[Plan, ...]) -> History:
         """All of it so far.
