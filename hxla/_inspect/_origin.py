@@ -70,13 +70,14 @@ class Origins:
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[str, Origin] = {}
-        entries: set[tuple[Scope, ...]] = set()
-        for computation in module.computations.values():
-            if "hxla." not in computation:
-                continue
-            for instruction in computation.instructions.values():
-                if "hxla." in instruction.rest:
-                    entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}
+        named = {
+            op_name(instruction)
+            for computation in module.computations.values()
+            if "hxla." in computation
+            for instruction in computation.instructions.values()
+            if "hxla." in instruction.rest
+        }
+        entries = {tuple(scopes_of(piece)) for name in named for piece in joined(name)}
         # Entry numbers count through a process; those of one program from 0 are what can be read
         # and compared.
         ordered = sorted((e for e in entries if e), key=lambda key: key[-1].entry)
