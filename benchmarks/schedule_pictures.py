@@ -4,19 +4,22 @@ python benchmarks/schedule_pictures.py
 """
 
 import pathlib
+import sys
 
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
-from hxla._schedule._timeline import draw
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from blocking import blocking_replay  # noqa: E402
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs/pictures"
+from hxla._schedule._replay import replay  # noqa: E402
+from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1  # noqa: E402
+from hxla._schedule._timeline import draw  # noqa: E402
+
+FOLDER = ROOT / "docs/pictures"
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]
 
 
 def main() -> None:
-    blocking = replay(
-        one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, send_seconds_P=[0.002] * 3, blocking=True
-    )
+    blocking = blocking_replay(one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, [0.002] * 3)
     draw(
         blocking,
         FOLDER / "schedule-1f1b.svg",
