@@ -130,9 +130,7 @@ def auto_plan(
     sizes = _sizes(job, (), size_asked(job, size), len(devices))
     profile = short_profile(job, cluster, devices, sizes, wishes.num_segments, sums)
     found = search_plan(job, cluster, profile, wishes, sums=sums, size=size, all_devices=True)
-    plan = found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
-    job.agree("plan", plan.decisions.to_json())
-    return plan
+    return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
 
 
 def _linked(job: TracedJob, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:

@@ -83,7 +83,7 @@ class Session:
             self._stopping = 0.0
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
-            check_runnable(plan, self._cluster, job.batch_size, devices)
+            check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
             self._is_tight = on_cpu and plan.placement.sums == "released"
             if self._is_tight:
