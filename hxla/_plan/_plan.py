@@ -18,6 +18,7 @@ from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
 from ._layout import Layout, PlanValue
 from ._plan_check import faults
+from ._plan_file import faults_of, from_json, refusal
 from ._plan_parts import (
     Axis,
     Placement,
@@ -30,7 +31,6 @@ from ._plan_parts import (
     SumsForm,
     Versions,
 )
-from ._plan_file import faults_of, from_json, refusal
 from ._plan_picture import DeviceRow, draw_devices
 
 _MOST_LINES = 24  # of differences, and of devices in words

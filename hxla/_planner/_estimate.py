@@ -40,9 +40,9 @@ def layer_times(
     sizes: Sequence[LayerSize],
     profile: Profile | None,
     *,
-    state_factor: float,
-    sent_bytes: Sequence[float],
-    link: Link | None,
+    state_factor: float = 1.0,
+    sent_bytes: Sequence[float] | None = None,
+    link: Link | None = None,
 ) -> tuple[tuple[LayerTime, ...], str]:
     """Times of every layer, and how they are known, in words.
 
@@ -55,7 +55,8 @@ def layer_times(
         sizes: Of the layers on one device of the group.
         profile: Measured times, if there are any.
         state_factor: Bytes kept per byte of parameters.
-        sent_bytes: Per layer, what one device of the group sends in a forward and backward.
+        sent_bytes: Per layer, what one device of the group sends in a forward and backward; None:
+            nothing.
         link: Between the devices of the group.
 
     Raises:
@@ -77,7 +78,8 @@ def layer_times(
         else:
             times, how = _roofline(device, alternative, sizes, state_factor)
         times = tuple(
-            _with_transfers(t, sent, link) for t, sent in zip(times, sent_bytes, strict=True)
+            _with_transfers(t, sent, link)
+            for t, sent in zip(times, sent_bytes or [0.0] * len(times), strict=True)
         )
     if alternative.recompute:
         times = tuple(dataclasses.replace(t, backward=t.backward + t.forward) for t in times)

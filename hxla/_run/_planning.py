@@ -16,14 +16,15 @@ from .._lower._options import compiler_options
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
-from .._planner._axes import Axes
+from .._planner._axes import Axes, shard_graph
 from .._planner._complete import complete
+from .._planner._estimate import Alternative, layer_times
 from .._planner._microbatch_sizes import best_size, candidate_sizes
 from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
 from .._planner._structures import Structure, grid_of, pipelined, structure_of
-from .._profile._profile import LayerTime
-from .._profile._segment_times import measure
+from .._profile._profile import LayerTime, Profile
+from .._profile._segment_times import layer_sizes, measure
 from ._counts_of_plan import Counts, asked_counts
 from ._pipeline_watch import share_cores
 from ._session import Session
@@ -103,6 +104,7 @@ def plan_for(
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
+    profile: Profile | None = None,
 ) -> tuple[Plan, bool]:
     """The plan that the user's wishes mean, and whether its counts may follow measured times.
 
@@ -111,6 +113,7 @@ def plan_for(
         wishes: Of the user.
         cluster: Its devices.
         devices: Those devices, if they are here to be measured.
+        profile: Times that were measured before.
 
     Raises:
         ConfigError: Wishes that contradict each other or cannot be met.
@@ -120,8 +123,9 @@ def plan_for(
     size = size_asked(job, wishes.microbatch_size)
     num_devices = len(cluster.devices)
     graph = job.graph(size or max(1, job.batch_size // num_devices))
-    structure, fractions = _structure(job, graph, wishes, cluster, devices)
+    structure = _structure(job, graph, wishes, cluster, devices)
     num, counts = len(structure.replicas), wishes.counts
+    fractions: tuple[float, ...] = ()
     reasons: list[str] = []
     local = [d for d in devices or () if d.process_index == jax.process_index()]
     several = structure.axes and len(local) > len(structure.replicas[0])
@@ -139,6 +143,10 @@ def plan_for(
         check_even(request, job.batch_size // size, num, counts)
         if request.needs_even_counts:
             counts = "even" if counts == "measured" else counts
+        if wishes.mesh is None:
+            structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
+    elif profile is not None:
+        reasons.append("the profile's times are for a search or for the cut of stages: not used")
     if size is not None:
         check_enough(job.batch_size, size, num)
 
@@ -192,16 +200,13 @@ def _structure(
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
-) -> tuple[Structure, tuple[float, ...]]:
-    """How the devices share the model, and the measured shares of the stages' work."""
+) -> Structure:
+    """How the devices share the model."""
     settings = job.settings
     stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
     request = asked(stages, settings.pipeline)
     axes, grid = _mesh(wishes.mesh, cluster, devices)
-    structure = structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
-    if structure.pipeline is None or axes is not None or not request.is_asked:
-        return structure, ()
-    return _measured_cut(job, graph, structure, request, wishes, cluster, devices)
+    return structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
 
 
 def _mesh(
@@ -221,31 +226,43 @@ def _mesh(
     return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
 
 
-def _measured_cut(
+def _cut(
     job: TracedJob,
-    graph: Graph,
     structure: Structure,
-    request: PipelineRequest,
+    size: int,
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
+    profile: Profile | None,
 ) -> tuple[Structure, tuple[float, ...]]:
-    """Pipelines cut by the times of their devices, where these say something."""
+    """Pipelines cut by the times of their devices, where these say something.
+
+    Returns:
+        With the shares of the stages' work, if it is measured.
+    """
+    request, graph, sums = structure.pipeline, job.graph(size), job.sums(wishes.reduction)
     if (
-        devices is None
+        request is None
+        or not request.is_asked
         or wishes.counts == "even"
         or request.shares is not None
         or request.num_chunks > 1
-        or share_cores(devices)
+        or (profile is None and (devices is None or share_cores(devices)))
     ):
         return structure, ()
-    sums = job.sums(wishes.reduction)
-    size = next(graph.values[v].shape[0] for v in graph.batch_values)
-    texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
-    times: dict[int, list[LayerTime]] = {}
-    for text in texts:
-        for device, rows in json.loads(text).items():
-            times[int(device)] = [LayerTime(forward=f, backward=b, update=0.0) for f, b in rows]
+    times: dict[int, Sequence[LayerTime]] = {}
+    if profile is not None:
+        request = dataclasses.replace(request, num_segments=len(profile.layers))
+        chain = segments(graph, len(profile.layers))
+        profile.check([segment.name for segment in chain])
+        sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+        for rank, device in enumerate(cluster.devices):
+            times[rank], _ = layer_times(device, Alternative(size), sizes, profile)
+    elif devices is not None:
+        texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
+        for text in texts:
+            for rank, rows in json.loads(text).items():
+                times[int(rank)] = [LayerTime(forward=f, backward=b) for f, b in rows]
     cut = best_cut(
         graph,
         request,

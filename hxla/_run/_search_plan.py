@@ -53,7 +53,7 @@ class SearchWishes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """A plan by search.
+    """A plan, and what a search knows of it.
 
     Attributes:
         plan: The best.
@@ -61,7 +61,7 @@ class FoundPlan:
     """
 
     plan: Plan
-    timelines: Mapping[int, Timeline]
+    timelines: Mapping[int, Timeline] = dataclasses.field(default_factory=dict)
 
 
 def search_plan(
@@ -98,6 +98,8 @@ def search_plan(
     num_segments = len(profile.layers) if profile is not None else wishes.num_segments
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
+    if profile is not None:
+        profile.check(work.layers)
     found, timelines = propose(
         work,
         cluster,
