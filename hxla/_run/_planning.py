@@ -18,6 +18,7 @@ from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
 from .._planner._axes import Axes, shard_graph
 from .._planner._complete import complete
+from .._planner._counts import best_counts
 from .._planner._estimate import Alternative, layer_times
 from .._planner._microbatch_sizes import best_size, candidate_sizes
 from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
@@ -25,7 +26,7 @@ from .._planner._stage_cut import best_cut
 from .._planner._structures import Structure, grid_of, pipelined, structure_of
 from .._profile._profile import LayerTime, Profile
 from .._profile._segment_times import layer_sizes, measure
-from ._counts_of_plan import Counts, asked_counts
+from ._counts_of_plan import Counts, asked_counts, predicted
 from ._pipeline_watch import share_cores
 from ._session import Session
 from ._session_values import SessionOptions
@@ -145,15 +146,16 @@ def plan_for(
             counts = "even" if counts == "measured" else counts
         if wishes.mesh is None:
             structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
-    elif profile is not None:
-        reasons.append("the profile's times are for a search or for the cut of stages: not used")
+    elif profile is not None and structure.axes:
+        reasons.append("the profile is of a model on one device: not used")
+    timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
         check_enough(job.batch_size, size, num)
 
     def make(size: int, reasons: Sequence[str]) -> Plan:
         own = job.graph(size)
         sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
-        return complete(
+        plan = complete(
             own,
             structure,
             cluster=cluster,
@@ -165,17 +167,25 @@ def plan_for(
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
             reasons=(*reasons, *said),
         )
+        return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     balance = counts == "measured"
     if size is not None:
         return make(size, reasons), balance
-    if devices is None:
+    if devices is None and timed is None:
         return make(candidate_sizes(job.batch_size, num)[0], reasons), balance
     measured: dict[int, tuple[float, ...]] = {}
     plans = {}
-    for candidate in candidate_sizes(job.batch_size, num):
+    sizes = candidate_sizes(job.batch_size, num)
+    if timed is not None:
+        sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    for candidate in sizes:
         plans[candidate] = make(candidate, ())
-        measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
+        known = plans[candidate].prediction
+        if timed is not None and known is not None:
+            measured[candidate] = known.microbatch_seconds
+        elif devices is not None:
+            measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
         winner, steps = best_size(job.batch_size, measured)
     reasons += [
         f"microbatch_size={winner} chosen: predicted step "
@@ -253,11 +263,7 @@ def _cut(
     times: dict[int, Sequence[LayerTime]] = {}
     if profile is not None:
         request = dataclasses.replace(request, num_segments=len(profile.layers))
-        chain = segments(graph, len(profile.layers))
-        profile.check([segment.name for segment in chain])
-        sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
-        for rank, device in enumerate(cluster.devices):
-            times[rank], _ = layer_times(device, Alternative(size), sizes, profile)
+        times |= _profiled(profile, graph, size, cluster)
     elif devices is not None:
         texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
         for text in texts:
@@ -274,6 +280,30 @@ def _cut(
     )
     structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
     return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
+
+
+def _profiled(
+    profile: Profile, graph: Graph, size: int, cluster: Cluster
+) -> dict[int, Sequence[LayerTime]]:
+    """The segments' times on each device, as a profile has them."""
+    chain = segments(graph, len(profile.layers))
+    profile.check([segment.name for segment in chain])
+    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    return {
+        rank: layer_times(device, Alternative(size), sizes, profile)[0]
+        for rank, device in enumerate(cluster.devices)
+    }
+
+
+def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan whose copies have a device each, with the counts that suit a profile's times."""
+    times = _profiled(profile, graph, plan.microbatch_size, cluster)
+    own = [times[rank] for replica in plan.replicas for rank in replica.devices]
+    seconds = [sum(t.forward + t.backward for t in copy) for copy in own]
+    fixed = [sum(t.update for t in copy) for copy in own]
+    plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
+    known = predicted(plan, seconds, fixed, memory_bytes=0.0, cluster=cluster)
+    return plan.replaced(prediction=known)
 
 
 def _measured_segments(
