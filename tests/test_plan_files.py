@@ -1,14 +1,24 @@
 """A plan file is what runs: written by `hxla plan`, run by `hxla run --plan`, edited by hand."""
 
+import dataclasses
 import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import hxla
+from hxla._graph._segments import segments
+from hxla._profile._profile import LayerTime, Profile, Setting
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -218,3 +228,298 @@ def test_data_by_stage_by_tensor_runs_as_written(tmp_path):
     file, plan = planned(tmp_path, "cube")
     assert (len(plan.replicas), plan.axis_sizes) == (2, {"stage": 2, "tensor": 2})
     check_run(tmp_path, file, "cube", "-n", "1", flags="--xla_force_host_platform_device_count=8")
+
+
+# -- planned with a profile, without processes ---------------------------------------------------
+
+
+def job(layers=4, **changes):
+    """Like layers on eight fake devices, or on described ones."""
+    arguments = {"batch_size": 32, "default": hxla.split()} | changes
+    return hxla.Job(
+        lambda: Chain(layers, nnx.Rngs(0)),
+        {"x": np.zeros((64, 8), np.float32), "y": np.zeros((64, 8), np.float32)},
+        models.squared_error,
+        optax.sgd(0.1),
+        **arguments,
+    )
+
+
+class Chain(nnx.Module):
+    def __init__(self, num, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(num)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def profile_of(own, kinds):
+    """A profile in which every segment takes so many seconds on a kind of device."""
+    graph = own.graph(4)
+    names = tuple(segment.name for segment in segments(graph, 8))
+    return Profile(
+        model="chain",
+        layers=names,
+        sizes={},
+        times={
+            Setting(kind, 4): (LayerTime(forward=seconds / 3, backward=2 * seconds / 3),)
+            * len(names)
+            for kind, seconds in kinds.items()
+        },
+    )
+
+
+def test_a_described_clusters_counts_and_stages_follow_a_given_profile():
+    own = job(default=None)
+    known = profile_of(own, {"cpu": 1.0, "cpu@0.33": 3.0})
+    assert len(known.layers) == 4
+    copies = own.plan("cpu-1.0-0.33", profile=known, mesh={"data": 2}, microbatch_size=4)
+    assert copies.counts == (6, 2)
+    assert copies.prediction.step_seconds == pytest.approx(6 * 4 * 1.0)
+    stages = own.plan("cpu-1.0-0.33", profile=known, stages=2, microbatch_size=4)
+    (replica,) = stages.replicas
+    parts = [segment.part for segment in stages.pipeline.segments]
+    assert parts.count(replica.devices.index(0)) == 3  # three times as fast
+    blind = own.plan("cpu-1.0-0.33", stages=2, microbatch_size=4)
+    assert "cut by measured times" in stages.explain()
+    assert "cut by measured times" not in blind.explain()
+    other = dataclasses.replace(known, layers=(*known.layers[:-1], "elsewhere"))
+    with pytest.raises(hxla.PlanError, match="elsewhere"):
+        own.plan("cpu-1.0-0.33", profile=other, stages=2, microbatch_size=4)
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A job, and a plan of it with everything in it that can be wrong."""
+    own = job()
+    return own, own.plan(mesh={"data": 2, "stage": 2, "tensor": 2}, microbatch_size=4)
+
+
+def at(path, value):
+    """Set the value at a path of keys."""
+
+    def edit(table):
+        *above, last = path.split(".")
+        for key in above:
+            table = table[int(key) if key.isdigit() else key]
+        table[int(last) if last.isdigit() else last] = value
+
+    return edit
+
+
+def without(key):
+    return lambda table: table.pop(key)
+
+
+def also(*edits):
+    def edit(table):
+        for one in edits:
+            one(table)
+
+    return edit
+
+
+BROKEN = {
+    "unknown key": (at("colour", 1), ["colour: there is no such key"]),
+    "unknown key inside": (at("axes.1.colour", 1), [r"axes\.1\.colour: there is no such key"]),
+    "missing key": (without("microbatch_size"), ["microbatch_size: Field required"]),
+    "text for a number": (at("batch_size", "32"), ["batch_size: .*valid integer, not '32'"]),
+    "fraction": (
+        at("replicas.0.num_microbatches", 4.5),
+        [r"replicas\.0\.num_microbatches: .*valid integer.*4\.5"],
+    ),
+    "negative": (
+        at("replicas.1.num_microbatches", -4),
+        [r"replicas\.1\.num_microbatches: .*greater than or equal to 0, not '-4'"],
+    ),
+    "not a number": (
+        at("prediction", {"step_seconds": math.nan}),
+        [r"prediction\.step_seconds: .*finite number, not 'nan'"],
+    ),
+    "endless": (
+        at("prediction", {"step_seconds": math.inf}),
+        [r"prediction\.step_seconds: .*finite number, not 'inf'"],
+    ),
+    "format": (at("format", 2), ["format: Input should be 1, not '2'"]),
+    "counts": (
+        at("replicas.0.num_microbatches", 5),
+        ["replicas: num_microbatches 5, 4 add up to 9, a batch of 32 has 8"],
+    ),
+    "microbatches": (
+        at("microbatch_size", 5),
+        ["microbatch_size: 5 does not divide batch_size 32"],
+    ),
+    "device that is not listed": (
+        at("replicas.1.devices.3", 9),
+        ["replicas: device 9 is none of `devices`", "devices: rank 7 has no place"],
+    ),
+    "device in two places": (
+        at("replicas.1.devices.3", 0),
+        ["replicas: device 0 has two places", "devices: rank 7 has no place"],
+    ),
+    "device listed twice": (
+        at("devices.3.rank", 2),
+        ["devices: rank 2 is listed twice", "replicas: device 3 is none of `devices`"],
+    ),
+    "too few devices": (
+        at("replicas.0.devices", [0, 1, 2]),
+        [r"replicas\.0\.devices: 3 devices, the axes take 4", "devices: rank 3 has no place"],
+    ),
+    "stages inside": (
+        also(at("axes.0.name", "tensor"), at("axes.1.name", "stage")),
+        ["axes: 'stage' must be the first"],
+    ),
+    "no such axis": (
+        at("parameters.0.spec", [["expert"]]),
+        [r"parameters\.layers/0/bias\.spec: there is no axis 'expert'"],
+    ),
+    "dimension that does not divide": (
+        at("parameters.0.shape", [7]),
+        [r"parameters\.layers/0/bias\.spec: dimension 0 of size 7 does not divide into [24]"],
+    ),
+    "cut twice": (
+        at("parameters.1.spec", [["tensor"], ["tensor"]]),
+        [r"parameters\.layers/0/kernel\.spec: 'tensor' cuts it twice"],
+    ),
+    "too many dimensions": (
+        at("parameters.0.spec", [["tensor"], []]),
+        [r"parameters\.layers/0/bias\.spec: 2 entries for 1 dimensions"],
+    ),
+    "cut out of range": (
+        at("pipeline.segments.3.part", 2),
+        [r"pipeline\.segments: their parts are .* must go from 0 to 1 in order"],
+    ),
+    "cut beyond the loss": (
+        at("pipeline.segments.3.first", 999),
+        [
+            r"pipeline\.segments\.2: .* begins at equation \d+ in the plan",
+            r"pipeline\.segments\.3: the loss has no equation 999",
+        ],
+    ),
+    "cut that goes back": (
+        at("pipeline.segments.2.first", 0),
+        [r"pipeline\.segments: their first equations .* must grow from 0"],
+    ),
+    "unknown schedule": (
+        at("pipeline.schedule", "2f2b"),
+        [r"pipeline\.schedule: .*2f2b"],
+    ),
+    "unknown sums": (at("sums.kind", "about"), [r"sums\.kind: .*'exact' or 'float', not 'about'"]),
+    "rounded exact sums": (at("sums.dtype", "bfloat16"), [r"sums\.dtype: bfloat16 rounds"]),
+    "several at once": (
+        also(
+            at("colour", 1),
+            at("replicas.0.num_microbatches", 5),
+            at("axes.1.colour", 1),
+            at("parameters.0.spec", [["expert"]]),
+        ),
+        [
+            "colour: there is no such key",
+            r"axes\.1\.colour: there is no such key",
+            "add up to 9",
+            "there is no axis 'expert'",
+        ],
+    ),
+    "another batch": (
+        also(at("batch_size", 64), *(at(f"replicas.{i}.num_microbatches", 8) for i in (0, 1))),
+        ["batch_size: 64 in the plan, 32 in the job"],
+    ),
+    "another hxla": (at("made_with.hxla", "9.9"), [r"made_with\.hxla: 9\.9 in the plan, .* here"]),
+    "another processor": (
+        at("made_with.processor", "abacus"),
+        [r"made_with\.processor: abacus in the plan"],
+    ),
+    "another kind of device": (
+        at("devices.2.kind", "gpu"),
+        [r"devices\.2: gpu in the plan, cpu here"],
+    ),
+    "a device that is not here": (
+        also(at("devices.7.rank", 11), at("replicas.1.devices.3", 11)),
+        ["devices: the plan uses device 11, there are 8"],
+    ),
+    "another parameter": (
+        at("parameters.0.name", "elsewhere"),
+        [
+            r"parameters\.elsewhere: float32\[8\] in the plan, none in the model",
+            r"parameters\.layers/0/bias: none in the plan, float32\[8\] in the model",
+        ],
+    ),
+    "another dtype": (
+        at("parameters.0.dtype", "bfloat16"),
+        [r"parameters\.layers/0/bias: bfloat16\[8\] in the plan, float32\[8\] in the model"],
+    ),
+    "other TaskGraphs": (
+        at("axes.1.roles", ["split", "split"]),
+        ["axes: 2 TaskGraphs have roles in the plan, the model has 1"],
+    ),
+    "another segment": (
+        at("pipeline.segments.2.name", "elsewhere"),
+        [
+            r"pipeline\.segments\.2: 'elsewhere' begins at equation \d+ in the plan, '.*' in the loss"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_with_key_and_reason(tmp_path, whole, name):
+    own, plan = whole
+    edit, reasons = BROKEN[name]
+    table = json.loads(plan.to_json())
+    edit(table)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(hxla.PlanError) as refused:
+        own.open(path, steps=1)
+    faults = [line for line in str(refused.value).splitlines() if line.startswith("  ")]
+    for reason in reasons:
+        assert re.search(reason, str(refused.value)), refused.value
+    assert len(faults) == len(reasons)  # and none of what is right
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "the file is no JSON: .* line"),
+        (lambda text: "", "the file is no JSON"),
+        (lambda text: "[]", "the file: Input should be an object"),
+        (
+            lambda text: text.replace('"batch_size": 32', '"batch_size": 64, "batch_size": 32'),
+            "batch_size: given 2 times",
+        ),
+    ],
+    ids=["truncated", "empty", "list", "key twice"],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, whole, change, reason):
+    own, plan = whole
+    path = tmp_path / "plan.json"
+    path.write_text(change(plan.to_json()))
+    with pytest.raises(hxla.PlanError, match=reason) as refused:
+        own.open(path, steps=1)
+    assert str(path) in str(refused.value)
+
+
+def test_a_plan_for_something_else_is_refused_with_every_difference_at_once(tmp_path, whole):
+    _, plan = whole
+    table = json.loads(plan.to_json())
+    at("made_with.hxla", "9.9")(table)
+    at("devices.0.kind", "gpu")(table)
+    also(at("devices.7.rank", 11), at("replicas.1.devices.3", 11))(table)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(hxla.PlanError) as refused:
+        job(layers=1, batch_size=64).open(path, steps=1)
+    for words in (
+        "batch_size: 32 in the plan, 64 in the job",
+        "made_with.hxla: 9.9 in the plan",
+        "devices.0: gpu in the plan, cpu here",
+        "the plan uses device 11",
+        "parameters.layers/3/kernel: float32[8, 8] in the plan, none in the model",
+        "pipeline.segments.3: the loss has no equation",
+    ):
+        assert words in str(refused.value)

@@ -105,17 +105,15 @@ def _of_stages(plan: Plan, graph: Graph) -> Iterator[str]:
         return
     planned = plan.pipeline.segments
     try:
-        ordered = graph_of(graph, plan.pipeline.cut_by)
-        names = [s.name for s in segments_at(ordered, [s.first for s in planned[1:]])]
+        chain = segments_at(graph_of(graph, plan.pipeline.cut_by), [s.first for s in planned[1:]])
     except PlanError as error:
         yield f"pipeline.cut_by: {error}"
         return
-    except IndexError:
-        yield f"pipeline.segments: the loss has no equation {planned[-1].first}"
-        return
-    for i, (segment, name) in enumerate(zip(planned, names, strict=True)):
-        if _LINE.sub("", segment.name) != _LINE.sub("", name):
+    for i, (segment, own) in enumerate(zip(planned, chain, strict=True)):
+        if not own.ops:
+            yield f"pipeline.segments.{i}: the loss has no equation {segment.first}"
+        elif _LINE.sub("", segment.name) != _LINE.sub("", own.name):
             yield (
                 f"pipeline.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
-                f"the plan, {name!r} in the loss"
+                f"the plan, {own.name!r} in the loss"
             )
