@@ -56,10 +56,12 @@ def _of_job(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
 
 
 def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:
-    used = set()
+    used, num = set(), len(cluster.devices)
+    beyond = [device.rank for device in plan.devices if device.rank >= num]
+    if beyond:
+        yield f"devices: the plan uses {', '.join(map(str, beyond))}, here are 0 to {num - 1}"
     for device in plan.devices:
-        if device.rank >= len(cluster.devices):
-            yield f"devices: the plan uses device {device.rank}, there are {len(cluster.devices)}"
+        if device.rank >= num:
             continue
         own, here = cluster.devices[device.rank].label, devices[device.rank]
         if own != device.kind:
