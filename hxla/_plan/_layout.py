@@ -15,7 +15,9 @@ Spec = tuple[tuple[str, ...], ...]
 class PlanValue(pydantic.BaseModel):
     """A part of a plan: frozen, hashable, and strict about what it is read from."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
+    )
 
 
 class Layout(PlanValue):

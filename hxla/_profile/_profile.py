@@ -1,8 +1,10 @@
 """A model as the planner sees it: a chain of layers, their sizes and their measured times."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .._core._errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,18 @@ class Profile:
     times: Mapping[Setting, tuple[LayerTime, ...]]
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse to speak of another chain.
+
+        Raises:
+            PlanError: If its layers are other ones.
+        """
+        if self.layers != tuple(layers):
+            raise PlanError(
+                f"the profile has the segments {', '.join(self.layers)}, the loss now has "
+                f"{', '.join(layers)}: measure it again with hxla profile"
+            )
 
     def to_table(self) -> dict[str, Any]:
         """As lists and dictionaries, for JSON."""

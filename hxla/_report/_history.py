@@ -91,7 +91,8 @@ class History:
         evaluations: One record per evaluation.
         rebalances: One record per change of counts.
         num_compilations: XLA compilations after the first completed step.
-        plans: Those that ran: the first one, and one for each change of counts.
+        plans: Those that ran, by the first step of each: one to begin with, one for each resume and
+            one for each change of counts. Those before a resume come from its checkpoint.
     """
 
     device_names: tuple[str, ...]
@@ -99,4 +100,4 @@ class History:
     evaluations: tuple[EvalRecord, ...] = ()
     rebalances: tuple[Rebalance, ...] = ()
     num_compilations: int = 0
-    plans: tuple[Plan, ...] = ()
+    plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)

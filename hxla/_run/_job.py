@@ -121,9 +121,9 @@ class Job:
                 the devices that are here.
             auto: Search for the fastest plan. On devices that are here every segment is measured
                 first; for a described cluster, times are those of `profile` or estimated. Default:
-                for a described cluster without `mesh` and `stages`, and where `auto.auto_parallel`
-                is set.
-            profile: Measured times for the search, of `hxla profile`.
+                for a described cluster where neither arguments nor annotations say how to share the
+                model, and where `auto.auto_parallel` is set.
+            profile: Measured times for the search and for the cut of stages, of `hxla profile`.
             microbatch_size: Examples of a microbatch; measured and chosen if None.
             mesh: A mesh, or its axes and their sizes, with an axis `data` for copies of the model,
                 inner axes (`tensor`, ...) that rules or annotations cut, and `stage` for pipelines;
@@ -152,7 +152,7 @@ class Job:
             counts=counts,
             reduction=reduction,
         )
-        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0]
+        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0].plan
 
     def open(
         self,
