@@ -95,7 +95,9 @@ def search_plan(
         tried = tuple({s.microbatch_size for s in profile.times})
     sizes = _sizes(job, tried, size, len(cluster.devices))
     check_unannotated(job.graph(sizes[0]), "plan='auto'")
-    num_segments = len(profile.layers) if profile is not None else wishes.num_segments
+    num_segments = wishes.num_segments
+    if profile is not None:
+        num_segments = profile.num_segments or len(profile.layers)
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
     found, timelines = propose(
