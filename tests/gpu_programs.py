@@ -149,9 +149,7 @@ def sums(programs: Programs) -> list:
     ints = [stacked((programs.plan.num_microbatches, 2))]
     out = []
     for k, bucket in enumerate(reducer.buckets):
-        values = [
-            (stacked(reducer._shapes[i], reducer._specs[i], dtype),) * limbs for i in bucket
-        ]
+        values = [(stacked(reducer._shapes[i], reducer._specs[i], dtype),) * limbs for i in bucket]
         small = (own, ints) if k == 0 else ([], [])
         out.append(reducer._programs[k].lower(*small, values))
     return out

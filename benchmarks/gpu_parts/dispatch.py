@@ -9,6 +9,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import gpu_jobs
 import numpy as np
 import optax
 from flax import nnx
@@ -18,72 +19,64 @@ import hxla
 
 args = arguments()
 report = Report(args.out)
-MICRO = 4
-NUMS, ROUNDS = ((4, 8), 3) if args.dry else ((32, 256), 15)
+SIZE = 4
+NUMS, ROUNDS = ((4, 8), 3) if args.tiny else ((32, 256), 15)
 optimizer = optax.adam(1e-3)
-rng = np.random.default_rng(0)
-x = rng.normal(size=(4096, 32)).astype(np.float32)
+x = np.random.default_rng(0).normal(size=(4096, 32)).astype(np.float32)
 data = {"x": x, "y": np.tanh(x[:, :10])}
 
 
-def make():
-    r = nnx.Rngs(0)
-    return nnx.Sequential(nnx.Linear(32, 64, rngs=r), nnx.relu, nnx.Linear(64, 10, rngs=r))
-
-
-def loss(model, batch):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
-
-
 def batch(num):
-    return jax.tree.map(lambda a: a[: num * MICRO], data)
+    return {name: a[: num * SIZE] for name, a in data.items()}
 
 
 def ours(num, reduction):
-    job = hxla.Job(make(), data, loss, optimizer, batch_size=num * MICRO)
-    session = job.open(job.plan(microbatch_size=MICRO, reduction=reduction))
+    job = hxla.Job(gpu_jobs.perceptron(), data, gpu_jobs.squares, optimizer, batch_size=num * SIZE)
+    session = job.open(job.plan(microbatch_size=SIZE, reduction=reduction))
 
     def step():
         session.step(batch(num))
-        return jax.tree.leaves(session.state.params)
+        return session.state.params
 
     return step
 
 
-def plain(num, is_scanned):
-    graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+def one_program(num):
+    graphdef, params, rest = nnx.split(gpu_jobs.perceptron(), nnx.Param, ...)
+    run = gpu_jobs.scanned(graphdef, rest, gpu_jobs.squares, optimizer)
+    state = [params, optimizer.init(params)]
+
+    def step():
+        _, *state[:] = run(*state, gpu_jobs.stacked(batch(num), num))
+        return state
+
+    return step
+
+
+def a_call_each(num):
+    graphdef, params, rest = nnx.split(gpu_jobs.perceptron(), nnx.Param, ...)
     state = [params, optimizer.init(params)]
 
     def value(params, part):
-        return loss(nnx.merge(graphdef, params, rest), part).mean()
-
-    def update(params, opt_state, grads):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return gpu_jobs.squares(nnx.merge(graphdef, params, rest), part).mean()
 
     def add(total, params, part):
         return jax.tree.map(jnp.add, total, jax.grad(value)(params, part))
 
-    @jax.jit
-    def whole(params, opt_state, parts):
-        zero = jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(lambda t, p: (add(t, params, p), None), zero, parts)
-        return update(params, opt_state, total)
+    def last(params, opt_state, total):
+        grads = jax.tree.map(lambda x: x / num, total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    one, last = jax.jit(add, donate_argnums=0), jax.jit(update)
-    zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p))
+    zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+    add, last = jax.jit(add, donate_argnums=0), jax.jit(last, donate_argnums=(0, 1))
 
     def step():
-        rows = batch(num)
-        if is_scanned:
-            parts = jax.tree.map(lambda a: a.reshape(num, MICRO, -1), rows)
-            state[:] = whole(*state, parts)
-        else:
-            total = zeros(state[0])
-            for i in range(num):
-                part = jax.tree.map(lambda a: a[i * MICRO : (i + 1) * MICRO], rows)
-                total = one(total, state[0], part)
-            state[:] = last(*state, total)
+        rows, total = batch(num), zeros(state[0])
+        for i in range(num):
+            part = {name: a[i * SIZE : (i + 1) * SIZE] for name, a in rows.items()}
+            total = add(total, state[0], part)
+        state[:] = last(*state, total)
         return state
 
     return step
@@ -95,7 +88,7 @@ def seconds(steps):
     for n in range(ROUNDS + 1):
         for name, step in steps.items():
             begun = time.perf_counter()
-            jax.block_until_ready(step())
+            jax.block_until_ready(jax.tree.leaves(step()))
             if n:
                 times[name].append(time.perf_counter() - begun)
     return {name: statistics.median(t) for name, t in times.items()}
@@ -103,23 +96,17 @@ def seconds(steps):
 
 found = {}
 for num in NUMS:
+    steps = {f"hxla {kind}": ours(num, kind) for kind in ("exact", "float")}
     found[num] = seconds(
-        {
-            "hxla exact": ours(num, "exact"),
-            "hxla float": ours(num, "float"),
-            "a call each": plain(num, is_scanned=False),
-            "one program": plain(num, is_scanned=True),
-        }
+        {**steps, "a call each": a_call_each(num), "one program": one_program(num)}
     )
 report.detail("seconds_per_step", found)
 few, many = NUMS
-each = {n: (found[many][n] - found[few][n]) / (many - few) for n in found[few]}
+each = {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
+own = each["hxla exact"]
 for other in ("hxla float", "a call each", "one program"):
-    report.row(
-        f"a microbatch more, beside {other}",
-        f"{1e6 * each['hxla exact']:.1f} us",
-        f"{1e6 * each[other]:.1f} us",
-        f"{each[other] / each['hxla exact']:.2f}x",
-    )
-fixed = {n: found[few][n] - few * each[n] for n in each}
-report.row("a step without microbatches, beside a call each", f"{1e3 * fixed['hxla exact']:.2f} ms", f"{1e3 * fixed['a call each']:.2f} ms")
+    what, theirs = f"a microbatch more, beside {other}", each[other]
+    report.row(what, f"{1e6 * own:.1f} us", f"{1e6 * theirs:.1f} us", f"{own / theirs:.2f}x")
+    step = f"a step of {few} microbatches, beside {other}"
+    pair = found[few]["hxla exact"], found[few][other]
+    report.row(step, *(f"{1e3 * s:.2f} ms" for s in pair), f"{pair[0] / pair[1]:.2f}x")

@@ -19,7 +19,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--torch", default=sys.executable)
-    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--gib", type=float, help="of memory that JAX may take; none: not known")
     return parser.parse_args()
 
 

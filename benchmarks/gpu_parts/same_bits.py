@@ -2,9 +2,9 @@
 
 Two ranks of a NCCL communicator may not have the same card, so two processes that share one say
 that they are on different hosts (`NCCL_HOSTID`) and talk over the loopback network. From NCCL 2.30
-on `NCCL_MULTI_RANK_GPU_ENABLE=1` allows it outright; that is tried where the first way fails. If
-neither works, the sums of groups of microbatches, added up on the host, still say whether it would
-matter who ran which.
+on `NCCL_MULTI_RANK_GPU_ENABLE=1` allows it outright; that is tried where the first way fails.
+Whether or not they may share it, a step whose microbatches come in another order says whether it
+matters what is added to what.
 
 References:
     NCCL user guide, environment variables; `getHostHash` in its src/misc/utils.cc.
@@ -20,166 +20,142 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from typing import Any
 
 from report import Report, arguments
 
-HERE = pathlib.Path(__file__).parent
 APART = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-TOGETHER = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+WAYS = {  # environment of each process
+    "as if on two hosts": [APART | {"NCCL_HOSTID": f"replica-{rank}"} for rank in range(2)],
+    "as NCCL 2.30 allows": [APART | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}] * 2,
+}
 args = arguments()
 report = Report(args.out)
-STEPS = 4 if args.dry else 12
-SECONDS = 900.0 if args.dry else 60.0  # of a run
+STEPS, SECONDS = (4, 900) if args.tiny else (12, 60)
 
 
-@contextlib.contextmanager
-def started(options: list[str], variables: list[dict[str, str]]) -> Iterator[list]:
-    """The processes of a run, one for each set of variables; ended when the block is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, str(HERE / "bits_run.py"), *options, *(["--dry"] * args.dry)]
-    own = []
-    try:
-        for rank, extra in enumerate(variables):
-            env = os.environ | extra
-            if len(variables) > 1:
-                env |= {
-                    "HXLA_COORDINATOR": f"127.0.0.1:{port}",
-                    "HXLA_NUM_PROCESSES": str(len(variables)),
-                    "HXLA_PROCESS_ID": str(rank),
-                }
-            log = tempfile.TemporaryFile("w+")
-            started = subprocess.Popen(
-                command, stdout=log, stderr=log, env=env, start_new_session=True
-            )
-            own.append((started, log))
-        yield own
-    finally:
-        for process, log in own:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            log.close()
+class Run:
+    """A run of train_gpt.py that has begun, of one process or two.
 
-
-def finished(own: list, limit: float = SECONDS) -> dict:
-    """What the first process of a run told.
-
-    Raises:
-        RuntimeError: With the last lines of a process that failed or is not done.
+    Args:
+        stack: Ends it.
+        folder: For its files.
+        options: Of the script.
+        variables: Environment of each process.
     """
-    deadline = time.monotonic() + limit
-    running, texts = dict(enumerate(own)), {}
-    while running:
-        for rank, (process, log) in list(running.items()):
-            if process.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                texts[rank] = log.read()
-                if process.poll() != 0:
-                    lines = texts[rank].strip().splitlines()[-15:]
-                    raise RuntimeError("\n".join([f"rank {rank}: {process.poll()}", *lines]))
-                del running[rank]
-        time.sleep(0.05)
-    told = [line for line in texts[0].splitlines() if line.startswith("TOLD ")]
-    return json.loads(told[-1][5:])
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: pathlib.Path,
+        *options: str,
+        variables: list[dict[str, str]] = [{}],  # noqa: B006
+    ):
+        self._out = folder / f"{len(list(folder.glob('*.log')))}.json"
+        self._processes, self._logs = [], []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        script = [sys.executable, str(pathlib.Path(__file__).with_name("train_gpt.py"))]
+        script += ["--steps", str(STEPS), "--out", str(self._out), *["--tiny"] * args.tiny]
+        for rank, own in enumerate(variables):
+            join = ["--join", f"{rank},{port}"] if len(variables) > 1 else []
+            self._logs.append(self._out.with_suffix(f".{rank}.log"))
+            with self._logs[-1].open("w") as log:
+                process = subprocess.Popen(
+                    [*script, *join, *options],
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | own,
+                    start_new_session=True,
+                )
+            self._processes.append(process)
+            stack.callback(self._end, process)
+
+    @staticmethod
+    def _end(process: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def told(self) -> dict[str, Any]:
+        """What it told at its end.
+
+        Raises:
+            RuntimeError: With the last lines of a process that failed or is not done.
+        """
+        deadline = time.monotonic() + SECONDS
+        while not all(process.poll() == 0 for process in self._processes):
+            for process, log in zip(self._processes, self._logs, strict=True):
+                if process.poll() or time.monotonic() > deadline:
+                    lines = log.read_text().strip().splitlines()[-15:]
+                    raise RuntimeError("\n".join([f"exit code {process.poll()}", *lines]))
+            time.sleep(0.05)
+        return json.loads(self._out.read_text())
 
 
-def pair(*options: str, way: str) -> dict:
-    """Two replicas, each in a process of its own, on one card."""
-    if way == "different hosts":
-        variables = [APART | {"NCCL_HOSTID": f"replica-{rank}"} for rank in range(2)]
-    else:
-        variables = [APART | TOGETHER] * 2
-    with started(["--steps", str(STEPS), *options], variables) as own:
-        return finished(own)
+def compared(what: str, run: Run, base: dict | None, *, is_law: bool = True) -> None:
+    """Whether a run ended as another one did.
 
-
-def same(what: str, found: dict | None, expected: str) -> bool:
-    if found is None:
-        report.row(what, "did not run")
-        return False
+    Args:
+        what: In words.
+        run: That has begun.
+        base: What the other one told.
+        is_law: Whether it must.
+    """
+    found = report.attempt(what, run.told)
+    if found is None or base is None:
+        report.row(what, "NOT KNOWN")
+        return
     report.detail(what, found)
-    is_same = found["sha256"] == expected
-    report.row(what, found["sha256"][:16], expected[:16], "same" if is_same else "OTHER")
-    if not is_same:
-        report.failure(f"{what}: {found['sha256'][:16]}, not {expected[:16]}")
-    return is_same
-
-
-def compared(what: str, found: dict | None, other: dict | None) -> None:
-    """Of which nothing is promised."""
-    if found is not None and other is not None:
-        told = [f["sha256"][:16] for f in (found, other)]
-        report.row(what, *told, "same" if told[0] == told[1] else "other")
+    is_same = found["sha256"] == base["sha256"]
+    report.row(what, found["sha256"][:16], base["sha256"][:16], "same" if is_same else "OTHER")
+    if is_law and not is_same:
+        report.failure(f"{what}: {found['sha256'][:16]}, not {base['sha256'][:16]}")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        # Together, for most of each is imports and compilation.
-        half = ["--steps", str(STEPS // 2), "--checkpoint-dir", folder]
-        with alone() as first, alone() as again, started(half, [{}]) as begun:
-            base = report.attempt("first run", lambda: finished(first))
-            if base is None:
-                return
-            expected = base["sha256"]
-            report.detail("first run", base)
-            found = report.attempt("again", lambda: finished(again))
-            same("again, in another process", found, expected)
-            report.attempt("half a run", lambda: finished(begun))
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        with (
-            alone("--checkpoint-dir", folder) as resumed,
-            alone(XLA_FLAGS=flags) as untuned,
-            alone("--reduction", "float") as a_float,
-            alone("--reduction", "float") as another,
-        ):
-            found = report.attempt("resumed", lambda: finished(resumed))
-            same("resumed in mid-run", found, expected)
-            if not args.dry:
-                found = report.attempt("without autotuning", lambda: finished(untuned))
-                compared("exact sums without autotuning (for information)", found, base)
-            found, other = (report.attempt("float", lambda r=r: finished(r)) for r in (a_float, another))
-            compared("two runs with float sums (for information)", found, other)
-    shared(expected)
-    grouped()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = pathlib.Path(name)
+        kept = ["--checkpoint-dir", str(folder / "kept")]
+
+        def begin(*options: str, **more: Any) -> Run:
+            return Run(stack, folder, *options, **more)
+
+        # Several at once, for most of each is imports and compilation.
+        first, again = begin(), begin()
+        half = begin(*kept, "--steps", str(STEPS // 2))
+        forward, backward = begin("--order", "forward"), begin("--order", "backward")
+        base = report.attempt("first run", first.told)
+        report.detail("first run", base)
+        compared("again, in another process", again, base)
+        ordered = report.attempt("microbatches in order", forward.told)
+        compared("microbatches in the opposite order", backward, ordered)
+        if report.attempt("half a run", half.told) is not None:
+            compared("resumed from half a run", begin(*kept), base)
+        way = shared(begin, base)
+        if way is not None:
+            even = begin("--counts", "4", "4", variables=WAYS[way])
+            compared("and 4 and 4", even, base)
+        runs = [begin("--reduction", "float") for _ in range(2)]
+        a_float = report.attempt("float sums", runs[0].told)
+        compared("two runs with float sums (nothing is promised)", runs[1], a_float, is_law=False)
 
 
-def alone(*options: str, **variables: str) -> contextlib.AbstractContextManager[list]:
-    return started(["--steps", str(STEPS), *options], [variables])
-
-
-def shared(expected: str) -> None:
-    """Two replicas on one card, in the first way that works."""
-    for way in ("different hosts",) if args.dry else ("different hosts", "several ranks a card"):
-        name = f"two replicas share the card ({way}), 2 and 6 of 8 microbatches"
+def shared(begin: Any, base: dict | None) -> str | None:
+    """The first way in which two replicas can share the card."""
+    what = "two replicas share the card, 2 and 6 of 8 microbatches"
+    for way, variables in WAYS.items():
+        run = begin("--counts", "2", "6", variables=variables)
         try:
-            found = pair("--counts", "2,6", way=way)
+            run.told()
         except RuntimeError as error:
-            report.detail(name, str(error))
+            report.detail(f"{what}, {way}", str(error))
             continue
-        same(name, found, expected)
-        even = report.attempt("even counts", lambda way=way: pair("--counts", "4,4", way=way))
-        same("and 4 and 4", even, expected)
-        return
-    report.row("two replicas share the card", "could not be had here, see the details")
-    report.failure("two replicas share the card: no way of sharing worked")
-
-
-def grouped() -> None:
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "grouping.py"), *(["--dry"] * args.dry)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    lines = ran.stdout.strip().splitlines()
-    what = "sums of groups of microbatches, added up on the host"
-    report.row(what, lines[-1] if not ran.returncode and lines else "failed")
-    if ran.returncode:
-        report.failure("\n".join(["groups of microbatches", *ran.stderr.splitlines()[-15:]]))
+        compared(f"{what}, {way}", run, base)
+        return way
+    report.row(what, "COULD NOT BE HAD, see gpu.json")
+    return None
 
 
 main()

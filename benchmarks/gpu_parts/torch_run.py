@@ -14,23 +14,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from turns import take_turn
 
-SIZES = {
-    "124m": (50304, 1024, 768, 12, 12, 8, 8),
-    "tiny": (64, 16, 32, 2, 1, 2, 2),
-}
+# As in gpu_jobs.py: vocabulary, length, width, heads, layers, microbatches.
+SIZES = {"124m": (50304, 1024, 768, 12, 12, 8), "tiny": (64, 16, 32, 2, 1, 2)}
 parser = argparse.ArgumentParser()
+parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
 parser.add_argument("--size", choices=SIZES, required=True)
+parser.add_argument("--micro", type=int, required=True)
 parser.add_argument("--turns", required=True)
 parser.add_argument("--rounds", type=int, required=True)
-parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--out", type=pathlib.Path, required=True)
 args = parser.parse_args()
-V, T, D, H, L, MICRO, M = SIZES[args.size]
-device = "cuda" if torch.cuda.is_available() else "cpu"
+V, T, D, H, L, M = SIZES[args.size]
+MICRO, device = args.micro, args.device
 torch.set_float32_matmul_precision("high")
 
 
