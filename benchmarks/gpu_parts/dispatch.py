@@ -7,9 +7,9 @@ microbatch; a plain loop may do the same, or put all of them into one program.
 import statistics
 import time
 
+import gpu_jobs
 import jax
 import jax.numpy as jnp
-import gpu_jobs
 import numpy as np
 import optax
 from flax import nnx

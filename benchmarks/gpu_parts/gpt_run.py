@@ -13,8 +13,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-import jax
 import gpu_jobs
+import jax
 import numpy as np
 from flax import nnx
 from turns import take_turn
