@@ -7,7 +7,7 @@ WORKERS ?= 2
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench bench-gpu gpu-compiler clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -37,6 +37,15 @@ bench: $(STAMP)
 		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet torch numpy \
 		|| echo "PyTorch cannot be installed here: its comparisons are left out"; fi
 	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
+
+# PYTHON has jax with a GPU and hxla's dependencies; nothing is installed. ARGS=--tiny needs no GPU.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# XLA's compiler for NVIDIA GPUs, which the tests use without one: 150 MB, so not part of `test`.
+gpu-compiler: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/gpu-compiler \
+		"jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
 
 clean:
 	rm -rf $(VENV) .venv-torch runs dist build

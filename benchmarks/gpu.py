@@ -58,7 +58,7 @@ ALL = (
 _MACHINE = """
 import importlib.metadata, json, jax, hxla
 wanted = ("jax", "flax", "optax", "numpy", "cuda", "nvidia")
-names = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+names = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
 device = jax.devices()[0]
 limit = (device.memory_stats() or {}).get("bytes_limit")
 from pynvml import *
@@ -70,7 +70,7 @@ except NVMLError:
 print(json.dumps({
     "device": device.device_kind, "platform": device.platform, "number": jax.device_count(),
     "gib": limit and limit / 2**30, "driver": driver,
-    "versions": {n: v for n, v in sorted(names.items()) if n.startswith(wanted)},
+    "versions": {n: importlib.metadata.version(n) for n in sorted(names) if n.startswith(wanted)},
 }))
 """
 

@@ -55,7 +55,8 @@ class GPT(nn.Module):
         self.tok, self.pos = nn.Embedding(V, D), nn.Embedding(T, D)
         self.blocks = nn.Sequential(*[Block() for _ in range(L)])
         self.norm = nn.LayerNorm(D, bias=False)
-        nn.init.normal_(self.tok.weight, std=D**-0.5)
+        for own in (self.tok, self.pos):
+            nn.init.normal_(own.weight, std=D**-0.5)
 
     def forward(self, text):
         x = self.tok(text) + self.pos(torch.arange(text.shape[1], device=text.device))
