@@ -20,9 +20,10 @@ from .._core._errors import HxlaError, LaunchError
 from .._plan._plan import Plan
 from ._throttle import Throttle, make_throttle, pack
 
-# Options of XLA without which unlike GPUs wait for each other or disagree; see docs/running.md.
+# Processes that compile programs of their own would wait for each other's measured kernels.
+_GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
+# Options of XLA without which unlike GPUs disagree; see docs/running.md.
 _MIXED_GPU_FLAGS = (
-    "--xla_gpu_shard_autotuning=false",
     "--xla_gpu_all_reduce_combine_threshold_bytes=268435456",
     "--xla_gpu_all_gather_combine_threshold_bytes=268435456",
     "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
@@ -419,7 +420,7 @@ def _environment(
         cache = env.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
         env.setdefault("JAX_COMPILATION_CACHE_DIR", f"{cache}/hxla/xla/{kind}")
         mixed = len({d.kind for d in devices}) > 1
-        wanted = _MIXED_GPU_FLAGS if mixed else ()
+        wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
             env.setdefault(key, value)
     added = [flag for flag in wanted if flag.split("=")[0] not in flags]

@@ -70,6 +70,8 @@ class Profile:
             the training loop does besides.
         peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
             microbatches: state, sums, and what the compiled programs say of themselves.
+        num_segments: Most layers that were asked for, of which a chain may have fewer (0: as many
+            as there are).
     """
 
     model: str
@@ -78,6 +80,12 @@ class Profile:
     times: Mapping[Setting, tuple[LayerTime, ...]]
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
+    num_segments: int = 0
+
+    @property
+    def most_segments(self) -> int:
+        """What to ask for to get the same layers again."""
+        return self.num_segments or len(self.layers)
 
     def check(self, layers: Sequence[str]) -> None:
         """Refuse to speak of another chain.
@@ -96,6 +104,7 @@ class Profile:
         return {
             "model": self.model,
             "layers": list(self.layers),
+            "num_segments": self.num_segments,
             "sizes": [
                 {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
                 for (b, t), own in sorted(self.sizes.items())
@@ -129,6 +138,7 @@ class Profile:
             },
             reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
+            num_segments=int(table.get("num_segments", 0)),
         )
 
 

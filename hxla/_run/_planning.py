@@ -262,7 +262,7 @@ def _cut(
         return structure, ()
     times: dict[int, np.ndarray] = {}
     if profile is not None:
-        request = dataclasses.replace(request, num_segments=len(profile.layers))
+        request = dataclasses.replace(request, num_segments=profile.most_segments)
         times |= _profiled(profile, graph, size, cluster)
     elif devices is not None:
         texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
@@ -284,7 +284,7 @@ def _cut(
 
 def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
     """[3, L] Seconds of the segments on each device, as a profile has them."""
-    chain = segments(graph, len(profile.layers))
+    chain = segments(graph, profile.most_segments)
     profile.check([segment.name for segment in chain])
     sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
     return {

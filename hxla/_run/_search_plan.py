@@ -101,7 +101,7 @@ def search_plan(
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = wishes.num_segments or some
     if profile is not None:
-        num_segments = len(profile.layers)
+        num_segments = profile.most_segments
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
     if profile is not None:
