@@ -13,18 +13,13 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
+from device_memory import DeviceMemory, MemoryRule, pipeline_memory
 from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 
 from hxla._core._errors import PlanError
-from hxla._planner._cost import (
-    LinkSeconds,
-    StageLoad,
-    StepCost,
-    ring_all_reduce_seconds,
-    step_cost,
-)
-from hxla._planner._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
+from hxla._planner._cost import LinkSeconds, ring_all_reduce_seconds
 from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
 
 OTHER_RUNS = other_runs()
@@ -51,6 +46,31 @@ THEIRS = dataclasses.replace(RULE, context_bytes=4.76e9 + 300e6, allocator_share
 #: On other machines the same source has 2e9 bytes for one device and 3e9 for a tensor-parallel
 #: group (`check_config_fits`).
 OTHER_CONTEXT_BYTES = (2e9, 3e9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What one stage of one replica has to do, in a microbatch and once a step."""
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    gradient_bytes: float
+    send_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    compute_seconds: float
+    reduction_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """The step, and its stages by replica."""
+
+    step_seconds: float
+    stages: tuple[tuple[StageSeconds, ...], ...]
 
 
 def rule_of(place: Place, rule: MemoryRule = RULE) -> MemoryRule:
@@ -136,7 +156,7 @@ def _lookup(table, key, model, what):
 
 def predict_time(
     data: Data, plan: Measured, *, whole: bool = True, duplex: bool = False
-) -> StepCost:
+) -> StepSeconds:
     """The step, as this runtime does it.
 
     What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B; transfers
@@ -180,18 +200,36 @@ def predict_time(
         num_bytes = max(stage_loads[s].gradient_bytes for stage_loads in loads)
         pairs = set(zip(places, (*places[1:], places[0]), strict=True))
         reduction.append(
-            max(
-                ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b), duplex=duplex)
-                for a, b in pairs
-            )
+            max(ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b)) for a, b in pairs)
+            * (1 if duplex else 2)
         )
-    return step_cost(
-        loads,
-        [plan.num_microbatches] * len(loads),
-        links,
-        reduction,
-        blocking=True,
-        barrier=True,
+    timelines = [
+        replay(
+            one_f_one_b(len(own), plan.num_microbatches),
+            [load.forward_seconds for load in own],
+            [load.backward_seconds for load in own],
+            send_seconds_P=[
+                link(load.send_bytes) for link, load in zip(between, own[:-1], strict=True)
+            ],
+            blocking=True,
+        )
+        for own, between in zip(loads, links, strict=True)
+    ]
+    barrier = max(max(timeline.finish_seconds) for timeline in timelines)
+    tail = max(
+        seconds + load.update_seconds
+        for own in loads
+        for seconds, load in zip(reduction, own, strict=True)
+    )
+    return StepSeconds(
+        step_seconds=barrier + tail,
+        stages=tuple(
+            tuple(
+                StageSeconds(compute_seconds=busy, reduction_seconds=seconds)
+                for busy, seconds in zip(timeline.busy_seconds, reduction, strict=True)
+            )
+            for timeline in timelines
+        ),
     )
 
 

@@ -293,11 +293,9 @@ def test_only_touched_rows_are_sent(rows):
     replicas = [Replica(i, (d,)) for i, d in enumerate(jax.devices()[:3])]
     table = jax.ShapeDtypeStruct((1000, 8), np.float32)
     contribution = Contribution.of(SumsForm(), num_terms=4)
-    reducer = Reducer(replicas, contribution, Tensors((table,), (), ("t",)), [P()], rows=rows)
-    [program] = reducer._programs
-    small = jax.ShapeDtypeStruct((3,), np.int32)
-    limb = jax.ShapeDtypeStruct((3 * 1000, 8), np.int32)
-    lowered = program.lower([small, small], [small], [(limb, limb)])
+    tensors = Tensors((table,), (), ("t",))
+    reducer = Reducer(replicas, contribution, tensors, [P()], row_shape=(4, 2), rows=rows)
+    [lowered] = reducer.lower()
     text = lowered.compile().as_text()
     kinds = r"(all-gather|reduce-scatter|collective-permute|all-reduce)"
     found = re.findall(rf"= \w+\[([\d,]*)\]\S* {kinds}\(", text)

@@ -6,37 +6,48 @@ import hypothesis
 import pydantic
 import pytest
 from hypothesis import strategies as st
-from sailor import monotone, stage_loads, was_set
+from sailor import StageLoad, monotone, stage_loads, was_set
 
 from hxla import Link
 from hxla._core._errors import PlanError
-from hxla._planner._cost import (
-    StageLoad,
-    all_gather_seconds,
-    exposed_reduction_seconds,
-    ring_all_reduce_seconds,
-    step_cost,
-)
+from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
+from hxla._planner._cost import all_gather_seconds, ring_all_reduce_seconds
+from hxla._planner._staging import staging_cost
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
-from hxla._schedule._schedules import gpipe
 
 
 def line(latency, bandwidth):
     return Link(latency_seconds=latency, bytes_per_second=bandwidth).seconds
 
 
-def no_time(_):
-    return 0.0
-
-
-def load(forward=1.0, backward=2.0, update=0.5, gradient=8.0, send=4.0):
-    return StageLoad(
-        forward_seconds=forward,
-        backward_seconds=backward,
-        update_seconds=update,
-        gradient_bytes=gradient,
-        send_bytes=send,
+def group(forward=(1.0,), backward=(2.0,), update=(0.5,)):
+    return Group(
+        kind="gpu",
+        num_devices=1,
+        memory_bytes=1e9,
+        forward_seconds=tuple(forward),
+        backward_seconds=tuple(backward),
+        update_seconds=tuple(update),
+        parameter_bytes=(1.0,) * len(forward),
+        stash_bytes=(1.0,) * len(forward),
     )
+
+
+def step(groups, counts, *, stages=1, reduce=0.25, latency=0.0):
+    """Every group a replica, one stage for each layer."""
+    chain = Chain(
+        groups=tuple(groups),
+        num_microbatches=sum(counts),
+        output_bytes=(4.0,) * stages,
+        send_seconds=((0.1,) * len(groups),) * len(groups),
+        send_latency_seconds=((latency,) * len(groups),) * len(groups),
+        reduce_seconds=(reduce,) * len(groups),
+    )
+    replicas = tuple(
+        ReplicaSort(groups=(k,) * stages, count=1, num_microbatches=m) for k, m in enumerate(counts)
+    )
+    cuts = tuple(range(stages))
+    return staging_cost(chain, Staging(cuts=cuts, replicas=replicas, step_seconds=0.0))
 
 
 def profile(times):
@@ -56,9 +67,6 @@ def profile(times):
 def test_a_ring_moves_each_byte_twice_but_one_part():
     link = line(1e-5, 1e9)
     assert ring_all_reduce_seconds(8e8, 8, link) == pytest.approx(2 * 7 / 8 * 0.8 + 14e-5)
-    assert ring_all_reduce_seconds(8e8, 8, link, duplex=False) == pytest.approx(
-        2 * ring_all_reduce_seconds(8e8, 8, link)
-    )
     assert all_gather_seconds(8e8, 8, link) == pytest.approx(7 / 8 * 0.8 + 7e-5)
 
 
@@ -74,14 +82,6 @@ def test_a_link_refuses_what_is_none(latency, bandwidth):
 def test_one_device_reduces_nothing(num_bytes):
     assert ring_all_reduce_seconds(num_bytes, 1, line(1, 1)) == 0
     assert ring_all_reduce_seconds(0, 4, line(1, 1)) == 0
-
-
-@hypothesis.given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 20))
-def test_what_a_backward_hides_is_less_than_the_backward(reduction, backward, num_buckets):
-    exposed = exposed_reduction_seconds(reduction, backward, num_buckets)
-    assert reduction / num_buckets - 1e-9 <= exposed <= reduction + 1e-9
-    assert reduction - exposed <= backward + 1e-9
-    assert exposed_reduction_seconds(reduction, backward, 1) == reduction
 
 
 def test_a_disturbed_measurement_is_bounded_by_a_larger_microbatch():
@@ -114,7 +114,13 @@ def test_loads_sum_the_layers_of_a_stage():
         times={k: v * 2 for k, v in one.times.items()},
     )
     (whole,) = stage_loads(two, [Setting("gpu", 1)], [range(2)])
-    assert whole == load(forward=2.0, backward=4.0, update=0.5, gradient=20, send=3)
+    assert whole == StageLoad(
+        forward_seconds=2.0,
+        backward_seconds=4.0,
+        update_seconds=0.5,
+        gradient_bytes=20,
+        send_bytes=3,
+    )
 
 
 def test_a_setting_without_times_names_those_that_have():
@@ -123,7 +129,7 @@ def test_a_setting_without_times_names_those_that_have():
 
 
 def test_a_step_is_the_slowest_replica_then_reduction_then_update():
-    cost = step_cost([[load()], [load(forward=2.0, backward=3.0)]], [4, 3], [[], []], [0.25])
+    cost = step([group(), group(forward=[2.0], backward=[3.0])], [4, 3])
     assert cost.step_seconds == pytest.approx(3 * 5 + 0.25 + 0.5)
     fast, slow = cost.stages
     assert fast[0].compute_seconds == 12
@@ -133,51 +139,38 @@ def test_a_step_is_the_slowest_replica_then_reduction_then_update():
 
 
 def test_an_update_lies_on_its_own_replicas_path_to_the_next_sum():
-    late = [load(forward=2.0, backward=3.0, update=0.5)]  # 15.5 s a step
-    early = [load(update=3.0)]  # 15 s a step: the other's microbatches run meanwhile
-    cost = step_cost([early, late], [4, 3], [[], []], [0.25])
+    late = group(forward=[2.0], backward=[3.0])  # 15.5 s a step
+    early = group(update=[3.0])  # 15 s a step: the other's microbatches run meanwhile
+    cost = step([early, late], [4, 3])
     assert cost.step_seconds == pytest.approx(15.5 + 0.25)
     assert cost.stages[0][0].wait_seconds == pytest.approx(0.5)
-    alone = step_cost([early], [4], [[]], [0.25])
-    assert alone.step_seconds == pytest.approx(15 + 0.25)
+    assert step([early], [4]).step_seconds == pytest.approx(15)
 
 
-def test_a_barrier_makes_every_stage_wait_for_the_last():
-    stages = [load(update=0.0)] * 3
-    links = [[no_time] * 2]
-    # The last stage is done two backwards before the first, which hides its reduction.
-    free = step_cost([stages], [4], links, [0.0, 0.0, 3.0])
-    held = step_cost([stages], [4], links, [0.0, 0.0, 3.0], barrier=True)
-    assert free.step_seconds == pytest.approx((4 + 2) * 3)
-    assert held.step_seconds == pytest.approx((4 + 2) * 3 + 3)
+def test_the_last_stage_reduces_while_the_first_still_works():
+    # The last stage is done two backwards before the first, which hides most of its reduction.
+    stages = group([1.0] * 3, [2.0] * 3, [0.0] * 3)
+    alike = step([stages, stages], [4, 4], stages=3, reduce=3.0)
+    slowest = max(t.finish_seconds[0] for t in alike.timelines)
+    assert alike.step_seconds == pytest.approx(slowest + 3.0)
+    last = alike.stages[0][-1]
+    assert alike.timelines[0].finish_seconds[-1] + last.reduction_seconds < alike.step_seconds
 
 
-loads_of_4 = st.lists(
-    st.builds(load, *[st.floats(0.1, 3)] * 3, st.floats(1, 9), st.floats(1, 9)),
-    min_size=4,
-    max_size=4,
+four = st.lists(st.floats(0.1, 3), min_size=4, max_size=4)
+
+
+@hypothesis.given(
+    st.lists(st.builds(group, four, four, four), min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.floats(0, 1),
 )
-
-
-@hypothesis.given(loads_of_4, st.integers(1, 8), st.floats(0, 1), st.booleans(), st.booleans())
-def test_the_parts_of_every_stage_add_up_to_the_step(stages, count, latency, blocking, barrier):
-    cost = step_cost(
-        [stages],
-        [count],
-        [[line(latency, 10.0)] * 3],
-        [0.1, 0.2, 0.3, 0.4],
-        blocking=blocking,
-        barrier=barrier,
-        num_buckets=2,
-    )
-    for stage in cost.stages[0]:
-        assert sum(dataclasses.astuple(stage)) == pytest.approx(cost.step_seconds)
-        assert stage.wait_seconds >= -1e-9
-    slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
-    assert cost.step_seconds >= count * slowest
-
-
-def test_another_schedule_can_be_asked_for():
-    stages, links = [load(update=0.0)] * 2, [[no_time]]
-    cost = step_cost([stages], [4], links, [0.0, 0.0], make_schedule=gpipe)
-    assert [e.kind for e in cost.timelines[0].events[:4]] == ["forward"] * 4
+def test_the_parts_of_every_stage_add_up_to_the_step(groups, count, latency):
+    cost = step(groups, [count] * len(groups), stages=4, latency=latency)
+    for own, stages in zip(groups, cost.stages, strict=True):
+        for stage in stages:
+            *seconds, _ = dataclasses.astuple(stage)
+            assert sum(seconds) == pytest.approx(cost.step_seconds)
+            assert stage.wait_seconds >= -1e-9
+        slowest = max(map(sum, zip(own.forward_seconds, own.backward_seconds, strict=True)))
+        assert cost.step_seconds >= count * slowest

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
-from hxla._planner._staging import staging_cost, staging_memory
+from hxla._planner._staging import staging_cost
 
 FAST = Group(
     kind="fast",
@@ -72,8 +72,8 @@ def test_unlike_replicas_wait_for_the_slowest():
 
 
 def test_memory_is_state_stash_and_workspace():
-    (stages,) = staging_memory(CHAIN, MIXED)
-    assert stages[0].total_bytes == 30 * 4 + 2 * 9 + 7
-    assert stages[1].total_bytes == 10 * 4 + 1 * 3 + 7
+    (stages,) = staging_cost(CHAIN, MIXED).stages
+    assert stages[0].memory_bytes == 30 * 4 + 2 * 9 + 7
+    assert stages[1].memory_bytes == 10 * 4 + 1 * 3 + 7
     light = dataclasses.replace(CHAIN, state_factor=2.0)
-    assert staging_memory(light, MIXED)[0][0].total_bytes == 30 * 2 + 2 * 9 + 7
+    assert staging_cost(light, MIXED).stages[0][0].memory_bytes == 30 * 2 + 2 * 9 + 7

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from matplotlib import image
 
 import hxla
-from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
+from hxla._inspect import _alike_names, _lanes, _profiler_trace, _shard_pictures, _step_pictures
 from hxla._inspect._program import Array
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
@@ -251,20 +251,20 @@ def looped():
 def test_the_profiled_step_is_one_step_and_its_collectives_are_those_of_the_program(tmp_path):
     inspection = profiled(*looped(), tmp_path, times=3)
     measured = _profiler_trace.last_step(tmp_path, inspection.programs)
-    assert measured.num_steps == 3
-    assert measured.devices == tuple(f"device {n}" for n in range(4))
+    assert "The last of 3 profiled steps" in measured.note
+    assert measured.names == tuple(f"device {n}" for n in range(4))
     for device in range(4):
         own = Counter(
-            op.name
-            for op in measured.operations
-            if op.device == device and op.kind == _profiler_trace.COLLECTIVE
+            bar.label
+            for bar in measured.bars
+            if bar.lane == device and bar.kind == _lanes.COLLECTIVE
         )
         assert own == {c.name: c.runs for c in inspection.main.collectives}
     assert {c.runs for c in inspection.main.collectives} == {1, 5}
     # The loop itself would cover all that runs in it.
-    assert not [op for op in measured.operations if op.name.startswith("while")]
+    assert not [bar for bar in measured.bars if bar.label.startswith("while")]
     for device in range(4):
-        kinds = (_profiler_trace.COMPUTATION, _profiler_trace.COLLECTIVE)
+        kinds = (_lanes.COMPUTATION, _lanes.COLLECTIVE)
         busy = [measured.busy_seconds(device, kind) for kind in kinds]
         assert all(0 < seconds <= measured.seconds for seconds in busy)
 
@@ -312,14 +312,14 @@ def test_a_profile_of_something_else_is_refused(tmp_path):
 
 def test_bars_that_cannot_be_told_apart_are_one_and_cover_the_same_time():
     def bar(start, end):
-        return _step_pictures.Bar(
+        return _lanes.Bar(
             lane=0, kind="computation", label="f", start_seconds=start, end_seconds=end
         )
 
     many = [bar(i * 1e-4, (i + 1) * 1e-4) for i in range(10_000)]
     apart = [bar(0, 0.3), bar(0.3, 0.6), bar(0.9, 1)]
     for bars, most in ((many, 1200), (apart, 3)):
-        lanes = _step_pictures.Lanes(title="", names=("a",), bars=tuple(bars))
+        lanes = _lanes.Lanes(title="", names=("a",), bars=tuple(bars))
         found = list(_step_pictures._merged(bars, 800 / lanes.seconds))
         assert len(found) <= most
         assert found[0][0] == 0

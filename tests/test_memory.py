@@ -4,10 +4,10 @@ import dataclasses
 
 import hypothesis
 import pytest
+from device_memory import MemoryRule, pipeline_memory, stash_bytes
 from hypothesis import strategies as st
 
 from hxla._core._errors import PlanError
-from hxla._planner._stage_memory import MemoryRule, pipeline_memory, stash_bytes
 from hxla._profile._profile import LayerSize
 from hxla._schedule._schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 
@@ -31,18 +31,6 @@ def test_a_device_holds_state_stash_workspace_fragments_and_context():
     # The allocator rounds what it hands out, and not what the driver holds.
     assert first.allocator_bytes == (20 * 5 + 14 + 4) / 2
     assert first.total_bytes == (20 * 5 + 14 + 4) * 1.5 + 50
-
-
-def test_padding_gives_every_stage_the_largest_ones_parameters():
-    parts = [[layer(10.0)], [layer(30.0)]]
-    plain = pipeline_memory(parts, one_f_one_b(2, 2), RULE)
-    padded = pipeline_memory(parts, one_f_one_b(2, 2), RULE, padded=True)
-    assert padded[0].padding_bytes == 20
-    assert padded[1].padding_bytes == 0
-    assert padded[0].gradient_bytes == padded[1].gradient_bytes == 30
-    # Parameter, gradient, two moments and a buffer of the 20 bytes, and half of it for fragments.
-    assert padded[0].total_bytes - plain[0].total_bytes == 5 * 20 * 1.5
-    assert padded[1] == plain[1]
 
 
 def test_what_fits_includes_the_margin_and_what_lacks_is_said():

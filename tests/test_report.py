@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics, events, the page, the live line."""
 
+import contextlib
 import json
 import re
 
@@ -52,14 +53,13 @@ def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
     text = (run[0] / "metrics.jsonl").read_bytes()
     torn = tmp_path / "metrics.jsonl"
     torn.write_bytes(text + b'{"kind": "step", "st')
-    with hxla._report._metrics_file.MetricsWriter(tmp_path):
-        pass
+    hxla._report._metrics_file.MetricsWriter(tmp_path).close()
     assert torn.read_bytes() == text
 
 
 def test_a_loss_that_is_not_finite_is_strict_json(tmp_path, run):
     record = run[1].history.steps[0]
-    with hxla._report._metrics_file.MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(hxla._report._metrics_file.MetricsWriter(tmp_path)) as writer:
         writer.step(type(record)(**{**vars(record), "loss": float("nan")}))
     (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None

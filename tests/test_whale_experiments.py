@@ -8,8 +8,9 @@ stands for it.
 
 import pytest
 
-from hxla._planner._cost import StageLoad, step_cost
 from hxla._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import one_f_one_b
 
 RATIOS = {
     "ResNet-50": 4.394774823323071 / 2.6194694075770055,
@@ -38,18 +39,9 @@ def test_data_parallelism_reaches_its_bound(model, wanted):
 def step(layers, ratio, num_microbatches):
     """4 stages, the first two on V100s."""
     speeds = (ratio, ratio, 1.0, 1.0)
-    stages = [
-        StageLoad(
-            forward_seconds=n / speed,
-            backward_seconds=2 * n / speed,
-            update_seconds=0.0,
-            gradient_bytes=0.0,
-            send_bytes=0.0,
-        )
-        for n, speed in zip(layers, speeds, strict=True)
-    ]
-    free = [[lambda _: 0.0] * 3]
-    return step_cost([stages], [num_microbatches], free, [0.0] * 4).step_seconds
+    forward = [n / speed for n, speed in zip(layers, speeds, strict=True)]
+    timeline = replay(one_f_one_b(4, num_microbatches), forward, [2 * x for x in forward])
+    return timeline.makespan_seconds
 
 
 @pytest.mark.parametrize(("model", "num_layers"), [("BERT-Large", 24), ("T5-Large", 48)])

@@ -12,7 +12,7 @@ References:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._core._errors import AnnotationError
@@ -197,15 +197,18 @@ def _gather(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[F
     ]
 
 
-def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+def _dims_of_first(
+    ins: Sequence[Shape], outs: Sequence[Shape], dims: Iterable[tuple[int | None, int]]
+) -> list[Factor]:
+    """A dimension of the first operand becomes one of every result; other operands are whole."""
     rest = (None,) * (len(ins) - 1)
-    source = {out: d for d, out in enumerate(params["broadcast_dimensions"])}
-    found = []
-    for out, size in enumerate(outs[0]):
-        d = source.get(out)
-        same = d is not None and ins[0][d] == size
-        found.append(Factor(f"d{out}", (d if same else None, *rest), (out,)))
-    return found
+    return [Factor(f"d{o}", (d, *rest), (o,) * len(outs)) for d, o in dims]
+
+
+def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    placed = enumerate(params["broadcast_dimensions"])
+    source = {out: d for d, out in placed if ins[0][d] == outs[0][out]}
+    return _dims_of_first(ins, outs, ((source.get(out), out) for out in range(len(outs[0]))))
 
 
 def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
@@ -240,67 +243,46 @@ def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[
     before, after = ins[0], outs[0]
     if params.get("dimensions") is not None or 0 in before:
         return []
-    rest = (None,) * (len(ins) - 1)
     # Dimensions of size one belong to no group; what is left lines up by products.
     here = [d for d, n in enumerate(before) if n != 1]
     there = [d for d, n in enumerate(after) if n != 1]
     groups = reshape_groups(tuple(before[d] for d in here), tuple(after[d] for d in there))
-    return [
-        Factor(f"d{there[right[0]]}", (here[left[0]], *rest), (there[right[0]],))
-        for left, right in groups
-        if left and right
-    ]
+    pairs = ((here[left[0]], there[right[0]]) for left, right in groups if left and right)
+    return _dims_of_first(ins, outs, pairs)
 
 
 def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(params["permutation"])]
+    return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(params["permutation"])))
 
 
-def _squeeze(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    kept = [d for d in range(len(ins[0])) if d not in params["dimensions"]]
-    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(kept)]
+def _without(name: str) -> Pattern:
+    """The dimensions that a parameter names are gone; the others stay in order."""
 
-
-def _reduce(partial: bool) -> Pattern:
     def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-        kept = [d for d in range(len(ins[0])) if d not in params["axes"]]
-        found = [Factor(f"d{o}", (d,) * len(ins), (o,) * len(outs)) for o, d in enumerate(kept)]
-        if partial:
-            for d in params["axes"]:
-                found.append(Factor("row", (d,) * len(ins), (None,) * len(outs), partial=True))
-        return found
+        kept = [d for d in range(len(ins[0])) if d not in params[name]]
+        return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(kept)))
 
     return pattern
 
 
-def _concatenate(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    return _whole_dims(ins, outs[0], params["dimension"])
-
-
-def _whole_dims(ins: Sequence[Shape], out: Shape, *without: int) -> list[Factor]:
-    return [
-        Factor(f"d{d}", tuple(d if len(x) == len(out) else None for x in ins), (d,))
-        for d in range(len(out))
-        if d not in without
-    ]
+def _reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    partial = [Factor("row", (d,), (None,), partial=True) for d in params["axes"]]
+    return [*_without("axes")(ins, outs, params), *partial]
 
 
 def _full_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    rest = (None,) * (len(ins) - 1)
-    return [
-        Factor(f"d{d}", (d, *rest), (d,) * len(outs))
-        for d, size in enumerate(ins[0])
-        if all(len(o) == len(ins[0]) and o[d] == size for o in outs)
-    ]
+    whole = [d for d, size in enumerate(ins[0]) if all(out[d] == size for out in outs)]
+    return _dims_of_first(ins, outs, ((d, d) for d in whole))
 
 
 def _along_axis(name: str) -> Pattern:
+    """Every dimension but one that a parameter names, of all operands and results alike."""
+
     def pattern(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-        axis = params[name]
         return [
             Factor(f"d{d}", (d,) * len(ins), (d,) * len(outs))
             for d in range(len(ins[0]))
-            if d != axis
+            if d != params[name]
         ]
 
     return pattern
@@ -308,22 +290,12 @@ def _along_axis(name: str) -> Pattern:
 
 def _top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
     axis = params.get("axis", len(ins[0]) - 1) % len(ins[0])
-    rest = (None,) * (len(ins) - 1)
-    return [Factor(f"d{d}", (d, *rest), (d,) * len(outs)) for d in range(len(ins[0])) if d != axis]
-
-
-def _argmax(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    kept = [d for d in range(len(ins[0])) if d not in params["axes"]]
-    return [Factor(f"d{o}", (d,), (o,)) for o, d in enumerate(kept)]
+    return _dims_of_first(ins, outs, ((d, d) for d in range(len(ins[0])) if d != axis))
 
 
 def _window(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    rest = (None,) * (len(ins) - 1)
-    return [
-        Factor(f"d{d}", (d, *rest), (d,))
-        for d, window in enumerate(params["window_dimensions"])
-        if window == 1 and params["window_strides"][d] == 1
-    ]
+    windows = zip(params["window_dimensions"], params["window_strides"], strict=True)
+    return _dims_of_first(ins, outs, ((d, d) for d, one in enumerate(windows) if one == (1, 1)))
 
 
 def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
@@ -339,16 +311,16 @@ PATTERNS = Patterns(
         "broadcast_in_dim": _broadcast_in_dim,
         "reshape": _reshape,
         "transpose": _transpose,
-        "squeeze": _squeeze,
-        "reduce_sum": _reduce(partial=True),
-        "reduce_max": _reduce(partial=True),
-        "reduce_min": _reduce(partial=True),
-        "reduce_and": _reduce(partial=True),
-        "reduce_or": _reduce(partial=True),
-        "reduce_prod": _reduce(partial=False),
-        "argmax": _argmax,
-        "argmin": _argmax,
-        "concatenate": _concatenate,
+        "squeeze": _without("dimensions"),
+        "reduce_sum": _reduce,
+        "reduce_max": _reduce,
+        "reduce_min": _reduce,
+        "reduce_and": _reduce,
+        "reduce_or": _reduce,
+        "reduce_prod": _without("axes"),
+        "argmax": _without("axes"),
+        "argmin": _without("axes"),
+        "concatenate": _along_axis("dimension"),
         "pad": _full_slice,
         "slice": _full_slice,
         "dynamic_slice": _full_slice,

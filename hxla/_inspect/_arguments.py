@@ -1,13 +1,14 @@
 """The arguments of a program: what they are, whose they are, how they lie on the mesh."""
 
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 
 from .._core._errors import InspectError
 from . import _replica_groups as _groups
 from . import _shapes
-from ._hlo_text import Module
+from ._hlo_text import Computation, Instruction, Module
 from ._origin import op_name
 from ._program import OWNERS, Array
 from ._replica_groups import Mesh
@@ -26,65 +27,58 @@ _WORDS = {
     ),
 }
 _OWNER_OF = {word: owner for owner, words in _WORDS.items() for word in words.split()}
-_MESH = re.compile(r"sharding=\{mesh\[([^\]]*)\](?:, device_ids=\S*?)?, \[(.*?)\](?:, \w+=|\})")
-_SDY = re.compile(r"#sdy\.mesh<\[([^\]]+)\]")
-_SDY_SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(.*?)\](?:, \w+=.*?)?>")
+_SHARDING = re.compile(
+    r"sharding=\{mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\S*?)?, \[(?P<dims>.*?)\](?:, \w+=|\})"
+)
+_SDY_MESH = re.compile(r"#sdy\.mesh<\[([^\]]+)\]")
+_SDY_SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(?P<dims>.*?)\](?:, \w+=.*?)?>")
 _WHOLE = re.compile(r"sharding=\{(?:mesh\[[^\]]*\], )?replicated\}")
+_AXIS = re.compile(r"['\"](\w+)['\"]")
 _DIM = re.compile(r"\{([^}]*)\}")
 
 
-def argument_paths(module: Module) -> dict[str, str]:
-    """Of the entry's parameters, by their names in the HLO."""
-    entry = module.computations.get(module.entry)
-    if entry is None:
-        return {}
-    return {p.name: op_name(p) or f"argument {p.arguments}" for p in entry.parameters}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What is known of a program's arguments beside its optimized text.
 
-
-def shardings(before: Module | None) -> tuple[Mesh, dict[int, ArrayLayout]]:
-    """The mesh, and how each argument lies on it, as the text before optimization has them.
-
-    Args:
-        before: The module before optimization; None if there is none.
+    Attributes:
+        mesh: Axes.
+        layouts: Of arguments by their numbers.
+        donated: Numbers of donated arguments.
     """
-    if before is None or before.entry not in before.computations:
-        return (), {}
+
     mesh: Mesh = ()
-    if named := _SDY.search(before.header.replace("\\", "")):
-        mesh = _groups.mesh_of(named[1])
-    out: dict[int, ArrayLayout] = {}
-    for parameter in before.computations[before.entry].parameters:
-        arrays = _shapes.arrays(parameter.shape)
+    layouts: Mapping[int, ArrayLayout] = dataclasses.field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+
+
+def signature(before: Module) -> Signature:
+    """What a module before optimization tells."""
+    named = _SDY_MESH.search(before.header.replace("\\", ""))
+    mesh = _groups.mesh_of(named[1]) if named else ()
+    layouts: dict[int, ArrayLayout] = {}
+    entry = before.computations.get(before.entry)
+    for number, parameter in enumerate(entry.parameters if entry is not None else ()):
+        _, shape = _shapes.first(parameter.shape)
         rest = parameter.rest.replace("\\", "")
-        found, shardy = _MESH.search(rest), _SDY_SHARDING.search(rest)
-        spec = None
-        if found or shardy:
-            if found:
-                mesh = mesh or _groups.mesh_of(found[1])
-            written = found[2] if found else shardy[1] if shardy else ""
-            dims = [tuple(re.findall(r"['\"](\w+)['\"]", d)) for d in _DIM.findall(written)]
-            rank = len(arrays[0][1]) if arrays else 0
-            spec = tuple(dims) if len(dims) == rank else None
-        elif _WHOLE.search(rest) and arrays:
-            spec = ((),) * len(arrays[0][1])
-        out[int(parameter.arguments)] = (arrays[0][1] if arrays else (), spec)
-    return mesh, out
+        spec = ((),) * len(shape) if _WHOLE.search(rest) else None
+        if found := _SHARDING.search(rest) or _SDY_SHARDING.search(rest):
+            mesh = mesh or _groups.mesh_of(found.groupdict().get("mesh", ""))
+            dims = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(found["dims"])]
+            spec = tuple(dims) if len(dims) == len(shape) else None
+        layouts[number] = shape, spec
+    return Signature(mesh=mesh, layouts=layouts, donated=before.aliased | before.donors)
 
 
 def arguments(
-    module: Module,
-    known: Mapping[int, ArrayLayout],
-    *,
-    owners: Mapping[str, str],
-    donated: Sequence[int],
-) -> tuple[Array, ...]:
-    """The program's arguments in order.
+    module: Module, layouts: Mapping[int, ArrayLayout], owners: Mapping[str, str]
+) -> dict[str, Array]:
+    """The program's arguments in order, by the names of their instructions.
 
     Args:
         module: Optimized.
-        known: Whole shape and spec by number, where known.
+        layouts: By number, where known.
         owners: Of arguments whose path starts with the key, as the user says.
-        donated: Numbers of those whose memory results take over.
 
     Raises:
         InspectError: For an owner that is none.
@@ -94,75 +88,63 @@ def arguments(
         raise InspectError(f"owners: {odd[0]!r} is no owner, only: {', '.join(OWNERS)}")
     entry = module.computations.get(module.entry)
     if entry is None:
-        return ()
-    parameters = entry.parameters
-    names = [op_name(p) or f"argument {p.arguments}" for p in parameters]
-    whose = _owners(names, [p.shape for p in parameters], module, owners, set(donated))
-    out = []
-    for parameter, path, owner in zip(parameters, names, whose, strict=True):
-        number = int(parameter.arguments)
-        arrays = _shapes.arrays(parameter.shape)
-        dtype, local = arrays[0] if arrays else ("token", ())
-        shape, spec = known.get(number, (local, None))
+        return {}
+    out = {}
+    guessed = _guessed(entry, module.aliased)
+    for number, parameter in enumerate(entry.parameters):
+        path = _path(parameter)
+        dtype, local = _shapes.first(parameter.shape)
+        shape, spec = layouts.get(number, (local, None))
         if module.num_partitions == 1 and spec is None:
             spec = ((),) * len(local)
-        out.append(
-            Array(
-                path=path,
-                owner=owner,
-                dtype=dtype,
-                shape=shape,
-                local_shape=local,
-                spec=spec,
-                is_donated=number in donated,
-            )
+        out[parameter.name] = Array(
+            path=path,
+            owner=_owner(path, owners, guessed[_head(path)]),
+            dtype=dtype,
+            shape=shape,
+            local_shape=local,
+            spec=spec,
+            is_donated=number in module.aliased,
         )
-    return tuple(out)
+    return out
 
 
-def array_bytes(array: Array) -> int:
-    """Bytes of one device's part."""
-    return _shapes.shape_bytes(_shapes.array_text(array.dtype, array.local_shape))
+def _path(parameter: Instruction) -> str:
+    return op_name(parameter) or f"argument {parameter.number}"
 
 
-def head(path: str) -> str:
+def _head(path: str) -> str:
     """The argument's own name: `params` of `params['Dense_0']['kernel']`."""
     return re.split(r"[\[.]", path, maxsplit=1)[0]
 
 
-def _owners(
-    names: Sequence[str],
-    shapes: Sequence[str],
-    module: Module,
-    owners: Mapping[str, str],
-    donated: set[int],
-) -> list[str]:
-    entry = module.computations[module.entry]
+def _guessed(entry: Computation, donated: Set[int]) -> dict[str, str]:
+    """Whose arguments are where words do not tell, by their own names."""
     results = Counter(_shapes.arrays(entry.root.shape) if entry.root else ())
     groups: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        groups.setdefault(head(name), []).append(i)
+    for number, parameter in enumerate(entry.parameters):
+        groups.setdefault(_head(_path(parameter)), []).append(number)
+    parameters = entry.parameters
     guessed: dict[str, str] = {}
-    seen: list[Counter[object]] = []
+    seen: list[Counter[tuple[str, tuple[int, ...]]]] = []
     for group, members in groups.items():
-        own: Counter[object] = Counter(a for i in members for a in _shapes.arrays(shapes[i]))
+        own = Counter(a for i in members for a in _shapes.arrays(parameters[i].shape))
         # What comes back changed, or whose gradient does, is state: parameters first, then what
         # the optimizer keeps in the same shapes.
-        if own and own <= Counter[object](results):
+        if own and own <= results:
             guessed[group] = "optimizer state" if own in seen else "parameter"
             seen.append(own)
-        elif donated & set(members):
-            guessed[group] = "parameter"
         else:
-            guessed[group] = "parameter" if len(members) > 1 else "batch"
-    return [_owner(name, owners, guessed[head(name)]) for name in names]
+            is_state = len(members) > 1 or not donated.isdisjoint(members)
+            guessed[group] = "parameter" if is_state else "batch"
+    return guessed
 
 
 def _owner(path: str, owners: Mapping[str, str], guess: str) -> str:
     said = [prefix for prefix in owners if path.startswith(prefix)]
     if said:
         return owners[max(said, key=len)]
-    own = _OWNER_OF.get(head(path).lower())
+    own = _OWNER_OF.get(_head(path).lower())
     words = re.findall(r"[A-Za-z_]+", path)
     all_owners = {_OWNER_OF.get(word.lower()) for word in words}
     for owner in ("optimizer state", "gradient"):

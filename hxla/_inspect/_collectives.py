@@ -1,16 +1,14 @@
 """Every collective of a module."""
 
 import math
-from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
 from .._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from . import _replica_groups as _groups
 from . import _shapes
-from ._call_graph import CallContext, total_runs
-from ._dataflow import Flow
+from ._annotated_module import AnnotatedModule
+from ._call_graph import CallContext
 from ._hlo_text import Computation, Instruction, Module
-from ._origin import Origins
 from ._program import Collective, Origin
 from ._replica_groups import Groups, Mesh
 
@@ -26,73 +24,33 @@ _MAX_GROUPS = 4096  # kept in full
 
 
 def collectives(
-    module: Module,
-    contexts: dict[str, list[CallContext]],
-    origins: Origins,
-    *,
-    mesh: Mesh,
-    cluster: Cluster | None,
-    flow: Flow,
-    paths: dict[str, str],
+    read: AnnotatedModule, mesh: Mesh, cluster: Cluster | None
 ) -> tuple[Collective, ...]:
     """List them.
 
     Args:
-        module: Read.
-        contexts: Of its computations.
-        origins: Of its instructions.
+        read: The module.
         mesh: Axes, or nothing.
         cluster: For predictions, its devices in the order of the mesh.
-        flow: Of the module.
-        paths: Of the entry's parameters, by name.
     """
-    out = []
-    for computation in module.computations.values():
-        if not computation.opcodes & OPCODES.keys():
-            continue
-        for instruction in computation.instructions.values():
-            found = OPCODES.get(instruction.opcode)
-            if found is None:
-                continue
-            kind, is_start = found
-            ways = contexts.get(computation.name, [])
-            out.append(
-                _collective(
-                    module,
-                    computation,
-                    instruction,
-                    kind,
-                    is_start,
-                    ways,
-                    origins,
-                    mesh,
-                    cluster,
-                    flow,
-                    paths,
-                )
-            )
-    return tuple(out)
+    found = read.module.find(OPCODES.keys())
+    return tuple(_collective(read, i, computation, mesh, cluster) for i, computation in found)
 
 
 def _collective(
-    module: Module,
-    computation: Computation,
+    read: AnnotatedModule,
     instruction: Instruction,
-    kind: str,
-    is_start: bool,
-    ways: list[CallContext],
-    origins: Origins,
+    computation: Computation,
     mesh: Mesh,
     cluster: Cluster | None,
-    flow: Flow,
-    paths: dict[str, str],
 ) -> Collective:
-    groups, missing = _devices(module, instruction, kind)
+    kind, is_start = OPCODES[instruction.opcode]
+    groups, missing = _devices(read.module, instruction, kind)
     is_permute = kind == "collective-permute"
     size = 2 if is_permute else max((len(g) for g in groups), default=1)
     axes = None
     if not missing:
-        axes, missing = _axes(groups, mesh, module, is_permute)
+        axes, missing = _axes(groups, mesh, read.module, is_permute)
     shape = instruction.shape
     if is_start and kind in _START_KEEPS_OPERANDS:
         elements = _shapes.tuple_elements(shape)
@@ -108,7 +66,9 @@ def _collective(
     names = tuple(_shapes.array_text(*array) for array in arrays)
     if kind == "all-to-all" and len(names) == size and len(set(names)) == 1:
         names = (f"{size} x {names[0]}",)  # one array, as its pieces
+    ways = read.contexts.get(computation.name, [])
     first = ways[0] if ways else CallContext()
+    operands = [read.argument(computation, *operand) for operand in instruction.operands]
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -120,43 +80,40 @@ def _collective(
         axes_missing=missing,
         is_async=is_start or first.is_async,
         loops=first.loops,
-        runs=total_runs(ways) if ways else 0,
+        runs=read.runs(computation),
         is_conditional=any(c.is_conditional for c in ways),
-        operands=_arguments(instruction, computation, flow, paths),
-        origin=_origin(instruction, computation, origins, flow),
+        operands=tuple(a.path for a in operands if a is not None),
+        origin=_origin(read, instruction, computation),
         seconds=None if cluster is None else _seconds(kind, num_bytes, groups, cluster),
     )
 
 
-def _origin(
-    instruction: Instruction, computation: Computation, origins: Origins, flow: Flow
-) -> Origin:
+def _origin(read: AnnotatedModule, instruction: Instruction, computation: Computation) -> Origin:
     """Its own, else that of what it is made for."""
-    own = origins.of(instruction, computation)
+    own = read.origins.of(instruction, computation)
     if own.missing:
-        readers = (origins.of(r, computation) for r in flow.readers(computation, instruction))
-        return next((origin for origin in readers if not origin.missing), own)
+        readers = read.flow.readers(computation, instruction)
+        made_for = (read.origins.of(reader, computation) for reader in readers)
+        return next((origin for origin in made_for if not origin.missing), own)
     return own
 
 
 def _devices(module: Module, instruction: Instruction, kind: str) -> tuple[Groups, str]:
-    num = module.num_partitions * module.num_replicas
     if kind == "collective-permute":
         return _groups.pairs(instruction.attribute("source_target_pairs")), ""
     text = instruction.attribute("replica_groups")
-    has_channel = ", channel_id=" in instruction.rest
     is_global = "use_global_device_ids=true" in instruction.rest
+    n = module.num_partitions
     try:
-        if module.num_partitions > 1 and not is_global and kind not in _BY_PARTITION:
-            # Groups of replicas, and with a channel all partitions of them together.
-            groups = _groups.parse(text, module.num_replicas)
-            n = module.num_partitions
-            if has_channel:
-                return tuple(tuple(r * n + p for r in g for p in range(n)) for g in groups), ""
-            return tuple(tuple(r * n + p for r in g) for g in groups for p in range(n)), ""
-        return _groups.parse(text, num), ""
+        if n == 1 or is_global or kind in _BY_PARTITION:
+            return _groups.parse(text, module.num_devices), ""
+        # Groups of replicas, and with a channel all partitions of them together.
+        groups = _groups.parse(text, module.num_replicas)
     except ValueError as error:
         return (), str(error)
+    if ", channel_id=" in instruction.rest:
+        return tuple(tuple(r * n + p for r in g for p in range(n)) for g in groups), ""
+    return tuple(tuple(r * n + p for r in g) for g in groups for p in range(n)), ""
 
 
 def _axes(
@@ -165,42 +122,24 @@ def _axes(
     if not mesh:
         return None, "the mesh is not known: name its axes"
     total = math.prod(n for _, n in mesh)
-    num = module.num_partitions * module.num_replicas
-    if total != num:
-        return None, f"the mesh has {total} devices and the program {num}"
+    if total != module.num_devices:
+        return None, f"the mesh has {total} devices and the program {module.num_devices}"
     axes = _groups.axes_of_pairs(groups, mesh) if is_permute else _groups.axes_of(groups, mesh)
     return axes, "" if axes is not None else "its groups are not those of whole axes"
 
 
-def _arguments(
-    instruction: Instruction, computation: Computation, flow: Flow, paths: dict[str, str]
-) -> tuple[str, ...]:
-    found = [flow.argument(computation, *operand) for operand in instruction.operands]
-    return tuple(paths[a.name] for a in found if a is not None and a.name in paths)
-
-
 def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> float | None:
-    """Time of the slowest group: of a ring, its slowest link."""
+    """Time of the slowest group: of a ring, by its slowest link; None if one is not described."""
     slowest = 0.0
     for group in groups:
-        link = _slowest(group, cluster)
-        if link is None:
-            if len(set(group)) > 1:
-                return None
-            continue
-        slowest = max(slowest, _ring(kind, num_bytes, len(group), link))
-    return slowest
-
-
-def _slowest(group: Sequence[int], cluster: Cluster) -> LinkSeconds | None:
-    links = []
-    for a, b in zip(group, (*group[1:], group[0]), strict=True):
-        if a != b:
+        for a, b in zip(group, (*group[1:], group[0]), strict=True):
+            if a == b:
+                continue
             link = cluster.link(a, b) if max(a, b) < len(cluster.devices) else None
             if link is None:
                 return None
-            links.append(link)
-    return max(links, key=lambda link: link.seconds(1 << 20)).seconds if links else None
+            slowest = max(slowest, _ring(kind, num_bytes, len(group), link.seconds))
+    return slowest
 
 
 def _ring(kind: str, num_bytes: int, num_devices: int, link: LinkSeconds) -> float:

@@ -1,16 +1,16 @@
 """A compiled step in this process."""
 
+import contextlib
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from .._jax import _hlo_proto as _proto
-from .._jax._buffer_assignment import BufferAssignment
-from ._analyze import Compilation, Hints, analyze
-from ._arguments import ArrayLayout, Spec
+from .._jax._buffer_assignment import BufferAssignment, Piece
+from ._analyze import Hints, analyze
+from ._arguments import ArrayLayout, Signature, Spec
 from ._hlo_text import read_module
-from ._peak_memory import Figures
 from ._program import Program
 from ._replica_groups import Mesh
 
@@ -20,51 +20,49 @@ def read_compiled(compiled: Any, hints: Hints) -> Program:
     module = read_module(compiled.as_text() or "")
     entry = module.computations.get(module.entry)
     num_parameters = len(entry.parameters) if entry else 0
-    mesh, known, donated, problems = _arguments(compiled, num_parameters)
-    figures, assignment, missing = _memory(compiled)
-    compilation = Compilation(
+    arguments = _kept(compiled)
+    problems = []
+    if len(arguments) != num_parameters:
+        arguments = []
+        problems.append(
+            f"the program has {num_parameters} arguments of those it is called with: which ones, "
+            "and so how they lie on the mesh, is not known"
+        )
+    return analyze(
+        module,
+        hints,
         source="live",
-        mesh=mesh,
-        known=known,
-        donated=donated,
-        assignment=assignment,
-        figures=figures,
-        memory_missing=missing,
-        memory_source="the compiler's buffer assignment" if assignment else "memory_analysis()",
+        signature=_signature(arguments),
+        assignment=_memory(compiled),
+        memory_missing="the compiler gives no memory_analysis()",
         problems=problems,
     )
-    return analyze(module, compilation, hints)
 
 
-def _arguments(
-    compiled: Any, num_parameters: int
-) -> tuple[Mesh, dict[int, ArrayLayout], frozenset[int], tuple[str, ...]]:
-    """Mesh, whole shapes and specs, donated arguments, and what could not be told."""
+def _kept(compiled: Any) -> list[tuple[Any, Any]]:
+    """Arguments that the program reads, and their shardings."""
     infos = jax.tree.leaves(compiled.args_info)
     is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)  # noqa: E731
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=is_leaf)
-    kept = [
-        (info, sharding)
-        for info, sharding in zip(infos, shardings, strict=False)
-        if sharding is not None
-    ]
-    if len(infos) != len(shardings) or len(kept) != num_parameters:
-        problem = (
-            f"the program has {num_parameters} arguments of the {len(infos)} it is called with: "
-            "which ones, and so how they lie on the mesh, is not known"
-        )
-        return (), {}, frozenset(), (problem,)
+    if len(infos) != len(shardings):
+        return []
+    both = zip(infos, shardings, strict=True)
+    return [(info, sharding) for info, sharding in both if sharding is not None]
+
+
+def _signature(arguments: list[tuple[Any, Any]]) -> Signature:
     mesh: Mesh = ()
-    known: dict[int, ArrayLayout] = {}
-    for i, (info, sharding) in enumerate(kept):
+    layouts: dict[int, ArrayLayout] = {}
+    for number, (info, sharding) in enumerate(arguments):
         spec: Spec | None = None
         if isinstance(sharding, NamedSharding):
             mesh = mesh or tuple(dict(sharding.mesh.shape).items())
             spec = _spec(sharding, len(info.shape))
         elif sharding.is_fully_replicated:
             spec = ((),) * len(info.shape)
-        known[i] = tuple(info.shape), spec
-    return mesh, known, frozenset(i for i, (info, _) in enumerate(kept) if info.donated), ()
+        layouts[number] = tuple(info.shape), spec
+    donated = frozenset(n for n, (info, _) in enumerate(arguments) if info.donated)
+    return Signature(mesh=mesh, layouts=layouts, donated=donated)
 
 
 def _spec(sharding: NamedSharding, rank: int) -> Spec:
@@ -74,22 +72,24 @@ def _spec(sharding: NamedSharding, rank: int) -> Spec:
     return tuple(dims)
 
 
-def _memory(compiled: Any) -> tuple[Figures | None, BufferAssignment | None, str]:
+def _memory(compiled: Any) -> BufferAssignment | None:
     stats = compiled.memory_analysis()
     if stats is None:
-        return None, None, "the compiler gives no memory_analysis()"
-    figures = Figures(
+        return None
+    source = "memory_analysis()"
+    temporaries: tuple[Piece, ...] = ()
+    if data := getattr(stats, "serialized_buffer_assignment_proto", b""):
+        with contextlib.suppress(ValueError, AttributeError):
+            # Its values have numbers; their names are in the module itself.
+            (module,) = compiled.runtime_executable().hlo_modules()
+            names = module.as_serialized_hlo_module_proto()
+            temporaries = _proto.buffer_assignment(data, names).temporaries
+            source = "the compiler's buffer assignment"
+    return BufferAssignment(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
+        source=source,
+        temporaries=temporaries,
     )
-    data = getattr(stats, "serialized_buffer_assignment_proto", b"")
-    try:
-        if not data:
-            return figures, None, ""
-        # The figures' values have numbers; their names are in the module itself.
-        (module,) = compiled.runtime_executable().hlo_modules()
-        return figures, _proto.buffer_assignment(data, module.as_serialized_hlo_module_proto()), ""
-    except (ValueError, AttributeError):
-        return figures, None, ""

@@ -1,7 +1,9 @@
 """What a value is made of: an argument of the program seen through views, slices and loops."""
 
 import collections
+import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from . import _shapes
 from ._hlo_text import Computation, Instruction, Module
@@ -22,22 +24,23 @@ _DONE = frozenset({"copy-done", "copy-start", "all-gather-done", "async-done"})
 _MAX_STEPS = 64
 
 
+class Viewed(NamedTuple):
+    """What made a value, where it stands, and which element of it the value is."""
+
+    instruction: Instruction
+    computation: Computation
+    picked: int | None
+
+
 class Flow:
     """Follows operands of one module back to where they come from."""
 
     def __init__(self, module: Module):
         self._module = module
-        self._loops: dict[str, tuple[Computation, Instruction]] = {}  # by body and condition
+        self._callers: dict[str, tuple[Instruction, Computation]] = {}
         for computation in module.computations.values():
-            if not computation.opcodes & {"while", "call"}:
-                continue
-            for instruction in computation.instructions.values():
-                if instruction.opcode == "while":
-                    for body in (*instruction.called("body"), *instruction.called("condition")):
-                        self._loops[body] = computation, instruction
-                elif instruction.opcode == "call":
-                    for body in instruction.called("to_apply"):
-                        self._loops[body] = computation, instruction
+            for instruction, _, name in computation.calls:
+                self._callers[name] = instruction, computation
         self._bare: dict[tuple[str, bool], bool] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
 
@@ -46,41 +49,39 @@ class Flow:
     ) -> Instruction | None:
         """The program's argument that a value is a view, a cast or a slice of; None if none."""
         for _ in range(_MAX_STEPS):
-            found = computation.instructions.get(name)
-            if found is None:
+            source = self.source(computation, name, picked, slices=True)
+            if source is None or source.instruction.opcode != "parameter":
                 return None
-            if found.opcode == "parameter":
-                if computation.name == self._module.entry:
-                    return found
-                outer = self._outside(computation, found, picked)
-                if outer is None:
-                    return None
-                computation, name, picked = outer
-                continue
-            before = self._before(computation, found, picked, slices=True)
-            if before is None:
+            computation, picked = source.computation, source.picked
+            if computation.name == self._module.entry:
+                return source.instruction
+            outer = self._outside(computation, source.instruction, picked)
+            if outer is None or not self.is_invariant(computation, picked):
                 return None
-            name, picked = before
+            computation, name, picked = outer
         return None
 
     def carried(self, computation: Computation, name: str, picked: int | None = None) -> int | None:
         """The element of a loop's carry that a value in its body is; None if it is not one."""
-        for _ in range(_MAX_STEPS):
-            found = computation.instructions.get(name)
-            if found is None:
-                return None
-            if found.opcode == "parameter":
-                return picked
-            before = self._before(computation, found, picked, slices=False)
-            if before is None:
-                return None
-            name, picked = before
-        return None
+        source = self.source(computation, name, picked)
+        return source.picked if source and source.instruction.opcode == "parameter" else None
 
-    def is_invariant(self, body: Computation, element: int) -> bool:
+    def constant(
+        self, computation: Computation, name: str, picked: int | None = None
+    ) -> int | None:
+        """The whole number that a value always is; None if it is not one."""
+        source = self.source(computation, name, picked)
+        if source is None or source.instruction.opcode != "constant":
+            return None
+        text = source.instruction.arguments
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+    def is_invariant(self, body: Computation, element: int | None) -> bool:
         """Whether every iteration hands an element of the carry on as it got it."""
         root = body.root
-        if root is None or root.opcode != "tuple" or element >= len(root.operands):
+        if element is None or root is None or root.opcode != "tuple":
+            return False
+        if element >= len(root.operands):
             return False
         return self.carried(body, *root.operands[element]) == element
 
@@ -93,21 +94,20 @@ class Flow:
             if found is None:
                 return None
             operands = found.operands
-            if not operands and found.opcode != "parameter":
-                return found, computation
-            if found.opcode == "parameter" and computation.name in self._loops:
-                computation, caller = self._loops[computation.name]
-                if caller.opcode != "while" or picked is None or not caller.operands:
-                    return None
-                name, _ = caller.operands[0]
-            elif (found.opcode == "while" and picked is not None) or found.opcode == "copy":
-                name, picked = operands[0][0], operands[0][1] if found.opcode == "copy" else picked
+            outer = None
+            if found.opcode == "parameter":
+                outer = self._outside(computation, found, picked)
+            elif found.opcode == "while" and picked is not None and operands:
+                outer = computation, operands[0][0], picked
             elif found.opcode == "tuple" and picked is not None and picked < len(operands):
-                name, picked = operands[picked]
-            elif found.opcode == "get-tuple-element":
-                name, picked = operands[0][0], found.index
-            else:
+                outer = computation, *operands[picked]
+            elif found.opcode == "get-tuple-element" and operands:
+                outer = computation, operands[0][0], found.index
+            elif found.opcode == "copy" and operands:
+                outer = computation, *operands[0]
+            if outer is None:
                 return found, computation
+            computation, name, picked = outer
         return None
 
     def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
@@ -125,7 +125,7 @@ class Flow:
                 else:
                     yield user
 
-    def only_reader(self, body: Computation, element: int) -> Instruction | None:
+    def only_reader(self, body: Computation, element: int | None) -> Instruction | None:
         """The one instruction that works on an element of a loop's carry; None if several do."""
         found: dict[str, Instruction] = {}
         for parameter in body.parameters:
@@ -143,71 +143,74 @@ class Flow:
             self._users[computation.name] = _users(computation)
         return self._users[computation.name]
 
-    def in_loop(self, name: str) -> bool:
-        """Whether a computation is the body of a `while`."""
-        return name in self._loops and self._loops[name][1].opcode == "while"
+    def in_loop(self, computation: Computation) -> bool:
+        """Whether a computation is the body or the condition of a `while`."""
+        caller = self._callers.get(computation.name)
+        return caller is not None and caller[0].opcode == "while"
+
+    def source(
+        self, computation: Computation, name: str, picked: int | None, *, slices: bool = False
+    ) -> "Viewed | None":
+        """What a value is a view of, seen from inside fusions, and as far as the loop around it."""
+        for _ in range(_MAX_STEPS):
+            found = computation.instructions.get(name)
+            if found is None:
+                return None
+            before = self._before(computation, found, picked, slices=slices)
+            if before is None:
+                return Viewed(found, computation, picked)
+            computation, name, picked = before
+        return None
 
     def _before(
         self, computation: Computation, found: Instruction, picked: int | None, *, slices: bool
-    ) -> tuple[str, int | None] | None:
-        """The operand that an instruction only passes on."""
+    ) -> tuple[Computation, str, int | None] | None:
+        """The value that an instruction only passes on."""
         operands = found.operands
+        if found.opcode == "parameter" and not self.in_loop(computation):
+            return self._outside(computation, found, picked)
         if not operands:
             return None
         if found.opcode == "get-tuple-element":
             name, outer = operands[0]
-            return name, found.index if outer is None else outer
+            return computation, name, found.index if outer is None else outer
         if found.opcode == "tuple" and picked is not None and picked < len(operands):
-            return operands[picked]
+            return computation, *operands[picked]
         if found.opcode in _VIEWS or found.opcode in _DONE:
-            return operands[0]
+            return computation, *operands[0]
         if slices and found.opcode in _SLICES:
-            return operands[0]
+            return computation, *operands[0]
         if found.opcode == "while" and picked is not None:
-            body = self._module.computations.get((found.called("body") or [""])[0])
-            if body is not None and self.is_invariant(body, picked):
-                return operands[0][0], picked
-            return None
+            body = self._module.called(found, "body")
+            is_kept = body is not None and self.is_invariant(body, picked)
+            return (computation, operands[0][0], picked) if is_kept else None
         if found.opcode == "fusion":
-            large = [o for o in operands if not self._is_scalar(computation, *o)]
-            called = (found.called("calls") or [""])[0]
-            if len(large) == 1 and self._only_views(called, slices):
-                return large[0]
+            large = [o for o in operands if not _shapes.is_scalar(computation.shape_of(*o))]
+            inner = self._module.called(found)
+            if inner is not None and len(large) == 1 and self._only_views(inner, slices):
+                return computation, *large[0]
         return None
 
     def _outside(
         self, computation: Computation, parameter: Instruction, picked: int | None
     ) -> tuple[Computation, str, int | None] | None:
-        caller = self._loops.get(computation.name)
-        if caller is None:
+        """What a caller gives for a parameter; a loop, to its first iteration."""
+        if computation.name not in self._callers:
             return None
-        outer, instruction = caller
-        if instruction.opcode == "call":
-            number = parameter.arguments
-            if not number.isdigit() or int(number) >= len(instruction.operands):
-                return None
-            name, element = instruction.operands[int(number)]
-            return outer, name, picked if element is None else element
-        if picked is None or not self.is_invariant(computation, picked) or not instruction.operands:
+        caller, outer = self._callers[computation.name]
+        number = parameter.number
+        if caller.opcode == "while":
+            number = None if picked is None else 0
+        if caller.opcode == "conditional" or number is None or number >= len(caller.operands):
             return None
-        return outer, instruction.operands[0][0], picked
+        name, element = caller.operands[number]
+        return outer, name, picked if element is None else element
 
-    def _is_scalar(self, computation: Computation, name: str, picked: int | None) -> bool:
-        found = computation.instructions.get(name)
-        if found is None:
-            return False
-        shape = found.shape
-        if picked is not None:
-            elements = _shapes.tuple_elements(shape)
-            shape = elements[picked] if picked < len(elements) else shape
-        return _shapes.is_scalar(shape)
-
-    def _only_views(self, name: str, slices: bool) -> bool:
-        key = name, slices
+    def _only_views(self, inner: Computation, slices: bool) -> bool:
+        key = inner.name, slices
         if key not in self._bare:
-            inner = self._module.computations.get(name)
             allowed = _VIEWS | _SLICES if slices else _VIEWS
-            self._bare[key] = inner is not None and all(
+            self._bare[key] = all(
                 i.opcode in allowed
                 or i.opcode in ("parameter", "constant")
                 or _shapes.is_scalar(i.shape)

@@ -16,12 +16,12 @@ _Key = tuple[str, tuple[str, ...], int, str, str, str, int | None]
 def diff(before: Sequence[Program], after: Sequence[Program]) -> tuple[str, ...]:
     """Sentences, program by program; nothing if nothing changed."""
     out: list[str] = []
-    pairs, gone, new = _pairs(before, after)
+    both, gone, new = pairs(before, after)
     out += [f"program {p.title} is gone" for p in gone if _matters(p)]
     out += [f"program {p.title} is new" for p in new if _matters(p)]
-    for a, b in pairs:
+    for a, b in both:
         found = list(_program(a, b))
-        out += [f"{b.title}: {line}" for line in found] if len(pairs) > 1 else found
+        out += [f"{b.title}: {line}" for line in found] if len(both) > 1 else found
     return tuple(out)
 
 
@@ -29,22 +29,22 @@ def _matters(program: Program) -> bool:
     return bool(program.collectives or program.role or any(w.flops for w in program.work))
 
 
-def _pairs(
+def pairs(
     before: Sequence[Program], after: Sequence[Program]
 ) -> tuple[list[tuple[Program, Program]], list[Program], list[Program]]:
     """Programs of one name in order; two that are alone are compared whatever their names."""
     if len(before) == len(after) == 1:
         return [(before[0], after[0])], [], []
     rest = list(after)
-    pairs, gone = [], []
+    both, gone = [], []
     for program in before:
         match = next((p for p in rest if p.name == program.name), None)
         if match is None:
             gone.append(program)
         else:
             rest.remove(match)
-            pairs.append((program, match))
-    return pairs, gone, rest
+            both.append((program, match))
+    return both, gone, rest
 
 
 def _program(before: Program, after: Program) -> Iterator[str]:

@@ -9,6 +9,9 @@ import dataclasses
 import functools
 import re
 import sys
+from collections.abc import Iterator, Set
+
+from . import _shapes
 
 _INSTRUCTION = re.compile(
     r"^[ \t]++(ROOT )?+%?+(\S++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)\n?+", re.MULTILINE
@@ -26,8 +29,21 @@ _METADATA = re.compile(r", metadata=\{[^}\n]*+\}")
 _TABLE_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _LEAVES = frozenset({"parameter", "constant", "iota"})  # what is in their brackets is no operand
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# Attributes that name what an instruction runs; what reduces or compares is not among them.
+_CALLS = {
+    "while": ("condition", "body"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply", "calls"),
+    "call-start": ("to_apply", "calls"),
+    "async-start": ("calls", "called_computations"),
+    "custom-call": ("calls", "called_computations"),
+    "custom-call-start": ("calls", "called_computations"),
+    "fusion": ("calls",),
+    "fusion-start": ("calls",),
+}
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Instruction:
     """One line of a computation.
 
@@ -39,15 +55,12 @@ class Instruction:
         is_root: Whether it is the computation's result.
     """
 
-    __slots__ = ("_operands", "is_root", "name", "opcode", "rest", "shape")
-
-    def __init__(self, name: str, shape: str, opcode: str, rest: str, is_root: bool):
-        self.name = name
-        self.shape = shape
-        self.opcode = opcode
-        self.rest = rest
-        self.is_root = is_root
-        self._operands: tuple[tuple[str, int | None], ...] | None = None
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool
+    _operands: tuple[tuple[str, int | None], ...] | None = None
 
     def _end_of_operands(self) -> int:
         end = self.rest.find(")")
@@ -89,6 +102,12 @@ class Instruction:
     def index(self) -> int | None:
         """Which element a `get-tuple-element` takes; None if the text does not say."""
         text = (self.attribute("index") or "").strip()
+        return int(text) if text.isdigit() else None
+
+    @property
+    def number(self) -> int | None:
+        """Which of its computation's parameters it is; None if it is none."""
+        text = self.arguments if self.opcode == "parameter" else ""
         return int(text) if text.isdigit() else None
 
     def attribute(self, name: str) -> str | None:
@@ -174,17 +193,25 @@ class Computation:
         found = next((i for i in reversed(self.instructions.values()) if i.is_root), None)
         return found or next(reversed(self.instructions.values()), None)
 
-    def parameter(self, number: int) -> Instruction | None:
-        """The parameter of a number."""
-        wanted = f"{number})"
-        return next(
-            (
-                i
-                for i in self.instructions.values()
-                if i.opcode == "parameter" and i.rest.startswith(wanted)
-            ),
-            None,
-        )
+    @functools.cached_property
+    def calls(self) -> list[tuple[Instruction, str, str]]:
+        """Instructions that run other computations, by which attribute, and which."""
+        if self.opcodes.isdisjoint(_CALLS):
+            return []
+        return [
+            (instruction, key, name)
+            for instruction in self.instructions.values()
+            for key in _CALLS.get(instruction.opcode, ())
+            for name in instruction.called(key)
+        ]
+
+    def shape_of(self, name: str, picked: int | None = None) -> str:
+        """Shape of a value, or of an element of it; empty if it is not known."""
+        found = self.instructions.get(name)
+        if found is None or picked is None:
+            return "" if found is None else found.shape
+        elements = _shapes.tuple_elements(found.shape)
+        return elements[picked] if picked < len(elements) else ""
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -196,9 +223,9 @@ class Computation:
     def numbers(self) -> dict[str, int]:
         """Of the parameters, by name."""
         return {
-            i.name: int(number)
+            i.name: number
             for i in self.instructions.values()
-            if i.opcode == "parameter" and (number := i.arguments).isdigit()
+            if i.opcode == "parameter" and (number := i.number) is not None
         }
 
 
@@ -209,6 +236,8 @@ class Module:
     Attributes:
         name: `jit_step`.
         header: The first line.
+        num_partitions: Devices that one copy of the program is cut over.
+        num_replicas: Copies of the program.
         computations: By name.
         entry: Name of the one that is run; empty if the text has none.
         tables: File names, functions, locations and frames by number, as newer texts have them.
@@ -217,40 +246,56 @@ class Module:
 
     name: str = ""
     header: str = ""
+    num_partitions: int = 1
+    num_replicas: int = 1
     computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
     entry: str = ""
     tables: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
-    def number(self, key: str, default: int) -> int:
-        """A number of the header."""
-        return _number(self.header, key, default)
-
     @property
-    def num_partitions(self) -> int:
-        """Devices that one copy of the program is cut over."""
-        return self.number("num_partitions", 1)
-
-    @property
-    def num_replicas(self) -> int:
-        """Copies of the program."""
-        return self.number("replica_count", 1)
+    def num_devices(self) -> int:
+        """That run the program together."""
+        return self.num_partitions * self.num_replicas
 
     @property
     def aliased(self) -> frozenset[int]:
         """Parameters whose memory results take over."""
-        found = re.search(r"input_output_alias=\{(.*?)\}(?:, \w+=|$)", self.header)
-        return (
-            frozenset(int(n) for n in re.findall(r": \((\d+),", found[1])) if found else frozenset()
-        )
+        return self._listed("input_output_alias", r": \((\d+),")
 
     @property
     def donors(self) -> frozenset[int]:
         """Parameters that were donated and that no result took over when the text was written."""
-        found = re.search(r"buffer_donor=\{(.*?)\}(?:, \w+=|$)", self.header)
-        return (
-            frozenset(int(n) for n in re.findall(r"\((\d+),", found[1])) if found else frozenset()
-        )
+        return self._listed("buffer_donor", r"\((\d+),")
+
+    def _listed(self, attribute: str, parameter: str) -> frozenset[int]:
+        found = re.search(rf"{attribute}=\{{(.*?)\}}(?:, \w+=|$)", self.header)
+        return frozenset(map(int, re.findall(parameter, found[1]))) if found else frozenset()
+
+    def find(self, opcodes: Set[str]) -> Iterator[tuple[Instruction, Computation]]:
+        """Instructions of some kinds, and where they stand, in the order of the text."""
+        for computation in self.computations.values():
+            if computation.opcodes.isdisjoint(opcodes):
+                continue
+            for instruction in computation.instructions.values():
+                if instruction.opcode in opcodes:
+                    yield instruction, computation
+
+    def called(self, instruction: Instruction, key: str = "calls") -> Computation | None:
+        """The computation that an attribute names, the first of several; None if none is there."""
+        names = instruction.called(key)
+        return self.computations.get(names[0]) if names else None
+
+    def root_of(
+        self, instruction: Instruction, computation: Computation
+    ) -> tuple[Instruction, Computation]:
+        """What makes the result of a fusion or a call, and where it stands; else itself."""
+        keys = _CALLS[instruction.opcode] if instruction.opcode in ("fusion", "call") else ()
+        for key in keys:
+            inner = self.called(instruction, key)
+            if inner is not None and inner.root is not None:
+                return inner.root, inner
+        return instruction, computation
 
     def source(self, frame: int) -> list[tuple[str, int, str]]:
         """Files, lines and functions of a stack frame, innermost first."""
@@ -269,12 +314,6 @@ class Module:
             # The text counts parents from 1, 0 and the frame's own number being none.
             frame = row.get("parent_frame_id", 1) - 1
         return out
-
-
-@functools.lru_cache
-def _number(header: str, key: str, default: int) -> int:
-    found = re.search(rf"\b{key}=(\d+)", header)
-    return int(found[1]) if found else default
 
 
 def _numbers(text: str) -> dict[str, int]:
@@ -320,6 +359,9 @@ def read_module(text: str) -> Module:
         if line.startswith("HloModule"):
             module.header = line.strip()
             module.name = line.split(None, 2)[1].strip(",")
+            numbers = _numbers(line)
+            module.num_partitions = numbers.get("num_partitions", 1)
+            module.num_replicas = numbers.get("replica_count", 1)
             continue
         word = line.strip()
         if not word:

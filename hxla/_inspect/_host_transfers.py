@@ -3,9 +3,8 @@
 import re
 
 from . import _shapes
-from ._call_graph import CallContext, total_runs
-from ._hlo_text import Computation, Instruction, Module
-from ._origin import Origins
+from ._annotated_module import AnnotatedModule
+from ._hlo_text import Computation, Instruction
 from ._program import Transfer
 
 _TRANSFERS = frozenset({"infeed", "outfeed", "send", "recv", "custom-call", "copy", "copy-start"})
@@ -13,36 +12,28 @@ _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:python|callback)[^"]*)"')
 _HOST_SPACE = "S(5)"  # memory space 5 of a layout is the host's, on GPU and TPU alike
 
 
-def transfers(
-    module: Module, contexts: dict[str, list[CallContext]], origins: Origins
-) -> tuple[Transfer, ...]:
+def transfers(read: AnnotatedModule) -> tuple[Transfer, ...]:
     """Between host and device, and calls back into Python."""
     out = []
-    for name, ways in contexts.items():
-        computation = module.computations[name]
-        if not computation.opcodes & _TRANSFERS:
-            continue
-        for i in computation.instructions.values():
-            kind = _transfer_kind(i, computation)
-            if kind:
-                shape = i.shape if kind != "outfeed" else i.arguments
-                moved = _shapes.tuple_elements(shape)[0] if shape else ""
-                out.append(
-                    Transfer(
-                        kind=kind,
-                        name=i.name,
-                        num_bytes=_shapes.shape_bytes(moved),
-                        runs=total_runs(ways),
-                        origin=origins.of(i, computation),
-                    )
+    for i, computation in read.module.find(_TRANSFERS):
+        kind = _kind(i, computation)
+        if kind and computation.name in read.contexts:
+            shape = i.arguments if kind == "outfeed" else i.shape
+            moved = _shapes.tuple_elements(shape)[0] if shape else ""
+            out.append(
+                Transfer(
+                    kind=kind,
+                    name=i.name,
+                    num_bytes=_shapes.shape_bytes(moved),
+                    runs=read.runs(computation),
+                    origin=read.origins.of(i, computation),
                 )
+            )
     return tuple(out)
 
 
-def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
+def _kind(instruction: Instruction, computation: Computation) -> str:
     opcode = instruction.opcode
-    if opcode not in _TRANSFERS:
-        return ""
     if opcode in ("infeed", "outfeed"):
         return opcode
     if opcode in ("send", "recv") and "is_host_transfer=true" in instruction.rest:
@@ -54,8 +45,8 @@ def _transfer_kind(instruction: Instruction, computation: Computation) -> str:
             return "to device"
         return "callback" if _CALLBACK.search(instruction.rest) else ""
     if opcode in ("copy", "copy-start") and instruction.operands:
-        source = computation.instructions.get(instruction.operands[0][0])
+        source = computation.shape_of(*instruction.operands[0])
         here = _shapes.tuple_elements(instruction.shape)[0]
-        if source is not None and (_HOST_SPACE in source.shape) != (_HOST_SPACE in here):
+        if source and (_HOST_SPACE in source) != (_HOST_SPACE in here):
             return "to host" if _HOST_SPACE in here else "to device"
     return ""

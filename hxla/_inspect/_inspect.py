@@ -12,7 +12,7 @@ from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import InspectError
 from .._plan._rules import RuleSet, load_rules
-from ._analyze import Compilation, Hints, analyze
+from ._analyze import Hints, analyze
 from ._compiled import read_compiled
 from ._hlo_text import read_module
 from ._inspection import Inspection
@@ -74,17 +74,17 @@ def _inspect(step: Any, args: tuple[Any, ...], hints: Hints) -> Inspection:
     if isinstance(step, Inspection):
         return step
     if isinstance(step, str) and step.lstrip().startswith("HloModule"):
-        module = read_module(step)
-        compilation = Compilation(source="text", memory_missing="HLO text alone does not tell")
-        return Inspection(programs=(analyze(module, compilation, hints),))
+        missing = "HLO text alone does not tell"
+        program = analyze(read_module(step), hints, source="text", memory_missing=missing)
+        return Inspection(programs=(program,))
     if isinstance(step, str | os.PathLike):
         return read_dump(pathlib.Path(step), hints)
+    if callable(step) and hasattr(step, "lower"):
+        step = step.lower(*args)
+    if isinstance(step, jax.stages.Lowered):
+        step = step.compile()
     if isinstance(step, jax.stages.Compiled):
         return Inspection(programs=(read_compiled(step, hints),))
-    if isinstance(step, jax.stages.Lowered):
-        return Inspection(programs=(read_compiled(step.compile(), hints),))
-    if callable(step) and hasattr(step, "lower"):
-        return Inspection(programs=(read_compiled(step.lower(*args).compile(), hints),))
     raise InspectError(
         f"{step!r} is nothing to inspect: give a compiled, lowered or jitted step, HLO text, or "
         "the path of a dump; jax.jit a plain function first"

@@ -119,7 +119,7 @@ class Inspection:
             measured=measured,
             predicted=lanes,
         )
-        _write(path, page)
+        write(path, page, InspectError)
 
     def write_diff_html(
         self, other: "Inspection", path: str | os.PathLike[str], *, title: str = ""
@@ -134,7 +134,8 @@ class Inspection:
         Raises:
             InspectError: If the path cannot be written.
         """
-        _write(path, diff_page(self.programs, other.programs, title=title or "What changed"))
+        page = diff_page(self.programs, other.programs, title=title or "What changed")
+        write(path, page, InspectError)
 
     def diff(self, other: "Inspection") -> tuple[str, ...]:
         """What `other` does that this one does not, and the reverse, a sentence each."""
@@ -143,16 +144,6 @@ class Inspection:
 
 def _names(programs: Iterable[Program]) -> str:
     return ", ".join(sorted({p.title for p in programs})) or "none"
-
-
-def _write(path: str | os.PathLike[str], page: str) -> None:
-    try:
-        write(path, page)
-    except OSError as error:
-        raise InspectError(
-            f"the page cannot be written to {path}: {error.strerror or error}. "
-            "Give a path that this user may write to"
-        ) from error
 
 
 _ADAPTER = pydantic.TypeAdapter(Inspection)

@@ -4,16 +4,13 @@ The compiler says where each value lies; the schedule says when. Together they n
 memory at the peak. Loop bodies count once, at the place of their loop.
 """
 
+import collections
+
 from .._jax._buffer_assignment import Piece
 from ._hlo_text import Computation, Instruction, Module
 
 _PASSES = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier"})
-_CALLS = {
-    "while": ("condition", "body"),
-    "call": ("to_apply",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-    "async-start": ("calls",),
-}
+_RUN_IN_ORDER = frozenset({"while", "call", "conditional", "async-start"})
 _Use = tuple[Instruction, int]  # who reads a value, and as which operand
 
 
@@ -23,22 +20,24 @@ class InstructionOrder:
     def __init__(self, module: Module):
         self._module = module
         self.place: dict[str, int] = {}
-        self._home: dict[str, Computation] = {}
+        self.home: dict[str, Computation] = {}
         self._caller: dict[str, str] = {}  # of a computation: the instruction that calls it
         self._uses: dict[str, list[_Use]] = {}
         if module.entry in module.computations:
             self._walk(module.computations[module.entry])
 
     def _walk(self, computation: Computation) -> None:
+        called = collections.defaultdict(list)
+        for instruction, _, name in computation.calls:
+            if instruction.opcode in _RUN_IN_ORDER and name in self._module.computations:
+                called[instruction.name].append(name)
         for instruction in computation.instructions.values():
-            for key in _CALLS.get(instruction.opcode, ()):
-                for name in instruction.called(key):
-                    inner = self._module.computations.get(name)
-                    if inner is not None and name not in self._caller:
-                        self._caller[name] = instruction.name
-                        self._walk(inner)
+            for name in called.get(instruction.name, ()):
+                if name not in self._caller:
+                    self._caller[name] = instruction.name
+                    self._walk(self._module.computations[name])
             self.place[instruction.name] = len(self.place)
-            self._home[instruction.name] = computation
+            self.home[instruction.name] = computation
             for number, (name, _) in enumerate(instruction.operands):
                 self._uses.setdefault(name, []).append((instruction, number))
 
@@ -49,7 +48,7 @@ class InstructionOrder:
         seen = set(waiting)
         while waiting:
             name, element = waiting.pop()
-            home = self._home[name]
+            home = self.home[name]
             if home.root is not None and home.root.name == name:
                 caller = self._caller.get(home.name)
                 # What a computation returns is read by whoever reads its caller; the caller's own
@@ -79,8 +78,12 @@ class InstructionOrder:
         return user.name, element
 
 
-def peak(module: Module, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The pieces that live when together they fill most, each place in memory once."""
+def peak(module: Module, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Computation]]:
+    """The pieces that live when together they fill most, each place in memory once.
+
+    Returns:
+        Each with the computation that makes it.
+    """
     order = InstructionOrder(module)
     events: list[tuple[int, int, Piece]] = []
     for piece in pieces:
@@ -89,21 +92,18 @@ def peak(module: Module, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
             events.append((order.place[piece.name], 0, piece))
             events.append((end, 1, piece))
     events.sort(key=lambda e: e[:2])
-    live: dict[tuple[int, int], list[Piece]] = {}
+    live: dict[tuple[int, int], list[Piece]] = collections.defaultdict(list)
     now = best = 0
-    found: tuple[Piece, ...] = ()
+    found: list[Piece] = []
     for _, is_end, piece in events:
-        key = piece.offset, piece.num_bytes
+        place = live[piece.offset, piece.num_bytes]
         if is_end:
-            live[key].remove(piece)
-            if not live[key]:
-                del live[key]
-                now -= piece.num_bytes
+            place.remove(piece)
+            now -= 0 if place else piece.num_bytes
             continue
-        live.setdefault(key, []).append(piece)
-        if len(live[key]) == 1:
-            now += piece.num_bytes
+        now += 0 if place else piece.num_bytes
+        place.append(piece)
         if now > best:
             best = now
-            found = tuple(own[0] for own in live.values())
-    return found
+            found = [own[0] for own in live.values() if own]
+    return [(piece, order.home[piece.name]) for piece in found]

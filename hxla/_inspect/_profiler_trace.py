@@ -9,65 +9,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from .._core._errors import InspectError
+from .._core._format import span
 from ._collectives import KINDS
+from ._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._program import Program
 
-COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
 _SUFFIX = ".trace.json.gz"
 _UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
 _TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
-    """One run of an operation on one device.
-
-    Attributes:
-        device: Index into `MeasuredStep.devices`.
-        program: Name of the HLO module.
-        name: In the HLO.
-        kind: `computation`, `collective` or `transfer`.
-        start_seconds: From the start of the step.
-        end_seconds: The same.
-    """
-
-    device: int
-    program: str
-    name: str
-    kind: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
-    """One step.
-
-    Attributes:
-        devices: Their names.
-        operations: Those that hold no others, by start.
-        num_steps: Steps that the profile holds; this is the last.
-        source: File or folder.
-    """
-
-    devices: tuple[str, ...]
-    operations: tuple[Operation, ...]
-    num_steps: int
-    source: str
-
-    @property
-    def seconds(self) -> float:
-        """Until the last operation ends."""
-        return max(op.end_seconds for op in self.operations)
-
-    def busy_seconds(self, device: int, kind: str) -> float:
-        """Time in which a device does at least one operation of a kind."""
-        busy, until = 0.0, 0.0
-        for op in self.operations:  # by start
-            if op.device == device and op.kind == kind and op.end_seconds > until:
-                busy += op.end_seconds - max(op.start_seconds, until)
-                until = op.end_seconds
-        return busy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +32,8 @@ class _Event:
     end: float
 
 
-def last_step(path: pathlib.Path, programs: Sequence[Program]) -> MeasuredStep:
-    """The last step of a profile.
+def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
+    """The last step of a profile; its bars are operations that hold no others.
 
     A step ends with the last run of hxla's update, or else of the program that ran last, and begins
     after its run before. Where several processes wrote a profile each, each one's last step begins
@@ -106,8 +55,8 @@ def last_step(path: pathlib.Path, programs: Sequence[Program]) -> MeasuredStep:
         )
     names = {program.name for program in programs}
     collectives = {(p.name, c.name) for p in programs for c in p.collectives}
-    devices: list[str] = []
-    operations: list[Operation] = []
+    lanes: list[str] = []
+    bars: list[Bar] = []
     num_steps = 0
     seen: set[str] = set()
     for number, file in enumerate(files):
@@ -118,35 +67,34 @@ def last_step(path: pathlib.Path, programs: Sequence[Program]) -> MeasuredStep:
             continue
         step, num_steps = _last_step(own)
         begin = min(e.start for e in step)
-        index: dict[str, int] = {}
-        own_devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
-        for device in own_devices:
-            index[device] = len(devices)
+        devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
+        lane_of = {device: len(lanes) + i for i, device in enumerate(devices)}
+        for device in devices:
             name = f"device {device}"
             if len(files) > 1:
-                name = f"process {number}" + (f", {name}" if len(own_devices) > 1 else "")
-            devices.append(name)
-        operations += [
-            Operation(
-                device=index[e.device],
-                program=e.program,
-                name=e.name,
+                name = f"process {number}" + (f", {name}" if len(devices) > 1 else "")
+            lanes.append(name)
+        bars += [
+            Bar(
+                lane=lane_of[e.device],
                 kind=_kind(e, collectives),
+                label=e.name,
+                program=e.program,
                 start_seconds=(e.start - begin) * 1e-6,
                 end_seconds=(e.end - begin) * 1e-6,
             )
             for e in _leaves(step)
         ]
-    if not operations:
+    if not bars:
         raise InspectError(
             f"{path} has no run of {', '.join(sorted(names)) or 'any program'}, only of "
             f"{', '.join(sorted(seen)) or 'none'}: profile the step that is inspected"
         )
-    return MeasuredStep(
-        devices=tuple(devices),
-        operations=tuple(sorted(operations, key=lambda op: op.start_seconds)),
-        num_steps=num_steps,
-        source=str(path),
+    return Lanes(
+        title=f"measured: {span(max(bar.end_seconds for bar in bars))}",
+        names=tuple(lanes),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start_seconds)),
+        note=f"The last of {num_steps} profiled steps, from {path}.",
     )
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 from collections import Counter
 
+from . import _shapes
+
 OWNERS = (
     *("parameter", "optimizer state", "gradient", "activation", "batch"),
     *("padding", "output", "temporary"),
@@ -33,8 +35,8 @@ class Origin:
 
     @property
     def where(self) -> str:
-        """TaskGraph and module, else the function, else why there is nothing."""
-        found = " ".join(filter(None, (self.task_graph, self.module))) or self.function
+        """TaskGraph and module, or function if it is in none; else why there is nothing."""
+        found = " ".join(filter(None, (self.task_graph, self.module or self.function)))
         return found or f"? {self.missing}"
 
 
@@ -185,6 +187,16 @@ class Array:
     local_shape: tuple[int, ...]
     spec: tuple[tuple[str, ...], ...] | None = None
     is_donated: bool = False
+
+    @property
+    def local(self) -> str:
+        """One device's part in words: `f32[8,16]`."""
+        return _shapes.array_text(self.dtype, self.local_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one device's part."""
+        return _shapes.shape_bytes(self.local)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,12 @@ def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     )
 
 
+def first(shape: str) -> tuple[str, tuple[int, ...]]:
+    """Dtype and dimensions of the first array of a shape; of what holds none, a token's."""
+    found = arrays(shape)
+    return found[0] if found else ("token", ())
+
+
 @functools.lru_cache(maxsize=65536)
 def shape_bytes(shape: str) -> int:
     """Bytes of all arrays of a shape, without padding of layouts."""

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from .._core._format import num_bytes
+from .._report._page import box
 from ._alike_names import alike, group, ranges
-from ._arguments import array_bytes
 from ._program import Array, Program
 from ._replica_groups import Mesh
 
@@ -39,24 +39,26 @@ class ArrayShard:
 
 def mesh_and_shards(program: Program) -> Iterator[str]:
     """The mesh, and how the large arrays of a program lie on it, those that lie alike once."""
-    drawn = mesh_picture(program.mesh)
-    if drawn:
-        words = "<p>The devices by their places in the mesh.</p>"
-        yield f'<div class="meshes cells">{words}{drawn}</div>'
+    if drawn := mesh_picture(program.mesh):
+        *down, across = [f"{name} = {n}" for name, n in program.mesh]
+        words = f"across: {across}" + (f"; down: {', then '.join(down)}" if down else "")
+        yield (
+            '<div class="table cells"><p>The devices by their places in the mesh, '
+            f"{html.escape(words)}.</p>{drawn}</div>"
+        )
     known = [a for a in program.arrays if a.spec is not None]
-    whole = sum(map(array_bytes, program.arrays))
+    whole = sum(a.num_bytes for a in program.arrays)
     layouts: dict[object, list[Array]] = {}
     for array in known:
-        layouts.setdefault((array.dtype, array.shape, array.local_shape, array.spec), []).append(
-            array
-        )
-    alikes = sorted(layouts.values(), key=lambda own: -len(own) * array_bytes(own[0]))
+        key = array.dtype, array.shape, array.local_shape, array.spec
+        layouts.setdefault(key, []).append(array)
+    alikes = sorted(layouts.values(), key=lambda own: -len(own) * own[0].num_bytes)
     large = [
         own
         for own in alikes
-        if len(own) * array_bytes(own[0]) >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
+        if len(own) * own[0].num_bytes >= _LEAST_PICTURE * whole and math.prod(own[0].shape) > 1
     ][:_MAX_PICTURES]
-    yield f'<div class="cards cells">{"".join(_card(own, program) for own in large)}</div>'
+    yield f'<div class="cards cells">{"".join(_card(own, program.mesh) for own in large)}</div>'
     if any(padded_share(own[0], program.mesh) for own in large):
         yield "<p>Hatched: padding.</p>"
     rest = sum(map(len, alikes)) - sum(map(len, large))
@@ -75,10 +77,9 @@ def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
     if array.spec is None:
         return ()
     sizes = dict(mesh)
-    names = [name for name, _ in mesh]
     holders: dict[tuple[int, ...], list[int]] = {}
     for device, place in enumerate(itertools.product(*(range(n) for _, n in mesh))):
-        at = dict(zip(names, place, strict=True))
+        at = dict(zip(sizes, place, strict=True))
         index = []
         for axes in array.spec:
             number = 0
@@ -108,78 +109,72 @@ def padded_share(array: Array, mesh: Mesh) -> float:
 
 def array_picture(array: Array, mesh: Mesh) -> str:
     """An array as a drawing, each part with the devices that hold it; padding is hatched."""
+    if not array.shape:  # one number is drawn as an array of one
+        array = dataclasses.replace(array, shape=(1,), local_shape=(1,), spec=((),))
     found = shards(array, mesh)
     rank = len(array.shape)
     counts = [max(shard.index[d] for shard in found) + 1 for d in range(rank)]
-    across, down = _sides(counts)
-    num_across = counts[across] if rank else 1
-    num_down = math.prod(counts[d] for d in down)
-    size_across = array.shape[across] if rank else 1
-    size_down = math.prod(array.shape[d] for d in range(rank) if d != across) if rank > 1 else 1
-    width, height = _frame(size_across, size_down, num_across, num_down)
-    if max(num_across, num_down) > _MAX_CELLS:
-        cells = [_box(0, 0, width, height, 0, f"{len(found)} parts", "")]
-    else:
-        cells, labels = [], []
-        for shard in found:
-            row = 0
-            for d in down:
-                row = row * counts[d] + shard.index[d]
-            column = shard.index[across] if rank else 0
-            w, h = width / num_across, height / num_down
-            x, y = column * w, row * h
-            cells.append(_box(x, y, w, h, row * num_across + column, "", _said(shard, array)))
-            labels.append(_text(x, y, w, h, _label(shard.devices, w)))
-            inner = down[-1] if down else None
-            used = (
-                shard.used[across] if rank else 1.0,
-                shard.used[inner] if inner is not None else 1,
+    cut = [d for d in range(rank) if counts[d] > 1]
+    *down, across = cut if len(cut) > 1 else sorted({*cut, rank - 1})
+    num_across, num_down = counts[across], math.prod(counts[d] for d in down)
+    size_down = math.prod(array.shape[d] for d in range(rank) if d != across)
+    width, height = _frame(array.shape[across], size_down, num_across, num_down)
+    w, h = width / num_across, height / num_down
+    cells = []
+    is_drawn = max(num_across, num_down) <= _MAX_CELLS
+    for shard in found if is_drawn else ():
+        row = 0
+        for d in down:
+            row = row * counts[d] + shard.index[d]
+        column = shard.index[across]
+        place = column * w, row * h, w, h
+        used_down = shard.used[down[-1]] if down else 1.0
+        cells.append(
+            box(
+                f"k{(row * num_across + column) % _NUM_COLORS}",
+                place,
+                said=_said(shard, array),
+                label=_label(shard.devices, w),
+                above=_hatched(place, shard.used[across], used_down),
             )
-            cells += _hatched(x, y, w, h, *used)
-        cells += labels  # above the hatching
+        )
+    if not is_drawn:
+        words = f"{len(found)} parts"
+        cells = [box("k0", (0, 0, width, height), said=words, label=words)]
     return (
         f'<svg width="{width + 2:.0f}" height="{height + 2:.0f}" '
         f'viewBox="-1 -1 {width + 2:.0f} {height + 2:.0f}" role="img" '
-        f'aria-label="{html.escape(array.path)} in {len(found)} parts">' + "".join(cells) + "</svg>"
+        f'aria-label="{html.escape(array.path)} in {len(found)} parts">{"".join(cells)}</svg>'
     )
 
 
 def mesh_picture(mesh: Mesh) -> str:
     """The mesh's devices, its last axis across; nothing if it is too large to draw."""
-    num_across = mesh[-1][1]
-    num = math.prod(n for _, n in mesh)
-    num_down = num // num_across
-    if max(num_across, num_down) > _MAX_CELLS:
+    sizes = tuple(n for _, n in mesh)
+    if max(sizes[-1], math.prod(sizes[:-1])) > _MAX_CELLS:
         return ""
-    w, h = 34.0, 24.0
-    cells = [
-        _box(n % num_across * w, n // num_across * h, w, h, 0, str(n), f"device {n}")
-        for n in range(num)
-    ]
-    down = ", then ".join(f"{name} = {n}" for name, n in mesh[:-1])
-    words = f"across: {mesh[-1][0]} = {num_across}" + (f"; down: {down}" if down else "")
-    width, height = num_across * w, num_down * h
-    return (
-        f'<svg width="{width + 2:.0f}" height="{height + 2:.0f}" '
-        f'viewBox="-1 -1 {width + 2:.0f} {height + 2:.0f}" role="img" aria-label="the mesh">'
-        + "".join(cells)
-        + f"</svg><p>{html.escape(words)}</p>"
+    devices = Array(
+        path="the mesh",
+        owner="",
+        dtype="",
+        shape=sizes,
+        local_shape=(1,) * len(sizes),
+        spec=tuple((name,) for name, _ in mesh),
     )
+    return array_picture(devices, mesh)
 
 
-def _card(own: Sequence[Array], program: Program) -> str:
+def _card(own: Sequence[Array], mesh: Mesh) -> str:
     array = own[0]
     dims = [
         f"{n} over {'+'.join(axes)}" if axes else str(n)
         for n, axes in zip(array.shape, array.spec or (), strict=True)
     ]
-    copies = len(shards(array, program.mesh)[0].devices)
-    padded = padded_share(array, program.mesh)
-    words = [
-        f"{num_bytes(array_bytes(array))} on a device, "
-        + ("one copy" if copies == 1 else f"{copies} copies"),
-        *([f"{padded:.1%} padding"] if padded else []),
-    ]
+    copies = len(shards(array, mesh)[0].devices)
+    words = f"{num_bytes(array.num_bytes)} on a device, "
+    words += "one copy" if copies == 1 else f"{copies} copies"
+    padded = padded_share(array, mesh)
+    words += f"; {padded:.1%} padding" if padded else ""
     names = [
         alike(a.path for a in alikes) + (f", {len(alikes)} arrays" if len(alikes) > 1 else "")
         for alikes in group(own, lambda a: a.path)
@@ -188,21 +183,9 @@ def _card(own: Sequence[Array], program: Program) -> str:
     listed = "<br>".join(html.escape(name) for name in (*names[:_MAX_NAMES], *more))
     head = f"{array.dtype}[{', '.join(dims)}]"
     return (
-        f"<div><b>{html.escape(head)}</b>"
-        f"<span>{html.escape('; '.join(words))}</span>"
-        f"{array_picture(array, program.mesh)}<span>{listed}</span></div>"
+        f"<div><b>{html.escape(head)}</b><span>{html.escape(words)}</span>"
+        f"{array_picture(array, mesh)}<span>{listed}</span></div>"
     )
-
-
-def _sides(counts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The dimension that runs across, and those that run down."""
-    cut = [d for d, n in enumerate(counts) if n > 1]
-    last = len(counts) - 1
-    if len(cut) > 1:
-        return cut[-1], tuple(cut[:-1])
-    if len(cut) == 1 and cut[0] != last:
-        return last, (cut[0],)
-    return max(last, 0), (last - 1,) if last > 0 else ()
 
 
 def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[float, float]:
@@ -215,33 +198,18 @@ def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[floa
     return max(width, least_width), max(height / 1.6, least_height)
 
 
-def _box(x: float, y: float, w: float, h: float, color: int, label: str, said: str) -> str:
-    title = f"<title>{html.escape(said)}</title>" if said else ""
-    return (
-        f'<g>{title}<rect class="p{color % _NUM_COLORS}" x="{x:.1f}" y="{y:.1f}" '
-        f'width="{w:.1f}" height="{h:.1f}"/>{_text(x, y, w, h, label)}</g>'
-    )
-
-
-def _text(x: float, y: float, w: float, h: float, label: str) -> str:
-    if not label:
-        return ""
-    return f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">{html.escape(label)}</text>'
-
-
-def _hatched(
-    x: float, y: float, w: float, h: float, used_across: float, used_down: float
-) -> list[str]:
-    out = []
-    if used_across < 1:
-        out.append((x + w * used_across, y, w * (1 - used_across), h))
-    if used_down < 1:
-        out.append((x, y + h * used_down, w * used_across, h * (1 - used_down)))
-    return [
-        f'<rect class="pad" x="{a:.1f}" y="{b:.1f}" width="{c:.1f}" height="{d:.1f}"/>'
-        for a, b, c, d in out
-        if c > 0 and d > 0
+def _hatched(place: tuple[float, float, float, float], across: float, down: float) -> str:
+    """What is right of and below the shares of a part that are used."""
+    x, y, w, h = place
+    rests = [
+        (x + w * across, y, w * (1 - across), h),
+        (x, y + h * down, w * across, h * (1 - down)),
     ]
+    return "".join(
+        f'<rect class="pad" x="{a:.1f}" y="{b:.1f}" width="{c:.1f}" height="{d:.1f}"/>'
+        for a, b, c, d in rests
+        if c > 0 and d > 0
+    )
 
 
 def _label(devices: Sequence[int], width: float) -> str:

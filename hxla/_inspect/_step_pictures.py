@@ -1,6 +1,5 @@
 """A measured step and a predicted one, drawn on the same scale."""
 
-import dataclasses
 import html
 import itertools
 import json
@@ -11,124 +10,58 @@ from collections.abc import Iterator, Sequence
 from .._core._format import span
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
-from .._report._page import Picture, figure, section, table
+from .._report._page import Picture, box, figure, fold, legend, section, table
 from .._schedule._replay import SEND
 from .._schedule._timeline import from_perfetto
-from ._profiler_trace import COLLECTIVE, COMPUTATION, MeasuredStep
+from ._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 
 _WIDTH, _LEFT, _TOP = 1000.0, 190.0, 20.0  # pixels
 _LANE, _MAX_LANES = 26.0, 32
 _LEAST = 0.75  # pixels: what lies closer together is drawn as one bar
 _CHARACTER = 6.4
+_MAX_NAME = int(_LEFT / _CHARACTER)
+_MAX_LONGEST = 15  # operations that are listed
 #: Kinds in the order of the legend, with the CSS class of their bars.
 _CLASSES = {
-    COMPUTATION: "c0",
-    COLLECTIVE: "c1",
-    "transfer": "c2",
-    "forward": "c3",
-    "backward": "c0",
-    "weight": "c2",
-    SEND: "c1",
-    "forward and backward": "c0",
-    "waiting": "c4",
-    "reduction": "c1",
-    "update": "c2",
+    COMPUTATION: "k0",
+    COLLECTIVE: "k1",
+    TRANSFER: "k2",
+    "forward": "k3",
+    "backward": "k0",
+    "weight": "k2",
+    SEND: "k1",
+    "forward and backward": "k0",
+    "waiting": "idle",
+    "reduction": "k1",
+    "update": "k2",
 }
-_THIN = (COLLECTIVE, "transfer", SEND)  # drawn below what computes
+_THIN = (COLLECTIVE, TRANSFER, SEND)  # drawn below what computes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """Something that takes time on a lane.
-
-    Attributes:
-        lane: Index.
-        kind: What it is.
-        label: In words.
-        start_seconds: From the start of the step.
-        end_seconds: The same.
-    """
-
-    lane: int
-    kind: str
-    label: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """A step, measured or predicted.
-
-    Attributes:
-        title: Above the lanes.
-        names: Of the lanes.
-        bars: By start, within each lane.
-    """
-
-    title: str
-    names: tuple[str, ...]
-    bars: tuple[Bar, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Until the last bar ends."""
-        return max((bar.end_seconds for bar in self.bars), default=0.0)
-
-
-def step_section(measured: MeasuredStep | None, predicted: Lanes | None) -> str:
+def step_section(measured: Lanes | None, predicted: Lanes | None) -> str:
     """A section of a page: one step in time, and its longest operations if it was measured."""
-    panels = [lanes_of_step(measured)] if measured is not None else []
-    panels += [predicted] if predicted is not None else []
-    parts = [figure(step_picture(panels))]
+    parts = [figure(step_picture([step for step in (measured, predicted) if step is not None]))]
     if measured is not None:
         rows = [
             (
                 name,
-                span(measured.busy_seconds(d, COMPUTATION)),
-                span(measured.busy_seconds(d, COLLECTIVE)),
-                span(max(op.end_seconds for op in measured.operations if op.device == d)),
+                span(measured.busy_seconds(lane, COMPUTATION)),
+                span(measured.busy_seconds(lane, COLLECTIVE)),
+                span(max(bar.end_seconds for bar in measured.bars if bar.lane == lane)),
             )
-            for d, name in enumerate(measured.devices)
+            for lane, name in enumerate(measured.names)
         ]
         heads = ("measured", "computation", "collectives and waiting in them", "until")
-        parts.append(f"<details><summary>Each device</summary>{table(heads, rows)}</details>")
-        longest: dict[tuple[str, str, str], float] = defaultdict(float)
-        for op in measured.operations:
-            took = op.end_seconds - op.start_seconds
-            longest[op.kind, op.program, op.name] += took / len(measured.devices)
-        rows_ = [
-            (name, kind, program, span(took))
-            for (kind, program, name), took in sorted(longest.items(), key=lambda item: -item[1])[
-                :15
-            ]
-        ]
-        heads_ = ("operation", "kind", "program", "a step, mean over devices")
-        parts.append(
-            "<details><summary>Longest operations</summary>"
-            + table(heads_, rows_, left=(0, 1, 2))
-            + f"</details><p>The last of {measured.num_steps} profiled steps, "
-            f"from {html.escape(measured.source)}.</p>"
-        )
+        parts.append(fold("Each device", table(heads, rows)))
+        took: dict[tuple[str, str, str], float] = defaultdict(float)
+        for bar in measured.bars:
+            took[bar.label, bar.kind, bar.program] += bar.seconds / len(measured.names)
+        longest = sorted(took.items(), key=lambda item: -item[1])[:_MAX_LONGEST]
+        heads = ("operation", "kind", "program", "a step, mean over devices")
+        rows = [(*names, span(seconds)) for names, seconds in longest]
+        parts.append(fold("Longest operations", table(heads, rows, left=(0, 1, 2))))
+        parts.append(f"<p>{html.escape(measured.note)}</p>")
     return section("One step in time", *parts)
-
-
-def lanes_of_step(measured: MeasuredStep) -> Lanes:
-    """A profiled step as lanes, one for each device."""
-    return Lanes(
-        title=f"measured: {span(measured.seconds)}",
-        names=measured.devices,
-        bars=tuple(
-            Bar(
-                lane=op.device,
-                kind=op.kind,
-                label=op.name,
-                start_seconds=op.start_seconds,
-                end_seconds=op.end_seconds,
-            )
-            for op in measured.operations
-        ),
-    )
 
 
 def lanes_of_file(path: pathlib.Path) -> Lanes:
@@ -197,39 +130,24 @@ def step_picture(panels: Sequence[Lanes]) -> Picture:
     y = 8.0
     for panel in panels:
         num = min(len(panel.names), _MAX_LANES)
-        out.append(f'<text class="head" x="0" y="{y + 10:.0f}">{html.escape(panel.title)}</text>')
-        out += _legend(panel, y + 10)
+        more = f", {len(panel.names) - num} more lanes" if num < len(panel.names) else ""
+        out.append(_text("head", 0, y + 10, panel.title + more))
         y += _TOP
-        for lane in range(num):
+        for lane, name in enumerate(panel.names[:num]):
             top = y + lane * _LANE
-            name = html.escape(_short(panel.names[lane]))
-            out.append(f'<text x="0" y="{top + 14:.0f}">{name}</text>')
+            short = name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+            out.append(_text("lane", 0, top + 14, short))
             out.append(f'<path class="axis" d="M{_LEFT} {top + 22:.0f}H{_WIDTH - 10:.0f}"/>')
         out += _bars(panel, num, y, scale)
-        y += num * _LANE
-        if num < len(panel.names):
-            out.append(f'<text x="0" y="{y + 12:.0f}">{len(panel.names) - num} more</text>')
-            y += _TOP
         end = _LEFT + panel.seconds * scale
-        out.append(f'<path class="end" d="M{end:.1f} {y - num * _LANE - 2:.0f}V{y:.0f}"/>')
-        y += 14
+        out.append(f'<path class="end" d="M{end:.1f} {y - 2:.0f}v{num * _LANE + 2:.0f}"/>')
+        y += num * _LANE + 14
     out += _ticks(longest, scale, y)
+    found = {bar.kind for panel in panels for bar in panel.bars}
+    colors = legend((color, kind) for kind, color in _CLASSES.items() if kind in found)
     caption = "; ".join(panel.title for panel in panels) + ". A line marks where a step ends."
     svg = f'<svg class="steps" viewBox="0 0 {_WIDTH:.0f} {y + 8:.0f}">{"".join(out)}</svg>'
-    return Picture(svg=svg, caption=caption)
-
-
-def _legend(panel: Lanes, y: float) -> Iterator[str]:
-    """What the colours mean, from the right side of the panel's title."""
-    found = {bar.kind for bar in panel.bars}
-    kinds = [kind for kind in _CLASSES if kind in found]
-    x = _WIDTH - 10 - sum(34 + len(kind) * _CHARACTER for kind in kinds)
-    for kind in kinds:
-        yield (
-            f'<rect class="{_CLASSES[kind]}" x="{x:.0f}" y="{y - 9:.0f}" width="12" height="10"/>'
-            f'<text x="{x + 17:.0f}" y="{y:.0f}">{kind}</text>'
-        )
-        x += 34 + len(kind) * _CHARACTER
+    return Picture(svg=svg + colors, caption=caption)
 
 
 def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[str]:
@@ -240,17 +158,14 @@ def _bars(panel: Lanes, num_lanes: int, top: float, scale: float) -> Iterator[st
         thin = kind in _THIN
         y, height = top + lane * _LANE + (15 if thin else 2), 6 if thin else 13
         for start, end, label in _merged(list(bars), scale):
-            x, width = _LEFT + start * scale, max((end - start) * scale, 0.3)
-            said = f"{label}, {span(end - start)}"
-            yield (
-                f'<rect class="{_CLASSES.get(kind, "c4")}" x="{x:.1f}" y="{y:.0f}" '
-                f'width="{width:.1f}" height="{height}"><title>{html.escape(said)}</title></rect>'
+            width = max((end - start) * scale, 0.3)
+            fits = not thin and len(label) * _CHARACTER < width - 3
+            yield box(
+                _CLASSES.get(kind, "idle"),
+                (_LEFT + start * scale, y, width, height),
+                said=f"{label}, {span(end - start)}",
+                label=label if fits else "",
             )
-            if not thin and len(label) * _CHARACTER < width - 3:
-                yield (
-                    f'<text class="in" x="{x + width / 2:.1f}" y="{y + 10.5:.1f}">'
-                    f"{html.escape(label)}</text>"
-                )
 
 
 def _merged(bars: Sequence[Bar], scale: float) -> Iterator[tuple[float, float, str]]:
@@ -259,7 +174,7 @@ def _merged(bars: Sequence[Bar], scale: float) -> Iterator[tuple[float, float, s
     until = 0.0
     for bar in bars:
         # Two bars that both can be seen stay two.
-        seen = (bar.end_seconds - bar.start_seconds) * scale >= 2 * _LEAST
+        seen = bar.seconds * scale >= 2 * _LEAST
         far = (bar.start_seconds - until) * scale >= _LEAST
         if run and (far or seen or (until - run[0].start_seconds) * scale >= 2 * _LEAST):
             yield run[0].start_seconds, until, _label(run)
@@ -275,20 +190,11 @@ def _label(run: Sequence[Bar]) -> str:
 
 
 def _ticks(longest: float, scale: float, y: float) -> Iterator[str]:
-    if not longest:
-        return
     steps = (m * 10.0**e for e in range(-9, 6) for m in (1, 2, 5))
     step = next((s for s in steps if longest <= 6 * s), longest)
-    for i in range(int(longest / step) + 1):
-        x = _LEFT + i * step * scale
-        yield f'<text class="tick" x="{x:.1f}" y="{y:.0f}">{_tick(i * step)}</text>'
+    for i in range(int(longest / step) + 1 if longest else 0):
+        yield _text("tick", _LEFT + i * step * scale, y, span(i * step))
 
 
-def _short(name: str) -> str:
-    most = int(_LEFT / _CHARACTER)
-    return name if len(name) <= most else f"{name[: most - 3]}..."
-
-
-def _tick(value: float) -> str:
-    scale, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "us")
-    return f"{value * scale:.4g} {unit}" if value else "0"
+def _text(style: str, x: float, y: float, text: str) -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.0f}">{html.escape(text)}</text>'

@@ -1,18 +1,15 @@
 """What costs time or memory and nobody asked for."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .._core._format import num_bytes as size
 from .._plan._rules import RuleSet
 from . import _shapes
-from ._arguments import array_bytes
-from ._call_graph import CallContext
+from ._annotated_module import AnnotatedModule
 from ._collectives import KINDS, OPCODES
-from ._dataflow import Flow
 from ._hlo_text import Computation, Instruction, Module
-from ._origin import Origins
-from ._program import Array, Collective, Warned
+from ._program import Array, Collective, Origin, Warned
 from ._replica_groups import Mesh
 
 _LARGE_BYTES = 1 << 16
@@ -22,38 +19,29 @@ _KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
 def warnings(
-    module: Module,
-    contexts: dict[str, list[CallContext]],
-    origins: Origins,
-    flow: Flow,
-    *,
-    arrays: Sequence[Array],
+    read: AnnotatedModule,
     collectives: Sequence[Collective],
+    *,
     mesh: Mesh,
     rules: RuleSet | None,
-    lost: Sequence[int],
+    lost: Iterable[int],
 ) -> tuple[Warned, ...]:
     """All of them, the largest stake first.
 
     Args:
-        module: Optimized.
-        contexts: Of its computations.
-        origins: Of its instructions.
-        flow: Of its values.
-        arrays: Its arguments.
-        collectives: Its collectives.
+        read: The module.
+        collectives: All that are in it, in the order of the text.
         mesh: Axes, or nothing.
         rules: That parameters should follow; None: they are compared with each other.
         lost: Numbers of arguments that were donated and that no result took over.
     """
-    by_name = {c.name: c for c in collectives}
     found = [
-        *_replicated(arrays, mesh, rules),
-        *_hoistable(module, contexts, flow, by_name),
-        *_resharded(module, flow, by_name),
-        *_padding(module, contexts, origins, mesh),
-        *_unused(arrays, collectives, mesh),
-        *_donations(arrays, lost),
+        *_replicated(read.arrays, mesh, rules),
+        *_hoistable(read, collectives),
+        *_resharded(read, collectives),
+        *_padding(read, mesh),
+        *_unused(read.arrays, collectives, mesh),
+        *_donations(read.arrays, lost),
     ]
     return tuple(sorted(found, key=lambda w: -w.num_bytes))
 
@@ -66,7 +54,7 @@ def rule_path(path: str) -> str:
 
 def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> Iterator[Warned]:
     state = [a for a in arrays if a.owner in ("parameter", "optimizer state") and a.spec]
-    total = sum(array_bytes(a) for a in arrays)
+    total = sum(a.num_bytes for a in arrays)
     sizes = dict(mesh)
     cut = {axis for a in state for dim in a.spec or () for axis in dim if sizes.get(axis, 1) > 1}
     wanted: dict[str, dict[str, str]] = {}
@@ -78,7 +66,7 @@ def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> I
             own = {axis: f"the rule {rule} cuts its dimension {dim}" for axis, dim in dims.items()}
             wanted[array.path] = own
     for array in state:
-        num_bytes = array_bytes(array)
+        num_bytes = array.num_bytes
         if num_bytes < max(_LARGE_BYTES, _LARGE_SHARE * total):
             continue
         axes = {axis for dim in array.spec or () for axis in dim}
@@ -97,93 +85,67 @@ def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> I
                 )
 
 
-def _hoistable(
-    module: Module,
-    contexts: dict[str, list[CallContext]],
-    flow: Flow,
-    by_name: dict[str, Collective],
-) -> Iterator[Warned]:
-    for name, ways in contexts.items():
-        body = module.computations[name]
-        if not body.opcodes & OPCODES.keys() or not flow.in_loop(name):
+def _hoistable(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
+    places = read.module.find(OPCODES.keys())
+    for (instruction, body), collective in zip(places, collectives, strict=True):
+        if not collective.loops or not read.flow.in_loop(body):
             continue
-        if not any(c.loops for c in ways):
+        trips = collective.loops[-1].trips
+        if trips is not None and trips < 2:
             continue
-        for instruction in body.instructions.values():
-            if instruction.opcode not in OPCODES:
-                continue
-            collective = by_name[instruction.name]
-            if not collective.loops:
-                continue
-            trips = collective.loops[-1].trips
-            if trips is not None and trips < 2:
-                continue
-            elements = [flow.carried(body, *operand) for operand in instruction.operands]
-            if elements and all(e is not None and flow.is_invariant(body, e) for e in elements):
-                how = "works on the same values in every iteration: do it before the loop"
-            elif collective.kind == "all-reduce" and _is_only_added(
-                module, body, instruction, flow
-            ):
-                how = "is only added up by the loop: add first and reduce once, after the loop"
-            else:
-                continue
-            yield Warned(
-                kind="hoistable",
-                text=f"{_named(collective)} runs in each of {trips or '?'} iterations and {how}",
-                num_bytes=int(collective.sent_bytes * ((trips or 2) - 1)),
-            )
+        elements = [read.flow.carried(body, *operand) for operand in instruction.operands]
+        if elements and all(read.flow.is_invariant(body, element) for element in elements):
+            how = "works on the same values in every iteration: do it before the loop"
+        elif collective.kind == "all-reduce" and _is_only_added(read, body, instruction):
+            how = "is only added up by the loop: add first and reduce once, after the loop"
+        else:
+            continue
+        yield Warned(
+            kind="hoistable",
+            text=f"{_named(collective)} runs in each of {trips or '?'} iterations and {how}",
+            num_bytes=int(collective.sent_bytes * ((trips or 2) - 1)),
+        )
 
 
-def _is_only_added(module: Module, body: Computation, instruction: Instruction, flow: Flow) -> bool:
-    readers = list(flow.readers(body, instruction))
-    return bool(readers) and all(_accumulates(module, body, r, flow) for r in readers)
+def _is_only_added(read: AnnotatedModule, body: Computation, instruction: Instruction) -> bool:
+    readers = list(read.flow.readers(body, instruction))
+    return bool(readers) and all(_accumulates(read, body, reader) for reader in readers)
 
 
-def _accumulates(module: Module, body: Computation, reader: Instruction, flow: Flow) -> bool:
+def _accumulates(read: AnnotatedModule, body: Computation, reader: Instruction) -> bool:
     """Whether it adds to an element of the carry that the body hands on."""
-    add = reader
-    if reader.opcode == "fusion":
-        inner = module.computations.get((reader.called("calls") or [""])[0])
-        if inner is None or inner.root is None:
-            return False
-        add = inner.root
+    add, _ = read.module.root_of(reader, body)
     root = body.root
     if add.opcode != "add" or root is None or root.opcode != "tuple":
         return False
-    carried = {e for o in reader.operands if (e := flow.carried(body, *o)) is not None}
+    carried = {read.flow.carried(body, *operand) for operand in reader.operands}
     handed = {i for i, (name, _) in enumerate(root.operands) if name == reader.name}
     # Nothing else may read the sum so far: a residual stream is added to and used as well.
-    return any(flow.only_reader(body, element) is reader for element in carried & handed)
+    return any(read.flow.only_reader(body, element) is reader for element in carried & handed)
 
 
-def _resharded(module: Module, flow: Flow, by_name: dict[str, Collective]) -> Iterator[Warned]:
-    for computation in module.computations.values():
-        if not computation.opcodes & {"all-gather", "all-gather-start"}:
+def _resharded(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
+    places = read.module.find(OPCODES.keys())
+    for (instruction, computation), collective in zip(places, collectives, strict=True):
+        if collective.kind != "all-gather":
             continue
-        for instruction in computation.instructions.values():
-            if instruction.opcode not in ("all-gather", "all-gather-start"):
-                continue
-            readers = list(flow.readers(computation, instruction))
-            if readers and all(_cuts_again(module, computation, r) for r in readers):
-                collective = by_name[instruction.name]
-                yield Warned(
-                    kind="reshard",
-                    text=f"{_named(collective)} makes the whole array only for each device to cut "
-                    "its own part out again: the shardings before and after it do not fit, so "
-                    "give the same one to both, or with_sharding_constraint between them",
-                    num_bytes=int(collective.sent_bytes * (collective.runs or 1)),
-                )
+        readers = list(read.flow.readers(computation, instruction))
+        if readers and all(_cuts_again(read.module, computation, r) for r in readers):
+            yield Warned(
+                kind="reshard",
+                text=f"{_named(collective)} makes the whole array only for each device to cut "
+                "its own part out again: the shardings before and after it do not fit, so "
+                "give the same one to both, or with_sharding_constraint between them",
+                num_bytes=int(collective.sent_bytes * (collective.runs or 1)),
+            )
 
 
 def _cuts_again(module: Module, computation: Computation, reader: Instruction) -> bool:
-    is_slice = reader.opcode == "dynamic-slice"
-    if reader.opcode == "fusion":
-        inner = module.computations.get((reader.called("calls") or [""])[0])
-        opcodes = {i.opcode for i in inner.instructions.values()} if inner else set()
-        is_slice = "dynamic-slice" in opcodes
-        if "partition-id" in opcodes:
-            return is_slice
-    return is_slice and _knows_its_place(computation, reader, 6)
+    inner = module.called(reader) if reader.opcode == "fusion" else None
+    opcodes = {reader.opcode} if inner is None else inner.opcodes
+    if "dynamic-slice" not in opcodes:
+        return False
+    return "partition-id" in opcodes or _knows_its_place(computation, reader, 6)
 
 
 def _knows_its_place(computation: Computation, instruction: Instruction, depth: int) -> bool:
@@ -196,42 +158,31 @@ def _knows_its_place(computation: Computation, instruction: Instruction, depth: 
     return any(o is not None and _knows_its_place(computation, o, depth - 1) for o in operands)
 
 
-def _padding(
-    module: Module, contexts: dict[str, list[CallContext]], origins: Origins, mesh: Mesh
-) -> Iterator[Warned]:
-    parts = {n for _, n in mesh if n > 1} or {module.num_partitions}
-    for name in contexts:
-        computation = module.computations[name]
-        if "pad" not in computation.opcodes:
+def _padding(read: AnnotatedModule, mesh: Mesh) -> Iterator[Warned]:
+    parts = {n for _, n in mesh if n > 1} or {read.module.num_partitions}
+    for pad, computation in read.module.find({"pad"}):
+        if not pad.operands or computation.name not in read.contexts:
             continue
-        for pad in computation.instructions.values():
-            source = (
-                computation.instructions.get(pad.operands[0][0])
-                if pad.opcode == "pad" and pad.operands
-                else None
-            )
-            if source is None:
-                continue
-            old, new = _shapes.shape_text(source.shape), _shapes.shape_text(pad.shape)
-            before, after = _shapes.shape_bytes(old), _shapes.shape_bytes(new)
-            num = _rounded_up(source, pad, parts)
-            if num is None or after < _LARGE_BYTES or after <= (1 + _PADDING) * before:
-                continue
-            origin = origins.of(pad, computation)
-            at = f" at {origin.source}" if origin.source else ""
-            yield Warned(
-                kind="padding",
-                text=f"{old} is padded to {new} ({after / before - 1:.0%} more) in "
-                f"{origin.where}{at}: it is cut over {num} devices and does not divide by them",
-                num_bytes=after - before,
-            )
+        source = computation.shape_of(*pad.operands[0])
+        num = _rounded_up(source, pad.shape, parts)
+        before, after = _shapes.shape_bytes(source), _shapes.shape_bytes(pad.shape)
+        if num is None or after < _LARGE_BYTES or after <= (1 + _PADDING) * before:
+            continue
+        origin = read.origins.of(pad, computation)
+        yield Warned(
+            kind="padding",
+            text=f"{_shapes.shape_text(source)} is padded to {_shapes.shape_text(pad.shape)} "
+            f"({after / before - 1:.0%} more) in {_place(origin)}: it is cut over {num} devices "
+            "and does not divide by them",
+            num_bytes=after - before,
+        )
 
 
-def _rounded_up(source: Instruction, pad: Instruction, parts: set[int]) -> int | None:
+def _rounded_up(source: str, padded: str, parts: set[int]) -> int | None:
     """The number of parts to whose next multiple a dimension is padded, as partitioning does."""
-    old, new = _shapes.arrays(source.shape)[0][1], _shapes.arrays(pad.shape)[0][1]
-    grown = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
-    if len(grown) != 1:
+    old, new = _shapes.first(source)[1], _shapes.first(padded)[1]
+    grown = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
+    if len(old) != len(new) or len(grown) != 1:
         return None
     ((a, b),) = grown
     return next((n for n in sorted(parts) if a % n and b == -(-a // n) * n), None)
@@ -250,25 +201,28 @@ def _unused(
                 kind="unused axis",
                 text=f"nothing is cut over {axis} and no collective runs over it: its {num} "
                 "devices all do the same work",
-                num_bytes=sum(array_bytes(a) for a in arrays),
+                num_bytes=sum(a.num_bytes for a in arrays),
             )
 
 
-def _donations(arrays: Sequence[Array], lost: Sequence[int]) -> Iterator[Warned]:
-    for number in lost:
+def _donations(arrays: Sequence[Array], lost: Iterable[int]) -> Iterator[Warned]:
+    for number in sorted(lost):
         if number < len(arrays):
             array = arrays[number]
             yield Warned(
                 kind="donation",
-                text=f"{array.path}, {size(array_bytes(array))}, was donated and no result takes "
+                text=f"{array.path}, {size(array.num_bytes)}, was donated and no result takes "
                 "over its memory: none has its shape, dtype and sharding",
-                num_bytes=array_bytes(array),
+                num_bytes=array.num_bytes,
             )
 
 
 def _named(collective: Collective) -> str:
     arrays = ", ".join(collective.arrays[:2]) + (", ..." if len(collective.arrays) > 2 else "")
-    at = f" at {collective.origin.source}" if collective.origin.source else ""
     return (
-        f"the {collective.kind} of {arrays} over {collective.over} in {collective.origin.where}{at}"
+        f"the {collective.kind} of {arrays} over {collective.over} in {_place(collective.origin)}"
     )
+
+
+def _place(origin: Origin) -> str:
+    return f"{origin.where} at {origin.source}" if origin.source else origin.where

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*?):?\s*$")
 _VALUE = re.compile(
     r"\s+value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
 )
-_PARAMETER = re.compile(r", parameter (\d+)")
 
 
 class Piece(NamedTuple):
@@ -33,59 +33,66 @@ class Allocation:
     """One block of memory."""
 
     num_bytes: int
-    parameter: int | None
+    is_argument: bool
     is_output: bool
     is_constant: bool
     is_thread_local: bool
     pieces: Sequence[Piece] = ()
 
-    @property
-    def is_temp(self) -> bool:
-        """Whether it holds neither argument, output, nor constant."""
-        known = self.parameter is not None or self.is_output or self.is_constant
-        return not known and not self.is_thread_local
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferAssignment:
-    """All memory of a program."""
+    """Memory of a program.
 
-    allocations: tuple[Allocation, ...]
+    Attributes:
+        argument_bytes: Of arguments.
+        output_bytes: Of results, those that take over an argument's memory included.
+        alias_bytes: Of results that take over an argument's memory.
+        temp_bytes: Of everything between.
+        source: What they were read from.
+        temporaries: Values between, their offsets counted through all blocks; empty if not known.
+    """
 
-    @property
-    def argument_bytes(self) -> int:
-        """Of arguments."""
-        return sum(a.num_bytes for a in self.allocations if a.parameter is not None)
-
-    @property
-    def alias_bytes(self) -> int:
-        """Of arguments whose memory results take over."""
-        return sum(a.num_bytes for a in self.allocations if a.parameter is not None and a.is_output)
-
-    @property
-    def own_output_bytes(self) -> int:
-        """Of results that take over no argument's memory."""
-        return sum(a.num_bytes for a in self.allocations if a.parameter is None and a.is_output)
-
-    @property
-    def temporaries(self) -> tuple[Piece, ...]:
-        """Values between, their offsets counted through all blocks."""
-        out: list[Piece] = []
-        start = 0
-        for allocation in self.allocations:
-            if allocation.is_temp:
-                out += [p._replace(offset=p.offset + start) for p in allocation.pieces]
-                start += allocation.num_bytes
-        return tuple(out)
-
-    @property
-    def temp_bytes(self) -> int:
-        """Of everything between."""
-        return sum(a.num_bytes for a in self.allocations if a.is_temp)
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    source: str
+    temporaries: tuple[Piece, ...] = ()
 
 
-def from_text(lines: Iterable[str]) -> BufferAssignment:
-    """Read a dump's `buffer-assignment.txt`.
+def from_allocations(allocations: Iterable[Allocation], source: str) -> BufferAssignment:
+    """What blocks of memory are together.
+
+    Args:
+        allocations: All blocks.
+        source: What they were read from.
+    """
+    sums: Counter[str] = Counter()
+    temporaries: list[Piece] = []
+    for block in allocations:
+        if block.is_argument:
+            sums["argument"] += block.num_bytes
+        if block.is_output:
+            sums["output"] += block.num_bytes
+        if block.is_argument and block.is_output:
+            sums["alias"] += block.num_bytes
+        if not (block.is_argument or block.is_output or block.is_constant or block.is_thread_local):
+            start = sums["temp"]
+            temporaries += [p._replace(offset=p.offset + start) for p in block.pieces]
+            sums["temp"] += block.num_bytes
+    return BufferAssignment(
+        argument_bytes=sums["argument"],
+        output_bytes=sums["output"],
+        alias_bytes=sums["alias"],
+        temp_bytes=sums["temp"],
+        source=source,
+        temporaries=tuple(temporaries),
+    )
+
+
+def from_text(lines: Iterable[str], source: str) -> BufferAssignment:
+    """Read a dump's `buffer-assignment.txt`, the file `source`.
 
     Raises:
         ValueError: If it has no allocation.
@@ -96,11 +103,10 @@ def from_text(lines: Iterable[str]) -> BufferAssignment:
         found = _ALLOCATION.match(line)
         if found:
             pieces = []
-            parameter = _PARAMETER.search(found[3])
             allocations.append(
                 Allocation(
                     num_bytes=int(found[2]),
-                    parameter=int(parameter[1]) if parameter else None,
+                    is_argument=", parameter " in found[3],
                     is_output="maybe-live-out" in found[3],
                     is_constant=", constant" in found[3],
                     is_thread_local="thread-local" in found[3],
@@ -112,4 +118,4 @@ def from_text(lines: Iterable[str]) -> BufferAssignment:
             pieces.append(Piece(value[1], element, int(value[4]), int(value[3])))
     if not allocations:
         raise ValueError("it has no line `allocation N: size ...`")
-    return BufferAssignment(allocations=tuple(allocations))
+    return from_allocations(allocations, source)

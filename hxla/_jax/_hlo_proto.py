@@ -4,44 +4,62 @@ References:
     xla/service/hlo.proto (HloProto, BufferAssignmentProto).
 """
 
+import collections
 import importlib
-from collections.abc import Iterator
+from typing import Any
 
-from ._buffer_assignment import Allocation, BufferAssignment, Piece
+from ._buffer_assignment import Allocation, BufferAssignment, Piece, from_allocations
 
 
-def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and values of a message's fields.
+class Message:
+    """The fields of a serialized message by their numbers, those of one number in order.
 
     Raises:
         ValueError: If the bytes are no message.
     """
-    position, end = 0, len(data)
 
-    def varint() -> int:
-        nonlocal position
-        shift = value = 0
-        while True:
-            if position >= end or shift > 63:
-                raise ValueError("the bytes end inside a number")
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
+    def __init__(self, data: bytes):
+        self._fields: dict[int, list[Any]] = collections.defaultdict(list)
+        position = 0
+        while position < len(data):
+            key, position = _varint(data, position)
+            number, kind = key >> 3, key & 7
+            if kind == 0:
+                value, position = _varint(data, position)
+                self._fields[number].append(value)
+                continue
+            size = {1: 8, 5: 4}.get(kind, -1)
+            if kind == 2:
+                size, position = _varint(data, position)
+            if size < 0 or position + size > len(data) or number == 0:
+                raise ValueError("the bytes are no protocol buffer, or were cut off")
+            self._fields[number].append(data[position : position + size])
+            position += size
 
-    while position < end:
-        key = varint()
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            yield number, varint()
-            continue
-        size = varint() if kind == 2 else {1: 8, 5: 4}.get(kind, -1)
-        if size < 0 or position + size > end or number == 0:
-            raise ValueError("the bytes are no protocol buffer, or were cut off")
-        yield number, data[position : position + size]
-        position += size
+    def number(self, field: int) -> int:
+        """The last whole number of a field; 0 if it is not there."""
+        return next((v for v in reversed(self._fields[field]) if isinstance(v, int)), 0)
+
+    def content(self, field: int) -> bytes:
+        """What a field that is no number holds; empty if it is not there."""
+        return next((v for v in reversed(self._fields[field]) if isinstance(v, bytes)), b"")
+
+    def messages(self, field: int) -> "list[Message]":
+        """The messages of a repeated field."""
+        return [Message(value) for value in self._fields[field] if isinstance(value, bytes)]
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number and the place behind it."""
+    shift = value = 0
+    while position < len(data) and shift <= 63:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, position
+    raise ValueError("the bytes end inside a number")
 
 
 def parts_of_dump(data: bytes) -> tuple[bytes, bytes]:
@@ -50,15 +68,10 @@ def parts_of_dump(data: bytes) -> tuple[bytes, bytes]:
     Raises:
         ValueError: If the bytes are no HloProto.
     """
-    module = assignment = b""
-    for number, value in fields(data):
-        if number == 1 and isinstance(value, bytes):
-            module = value
-        elif number == 3 and isinstance(value, bytes):
-            assignment = value
-    if not module:
+    dump = Message(data)
+    if not dump.content(1):
         raise ValueError("it holds no module")
-    return module, assignment
+    return dump.content(1), dump.content(3)
 
 
 def module_text(module: bytes) -> str:
@@ -75,63 +88,36 @@ def module_text(module: bytes) -> str:
         raise ValueError(f"jaxlib cannot turn it into text: {error}") from error
 
 
-def _ints(data: bytes) -> dict[int, int]:
-    return {n: v for n, v in fields(data) if isinstance(v, int)}
-
-
-def instruction_names(module: bytes) -> dict[int, str]:
-    """Names of a serialized module's instructions, by their numbers."""
-    out: dict[int, str] = {}
-    for number, computation in fields(module):
-        if number != 3 or not isinstance(computation, bytes):
-            continue
-        for inner, instruction in fields(computation):
-            if inner == 2 and isinstance(instruction, bytes):
-                own = dict(fields(instruction))
-                name, key = own.get(1), own.get(35)
-                if isinstance(name, bytes) and isinstance(key, int):
-                    out[key] = name.decode(errors="replace")
-    return out
-
-
 def buffer_assignment(data: bytes, module: bytes) -> BufferAssignment:
     """A serialized buffer assignment, with names from its serialized module.
 
     Raises:
         ValueError: If the bytes are none.
     """
-    named = instruction_names(module)
+    names = {
+        instruction.number(35): instruction.content(1).decode(errors="replace")
+        for computation in Message(module).messages(3)
+        for instruction in computation.messages(2)
+    }
+    assignment = Message(data)
     values: dict[int, tuple[str, int | None]] = {}
-    allocations: list[Allocation] = []
-    for number, value in fields(data):
-        if not isinstance(value, bytes):
-            continue
-        if number == 1:
-            buffer = dict(fields(value))
-            where = buffer.get(3, b"")
-            place = dict(fields(where)) if isinstance(where, bytes) else {}
-            key, index, own_key = buffer.get(1, 0), place.get(3, b""), place.get(4, 0)
-            if isinstance(key, int) and isinstance(own_key, int):
-                element = index[0] if isinstance(index, bytes) and index else None
-                values[key] = named.get(own_key, f"value {key}"), element
-        elif number == 3:
-            allocations.append(_allocation(value, values))
-    return BufferAssignment(allocations=tuple(allocations))
-
-
-def _allocation(data: bytes, values: dict[int, tuple[str, int | None]]) -> Allocation:
-    own = _ints(data)
-    pieces = []
-    for number, value in fields(data):
-        if number == 9 and isinstance(value, bytes):
-            piece = _ints(value)
-            name, element = values.get(piece.get(1, 0), (f"value {piece.get(1, 0)}", None))
-            pieces.append(Piece(name, element, piece.get(2, 0), piece.get(3, 0)))
-    return Allocation(
-        num_bytes=own.get(2, 0),
-        parameter=own.get(6, 0) if own.get(5) else None,
-        is_output=bool(own.get(7)),
-        is_constant=bool(own.get(12)),
-        is_thread_local=bool(own.get(3)),
-        pieces=pieces,
+    for buffer in assignment.messages(1):
+        key, place = buffer.number(1), Message(buffer.content(3))
+        index = place.content(3)
+        values[key] = names.get(place.number(4), f"value {key}"), index[0] if index else None
+    blocks = (
+        Allocation(
+            num_bytes=block.number(2),
+            is_argument=bool(block.number(5)),
+            is_output=bool(block.number(7)),
+            is_constant=bool(block.number(12)),
+            is_thread_local=bool(block.number(3)),
+            pieces=[
+                Piece(*values[piece.number(1)], piece.number(2), piece.number(3))
+                for piece in block.messages(9)
+                if piece.number(1) in values
+            ],
+        )
+        for block in assignment.messages(3)
     )
+    return from_allocations(blocks, "the dump's buffer assignment")

@@ -18,6 +18,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._parts import graph_of, parts_of
 from .._graph._segments import segments_at
+from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
 from .._plan._layout import to_spec
@@ -30,6 +31,7 @@ from .._planner._complete import inner_axes
 from ._contribution import Contribution, Tensors, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
+from ._options import extra_bytes
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -110,8 +112,10 @@ class Programs:
             self.contribution,
             self.tensors,
             [*specs, *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f)],
+            row_shape=(plan.num_microbatches, columns),
             rows=rows,
-            release=plan.placement.sums == "released",
+            # Those of a pipeline are made from what its stages keep.
+            release=plan.placement.sums == "released" or plan.pipeline is not None,
         )
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
@@ -160,14 +164,17 @@ class Programs:
         lowered = [
             [self._lowered_update(i), *self._lowered_runner(i)] for i in range(len(self.runners))
         ]
+        sums = self.reducer.lower()
         # Of pipelines, processes must agree on every program.
         text = itertools.chain(*lowered) if self.pipelines else lowered[0][1:]
-        self.text = _digest("".join(program.as_text() for program in text))
-        flat = iter(over(lambda program: program.compile(), itertools.chain(*lowered)))
+        self.text = _digest("".join(program.as_text() for program in (*sums, *text)))
+        flat = iter(over(lambda program: program.compile(), itertools.chain(sums, *lowered)))
+        self.reducer.adopt(list(itertools.islice(flat, len(sums))))
         for runner, programs in zip(self.runners, lowered, strict=True):
             update, *own = itertools.islice(flat, len(programs))
             self._compiled_updates.append(update)
             runner.adopt(own)
+        trim_heap()
 
     def update(self, i: int, *arguments: Any) -> Any:
         """Run the update of a local replica: see `update_program`."""
@@ -179,19 +186,14 @@ class Programs:
         Args:
             held_bytes: Of its state.
         """
-        stats = self._compiled_updates[0].memory_analysis()
-        update = 0
-        if stats is not None:
-            update = (
-                stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            )
+        runner, releases = self.runners[0], self.reducer.releases
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
-        before = self.runners[0].memory_bytes()
-        after = totals + update
-        return held_bytes + (
-            max(sums + before, after) if self.reducer.releases else (sums + max(before, after))
-        )
+        microbatches = runner.memory_bytes(sums)
+        # Sums that are let go make room for the totals.
+        summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
+        update = totals + extra_bytes(self._compiled_updates[0]) + (0 if releases else sums)
+        return held_bytes + runner.kept_bytes + max(microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:
         """Bytes of one device's part of the parameters, as float32."""

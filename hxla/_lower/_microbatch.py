@@ -27,7 +27,7 @@ from ._contribution import (
     microbatch_key,
     row_bits,
 )
-from ._options import compiler_options
+from ._options import compiler_options, extra_bytes
 from ._replica import Replica
 
 
@@ -75,6 +75,7 @@ class Microbatches:
     """
 
     unit = 1  # it takes any number of microbatches
+    kept_bytes = 0  # between steps
 
     def __init__(self, spec: MicrobatchSpec, replica: Replica, batch: PyTree):
         self._spec, self._replica = spec, replica
@@ -140,14 +141,13 @@ class Microbatches:
         assert tick is not None
         return sums, tick
 
-    def memory_bytes(self) -> int:
-        """Bytes of one device's temporaries and results, arguments left out."""
-        stats = self._compiled.memory_analysis()
-        if stats is None:
-            return 0
-        return int(
-            stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        )
+    def memory_bytes(self, sums_bytes: int) -> int:
+        """Bytes that one device needs beside the state while it runs microbatches.
+
+        Args:
+            sums_bytes: Of the sums.
+        """
+        return sums_bytes + extra_bytes(self._compiled)
 
 
 def _zeros(spec: MicrobatchSpec) -> DeviceSums:

@@ -20,6 +20,18 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
     return {}
 
 
+def extra_bytes(compiled: Any) -> int:
+    """Bytes of one device that a compiled program needs beside its arguments.
+
+    Args:
+        compiled: A `jax.stages.Compiled`; 0 if its backend does not tell.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes)
+
+
 def update_options(platform: str, sums: SumsForm) -> dict[str, Any]:
     """Those of `compiler_options`, and an order in which few temporaries live at once."""
     options = compiler_options(platform, sums)

@@ -19,6 +19,7 @@ References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ from . import _actions
 from ._actions import FIELDS
 from ._contribution import DeviceSums
 from ._inside import check_permutes, map_specs, only
-from ._options import compiler_options
+from ._options import compiler_options, extra_bytes
 from ._pipeline_program import Carry, PipelineProgram, PipelineSpec
 from ._replica import Replica
 from ._slots import Slots
@@ -249,17 +250,27 @@ class Pipeline:
             check_permutes(compiled[1].as_text(), len(self.replica.rows[0]))
         self._compiled = tuple(compiled)
 
-    def memory_bytes(self) -> int:
-        """Bytes that one device needs while the ticks run, parameters' storage left out."""
-        stats = self._compiled[1].memory_analysis()
-        if stats is None:
-            return 0
-        return int(
-            stats.argument_size_in_bytes
-            + stats.temp_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
+    @property
+    def kept_bytes(self) -> int:
+        """Of one device between steps."""
+        arrays = jax.tree.leaves(self.program.shapes())
+        specs = jax.tree.leaves(self.program.carry_specs, is_leaf=lambda s: isinstance(s, P))
+        return sum(
+            math.prod(self.replica.sharding(spec).shard_shape(x.shape)) * x.dtype.itemsize
+            for x, spec in zip(arrays, specs, strict=True)
         )
+
+    def memory_bytes(self, sums_bytes: int) -> int:
+        """Bytes that one device needs beside the state and `kept_bytes` while a step runs.
+
+        Args:
+            sums_bytes: Not used: the last program makes them.
+        """
+        _, ticks, finish = self._compiled
+        slots = sum(
+            math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in self.spec.slots.slots
+        )
+        return max(slots + extra_bytes(ticks), extra_bytes(finish))
 
     def _padded(self, table_TSF: np.ndarray) -> jax.Array:
         padded = np.zeros((self._num_ticks, *table_TSF.shape[1:]), np.int32)

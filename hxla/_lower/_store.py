@@ -140,7 +140,7 @@ class Store:
         placed: list[list[jax.Array]] = [[] for _ in self._reducer.local]
         for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
             # A true copy: steps donate their buffers, and the user's arrays must stay alive.
-            host = np.array(x, copy=True)
+            host = np.array(x, copy=True, order="C")
             if any(row[i] != found[0][i] for row in found):
                 host = self._from_first_process(host)
             for own, replica in zip(placed, self._reducer.local, strict=True):

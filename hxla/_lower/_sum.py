@@ -28,7 +28,8 @@ from .._plan._stage_storage import piece_shape
 from ._contribution import Contribution, DeviceSums, Tensors, at_least_1d, peaks_to_maxima
 from ._replica import Replica
 
-_MESSAGE_WORDS = 1 << 22
+NUM_TOLD = 3  # numbers that each replica tells all others with a sum
+_MESSAGE_BYTES = 1 << 24
 
 
 def buckets(
@@ -84,8 +85,8 @@ class Reduced:
         numbers_DN: float32, what each replica told.
         rows_MS: float32, the sums of every microbatch.
         maxima_T: float32, the largest magnitude of each tensor in any microbatch.
-        totals: For each local replica the sums of its tensors: the vectors of `buckets`, or each
-            tensor where replicas have several devices.
+        totals: For each local replica the bits of the sums of its tensors: the vectors of
+            `buckets`, or each tensor where replicas have several devices.
         ints: For each local replica the integer leaves of other variables.
     """
 
@@ -107,6 +108,7 @@ class Reducer:
         contribution: How tensors joined the sums.
         tensors: Those that are summed.
         specs: How each of them lies on the inner axes of a replica.
+        row_shape: Of the sums of all microbatches of a step.
         rows: Tensors of which only rows that are not zero are sent, with the most that a replica
             has.
         release: Whether what was added up is let go as soon as it is summed.
@@ -119,6 +121,7 @@ class Reducer:
         tensors: Tensors,
         specs: Sequence[P],
         *,
+        row_shape: tuple[int, int],
         rows: Mapping[int, int] | None = None,
         release: bool = False,
     ):
@@ -146,14 +149,15 @@ class Reducer:
             )
         )
         self._shapes = [at_least_1d(x.shape) for x in tensors.floats]
-        self._specs, self._num_ints = list(specs), 1 + len(tensors.others)
+        self._specs = list(specs)
+        self._small_shapes = [row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
         sizes = [
             math.prod(piece_shape(shape, spec, dict(self._inner)))
             for shape, spec in zip(self._shapes, specs, strict=True)
         ]
         #: Tensors that are summed by one program, and as one vector.
         self.buckets = buckets(sizes, contribution.form.bucket_mib << 18, self.rows)
-        self._programs = [self._build(k) for k in range(len(self.buckets))]
+        self._programs: list[Any] = []
 
     @property
     def _ring(self) -> bool:
@@ -162,23 +166,28 @@ class Reducer:
 
     def _small(self, k: int) -> tuple[list[P], list[P]]:
         """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
-        return ([P()] * 2, [P()] * self._num_ints) if k == 0 else ([], [])
+        return ([P()] * 2, [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
     def _build(self, k: int) -> Any:
         """The program `(own, ints, values) -> (own, ints, totals)` of a bucket.
 
         `own` are small integer arrays that are gathered, `ints` small ones that are summed,
-        `values` the parts of each tensor's sum. Totals are combined: one float32 vector, or each
-        tensor in its own shape where replicas have several devices.
+        `values` the parts of each tensor's sum. Totals are combined: the bits of one float32
+        vector, or of each tensor in its own shape where replicas have several devices. As int32,
+        they may take the place of a sum that is let go.
         """
         num, bucket = len(self.replicas), self.buckets[k]
         rows = self.rows.get(bucket[0])
 
-        def total(values: list[tuple[jax.Array, ...]]) -> jax.Array:
-            if rows is not None and num > 1:
-                return self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)
-            parts = [_concatenate(own) for own in zip(*values, strict=True)]
-            return self._all_reduce(parts) if num > 1 else self._contribution.combine(*parts)
+        def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+            like = [parts[0] for parts in values]
+            if num == 1:
+                each = [self._contribution.combine(*parts) for parts in values]
+                return each if self._inner else [_concatenate(each)]
+            if rows is not None:
+                return [self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)]
+            flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
+            return _cut(flat, like) if self._inner else [flat]
 
         def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
@@ -190,9 +199,7 @@ class Reducer:
                 summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
             else:
                 gathered, summed = [], []
-            flat = total(values)
-            like = [parts[0] for parts in values]
-            return gathered, summed, _cut(flat, like) if self._inner else [flat]
+            return gathered, summed, [_as_bits(x) for x in totals(values)]
 
         # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
         # would be compiled in another form.
@@ -200,12 +207,12 @@ class Reducer:
         if self._inner or num > 1:
             own, ints = self._small(k)
             arguments = self._arguments(k)
-            totals = [self._specs[i] for i in bucket] if self._inner else [P()]
+            specs = [self._specs[i] for i in bucket] if self._inner else [P()]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.mesh,
                 in_specs=jax.tree.map(_stacked, arguments, is_leaf=lambda x: isinstance(x, P)),
-                out_specs=(own, ints, totals),
+                out_specs=(own, ints, specs),
                 check_vma=False,
             )
         return jax.jit(run, donate_argnums=(2,) if self.releases else ())
@@ -214,6 +221,37 @@ class Reducer:
         """PartitionSpecs of a program's arguments over the inner axes."""
         num = self._contribution.form.num_parts
         return *self._small(k), [(self._specs[i],) * num for i in self.buckets[k]]
+
+    def lower(self) -> list[Any]:
+        """The programs of all buckets before compilation."""
+        lowered = []
+        for k, bucket in enumerate(self.buckets):
+            own: list[Any] = []
+            ints: list[Any] = []
+            if k == 0:
+                own = [self._shape((n,), P()) for n in (NUM_TOLD, len(self._shapes))]
+                ints = [self._shape(shape, P()) for shape in self._small_shapes]
+            dtype, num = self._contribution.dtype, self._contribution.form.num_parts
+            values = [(self._shape(self._shapes[i], self._specs[i], dtype),) * num for i in bucket]
+            lowered.append(self._build(k).lower(own, ints, values))
+        return lowered
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        self._programs = list(compiled)
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs beside the sums and the totals while it sums."""
+        stats = [program.memory_analysis() for program in self._programs]
+        return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
+
+    def _shape(self, shape: Sequence[int], spec: P, dtype: Any = jnp.int32) -> Any:
+        """Of all replicas' arrays of a shape, as `_stack` makes them one."""
+        if self._is_single:
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[0].sharding(spec))
+        sharding = NamedSharding(self.mesh, _stacked(spec))
+        whole = (len(self.replicas) * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 
     def _all_reduce(self, parts: list[jax.Array]) -> jax.Array:
         size, num = parts[0].size, len(self.replicas)
@@ -248,7 +286,7 @@ class Reducer:
         Some hundred arrays take milliseconds, which pass while the devices still compute.
         """
         own = self._stack([P()], [[s.peaks_T] for s in sums])
-        ints = self._stack([P()] * self._num_ints, [[s.small_MS, *s.ints] for s in sums])
+        ints = self._stack([P()] * len(self._small_shapes), [[s.small_MS, *s.ints] for s in sums])
         values = [
             self._stack(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
             for k, bucket in enumerate(self.buckets)
@@ -259,7 +297,7 @@ class Reducer:
         """Add up what all replicas hold; the totals stay on the devices.
 
         Args:
-            numbers: float32[N] of each local replica, for all others.
+            numbers: float32[NUM_TOLD] of each local replica, for all others.
             held: From `hold`.
         """
         put = [
@@ -365,10 +403,10 @@ class Reducer:
 
         if self._inner:
             pairs = zip(self._shapes, self._specs, strict=True)
-            totals = [like(shape, jnp.float32, spec) for shape, spec in pairs]
+            totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
         else:
             totals = [
-                like((sum(math.prod(self._shapes[k]) for k in bucket),), jnp.float32, P())
+                like((sum(math.prod(self._shapes[k]) for k in bucket),), jnp.int32, P())
                 for bucket in self.buckets
             ]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
@@ -394,20 +432,21 @@ class Reducer:
         return np.asarray(total).view(rows.dtype).reshape(rows.shape)
 
     def exchange_bits(self, host: np.ndarray) -> np.ndarray:
-        """`exchange` of an array of any dtype and size, in messages of bounded size."""
+        """`exchange` of an array of any dtype and size, in place, in messages of bounded size.
+
+        Args:
+            host: Contiguous.
+        """
         if jax.process_count() == 1:
             return host
-        data = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        words = np.zeros(-(-data.size // 4), np.int32)
-        words.view(np.uint8)[: data.size] = data
-        for start in range(0, words.size, _MESSAGE_WORDS):
-            end = min(start + _MESSAGE_WORDS, words.size)
-            message = np.zeros(
-                min(_MESSAGE_WORDS, words.size), np.int32
-            )  # of one size: one program
-            message[: end - start] = words[start:end]
-            words[start:end] = self.exchange(message)[: end - start]
-        return words.view(np.uint8)[: data.size].view(host.dtype).reshape(host.shape)
+        data = host.reshape(-1).view(np.uint8)
+        size = min(_MESSAGE_BYTES, -(-data.size // 4) * 4)
+        for start in range(0, data.size, size):
+            piece = data[start : start + size]
+            message = np.zeros(size, np.uint8)  # of one size: one program
+            message[: piece.size] = piece
+            piece[:] = self.exchange(message.view(np.int32)).view(np.uint8)[: piece.size]
+        return host
 
     def whole(self, x: Any) -> np.ndarray:
         """An array of the first local replica, whole in host memory; all processes call this.
@@ -424,6 +463,10 @@ class Reducer:
                 if shard.replica_id == 0:
                     host[shard.index] = np.asarray(shard.data)
         return self.exchange_bits(host)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _stacked(spec: P) -> P:

@@ -52,8 +52,8 @@ def update_program(
 ) -> Any:
     """`(params, opt_state, aux, totals, ints, exponents, weight) -> (the first three, tick)`.
 
-    The first three are donated. `totals` are those of `Reducer.sums`, `ints` the summed integers of
-    other variables, `weight` what the sums are divided by.
+    The first three are donated. `totals` are those of `Reducer.reduce`, `ints` the summed integers
+    of other variables, `weight` what the sums are divided by.
 
     Args:
         spec: What the update is made from.
@@ -74,10 +74,11 @@ def update_program(
         exponents_T: jax.Array,
         weight: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        combined = list(totals)
+        found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
+        combined = list(found)
         if not replica.axes:  # vectors of one device's tensors
             combined = []
-            for flat, bucket in zip(totals, spec.buckets, strict=True):
+            for flat, bucket in zip(found, spec.buckets, strict=True):
                 ends = np.cumsum([floats[i].size for i in bucket])
                 combined += jnp.split(flat, ends[:-1])
         sums = [

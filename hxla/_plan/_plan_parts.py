@@ -173,7 +173,8 @@ class Placement(PlanValue):
         optimizer: Holds the optimizer's state.
         stash: Holds what waits between forward and backward.
         sums: Whether what a device adds up is `kept` between steps, which saves the time to make
-            it anew, or `released` before the update, which saves its memory there.
+            it anew, or `released` before the update, which saves its memory there, in evaluations
+            and for checkpoints. On a CPU, steps then wait until a checkpoint is written.
     """
 
     optimizer: Literal["device"] = "device"

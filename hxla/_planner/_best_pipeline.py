@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -130,9 +131,7 @@ class _Solver:
         )
         self._cost = np.where(real, np.broadcast_to(busy + cross_out, shape), math.inf)
         self._period = np.where(real, busy + cross_in + cross_out, math.inf)
-        self._used = list(itertools.product(*(range(n + 1) for n in t.num_devices)))
-        self._used.sort(key=lambda used: (sum(used), used))
-        self._used = [used for used in self._used if 0 < sum(used) <= t.num_layers]
+        self._used = _states(t.num_devices, t.num_layers)
 
     def periods(self, limit: float) -> list[float]:
         """Periods of stages up to `limit`, sorted."""
@@ -186,6 +185,12 @@ class _Solver:
             groups.append(kind)
 
 
+def _states(num_devices: Sequence[int], num_layers: int) -> list[tuple[int, ...]]:
+    """Devices of each kind that a pipeline can use, fewer before more."""
+    used = itertools.product(*(range(n + 1) for n in num_devices))
+    return sorted((u for u in used if 0 < sum(u) <= num_layers), key=lambda u: (sum(u), u))
+
+
 def _less(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return (*used[:kind], used[kind] - 1, *used[kind + 1 :])
 
@@ -201,58 +206,43 @@ def explain_infeasible(chain: Chain) -> str:
 
     Of many devices the numbers of each kind are left out: there are more of them than stages.
     """
-    t, num_microbatches = tables(chain), chain.num_microbatches
-    kinds, size = t.num_kinds, t.num_layers + 1
-    most = min(sum(t.num_devices), t.num_layers)
+    t = tables(chain)
+    size = t.num_layers + 1
+    after = np.triu(np.ones((size, size), bool), 1) & (np.array(t.num_devices) > 0)[:, None, None]
     few = math.prod(n + 1 for n in t.num_devices) <= _FEW
-    if few:
-        states = sorted(itertools.product(*(range(n + 1) for n in t.num_devices)), key=sum)
-    else:
-        states = [(num,) for num in range(most + 1)]
-
-    def choices(used: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-        """Kinds that the first stage can have, and what is used without it."""
-        if few:
-            return [(k, _less(used, k)) for k in range(kinds) if used[k]]
-        return [(k, (used[0] - 1,)) for k in range(kinds) if t.num_devices[k]]
-
-    start = np.full(size, math.inf)
-    start[-1] = -math.inf
-    suffix = {states[0]: start}
-    best: tuple[float, tuple[int, ...]] = (math.inf, ())
-    after = np.triu(np.ones((size, size), bool), 1)
+    devices = t.num_devices if few else (sum(t.num_devices),)
     lack: dict[int, Array] = {}
+    for depth in range(1, min(sum(devices), t.num_layers) + 1):
+        need = t.state_bytes + min(depth, chain.num_microbatches) * t.stash_bytes
+        lack[depth] = np.where(after, need - t.memory[:, None, None], math.inf)
 
-    def lacking(depth: int) -> Array:
-        if depth not in lack:
-            need = t.state_bytes + min(depth, num_microbatches) * t.stash_bytes
-            lack[depth] = np.where(after, need - t.memory[:, None, None], math.inf)
-        return lack[depth]
+    def least(used: tuple[int, ...]) -> Array:
+        """[l, a, e] The greatest lack from each layer on, by the first stage's kind and end."""
+        own = lack[sum(used)] if few else lack[sum(used)].min(axis=0, keepdims=True)
+        rests = [suffix[_less(used, a)] if n else nothing for a, n in enumerate(used)]
+        return np.maximum(own, np.array(rests)[:, None, :]).transpose(1, 0, 2)
 
-    for used in states[1:]:
-        if sum(used) <= most:
-            options = [
-                np.maximum(lacking(sum(used))[k], suffix[rest][None, :]).min(axis=1)
-                for k, rest in choices(used)
-            ]
-            suffix[used] = np.minimum.reduce(options)
-            best = min(best, (float(suffix[used][0]), used))
-    _, used = best
+    nothing = np.full(size, math.inf)
+    start = nothing.copy()
+    start[-1] = -math.inf
+    suffix = {(0,) * len(devices): start}
+    for used in _states(devices, t.num_layers):
+        suffix[used] = least(used).min(axis=(1, 2))
+    used = min(suffix, key=lambda used: float(suffix[used][0]))
     layer, lines, num = 0, [], sum(used)
     while layer < t.num_layers:
-        depth = sum(used)
-        _, kind, end, rest = min(
-            (max(float(lacking(depth)[k, layer, e]), float(suffix[rest][e])), k, e, rest)
-            for k, rest in choices(used)
-            for e in range(layer + 1, size)
-        )
-        own = float(lacking(depth)[kind, layer, end])
-        if own > 0:
+        stage = num - sum(used)
+        kind, end = divmod(int(least(used)[layer].argmin()), size)
+        own = lack[sum(used)][:, layer, end]
+        used = _less(used, kind)
+        kind = kind if few else int(own.argmin())
+        if own[kind] > 0:
             lines.append(
-                f"stage {num - depth} of {num} (layers {layer} to {end - 1} on "
-                f"{chain.groups[kind].kind} of {t.memory[kind]:,.0f} bytes) lacks {own:,.0f} bytes"
+                f"stage {stage} of {num} (layers {layer} to {end - 1} on "
+                f"{chain.groups[kind].kind} of {t.memory[kind]:,.0f} bytes) lacks "
+                f"{own[kind]:,.0f} bytes"
             )
-        used, layer = rest, end
+        layer = end
     remedy = "Use a smaller microbatch_size, recomputation, a larger tensor group or more devices"
     if not lines:
         return f"a pipeline fits, but none was found that takes the whole batch. {remedy}"

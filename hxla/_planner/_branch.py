@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -64,7 +65,7 @@ class Branching:
     ):
         t, r = bound.t, bound.relaxation
         self.prices = list(prices)
-        self.stuck = False
+        self.least = math.inf
         self._bound = bound
         self._num = num_stages
         self._known = known
@@ -93,11 +94,6 @@ class Branching:
             self._push(0.0, root, self.prices)
 
     @property
-    def refuted(self) -> bool:
-        """Whether nothing is left."""
-        return not self._nodes and not self.stuck
-
-    @property
     def num_open(self) -> int:
         """Nodes left."""
         return len(self._nodes)
@@ -116,11 +112,17 @@ class Branching:
         if refuted:
             self.prices = prices
             return []
-        stages = self._bound.stages(self._num, seconds, self._known, box, work=_FEW)
+        single = all(high - low == 1 for low, high in box)
+        work = math.inf if single else _FEW
+        stages = self._bound.stages(self._num, seconds, self._known, box, work=work)
         if stages is not None and not self._bound.possible(stages, seconds):
             return []
+        if single and stages is not None:
+            low = self._bound.floor
+            self.least = min(self.least, self._bound.least_seconds(stages, low, seconds))
+            return [tuple(low for low, _ in reversed(box))]
         if not shares:
-            self.stuck = True
+            self.least = 0.0
             return []
         total = sum(share for share, _ in shares)
         cuts = np.array([column.cuts for _, column in shares])
@@ -136,9 +138,6 @@ class Branching:
             stage = max(range(self._num), key=lambda i: box[-1 - i][1] - box[-1 - i][0])
             low, high = box[-1 - stage]
             at = min(int(cuts[0][stage]), high - 2)
-            if high - low == 1:
-                self.stuck = True
-                return tried
         low, high = box[-1 - stage]
         for part in ((low, at + 1), (at + 1, high)):
             self._push(most, _narrowed(box, len(box) - 1 - stage, part), prices)

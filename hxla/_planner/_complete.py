@@ -1,10 +1,11 @@
 """From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from .._cluster._cluster import Cluster
+from .._cluster._cluster import Cluster, Device
 from .._core._types import STAGE_AXIS
 from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph
@@ -13,6 +14,7 @@ from .._plan._layout import Layout, dtype_name, from_spec
 from .._plan._plan import Plan
 from .._plan._plan_parts import (
     Axis,
+    Placement,
     PlannedDevice,
     PlannedPipeline,
     Prediction,
@@ -35,6 +37,7 @@ def complete(
     batch_size: int,
     microbatch_size: int,
     sums: SumsForm,
+    optimizer_bytes: float = 0.0,
     counts: Sequence[int] | None = None,
     prediction: Prediction | None = None,
     runners_up: Sequence[RunnerUp] = (),
@@ -49,6 +52,7 @@ def complete(
         batch_size: Examples of a global batch.
         microbatch_size: Examples of a microbatch.
         sums: How gradients are added up.
+        optimizer_bytes: Of the optimizer's state for the whole model.
         counts: Microbatches of each copy; None: as even as can be.
         prediction: Of time and memory.
         runners_up: Next best plans.
@@ -78,6 +82,7 @@ def complete(
             graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
         )
         said += _shares_of_work(graph, pipeline, structure.pipeline.num)
+    parameters = layouts(graph, specs)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
     fields = {
@@ -101,13 +106,41 @@ def complete(
             )
         ),
         "pipeline": pipeline,
-        "parameters": layouts(graph, specs),
+        "parameters": parameters,
         "sums": sums,
+        "placement": _placement(
+            parameters,
+            dict(structure.axes),
+            sums,
+            optimizer_bytes,
+            [cluster.devices[r] for r in used],
+        ),
         "prediction": prediction,
         "runners_up": tuple(runners_up),
         "reasons": (*said, *reasons),
     }
     return Plan.checked(fields)
+
+
+def _placement(
+    parameters: Sequence[Layout],
+    axes: Mapping[str, int],
+    sums: SumsForm,
+    optimizer_bytes: float,
+    devices: Sequence[Device],
+) -> Placement:
+    """Sums are let go between steps where some device does not hold them beside all else.
+
+    That is the state, the gradients of a microbatch, and on a CPU the state once more, for what a
+    checkpoint writes stays in the same memory.
+    """
+    known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
+    whole = sum(p.num_bytes for p in parameters)
+    own = sum(p.num_bytes / math.prod(p.cuts(axes)) for p in parameters)
+    state = own * (1 + optimizer_bytes / max(whole, 1))
+    copies = 2 if any(device.kind == "cpu" for device in devices) else 1
+    needed = copies * state + (sums.num_parts + 1) * own
+    return Placement(sums="released" if known and needed > min(known) else "kept")
 
 
 def versions_for(cluster: Cluster) -> Versions:

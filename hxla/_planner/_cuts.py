@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ._chain import ReplicaSort
+from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
-from ._relaxed import Relaxation, best_cut, mixes_of
+from ._relaxed import Relaxation, best_cut, mixes_of, suffixes
 
 _MAX_PERIODS = 24
 _ANY = 1 << 40  # microbatches, where memory sets no limit
@@ -206,14 +206,14 @@ def best_replicas(
     start: float,
     tolerance: float,
     check: Callable[[], None],
-) -> tuple[float, tuple[ReplicaSort, ...]] | None:
-    """The fastest step with one cut, on devices of some kinds.
+) -> Staging | None:
+    """The fastest plan with one cut, on devices of some kinds.
 
     Bisection over the time of the slowest replica; at each time the mixes are packed into the
     devices there are (`best_packing`), and the microbatches are then dealt out exactly.
     """
     available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-    best: tuple[float, tuple[ReplicaSort, ...]] | None = None
+    best: Staging | None = None
 
     def enough(seconds: float) -> bool:
         nonlocal best
@@ -225,7 +225,7 @@ def best_replicas(
             return False
         sorts = [(p.kinds(int(at[c]), c), int(p.most[at[c]]), y) for c, y in sorted(chosen.items())]
         dealt = _deal(t, p.cuts, sorts, num_microbatches)
-        best = dealt if best is None else min(best, dealt, key=lambda x: x[0])
+        best = dealt if best is None else min(best, dealt, key=lambda plan: plan.step_seconds)
         return True
 
     least(enough, start, tolerance)
@@ -237,7 +237,7 @@ def _deal(
     cuts: tuple[int, ...],
     sorts: list[tuple[tuple[int, ...], int, int]],
     num_microbatches: int,
-) -> tuple[float, tuple[ReplicaSort, ...]]:
+) -> Staging:
     rows = []
     for groups, most, count in sorts:
         fill, period = fill_and_period(t, cuts, groups)
@@ -258,21 +258,21 @@ def _deal(
         ReplicaSort(groups=groups, count=count, num_microbatches=m)
         for (groups, m), count in sorted(together.items())
     )
-    return slowest + tail_seconds(t, cuts, replicas), replicas
+    step_seconds = slowest + tail_seconds(t, cuts, replicas)
+    return Staging(cuts=cuts, replicas=replicas, step_seconds=step_seconds)
 
 
 def pure_periods(r: Relaxation, max_stages: int) -> Array:
     """[K, max_stages] The least period of a pipeline of one kind (inf: it does not fit)."""
-    found = np.full((r.t.num_kinds, max_stages), np.inf)
-    for k in range(r.t.num_kinds):
-        own = np.where(np.isfinite(r.cost[k]), r.period[k], np.inf)
-        rest = np.full(own.shape[0], np.inf)
-        rest[-1] = 0.0
-        for position in range(1, max_stages + 1):
-            allowed = np.where(r.t.fits(position)[k], own, np.inf)
-            rest = np.maximum(allowed, rest[None, :]).min(axis=1)
-            found[k, position - 1] = rest[0]
-    return found
+    own = np.where(np.isfinite(r.cost), r.period, np.inf)
+
+    def of(k: int) -> list[float]:
+        def score(position: int) -> Array:
+            return np.where(r.t.fits(position)[k], own[k], np.inf)
+
+        return [float(rest[0]) for rest, _ in suffixes(max_stages, score, np.maximum)]
+
+    return np.array([of(k) for k in range(r.t.num_kinds)])
 
 
 def even_cut(r: Relaxation, num_stages: int, periods: Array) -> tuple[int, ...] | None:

@@ -10,10 +10,9 @@ from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
 from ._chain import Chain, Group, Staging
-from ._cost import StepCost
 from ._estimate import Alternative, layer_times
 from ._search import Found, search
-from ._staging import staging_cost, staging_memory
+from ._staging import StepCost, staging_cost
 
 _UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
 _NUM_RUNNERS_UP = 7
@@ -207,7 +206,6 @@ def _placed(
 ) -> tuple[tuple[Ranks, ...], tuple[int, ...], tuple[DevicePrediction, ...]]:
     """Copies of the model on devices, their microbatches, and what is predicted of each device."""
     size = alternative.microbatch_size
-    memory = staging_memory(chain, staging)
     peaks = profile.peaks if profile is not None and len(staging.cuts) == 1 else {}
     free = [list(groups) for groups in places]
     replicas, counts, out = [], [], []
@@ -219,14 +217,13 @@ def _placed(
                 for rank in free[group].pop(0):
                     ranks.append(rank)
                     label = cluster.devices[rank].label
+                    spent = cost.stages[sort][stage]
+                    held = spent.memory_bytes
                     peak = peaks.get(Setting(label, size, alternative.tensor))
                     if peak is not None and not alternative.recompute:
                         reasons[f"{label}: memory from the compiled programs"] = None
                         held = float(peak)
-                    else:
-                        held = memory[sort][stage].total_bytes
                     capacity = chain.groups[group].memory_bytes
-                    spent = cost.stages[sort][stage]
                     out.append(
                         DevicePrediction(
                             rank=rank,

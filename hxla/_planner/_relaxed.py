@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -95,14 +95,11 @@ class Relaxation:
 
     def some_pipeline_fits(self, max_stages: int) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
-        real = np.isfinite(self.cost)
-        rest = np.zeros(self.t.num_layers + 1, bool)
-        rest[-1] = True
-        for position in range(1, max_stages + 1):
-            rest = ((real & self.t.fits(position)).any(axis=0) & rest[None, :]).any(axis=1)
-            if rest[0]:
-                return True
-        return False
+
+        def score(position: int) -> Array:
+            return np.where(self.t.fits(position), self.cost, np.inf).min(axis=0)
+
+        return any(np.isfinite(rest[0]) for rest, _ in suffixes(max_stages, score, np.add))
 
     def longest_stage(self, limit: float) -> int:
         """Layers of the longest stage that fits some device and has a period up to a limit."""
@@ -205,29 +202,40 @@ class Relaxation:
         return best_cut(num_stages, score, np.add)
 
 
-def best_cut(
+def suffixes(
     num_stages: int, score: Callable[[int], Array], combine: np.ufunc
-) -> tuple[int, ...] | None:
-    """The cut of the least score: a dynamic programme from the last stage to the first.
+) -> Iterator[tuple[Array, Array]]:
+    """The least score of so many last stages that begin with a layer: a dynamic programme.
 
     Args:
-        num_stages: Stages.
+        num_stages: Most of them.
         score: Position from the end to [L+1, L+1], the score of a stage over some layers.
         combine: Makes the score of a cut from that of its stages: `np.add` or `np.maximum`.
+
+    Yields:
+        For one stage, for two, and so on: [L+1] by first layer the score, and where its stage ends.
     """
-    rest, ends = None, []
+    rest: Array | None = None
     for position in range(1, num_stages + 1):
         own = score(position)
         if rest is None:
             rest = np.full(len(own), np.inf)
             rest[-1] = 0.0
         total = combine(own, rest[None, :])
-        ends.append(total.argmin(axis=1))
         rest = total.min(axis=1)
-    if rest is None or not np.isfinite(rest[0]):
+        yield rest, total.argmin(axis=1)
+
+
+def best_cut(
+    num_stages: int, score: Callable[[int], Array], combine: np.ufunc
+) -> tuple[int, ...] | None:
+    """The cut of the least score, if there is any: see `suffixes`."""
+    found = list(suffixes(num_stages, score, combine))
+    rest, _ = found[-1]
+    if not np.isfinite(rest[0]):
         return None
     cuts = [0]
-    for after in reversed(ends[1:]):
+    for _, after in reversed(found[1:]):
         cuts.append(int(after[cuts[-1]]))
     return tuple(cuts)
 

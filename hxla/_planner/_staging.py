@@ -1,97 +1,105 @@
-"""A staging seen by the cost and the memory model: what a search found, checked by replay.
+"""A staging seen by the replay: where each device's time goes, and what it holds.
 
-A search over stagings needs closed formulas; this is the slower and truer figure for the few that
-it hands over, and where each device's time and memory go.
+A search over stagings needs closed formulas; this is the slower and truer figure for the one that
+it hands over.
 """
 
+import dataclasses
 import itertools
 
-from .._profile._profile import LayerSize
+from .._schedule._replay import Timeline, replay
 from .._schedule._schedules import one_f_one_b
-from ._chain import Chain, ReplicaSort, Staging
-from ._cost import LinkSeconds, StageLoad, StepCost, step_cost
-from ._stage_memory import DeviceMemory, MemoryRule, pipeline_memory
+from ._chain import Chain, Staging
+from ._chain_tables import tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """What one device of a stage spends and holds; its seconds add up to the step.
+
+    Attributes:
+        compute_seconds: Forwards and backwards.
+        wait_seconds: Bubbles, transfers, and other replicas and stages.
+        reduction_seconds: Of its gradients over the replicas.
+        update_seconds: Optimizer update.
+        memory_bytes: State, the workspace, and the stash of the microbatches in flight.
+    """
+
+    compute_seconds: float
+    wait_seconds: float
+    reduction_seconds: float
+    update_seconds: float
+    memory_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Predicted time of a step.
+
+    Attributes:
+        step_seconds: From one step's reduction to the next one's, where steps follow one another.
+        stages: Per sort of replicas and stage.
+        timelines: One per sort of replicas.
+    """
+
+    step_seconds: float
+    stages: tuple[tuple[StageCost, ...], ...]
+    timelines: tuple[Timeline, ...]
 
 
 def staging_cost(chain: Chain, staging: Staging) -> StepCost:
-    """Time of a step of a staging under 1F1B, by replay.
+    """A step of pipelines that train one model together, under 1F1B, by replay.
 
-    Returns:
-        The step, with one entry per sort of replicas.
+    A stage's reduction starts when the stage is done in every replica, its update when the
+    reduction is done, and the next step of each replica with its own update.
+
+    References:
+        Under 1F1B stage s of S keeps min(M, S - s) microbatches: Narayanan et al., "Efficient
+        Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, 2.2.1.
     """
-    layers = _layers(chain, staging)
-    replicas = staging.replicas
-    reduced = sum(replica.count for replica in replicas) > 1
-    return step_cost(
-        [
-            [_load(chain, group, part) for group, part in zip(replica.groups, layers, strict=True)]
-            for replica in replicas
-        ],
-        [replica.num_microbatches for replica in replicas],
-        [[_link(chain, a, b) for a, b in itertools.pairwise(r.groups)] for r in replicas],
-        [
-            max(_reduction_seconds(chain, replica.groups[s], part) for replica in replicas)
-            if reduced
-            else 0.0
-            for s, part in enumerate(layers)
-        ],
+    t = tables(chain)
+    num_stages, ends = len(staging.cuts), (*staging.cuts[1:], t.num_layers)
+    stages = [list(zip(r.groups, staging.cuts, ends, strict=True)) for r in staging.replicas]
+    timelines = tuple(
+        replay(
+            one_f_one_b(num_stages, replica.num_microbatches),
+            [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in own],
+            [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in own],
+            send_seconds_P=[  # one way
+                float(t.cross[cut, k, after]) / 2
+                for cut, (k, after) in zip(ends, itertools.pairwise(replica.groups), strict=False)
+            ],
+        )
+        for replica, own in zip(staging.replicas, stages, strict=True)
     )
-
-
-def staging_memory(chain: Chain, staging: Staging) -> tuple[tuple[DeviceMemory, ...], ...]:
-    """Memory of each sort of replicas' stages, and in each of one device."""
-    # The chain has one factor for all of parameters, gradients and optimizer state.
-    rule = MemoryRule(
-        gradient_factor=min(1.0, max(0.0, chain.state_factor - 1)),
-        optimizer_factor=max(0.0, chain.state_factor - 2),
-        workspace_layers=0.0,
-        context_bytes=chain.workspace_bytes,
+    several = sum(replica.count for replica in staging.replicas) > 1
+    reductions = [
+        float(max(t.reduce[s] for s in like)) if several else 0.0
+        for like in zip(*stages, strict=True)
+    ]
+    # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
+    step = max(
+        done + reduction + float(t.update[s])
+        for timeline, own in zip(timelines, stages, strict=True)
+        for done, reduction, s in zip(timeline.finish_seconds, reductions, own, strict=True)
     )
-    layers = _layers(chain, staging)
-
-    def of(replica: ReplicaSort) -> tuple[DeviceMemory, ...]:
-        parts = [
-            [
-                LayerSize(
-                    parameter_bytes=chain.groups[group].parameter_bytes[i],
-                    output_bytes=chain.output_bytes[i],
-                    stash_bytes=chain.groups[group].stash_bytes[i],
+    costs = []
+    for replica, timeline, own in zip(staging.replicas, timelines, stages, strict=True):
+        costs.append(
+            tuple(
+                StageCost(
+                    compute_seconds=busy,
+                    wait_seconds=step - busy - reduction - float(t.update[s]),
+                    reduction_seconds=reduction,
+                    update_seconds=float(t.update[s]),
+                    memory_bytes=float(
+                        t.state_bytes[s]
+                        + min(num_stages - i, replica.num_microbatches) * t.stash_bytes[s]
+                    ),
                 )
-                for i in part
-            ]
-            for group, part in zip(replica.groups, layers, strict=True)
-        ]
-        return pipeline_memory(parts, one_f_one_b(len(parts), replica.num_microbatches), rule)
-
-    return tuple(of(replica) for replica in staging.replicas)
-
-
-def _layers(chain: Chain, staging: Staging) -> list[range]:
-    ends = (*staging.cuts[1:], len(chain.output_bytes))
-    return [range(first, end) for first, end in zip(staging.cuts, ends, strict=True)]
-
-
-def _load(chain: Chain, group: int, layers: range) -> StageLoad:
-    own = chain.groups[group]
-    return StageLoad(
-        forward_seconds=sum(own.forward_seconds[i] for i in layers),
-        backward_seconds=sum(own.backward_seconds[i] for i in layers),
-        update_seconds=sum(own.update_seconds[i] for i in layers),
-        gradient_bytes=sum(own.parameter_bytes[i] for i in layers),
-        send_bytes=chain.output_bytes[layers[-1]],
-    )
-
-
-def _link(chain: Chain, sender: int, receiver: int) -> LinkSeconds:
-    def cell(table: tuple[tuple[float, ...], ...]) -> float:
-        return table[sender][receiver] if table else 0.0
-
-    per_byte, latency = cell(chain.send_seconds), cell(chain.send_latency_seconds)
-    return lambda num_bytes: latency + num_bytes * per_byte
-
-
-def _reduction_seconds(chain: Chain, group: int, layers: range) -> float:
-    if not chain.reduce_seconds:
-        return 0.0
-    own = chain.groups[group].parameter_bytes
-    return chain.reduce_seconds[group] * sum(own[i] for i in layers)
+                for i, (busy, reduction, s) in enumerate(
+                    zip(timeline.busy_seconds, reductions, own, strict=True)
+                )
+            )
+        )
+    return StepCost(step_seconds=step, stages=tuple(costs), timelines=timelines)

@@ -9,10 +9,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from .._core._errors import ConfigError
@@ -22,7 +22,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends what happens in a run to `metrics.jsonl`; also a context manager.
+    """Appends what happens in a run to `metrics.jsonl`.
 
     Args:
         folder: Where to write; made if it is not there.
@@ -56,17 +56,6 @@ class MetricsWriter:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def step(self, record: StepRecord) -> None:
         """Append one training step.
@@ -155,17 +144,10 @@ def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
 def _mend(path: pathlib.Path) -> None:
     """End the file with a whole line: one that a kill tore is cut off."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        keep = file.seek(0, os.SEEK_END)
-        block = 1 << 16
-        while keep:
-            start = max(0, keep - block)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        file.truncate(keep)
+        if file.seek(0, os.SEEK_END):  # nothing is no map
+            with mmap.mmap(file.fileno(), 0) as lines:
+                end = lines.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def _event_writer() -> Callable[[str], Any]:

@@ -1,14 +1,20 @@
 """HTML pages that need nothing from outside: no network, no script of others."""
 
+import contextlib
 import dataclasses
 import html
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from .._core._errors import HxlaError
+
+_SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2430; --muted: #626b7a; --grid: #e2e5ea;
-  --paper: #ffffff; --page: #f6f7f9; --busy: #2f6fdb; --idle: #d3d9e2; --mark: #b4552d; }
+  --paper: #ffffff; --page: #f6f7f9; --busy: #2f6fdb; --idle: #d3d9e2; --mark: #b4552d;
+  --k0: #2f6fdb; --k1: #e39a1d; --k2: #2a9d78; --k3: #7fa9ea; --k4: #c8508f; --k5: #7a5bd0;
+  --k6: #9a6a45; --k7: #7f8794; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --muted: #9aa4b5; --grid: #2f3642;
   --paper: #1a1e26; --page: #12151b; --busy: #5b93f5; --idle: #414a59; --mark: #e58a5e; } }
 * { box-sizing: border-box; }
@@ -17,7 +23,13 @@ body { margin: 0; padding: 3rem 1.25rem 4rem; background: var(--page); color: va
 main { max-width: 58rem; margin: 0 auto; }
 h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .4rem; }
 h2 { font-size: 1.15rem; margin: 0 0 .9rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .5rem; }
 p { margin: 0 0 1rem; max-width: 44rem; }
+h1, h2, p, li, dd, summary, figcaption { overflow-wrap: anywhere; }
+ul { margin: 0 0 1rem; padding-left: 1.2rem; }
+li { margin: 0 0 .35rem; }
+details { margin: 0 0 .8rem; }
+summary { cursor: pointer; padding: .25rem 0; }
 .lead { color: var(--muted); margin-bottom: 1.8rem; }
 section { background: var(--paper); border: 1px solid var(--grid); border-radius: 10px;
   padding: 1.4rem 1.5rem 1.2rem; margin: 0 0 1.25rem; break-inside: avoid; }
@@ -37,11 +49,25 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem;
 th, td { text-align: left; padding: .38rem .9rem .38rem 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; }
 th { color: var(--muted); font-weight: 500; white-space: nowrap; }
-tbody th { color: var(--ink); font-weight: 400; }
+td, tbody th { overflow-wrap: break-word; max-width: 26rem; }
+tbody th { color: var(--ink); font-weight: 400; white-space: normal; }
 .n { text-align: right; white-space: nowrap; }
 pre { margin: 0 0 .6rem; overflow-x: auto; font: .85rem/1.5 ui-monospace, "SF Mono", Menlo,
   Consolas, "Liberation Mono", monospace; }
-.warn { color: var(--mark); }
+.stack { display: flex; height: 2.1rem; gap: 2px; margin: 0 0 .6rem; border-radius: 4px;
+  overflow: hidden; }
+.stack i { min-width: 1px; }
+td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem;
+  font-size: .92rem; }
+.legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
+  margin-right: .45rem; }
+.k0 { background: var(--k0); fill: var(--k0); } .k1 { background: var(--k1); fill: var(--k1); }
+.k2 { background: var(--k2); fill: var(--k2); } .k3 { background: var(--k3); fill: var(--k3); }
+.k4 { background: var(--k4); fill: var(--k4); } .k5 { background: var(--k5); fill: var(--k5); }
+.k6 { background: var(--k6); fill: var(--k6); } .k7 { background: var(--k7); fill: var(--k7); }
+.idle { background: var(--idle); fill: var(--idle); }
+.hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--paper) 3px 6px); }
 .drawn { background: #ffffff; border-radius: 6px; }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
@@ -58,6 +84,15 @@ class Picture:
 
     svg: str
     caption: str
+
+
+class _Markup(str):
+    """HTML that is not escaped again."""
+
+
+def markup(text: str) -> str:
+    """HTML as a cell of a table."""
+    return _Markup(text)
 
 
 def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
@@ -105,42 +140,117 @@ def figure(picture: Picture) -> str:
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
 
 
+def box(
+    color: str,
+    place: tuple[float, float, float, float],
+    *,
+    said: str,
+    label: str = "",
+    above: str = "",
+) -> str:
+    """A rectangle of an SVG picture.
+
+    Args:
+        color: Its colour's class.
+        place: Left, top, width and height, in pixels.
+        said: What a pointer over it shows.
+        label: What stands in its middle.
+        above: What is drawn between the two, as SVG.
+    """
+    x, y, width, height = place
+    text = f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{html.escape(label)}</text>'
+    return (
+        f'<g><title>{html.escape(said)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
+        f'width="{width:.1f}" height="{height:.1f}"/>{above}{text if label else ""}</g>'
+    )
+
+
+def items(lines: Iterable[str]) -> str:
+    """A list of lines of HTML."""
+    return f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
+
+
+def fold(summary: str, *parts: str, is_open: bool = False) -> str:
+    """Parts that the reader unfolds, and what stands for them; all are HTML."""
+    state = " open" if is_open else ""
+    return f"<details{state}><summary>{summary}</summary>{''.join(parts)}</details>"
+
+
+def stack(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+    """A bar of parts beside one another.
+
+    Args:
+        parts: A colour's class, a length, and what it is in plain text; of each.
+        whole: Length of a bar that is as wide as the page.
+    """
+    drawn = "".join(
+        f'<i class="{color}" style="width:{length / (whole or 1):.2%}" '
+        f'title="{html.escape(said)}"></i>'
+        for color, length, said in parts
+    )
+    return f'<div class="stack">{drawn}</div>'
+
+
+def legend(parts: Iterable[tuple[str, str]]) -> str:
+    """What colours mean: of each its class, and what it is in plain text."""
+    found = "".join(f'<li><i class="{c}"></i>{html.escape(said)}</li>' for c, said in parts)
+    return f'<ul class="legend">{found}</ul>'
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table; the columns in `left` hold words, all others numbers."""
+    """A table without its empty columns; what is too long of it is folded.
+
+    Args:
+        heads: Of the columns, as plain text.
+        rows: Cells, as plain text or as `markup`.
+        left: Columns that hold words; all others hold numbers.
+    """
+    used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
 
     def cell(tag: str, column: int, text: str, scope: str = "") -> str:
         style = "" if column in left else ' class="n"'
-        return f"<{tag}{scope}{style}>{html.escape(text)}</{tag}>"
+        inside = text if isinstance(text, _Markup) else html.escape(text)
+        return f"<{tag}{scope}{style}>{inside}</{tag}>"
 
-    head = "".join(cell("th", i, h, ' scope="col"') for i, h in enumerate(heads))
-    body = "\n".join(
-        "<tr>"
-        + cell("th", 0, row[0], ' scope="row"')
-        + "".join(cell("td", i, text) for i, text in enumerate(row[1:], start=1))
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
-    )
+    def part(some: Sequence[Sequence[str]]) -> str:
+        head = "".join(cell("th", i, heads[i], ' scope="col"') for i in used)
+        body = "\n".join(
+            "<tr>"
+            + cell("th", used[0], row[used[0]], ' scope="row"')
+            + "".join(cell("td", i, row[i]) for i in used[1:])
+            + "</tr>"
+            for row in some
+        )
+        return (
+            f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody>\n</table></div>"
+        )
+
+    out = part(rows[:_SHOWN_ROWS])
+    if len(rows) > _SHOWN_ROWS:
+        more = f"<p>And {len(rows) - _MAX_ROWS} more.</p>" if len(rows) > _MAX_ROWS else ""
+        out += fold(f"{len(rows) - _SHOWN_ROWS} more", part(rows[_SHOWN_ROWS:_MAX_ROWS]), more)
+    return out
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file; a reader never sees half of it.
+def write(path: str | os.PathLike[str], text: str, error: type[HxlaError]) -> None:
+    """Write a page to a file; a reader never sees half of it.
 
     Args:
         path: The file; its folder is made if it is not there.
         text: What to write.
-
-    Raises:
-        OSError: The path cannot be written.
+        error: What to raise if the path cannot be written.
     """
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    except OSError as failure:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise error(
+            f"the page cannot be written to {path}: {failure.strerror or failure}. "
+            "Give a path that this user may write to"
+        ) from failure

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .._core._format import clock
+from .._core._format import clock, si
 from ._history import StepRecord
 
 _SHOWN_DEVICES = 6
@@ -32,7 +32,7 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
     parts = [
         f"step {record.step + 1}" + (f"/{num_steps}" if num_steps is not None else ""),
         f"loss {record.loss:.4g}",
-        f"{_short(amount / seconds)} {unit}/s",
+        f"{si(amount / seconds)} {unit}/s",
     ]
     if num_steps is not None:
         parts.append(f"left {clock(seconds * (num_steps - record.step - 1))}")
@@ -48,13 +48,6 @@ def line(record: StepRecord, num_steps: int | None, names: tuple[str, ...], seco
             f"worst idle {names[worst]} {idle[worst]:.0%}"
         )
     return "  ".join(parts)
-
-
-def _short(value: float) -> str:
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 class Progress:

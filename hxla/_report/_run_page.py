@@ -2,21 +2,13 @@
 
 import html
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from .._core._format import clock, gain, number, percent, plural, shares, si, span
 from ._history import History, scalars
-from ._page import figure, page, section, table, tiles
-from ._run_pictures import (
-    before_and_after,
-    busy_picture,
-    counts_picture,
-    loss_picture,
-    speed_picture,
-)
+from ._page import figure, markup, page, section, stack, table, tiles
+from ._run_pictures import counts_picture, loss_picture, speed_picture
 from ._run_summary import Phase, Summary, names_of, summarise
-
-_MAX_EVALUATIONS = 20  # rows of the table; the picture shows all
 
 
 def html_report(
@@ -45,11 +37,9 @@ def html_report(
         parts += [
             section("Loss", figure(loss_picture(history)), _evaluations(history)),
             _devices(history, summary),
-            section(
-                "Microbatches over time", figure(counts_picture(history)), _rebalances(history)
-            ),
+            section("Microbatches over time", figure(counts_picture(history)), _changes(history)),
             section("Speed over time", figure(speed_picture(history))),
-            section("What went differently", *_events(history, summary)),
+            section("What went differently", _events(history, summary)),
         ]
     for heading, path in (pictures or {}).items():
         drawn = path.read_text()
@@ -102,8 +92,7 @@ def _tiles(history: History, summary: Summary) -> str:
 def _evaluations(history: History) -> str:
     if not history.evaluations:
         return ""
-    shown = history.evaluations[-_MAX_EVALUATIONS:]
-    keys = sorted({key for e in shown for key in scalars(e.metrics)})
+    keys = sorted({key for e in history.evaluations for key in scalars(e.metrics)})
     rows = [
         [
             str(e.step),
@@ -112,55 +101,54 @@ def _evaluations(history: History) -> str:
             f"{e.num_examples}",
             span(e.seconds),
         ]
-        for e in shown
+        for e in reversed(history.evaluations)
     ]
-    note = ""
-    if len(shown) < len(history.evaluations):
-        note = f"<p>The last {len(shown)} of {len(history.evaluations)} evaluations.</p>"
-    heads = ["evaluated after step", "loss", *keys, "examples", "took"]
-    return note + table(heads, rows)
+    return table(["evaluated after step", "loss", *keys, "examples", "took"], rows)
 
 
 def _devices(history: History, summary: Summary) -> str:
-    names = names_of(history, summary.after.counts)
-    phases = before_and_after(summary.before, summary.after)
-    picture = figure(busy_picture(phases, names))
-    heading = "Busy and idle time" + (" before and after balancing" if summary.moved else "")
-    tables = [
-        _device_table(names, phase, f"{title}, steps {phase.steps[0]} to {phase.steps[1]}")
-        for title, phase in phases.items()
-    ]
-    whole = "; ".join(
-        f"{name} {percent(idle)}"
-        for name, idle in zip(names, summary.whole.idle_fractions, strict=True)
+    first, last = summary.before, summary.after
+    if not summary.moved:
+        return section("Busy and idle time", _device_table(history, summary, last, "Counts"))
+    return section(
+        "Busy and idle time before and after balancing",
+        _device_table(history, summary, first, "First counts"),
+        _device_table(history, summary, last, "Last counts"),
     )
-    note = f"<p>Idle over the whole run (without its first step): {html.escape(whole)}.</p>"
-    return section(heading, picture, *tables, note)
 
 
-def _device_table(names: Sequence[str], phase: Phase, title: str) -> str:
+def _device_table(history: History, summary: Summary, phase: Phase, title: str) -> str:
+    longest = max(summary.before.step_seconds, summary.after.step_seconds)
     rows = [
-        [
+        (
             name,
+            markup(stack([("k0", busy, f"busy {span(busy)}"), ("idle", idle, "idle")], longest)),
             f"{count}/{sum(phase.counts)}",
             span(busy),
             span(idle),
             percent(fraction),
             span(busy / count) if count else "",
-        ]
-        for name, count, busy, idle, fraction in zip(
-            names,
+            percent(whole),
+        )
+        for name, count, busy, idle, fraction, whole in zip(
+            names_of(history, phase.counts),
             phase.counts,
             phase.busy_seconds,
             phase.idle_seconds,
             phase.idle_fractions,
+            summary.whole.idle_fractions,
             strict=True,
         )
     ]
-    return table([title, "microbatches", "busy", "idle", "idle", "busy per microbatch"], rows)
+    heads = (
+        *("device", "busy and idle", "microbatches", "busy", "idle", "idle"),
+        *("busy per microbatch", "idle, whole run"),
+    )
+    steps = f"steps {phase.steps[0]} to {phase.steps[1]}, {span(phase.step_seconds)} each"
+    return f"<h3>{title} ({shares(phase.counts)}), {steps}</h3>{table(heads, rows, left=(0, 1))}"
 
 
-def _rebalances(history: History) -> str:
+def _changes(history: History) -> str:
     if not history.rebalances:
         return "<p>The counts never moved.</p>"
     rows = [
@@ -179,17 +167,19 @@ def _rebalances(history: History) -> str:
     return table(heads, rows, left=(0, 6))
 
 
-def _events(history: History, summary: Summary) -> list[str]:
+def _events(history: History, summary: Summary) -> str:
     def steps(which: tuple[int, ...]) -> str:
         if not which:
             return ""
         more = f" and {len(which) - 20} more" if len(which) > 20 else ""
         return f" (steps {', '.join(map(str, which[:20]))}{more})"
 
-    lines = [
-        ("Steps redone after an overflow of the fixed-point range", summary.redone_steps, ""),
-        ("Updates skipped because a gradient was not finite", summary.skipped_steps, " warn"),
+    rows = [
+        (what, f"{len(which)}{steps(which)}")
+        for what, which in (
+            ("Steps redone after an overflow of the fixed-point range", summary.redone_steps),
+            ("Updates skipped because a gradient was not finite", summary.skipped_steps),
+        )
     ]
-    rows = [[text, f"{len(which)}{steps(which)}"] for text, which, _ in lines]
-    rows.append(["Compilations after the first completed step", str(history.num_compilations)])
-    return [table(["event", "how often"], rows, left=(0, 1))]
+    rows.append(("Compilations after the first completed step", str(history.num_compilations)))
+    return table(("event", "how often"), rows, left=(0, 1))

@@ -70,14 +70,7 @@ def write_report(
     Raises:
         ConfigError: The path cannot be written.
     """
-    text = html_report(history, title=title, notes=notes, pictures=pictures)
-    try:
-        write(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written to {path}: {error.strerror or error}. "
-            "Give a path that this user may write to"
-        ) from error
+    write(path, html_report(history, title=title, notes=notes, pictures=pictures), ConfigError)
 
 
 def _loss(history: History, summary: Summary) -> str:

@@ -20,7 +20,6 @@ class Phase:
         num_steps: How many steps with these counts were averaged.
         step_seconds: Wall time of a step.
         busy_seconds: Seconds of a step that each device computed.
-        idle_seconds: Seconds of a step that each device waited.
         rate: Tokens (or examples) per second.
     """
 
@@ -29,8 +28,12 @@ class Phase:
     num_steps: int
     step_seconds: float
     busy_seconds: tuple[float, ...]
-    idle_seconds: tuple[float, ...]
     rate: float
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Seconds of a step that each device waited."""
+        return tuple(max(0.0, self.step_seconds - busy) for busy in self.busy_seconds)
 
     @property
     def idle_fractions(self) -> tuple[float, ...]:
@@ -135,7 +138,6 @@ def _phase(records: Sequence[StepRecord], counts: tuple[int, ...]) -> Phase:
         num_steps=num,
         step_seconds=seconds / num,
         busy_seconds=tuple(sum(r.busy_seconds[d] for r in records) / num for d in devices),
-        idle_seconds=tuple(sum(r.idle_seconds[d] for r in records) / num for d in devices),
         rate=sum(map(num_units, records)) / seconds if seconds else math.nan,
     )
 

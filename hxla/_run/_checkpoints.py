@@ -19,6 +19,9 @@ import orbax.checkpoint as ocp
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
 
+_CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
+_SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+
 
 def _plain(tree: PyTree) -> dict[str, Any]:
     """Leaves by their path in the user's tree, as nested names joined by dots."""
@@ -57,6 +60,8 @@ class Checkpoints:
     Args:
         folder: Made if it is not there.
         keep: Newest checkpoints that stay.
+        largest_bytes: Of the largest array, if only about so many are to be written or read at a
+            time.
         gather: Name and text to the texts of all processes.
 
     Raises:
@@ -68,6 +73,7 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int = 3,
+        largest_bytes: int | None = None,
         gather: Callable[[str, str], tuple[str, ...]] = lambda _, text: (text,),
     ):
         self.folder = pathlib.Path(folder).absolute()
@@ -92,6 +98,9 @@ class Checkpoints:
             active_processes=set(range(num)) if num > 1 else None,
             barrier_sync_key_prefix="hxla",
         )
+        gigabytes: Any = None  # an array's own chunks may reach beyond it
+        if largest_bytes is not None:
+            gigabytes = (largest_bytes + 2 * _CHUNK_BYTES) / 1e9
         self._manager: Any = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -103,7 +112,11 @@ class Checkpoints:
             ),
             item_names=("tree", "meta"),
             item_handlers={
-                "tree": ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+                "tree": ocp.PyTreeCheckpointHandler(
+                    save_concurrent_gb=gigabytes,
+                    restore_concurrent_gb=gigabytes,
+                    multiprocessing_options=processes,
+                ),
                 "meta": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
             },
         )
@@ -130,11 +143,14 @@ class Checkpoints:
         Raises:
             CheckpointError: If an earlier one failed.
         """
+        arrays = _plain(tree)
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    tree=ocp.args.PyTreeSave(_nested(_plain(tree))),
+                    tree=ocp.args.PyTreeSave(
+                        _nested(arrays), save_args=_nested(dict.fromkeys(arrays, _SAVE_ARGS))
+                    ),
                     meta=ocp.args.JsonSave(dict(meta)),
                 ),
                 force=True,

@@ -24,5 +24,5 @@ def fingerprint(tree: PyTree, gather: Callable[[Any], Any] = np.asarray) -> str:
     for leaf in jax.tree.leaves(tree):
         array = np.asarray(gather(leaf))
         digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

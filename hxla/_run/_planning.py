@@ -152,6 +152,7 @@ def plan_for(
             batch_size=job.batch_size,
             microbatch_size=size,
             sums=sums,
+            optimizer_bytes=job.optimizer_bytes(size),
             counts=asked_counts(counts, job.batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
             reasons=(*reasons, *said),

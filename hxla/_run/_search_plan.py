@@ -245,6 +245,7 @@ def _completed(
         batch_size=job.batch_size,
         microbatch_size=own.microbatch_size,
         sums=sums,
+        optimizer_bytes=job.optimizer_bytes(own.microbatch_size),
         counts=found.counts,
         prediction=found.prediction,
         runners_up=found.runners_up,

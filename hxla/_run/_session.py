@@ -18,7 +18,9 @@ from .._cluster._job_devices import Devices
 from .._core._errors import CheckpointError, ConfigError, NonFiniteError
 from .._core._types import PyTree
 from .._jax._compilation_events import num_compilations
+from .._jax._heap import keep_heap_small
 from .._lower._state import State
+from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._planner._counts import best_counts
 from .._report._history import EvalRecord, History, Rebalance, StepRecord
@@ -82,7 +84,11 @@ class Session:
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
             check_runnable(plan, self._cluster, job.batch_size, devices)
-            self._checkpoints = self._open_checkpoints()
+            on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
+            self._is_tight = on_cpu and plan.placement.sums == "released"
+            if self._is_tight:
+                keep_heap_small()
+            self._checkpoints = self._open_checkpoints(plan.microbatch_size)
             resumed = self._resumed_step(plan)
             start = options.first_step if resumed is None else resumed
             self.step_number = self._first_step = start
@@ -150,13 +156,16 @@ class Session:
         if self._watchdog is not None:
             self._watchdog.beat(step, phase)
 
-    def _open_checkpoints(self) -> Checkpoints | None:
+    def _open_checkpoints(self, microbatch_size: int) -> Checkpoints | None:
         if self._options.checkpoint_dir is None:
             return None
+        model = self._job.functional(microbatch_size)
+        largest = max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
         return self._stack.enter_context(
             Checkpoints(
                 self._options.checkpoint_dir,
                 keep=self._job.settings.checkpoint.keep,
+                largest_bytes=largest if self._is_tight else None,
                 gather=self._job.gather,
             )
         )
@@ -449,6 +458,8 @@ class Session:
             self._stepper.wait()
             self._checkpoints.save(self.step_number, self._store.saved(), self._meta(self.plan))
             self._saved = self.step_number
+            if self._is_tight:
+                self._checkpoints.wait()
 
     def result(self) -> Result:
         """The trained model and what happened; writes the last checkpoint and the report."""

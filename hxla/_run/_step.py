@@ -18,11 +18,11 @@ from .._lower._lower import Programs
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._store import Store
+from .._lower._sum import NUM_TOLD
 from .._model._loss import means, num_columns
 from .._report._history import MetricValue
 
 _MAX_REDOS = 3
-_NUM_TOLD = 3  # numbers of each replica that travel with the sum: busy, update, stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,8 @@ class Stepper:
             for i in range(len(runners)):
                 self._run(i, 0, range(unit), [batch] * unit)
             self._adopt_scales()
-        self._reduce([np.zeros(_NUM_TOLD, np.float32)] * len(runners), self._held())
+        self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._held())
+        self._totals = (), ()
         # A pipeline's time for one microbatch says little: most of it is bubble.
         num = 1
         if isinstance(runners[0], Pipeline):

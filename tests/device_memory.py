@@ -1,11 +1,14 @@
-"""What a step needs of each device's memory."""
+"""What a step needs of each device's memory, whatever the runtime keeps besides.
+
+A reference for runs of other runtimes: plans count state, stash and workspace (`_staging.py`).
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
-from .._core._errors import PlanError
-from .._profile._profile import LayerSize
-from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
+from hxla._core._errors import PlanError
+from hxla._profile._profile import LayerSize
+from hxla._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,8 @@ class DeviceMemory:
 
     Attributes:
         parameter_bytes: The stage's own parameters.
-        padding_bytes: Up to the largest stage's, where all stages have one shape.
-        gradient_bytes: Their gradients, padded too.
-        optimizer_bytes: Of the optimizer's state, padded too.
+        gradient_bytes: Their gradients.
+        optimizer_bytes: Of the optimizer's state.
         buffer_bytes: Flat buffers and copies.
         stash_bytes: Activations of the microbatches in flight.
         workspace_bytes: Temporaries.
@@ -66,7 +68,6 @@ class DeviceMemory:
     """
 
     parameter_bytes: float
-    padding_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     buffer_bytes: float
@@ -81,7 +82,6 @@ class DeviceMemory:
         """The predicted peak."""
         return (
             self.parameter_bytes
-            + self.padding_bytes
             + self.gradient_bytes
             + self.optimizer_bytes
             + self.buffer_bytes
@@ -130,8 +130,6 @@ def pipeline_memory(
     parts: Sequence[Sequence[LayerSize]],
     schedule: Schedule,
     rule: MemoryRule,
-    *,
-    padded: bool = False,
 ) -> tuple[DeviceMemory, ...]:
     """Peak memory of one device of each stage.
 
@@ -139,8 +137,6 @@ def pipeline_memory(
         parts: Sizes of the layers of each part of the chain (chunk times stages plus stage).
         schedule: How many microbatches are in flight where.
         rule: What the runtime keeps besides.
-        padded: Whether every stage's parameters take the space of the largest stage's, as one
-            array with a row per stage does.
 
     Returns:
         One prediction per stage.
@@ -162,13 +158,12 @@ def pipeline_memory(
     stash = stash_bytes(schedule, [sum(size.stash_bytes for size in part) for part in parts])
     predictions = []
     for stage in range(num_stages):
-        held = max(own) if padded else own[stage]
+        held = own[stage]
         largest = max(
             (size.stash_bytes for part in parts[stage::num_stages] for size in part), default=0.0
         )
         allocated = {
-            "parameter_bytes": own[stage],
-            "padding_bytes": held - own[stage],
+            "parameter_bytes": held,
             "gradient_bytes": held * rule.gradient_factor,
             "optimizer_bytes": held * rule.optimizer_factor,
             "buffer_bytes": held * rule.buffer_factor,
