@@ -1,17 +1,22 @@
-"""Another checkout of hxla beside this one, step by step in turns: is a change slower?
+"""Another commit of hxla beside this one, step by step in turns: is a change slower?
 
-    python benchmarks/beside_commit.py --other CHECKOUT [--rounds 30] [--only data ...]
+    python benchmarks/beside_commit.py COMMIT [--rounds 30] [--only data ...]
 
 Three jobs that train the model of examples/gpt.py: data parallel over two processes with even
 counts, a model that rules cut over two fake devices of one process, and a pipeline of two stages in
-two processes. Each runs with both checkouts at once; they take turns of a step, until its update is
-done. A ratio above 1 says that this checkout is faster. Losses must be alike. The other checkout
-may be of 0.1.0. Writes benchmarks/results/beside_commit.json.
+two processes. The other commit is checked out into a folder of its own, which is removed in the
+end. Each job runs with both at once; they take turns of a step, until its update is done. A ratio
+is of the other's seconds to this one's, round by round: above 1 this checkout is faster. Losses
+must be alike. The other commit may be of 0.1.0 or later: benchmarks/train_in_turns.py, which both
+run, knows what they call things. Writes benchmarks/results/beside_commit.json.
 """
 
 import argparse
+import contextlib
 import pathlib
+import subprocess
 import tempfile
+from collections.abc import Iterator
 
 import jobs
 import numpy as np
@@ -25,7 +30,27 @@ JOBS = {
 }
 
 
-def measured(name: str, args: argparse.Namespace) -> dict:
+@contextlib.contextmanager
+def checked_out(commit: str) -> Iterator[pathlib.Path]:
+    """A work tree of a commit of this repository, while it is needed."""
+    git = ["git", "-C", str(jobs.ROOT)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "checkout").resolve()
+        ran = subprocess.run(
+            [*git, "worktree", "add", "--quiet", "--detach", str(path), commit],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if ran.returncode:
+            raise SystemExit(f"{commit} cannot be checked out of {jobs.ROOT}: {ran.stderr.strip()}")
+        try:
+            yield path
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", str(path)], check=False)
+
+
+def measured(name: str, other: pathlib.Path, args: argparse.Namespace) -> dict:
     """One job with both checkouts."""
     options = ["--turns", args.rounds + 1, "--batch-size", args.batch_size, *JOBS[name]["options"]]
     asked = {
@@ -34,7 +59,7 @@ def measured(name: str, args: argparse.Namespace) -> dict:
             "mesh": JOBS[name]["mesh"],
             "checkout": checkout,
         }
-        for side, checkout in (("other", args.other), ("this", jobs.ROOT))
+        for side, checkout in (("other", other), ("this", jobs.ROOT))
     }
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -43,7 +68,7 @@ def measured(name: str, args: argparse.Namespace) -> dict:
         jobs.in_turns(running, 1)  # the caches are cold
         seconds = jobs.in_turns(running, args.rounds)
         told = {side: job.finish() for side, job in running.items()}
-    for side, checkout in (("other", args.other), ("this", jobs.ROOT)):
+    for side, checkout in (("other", other), ("this", jobs.ROOT)):
         if pathlib.Path(told[side]["hxla"]).parent.parent != checkout:
             raise SystemExit(f"{checkout} was asked for, but {told[side]['hxla']} ran")
     losses = [told[side]["losses"] for side in told]
@@ -60,17 +85,17 @@ def measured(name: str, args: argparse.Namespace) -> dict:
 def main() -> None:
     """All three."""
     parser = results.parser(__doc__, "beside_commit")
-    parser.add_argument("--other", type=pathlib.Path, required=True, help="checkout of hxla")
+    parser.add_argument("commit", help="the other one: whatever git can check out")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     args = parser.parse_args()
-    args.other = args.other.resolve()
     rows = {}
-    for name in args.only:
-        rows[name] = measured(name, args)
-        print(name, {k: v for k, v in rows[name].items() if k != "seconds"}, flush=True)
-    other = {"commit": results.commit(args.other), "hxla": results.version(args.other)}
+    with checked_out(args.commit) as checkout:
+        other = {"commit": results.commit(checkout), "hxla": results.version(checkout)}
+        for name in args.only:
+            rows[name] = measured(name, checkout, args)
+            print(name, {k: v for k, v in rows[name].items() if k != "seconds"}, flush=True)
     results.write(args.out, {"other": other, "jobs": rows})
 
 
