@@ -32,6 +32,7 @@ class Job:
         folder: A new one for this job alone.
         script: And its further arguments.
         mesh: Mesh file, or the name of one; None: one process that is not throttled.
+        plan: File of what is to run, if the script does not say.
         checkout: The hxla that runs it.
 
     Attributes:
@@ -44,12 +45,14 @@ class Job:
         script: Sequence[str | pathlib.Path],
         *,
         mesh: str | None = None,
+        plan: pathlib.Path | None = None,
         checkout: pathlib.Path = ROOT,
     ):
         self.seconds: list[float] = []
         num = len(hxla.load_cluster(mesh).devices) if mesh is not None else 1
         self._turns, self._log = Turns(folder, num), folder / "log"
         where = ["--mesh", mesh] if mesh is not None else ["-n", "1"]
+        where += ["--plan", str(plan)] if plan is not None else []
         first, *others = map(str, script)
         command = [sys.executable, "-m", "hxla", "run", *where, first, str(folder), *others]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

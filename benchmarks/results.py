@@ -37,6 +37,12 @@ def facts() -> dict[str, str]:
     }
 
 
+def row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """One of several results in a file, which are not all of one commit and day."""
+    told = facts()
+    return {"commit": told["commit"], "date": told["date"], **result}
+
+
 def write(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     """Write a result with the facts above it, and print it."""
     text = json.dumps({"measured": facts(), **result}, indent=1)

@@ -1,6 +1,6 @@
 """The pictures of docs/schedules.md.
 
-python benchmarks/schedule_pictures.py
+python docs/pictures/draw_schedules.py
 """
 
 import pathlib
@@ -9,11 +9,12 @@ from hxla._schedule._replay import replay
 from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
 from hxla._schedule._timeline import draw
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs/pictures"
+FOLDER = pathlib.Path(__file__).parent
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]
 
 
 def main() -> None:
+    """All of them."""
     blocking = replay(
         one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, send_seconds_P=[0.002] * 3, blocking=True
     )
