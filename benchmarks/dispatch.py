@@ -10,14 +10,21 @@ program, the scales and peaks of exact sums, and the step's fixed part, which a 
 four times as many microbatches tells apart.
 
 For comparison, plain JAX with a `lax.scan` over the same microbatches, dispatched once a step. All
-take turns of a step. Writes benchmarks/results/dispatch.json.
+take turns of a step. The same again in seconds of the processor that the thread spent which hands
+out the work: these the rest of the machine disturbs little, but they leave out what other threads
+do. Last, where that thread's time goes, by cProfile, which makes Python's part of it look larger
+than it is. Writes benchmarks/results/dispatch.json.
 """
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import cProfile
+import pathlib
+import pstats
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +111,25 @@ def bare(num: int) -> tuple[Callable[[], object], Callable[[], object]]:
     return one_by_one, lambda: jax.block_until_ready(looped(params, placed))
 
 
+def profiled(step: Callable[[], object], num: int, rounds: int) -> list[dict[str, Any]]:
+    """The functions in which this thread spends most of a step, in microseconds a microbatch."""
+    profile = cProfile.Profile(time.thread_time)
+    profile.enable()
+    for _ in range(rounds):
+        step()
+    profile.disable()
+    each = 1e6 / (rounds * num)
+    found = [
+        {
+            "function": f"{'/'.join(pathlib.Path(file).parts[-3:])}:{line} {name}",
+            "own": round(own * each, 2),
+            "with what it calls": round(whole * each, 2),
+        }
+        for (file, line, name), (_, _, own, whole, _) in pstats.Stats(profile).stats.items()
+    ]
+    return sorted(found, key=lambda row: -row["own"])[:12]
+
+
 def main() -> None:
     """Microseconds of a microbatch."""
     parser = results.parser(__doc__, "dispatch")
@@ -141,11 +167,17 @@ def main() -> None:
                 [a - s * num for a, s in zip(less, each, strict=True)], 1
             ),
         }
+    few = {name: runs[name] for name in ("bare program", "exact", "float")}
+    spent = turns.seconds_in_turns(few, args.rounds, clock=time.thread_time)
     params = nnx.state(Net(nnx.Rngs(0)))
     result = {
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "microbatches": num,
         "microseconds": rows,
+        "microseconds of the thread's processor time": {
+            name: microseconds(own, num) for name, own in spent.items()
+        },
+        "where an exact step spends them": profiled(runs["exact"], num, min(args.rounds, 10)),
         "step_seconds": turns.medians(seconds),
     }
     results.write(args.out, result)

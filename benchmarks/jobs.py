@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -146,6 +147,7 @@ def torch(python: str, script: str, arguments: Sequence[object], *, mesh: str) -
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = ROOT / "benchmarks"
+    python = os.path.abspath(shutil.which(python) or python)  # a job has a folder of its own
     return {
         "script": [here / "run_torch.py", port, python, here / script, *map(str, arguments)],
         "mesh": mesh,

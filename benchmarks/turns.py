@@ -16,7 +16,11 @@ from typing import Any
 
 
 def seconds_in_turns(
-    runs: Mapping[str, Callable[[], Any]], num_rounds: int, *, tolerance: float | None = None
+    runs: Mapping[str, Callable[[], Any]],
+    num_rounds: int,
+    *,
+    tolerance: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each function in each round; every second round goes backwards.
 
@@ -24,6 +28,7 @@ def seconds_in_turns(
         runs: What takes a turn in each round, by name. Each is run once before: it may compile.
         num_rounds: Turns of each.
         tolerance: Relative, of the losses that they return: in a round all must be alike.
+        clock: What the seconds are of.
 
     Raises:
         SystemExit: If losses are not alike: then the work was not the same.
@@ -34,9 +39,9 @@ def seconds_in_turns(
         if tolerance is not None:
             check_alike(losses, tolerance)
         for name in list(runs)[:: -1 if n % 2 else 1]:
-            began = time.perf_counter()
+            began = clock()
             losses[name] = runs[name]()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return seconds
 
 
