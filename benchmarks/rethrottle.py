@@ -19,7 +19,9 @@ import results
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS, SWAP = 28, 10
-args = results.parser(__doc__, "rethrottle").parse_args()
+parser = results.parser(__doc__, "rethrottle")
+parser.add_argument("--batch-size", type=int, default=128)
+args = parser.parse_args()
 
 
 def mesh(path, shares):
@@ -32,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
     mesh(path, (1.0, 0.33))
     command = [sys.executable, "-m", "hxla", "run", "--mesh", str(path)]
     command += [str(ROOT / "examples/train_gpt.py"), "--steps", str(STEPS), "--dropout", "0"]
-    command += ["--batch-size", "128", "--summary", str(summary)]
+    command += ["--batch-size", str(args.batch_size), "--summary", str(summary)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     swapped = None
     for line in job.stdout:

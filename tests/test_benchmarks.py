@@ -1,7 +1,9 @@
 """Benchmarks use hxla as its users do: by its public names."""
 
 import ast
+import json
 import pathlib
+import re
 
 import pytest
 
@@ -48,3 +50,12 @@ def test_a_benchmark_builds_on_public_names_only(file):
 )
 def test_what_is_not_public_is_found(text):
     assert len(private_uses(text)) >= 1
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.stem
+)
+def test_a_result_carries_its_commit_and_date(file):
+    measured = json.loads(file.read_text())["measured"]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", measured["commit"])
+    assert re.match(r"20\d\d-\d\d-\d\d", measured["date"])
