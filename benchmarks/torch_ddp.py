@@ -5,7 +5,7 @@
 PYTHON is an interpreter that has torch; hxla does not depend on it. All jobs train the model of
 examples/gpt.py with the same global batch, in processes that `hxla run` starts and throttles:
 
-- hxla with measured counts and with even ones, microbatches of 2,
+- hxla with measured counts and with even ones, microbatches of the size that it chooses,
 - DDP with even counts, and with counts set by hand from measured speeds or from the shares of a
   core, its gradients weighted by them; with the fastest microbatch size, and sums that stay local
   until the last one (benchmarks/torch_ddp_worker.py). `torch.compile` gained nothing for this model
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="cpu-1.0-0.5")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--microbatch-sizes", type=int, nargs="+", default=[2, 8, 32], help="DDP's")
+    parser.add_argument("--microbatch-size", type=int, default=0, help="hxla's; 0: its choice")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     common = ["--turns", SETTLING + args.rounds, "--batch-size", args.batch_size]
@@ -42,7 +43,8 @@ def main() -> None:
     shares = [device.core_share for device in hxla.load_cluster(args.mesh).devices]
 
     def ours(counts: str) -> dict[str, Any]:
-        return {"script": [jobs.GPT, *common, "--counts", counts], "mesh": args.mesh}
+        own = ["--microbatch-size", args.microbatch_size, "--counts", counts]
+        return {"script": [jobs.GPT, *common, *own], "mesh": args.mesh}
 
     def ddp(*options: object) -> dict[str, Any]:
         own = [*common, *sizes, *options]
@@ -75,7 +77,10 @@ def main() -> None:
         "torch": told[ddp_even]["torch"],
         "tokens_per_second": {n: round(tokens / s) for n, s in turns.medians(seconds).items()},
         "ratios": {f"{a} / {b}": turns.over(seconds[b], seconds[a]) for a, b in pairs},
-        "hxla's counts": told[hxla_best]["counts"][-1],
+        "hxla's settings": {
+            n: {"counts": told[n]["counts"][-1], "microbatch_size": told[n]["microbatch_size"]}
+            for n in (hxla_best, hxla_even)
+        },
         "DDP's settings": {
             n: {key: told[n][key] for key in ("counts", "microbatch_size", "tried")}
             for n in (ddp_best, ddp_even)

@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", help="of the turns")
 parser.add_argument("--turns", type=int, required=True, help="steps after the first one")
 parser.add_argument("--batch-size", type=int, default=64)
-parser.add_argument("--microbatch-size", type=int, default=2)
+parser.add_argument("--microbatch-size", type=int, default=2, help="0: as hxla chooses")
 parser.add_argument("--counts", default="measured", help="measured, or even")
 parser.add_argument("--reduction", default="exact")
 parser.add_argument("--tensor", type=int, help="cut the model over so many devices, by rules")
@@ -57,7 +57,7 @@ result = hxla.train(
     loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
     batch_size=args.batch_size,
-    microbatch_size=args.microbatch_size,
+    microbatch_size=args.microbatch_size or None,
     steps=args.turns + 1,
     reduction=args.reduction,
     callbacks=[wait_for_turn],
@@ -69,6 +69,7 @@ if jax.process_index() == 0:
         "hxla": hxla.__file__,
         "sha256": result.sha256,
         "losses": [round(step.loss, 4) for step in result.history.steps],
+        "microbatch_size": getattr(result.plan, "microbatch_size", args.microbatch_size),
         "counts": [step.counts for step in result.history.steps],
         "reasons": result.plan.reasons,
         "predicted_seconds": prediction.step_seconds if prediction else 0.0,
