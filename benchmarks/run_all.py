@@ -74,9 +74,12 @@ def of_ratios(result: Any, where: str) -> list[Row]:
 
 
 def plain_jax(result: Any) -> list[Row]:
-    sizes = result["microbatch_sizes"]
-    own = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-    return of_ratios(result, f"two equal cores, examples of a microbatch: {own}")
+    sizes, rows = result["microbatch_sizes"], []
+    for (_, *figures), name in zip(of_ratios(result, ""), result["ratios"], strict=True):
+        a, b = name.split(" / ")
+        what = f"two equal cores: {a} ({sizes[a]} a microbatch) / {b} ({sizes[b]})"
+        rows.append((what, *figures))
+    return rows
 
 
 def mixed_speed(result: Any) -> list[Row]:
@@ -131,7 +134,7 @@ def planner_scale(result: Any) -> list[Row]:
     return [
         (
             f"search over {name}: step beside its proven bound, in {row['seconds']} s",
-            f"{row['step_seconds']} s",
+            f"{row['formula_seconds']} s",
             f"{row['bound_seconds']} s",
             f"gap {row['gap']:.2%}",
         )
