@@ -38,10 +38,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# pip takes the PyTorch of its own index: a CPU build is enough and much smaller.
+# The CPU build is enough and much smaller: pip prefers it to one of the same version without label.
 bench: $(STAMP)
 	if [ "$(TORCH)" = .venv-torch/bin/python ] && ! $(TORCH) -c 'import torch' 2> /dev/null; then \
-		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet torch numpy \
+		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet --retries 1 \
+		--extra-index-url https://download.pytorch.org/whl/cpu torch numpy \
 		|| echo "PyTorch cannot be installed here: its comparisons are left out"; fi
 	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
 
