@@ -6,12 +6,9 @@ from typing import Annotated
 
 import pydantic
 
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-
 
 class _Value(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Rate(_Value):
@@ -25,7 +22,7 @@ class Rate(_Value):
     """
 
     dtype: str
-    flops_per_second: Positive
+    flops_per_second: pydantic.PositiveFloat
     measured: bool = False
     source: str = ""
 
@@ -41,7 +38,7 @@ class Speed(_Value):
     """
 
     model: str
-    steps_per_second: Positive
+    steps_per_second: pydantic.PositiveFloat
     batch_size: Annotated[int, pydantic.Field(ge=1)]
     source: str = ""
 
@@ -65,7 +62,7 @@ class Device(_Value):
     memory_bytes: Annotated[int, pydantic.Field(ge=1)] | None = None
     core_share: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     node: int = 0
-    memory_bytes_per_second: Positive | None = None
+    memory_bytes_per_second: pydantic.PositiveFloat | None = None
     rates: tuple[Rate, ...] = ()
     speeds: tuple[Speed, ...] = ()
     uuid: str | None = None
@@ -96,9 +93,9 @@ class Link(_Value):
         source: Where the figures are from.
     """
 
-    bytes_per_second: Positive
-    latency_seconds: NotNegative = 0.0
-    curve: tuple[tuple[Positive, Positive], ...] = ()
+    bytes_per_second: pydantic.PositiveFloat
+    latency_seconds: pydantic.NonNegativeFloat = 0.0
+    curve: tuple[tuple[pydantic.PositiveFloat, pydantic.PositiveFloat], ...] = ()
     source: str = ""
 
     @pydantic.field_validator("curve")

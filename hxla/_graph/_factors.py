@@ -17,8 +17,6 @@ from typing import Any
 
 from .._core._errors import AnnotationError
 
-Dims = tuple[int | None, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
@@ -32,13 +30,16 @@ class Factor:
     """
 
     name: str
-    operands: Dims
-    results: Dims
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
     partial: bool = False
 
 
 Shape = tuple[int, ...]
-Pattern = Callable[[Sequence[Shape], Sequence[Shape], dict[str, Any]], list[Factor]]
+#: The ways to cut an equation, from its operands' shapes, its results' shapes and its params.
+Pattern = Callable[
+    [Sequence[tuple[int, ...]], Sequence[tuple[int, ...]], dict[str, Any]], list[Factor]
+]
 
 #: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
 UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
@@ -74,8 +75,8 @@ class Patterns:
     def factors(
         self,
         primitive: str,
-        operands: Sequence[Shape],
-        results: Sequence[Shape],
+        operands: Sequence[tuple[int, ...]],
+        results: Sequence[tuple[int, ...]],
         params: dict[str, Any],
     ) -> list[Factor]:
         """All factors of an equation; empty if it can only run whole.

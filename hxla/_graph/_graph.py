@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._loss import MetricColumns
-from ._operations import Input, Op, Value, leaves
+from ._operations import Op, Value, leaves
 from ._task_graphs import TaskGraph, table
 
 
@@ -47,7 +47,7 @@ class Graph:
     aux_values: tuple[int, ...] = dataclasses.field(repr=False)
     batch_values: tuple[int, ...] = dataclasses.field(repr=False)
     key_value: int = dataclasses.field(repr=False)
-    result_values: tuple[Input, ...] = dataclasses.field(repr=False)
+    result_values: tuple[int | Any, ...] = dataclasses.field(repr=False)
     consts: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     nested: tuple[int, ...]
 

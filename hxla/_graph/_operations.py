@@ -74,11 +74,11 @@ class Op:
 
     eqn: Any
     kind: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[int | Any, ...]
     outputs: tuple[int, ...]
     body: tuple["Op", ...] = ()
     body_inputs: tuple[int, ...] = ()
-    body_outputs: tuple[Input, ...] = ()
+    body_outputs: tuple[int | Any, ...] = ()
     body_consts: tuple[tuple[int, Any], ...] = ()
     task: int
     stack: str

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-from .._model._annotations import Kind, Scope, written
+from .._model._annotations import Scope, written
 from ._operations import Input, Op, Value, leaves, origins
 
 
@@ -30,7 +31,7 @@ class TaskGraph:
     """
 
     index: int
-    strategy: Kind
+    strategy: Literal["replicate", "split"]
     device_count: int | None
     scope: str
     source: str

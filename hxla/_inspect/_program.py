@@ -167,7 +167,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
+class ProgramArray:
     """An argument of the program, and how it lies on the mesh.
 
     Attributes:
@@ -303,7 +303,7 @@ class Program:
     source: str = ""
     num_devices: int = 1
     mesh: tuple[tuple[str, int], ...] = ()
-    arrays: tuple[Array, ...] = ()
+    arrays: tuple[ProgramArray, ...] = ()
     collectives: tuple[Collective, ...] = ()
     memory: Memory | None = None
     memory_missing: str = ""

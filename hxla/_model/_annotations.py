@@ -68,7 +68,7 @@ class Strategy:
     module, or of a function.
     """
 
-    def __init__(self, kind: Kind, device_count: int | None):
+    def __init__(self, kind: Literal["replicate", "split"], device_count: int | None):
         if callable(device_count):
             raise AnnotationError(
                 f"hxla.{kind} got {device_count!r} where a number of devices belongs: write "

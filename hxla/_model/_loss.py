@@ -7,7 +7,7 @@ weight, never a mean of its own.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class MicrobatchSums:
         return jnp.concatenate([jnp.stack([self.loss, self.weight]), *self.columns])
 
 
-How = Literal["mean", "sum", "max", "min", "concat"]
+_HOW = ("mean", "sum", "max", "min", "concat")
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,12 @@ class Metric:
     over: str = dataclasses.field(default="global", metadata={"static": True})
 
 
-def metric(value: Any, how: How = "mean", *, over: Literal["global", "local"] = "global") -> Metric:
+def metric(
+    value: Any,
+    how: Literal["mean", "sum", "max", "min", "concat"] = "mean",
+    *,
+    over: Literal["global", "local"] = "global",
+) -> Metric:
     """Say how a metric that a loss returns is merged over microbatches and replicas.
 
     Args:
@@ -98,9 +103,9 @@ def metric(value: Any, how: How = "mean", *, over: Literal["global", "local"] = 
     References:
         Whale's merged outputs; EasyParallelLibrary, `epl.add_to_collection`.
     """
-    if how not in get_args(How) or over not in ("global", "local"):
+    if how not in _HOW or over not in ("global", "local"):
         raise LossError(
-            f"hxla.metric(..., {how!r}, over={over!r}): how is one of {', '.join(get_args(How))}, "
+            f"hxla.metric(..., {how!r}, over={over!r}): how is one of {', '.join(_HOW)}, "
             "over is global or local"
         )
     return Metric(value, how, over)

@@ -9,8 +9,6 @@ import pydantic
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-Spec = tuple[tuple[str, ...], ...]
-
 
 class PlanValue(pydantic.BaseModel):
     """A part of a plan: frozen, hashable, and strict about what it is read from."""
@@ -33,7 +31,7 @@ class Layout(PlanValue):
     name: str
     shape: tuple[pydantic.NonNegativeInt, ...]
     dtype: str
-    spec: Spec
+    spec: tuple[tuple[str, ...], ...]
     memory: Literal["device"] = "device"
 
     @property
@@ -54,7 +52,7 @@ class Layout(PlanValue):
         return next((d for d, names in enumerate(self.spec) if axis in names), None)
 
 
-def to_spec(spec: Spec) -> P:
+def to_spec(spec: tuple[tuple[str, ...], ...]) -> P:
     """As jax has it, without empty dimensions at the end."""
     parts = [None if not names else names[0] if len(names) == 1 else names for names in spec]
     while parts and parts[-1] is None:
@@ -62,7 +60,7 @@ def to_spec(spec: Spec) -> P:
     return P(*parts)
 
 
-def from_spec(spec: P, rank: int) -> Spec:
+def from_spec(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
     """As a plan has it: one tuple of mesh axes for each of `rank` dimensions."""
     parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec]
     return (*parts, *[()] * (rank - len(parts)))

@@ -7,10 +7,8 @@ import pydantic
 
 from ._layout import PlanValue
 
+#: What a mesh axis does with a TaskGraph: carry its batch, cut its parameters, or follow rules.
 Role = Literal["replicate", "split", "rules"]
-Kept = Literal["residuals", "inputs"]
-Count = pydantic.NonNegativeInt
-Seconds = pydantic.NonNegativeFloat
 
 
 class Versions(PlanValue):
@@ -38,7 +36,7 @@ class PlannedDevice(PlanValue):
         kind: As the mesh file and profiles call it, `cpu@0.5`.
     """
 
-    rank: Count
+    rank: pydantic.NonNegativeInt
     kind: str
 
     @property
@@ -70,8 +68,8 @@ class ReplicaWork(PlanValue):
         num_microbatches: That it runs in a step.
     """
 
-    devices: tuple[Count, ...] = pydantic.Field(min_length=1)
-    num_microbatches: Count
+    devices: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(min_length=1)
+    num_microbatches: pydantic.NonNegativeInt
 
 
 class PlannedSegment(PlanValue):
@@ -86,9 +84,9 @@ class PlannedSegment(PlanValue):
     """
 
     name: str
-    first: Count
-    part: Count
-    keep: Kept = "residuals"
+    first: pydantic.NonNegativeInt
+    part: pydantic.NonNegativeInt
+    keep: Literal["residuals", "inputs"] = "residuals"
 
 
 class PlannedPipeline(PlanValue):
@@ -195,13 +193,13 @@ class DevicePrediction(PlanValue):
         update_seconds: Of the optimizer.
     """
 
-    rank: Count
+    rank: pydantic.NonNegativeInt
     memory_bytes: pydantic.NonNegativeFloat = 0.0
     capacity_bytes: pydantic.NonNegativeFloat = 0.0
-    compute_seconds: Seconds = 0.0
-    wait_seconds: Seconds = 0.0
-    reduction_seconds: Seconds = 0.0
-    update_seconds: Seconds = 0.0
+    compute_seconds: pydantic.NonNegativeFloat = 0.0
+    wait_seconds: pydantic.NonNegativeFloat = 0.0
+    reduction_seconds: pydantic.NonNegativeFloat = 0.0
+    update_seconds: pydantic.NonNegativeFloat = 0.0
 
 
 class Prediction(PlanValue):
@@ -219,12 +217,12 @@ class Prediction(PlanValue):
         devices: One for each device that takes part, or none.
     """
 
-    step_seconds: Seconds = 0.0
-    bound_seconds: Seconds = 0.0
-    closed_form_seconds: Seconds = 0.0
-    microbatch_seconds: tuple[Seconds, ...] = ()
-    fixed_seconds: tuple[Seconds, ...] = ()
-    stage_fractions: tuple[Seconds, ...] = ()
+    step_seconds: pydantic.NonNegativeFloat = 0.0
+    bound_seconds: pydantic.NonNegativeFloat = 0.0
+    closed_form_seconds: pydantic.NonNegativeFloat = 0.0
+    microbatch_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
+    fixed_seconds: tuple[pydantic.NonNegativeFloat, ...] = ()
+    stage_fractions: tuple[pydantic.NonNegativeFloat, ...] = ()
     sent_bytes: pydantic.NonNegativeFloat = 0.0
     devices: tuple[DevicePrediction, ...] = ()
 
@@ -245,4 +243,4 @@ class RunnerUp(PlanValue):
     """
 
     description: str
-    step_seconds: Seconds
+    step_seconds: pydantic.NonNegativeFloat

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from .._plan._plan import Plan
 
+#: A metric over the global batch: one number, or one for each example where they are kept.
 MetricValue: TypeAlias = float | tuple[float, ...]
 
 

@@ -28,8 +28,6 @@ from ._session import Session
 from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
-Path = str | os.PathLike[str]
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -82,7 +80,7 @@ class Job:
     nonfinite: Literal["stop", "skip"] = "stop"
     default: Strategy | None = None
     patterns: Patterns = PATTERNS
-    config: Config | Mapping[str, Any] | Path | None = None
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.nonfinite not in ("stop", "skip"):
@@ -106,7 +104,7 @@ class Job:
         cluster: Cluster | str | None = None,
         *,
         auto: bool | None = None,
-        profile: Profile | Path | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
         microbatch_size: int | None = None,
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
         rules: str | RuleSet | None = None,
@@ -156,13 +154,13 @@ class Job:
 
     def open(
         self,
-        plan: Plan | Path,
+        plan: Plan | str | os.PathLike[str],
         *,
         steps: int | None = None,
         balance: bool = False,
         mesh: jax.sharding.Mesh | None = None,
-        checkpoint_dir: Path | None = None,
-        run_dir: Path | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
     ) -> Session:
         """Open a session: compile the plan's programs, put the state in its places, warm up.

@@ -26,6 +26,7 @@ from ._session_values import Result
 
 PLAN_VARIABLE = "HXLA_PLAN"
 
+#: Called after each step on every process; True ends training after the next step.
 Callback = Callable[[StepRecord, Session], bool | None]
 
 
