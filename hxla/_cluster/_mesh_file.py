@@ -110,11 +110,12 @@ def load_cluster(name_or_path: str) -> Cluster:
         The described cluster: each node and each of its devices repeated `count` times.
 
     Raises:
-        MeshError: If there is no such file, or with all its faults at once: each with its key,
-            the nearest known key and the value found.
+        MeshError: If there is no such file, or with all its faults at once: each with its key, the
+            nearest known key and the value found.
 
     Example:
-        >>> cluster = load_cluster("whale-8v100-8p100")
+        >>> import hxla
+        >>> cluster = hxla.load_cluster("whale-8v100-8p100")
         >>> len(cluster.devices), cluster.link(0, 8).bytes_per_second
         (16, 6250000000.0)
     """

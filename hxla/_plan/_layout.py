@@ -20,12 +20,12 @@ class Layout(PlanValue):
     """How one parameter lies over the devices of its copy of the model.
 
     Attributes:
-        name: Path of the parameter, `blocks/0/mlp/kernel`.
-        shape: Of the whole array.
-        dtype: Its dtype, `float32`.
+        name: The path of the parameter, `blocks/0/mlp/kernel`.
+        shape: The shape of the whole array.
+        dtype: The name of its dtype, `float32`.
         spec: For each dimension the mesh axes that cut it, as a `jax.sharding.PartitionSpec` has
             them; an empty tuple where it is whole.
-        memory: Kind of memory that holds it.
+        memory: The kind of memory that holds it.
     """
 
     name: str
@@ -36,19 +36,29 @@ class Layout(PlanValue):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array."""
+        """The bytes of the whole array."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def cuts(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Into how many parts each dimension is cut.
+        """Say into how many parts each dimension is cut.
 
         Args:
-            axes: Mesh axes and their sizes; others count as one.
+            axes: The mesh axes and their sizes; others count as one.
+
+        Returns:
+            One number for each dimension.
         """
         return tuple(math.prod(axes.get(a, 1) for a in names) for names in self.spec)
 
     def dim_of(self, axis: str) -> int | None:
-        """The dimension that a mesh axis cuts, or None."""
+        """Find the dimension that a mesh axis cuts.
+
+        Args:
+            axis: The name of the axis.
+
+        Returns:
+            The dimension, or None.
+        """
         return next((d for d, names in enumerate(self.spec) if axis in names), None)
 
 
