@@ -98,7 +98,7 @@ def assert_at_most(
 
     Raises:
         AssertionError: If a block has more, listing them.
-        InspectError: If no operation of the program is in such a block.
+        InspectError: If `axis` is given and the axes are not known.
     """
     found = inspect(step, *args)
     if axis is not None:

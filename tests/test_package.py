@@ -12,7 +12,10 @@ import subprocess
 import sys
 from collections import Counter
 
+import families
+import optax
 import pytest
+from flax import nnx
 
 import hxla
 
@@ -231,6 +234,28 @@ def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     )
 
 
+@pytest.mark.slow
+def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
+    script = ROOT / "examples" / "08_own_loop.py"
+    assert len(script.read_text().splitlines()) <= 40
+    options = ["--steps", "3", "--checkpoint-dir", str(tmp_path)]
+    printed = _runs([str(script), *options], ["sha256"])
+    gpt = families.example("gpt")
+    trained = hxla.train(
+        gpt.GPT(nnx.Rngs(0), width=64, layers=2),
+        {"text": gpt.library()["text"][64:]},
+        gpt.loss,
+        optax.adamw(3e-3),
+        batch_size=32,
+        microbatch_size=4,
+        steps=3,
+        mesh={"data": 8},
+    )
+    assert printed.split()[-1] == trained.sha256
+    resumed = _runs([str(script), "--steps", "4", *options[2:]], ["resumed from step 3"])
+    assert resumed.split()[-1] != trained.sha256
+
+
 def _runs(command, wanted):
     ran = subprocess.run(
         [sys.executable, *command],
@@ -243,3 +268,4 @@ def _runs(command, wanted):
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:
         assert text in ran.stdout
+    return ran.stdout

@@ -330,6 +330,7 @@ def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Fac
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
 
 
+#: The patterns that hxla knows, the default of `Job.patterns`.
 PATTERNS = Patterns(
     {
         "dot_general": _dot_general,

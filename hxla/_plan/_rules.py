@@ -236,8 +236,8 @@ def load_rules(name_or_path: str) -> RuleSet:
 
     Example:
         >>> import hxla
-        >>> str(hxla.load_rules("decoder").rules[-1])
-        "..."
+        >>> hxla.load_rules("decoder").rules[0].axes
+        (('fsdp',), ('tensor',), ())
     """
     path = _catalog.find("rules", name_or_path)
     try:
