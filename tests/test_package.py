@@ -249,7 +249,7 @@ def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
         batch_size=32,
         microbatch_size=4,
         steps=3,
-        mesh={"data": 8},
+        mesh={"data": 2},
     )
     assert printed.split()[-1] == trained.sha256
     resumed = _runs([str(script), "--steps", "4", *options[2:]], ["resumed from step 3"])
