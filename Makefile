@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
+# What a newer jax could change: tracing, lowering, sums, pipelines, checkpoints.
+CORE = $(addprefix tests/test_,arithmetic.py exact.py groups.py job.py trace.py jaxpr.py \
+	train.py checkpoint.py pipeline_programs.py pipeline_tensor.py plan.py)
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test core check format bench clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -21,6 +24,10 @@ demo: $(STAMP)
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
+core: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -39,4 +46,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
 
 clean:
-	rm -rf $(VENV) .venv-torch runs dist build
+	rm -rf $(VENV) .venv-3.12 .venv-torch runs dist build

@@ -1,5 +1,6 @@
 """One pipeline over unlike devices: the exact optimum."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -201,8 +202,23 @@ def _least_update(t: Tables) -> float:
     return float(t.update[:, layers, layers + 1].min(axis=0).max())
 
 
-def explain_infeasible(chain: Chain) -> str:
-    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoomyStage:
+    """A stage of the pipeline that needs least memory beyond what its devices have.
+
+    Attributes:
+        kind: Of its device.
+        layers: First layer, and the one after its last.
+        lack_bytes: That its device is short of (below 0: bytes to spare).
+    """
+
+    kind: int
+    layers: tuple[int, int]
+    lack_bytes: float
+
+
+def roomiest_pipeline(chain: Chain) -> list[RoomyStage]:
+    """Stages of the pipeline whose worst stage lacks least memory, found exactly.
 
     Of many devices the numbers of each kind are left out: there are more of them than stages.
     """
@@ -229,20 +245,27 @@ def explain_infeasible(chain: Chain) -> str:
     for used in _states(devices, t.num_layers):
         suffix[used] = least(used).min(axis=(1, 2))
     used = min(suffix, key=lambda used: float(suffix[used][0]))
-    layer, lines, num = 0, [], sum(used)
+    layer, stages = 0, []
     while layer < t.num_layers:
-        stage = num - sum(used)
         kind, end = divmod(int(least(used)[layer].argmin()), size)
         own = lack[sum(used)][:, layer, end]
         used = _less(used, kind)
         kind = kind if few else int(own.argmin())
-        if own[kind] > 0:
-            lines.append(
-                f"stage {stage} of {num} (layers {layer} to {end - 1} on "
-                f"{chain.groups[kind].kind} of {t.memory[kind]:,.0f} bytes) lacks "
-                f"{own[kind]:,.0f} bytes"
-            )
+        stages.append(RoomyStage(kind=kind, layers=(layer, end), lack_bytes=float(own[kind])))
         layer = end
+    return stages
+
+
+def explain_infeasible(chain: Chain) -> str:
+    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks."""
+    stages = roomiest_pipeline(chain)
+    lines = [
+        f"stage {i} of {len(stages)} (layers {stage.layers[0]} to {stage.layers[1] - 1} on "
+        f"{group.kind} of {group.memory_bytes:,.0f} bytes) lacks {stage.lack_bytes:,.0f} bytes"
+        for i, stage in enumerate(stages)
+        for group in [chain.groups[stage.kind]]
+        if stage.lack_bytes > 0
+    ]
     remedy = "Use a smaller microbatch_size, recomputation, a larger tensor group or more devices"
     if not lines:
         return f"a pipeline fits, but none was found that takes the whole batch. {remedy}"

@@ -5,12 +5,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from .._core._errors import PlanError
-from ._best_pipeline import best_pipeline, explain_infeasible
+from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
 from ._bound import Alive, Bound
 from ._branch import Branching
 from ._chain import Chain, Staging
@@ -240,6 +240,9 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
+        stages = [] if self.plans else roomiest_pipeline(self.chain)
+        if stages and all(stage.lack_bytes <= 0 for stage in stages):
+            self._try_cuts([tuple(stage.layers[0] for stage in stages)])
         if self._small and self._t.num_layers <= _SMALL_LAYERS:
             with contextlib.suppress(PlanError):
                 self._keep(best_pipeline(self.chain))
@@ -253,6 +256,11 @@ class _Search:
             for k, slack in itertools.product(range(t.num_kinds), _SLACKS):
                 period = float(t.seconds[k, 0, -1]) / num
                 starts.append(r.cut(num, even, period, period * slack))
+        self._try_cuts(starts)
+
+    def _try_cuts(self, starts: Sequence[tuple[int, ...] | None]) -> None:
+        """The best plan for a few cuts of as many stages."""
+        t = self._t
         scored = []
         for cuts in filter(None, dict.fromkeys(starts)):
             pipelines = cut_pipelines(t, cuts, self._num, self._check)
