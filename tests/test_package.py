@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 
 import families
+import models
 import optax
 import pytest
 from flax import nnx
@@ -249,7 +250,7 @@ def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
         batch_size=32,
         microbatch_size=4,
         steps=3,
-        mesh={"data": 2},
+        mesh=models.mesh(data=2),
     )
     assert printed.split()[-1] == trained.sha256
     resumed = _runs([str(script), "--steps", "4", *options[2:]], ["resumed from step 3"])

@@ -28,6 +28,8 @@ from ._session import Session
 from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
+PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -140,6 +142,8 @@ class Job:
     ) -> Plan:
         """Make a plan: by the model's annotations, by what the arguments say, or by search.
 
+        Under `hxla run --plan FILE` the plan for the devices that are here is that of the file.
+
         Args:
             cluster: A described cluster that need not be here, or a mesh file or its name; None:
                 the devices that are here.
@@ -174,6 +178,8 @@ class Job:
             AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
+        if cluster is None and (file := os.environ.get(PLAN_VARIABLE)):
+            return Plan.read(file)
         wishes = Wishes(
             microbatch_size=microbatch_size,
             mesh=mesh,

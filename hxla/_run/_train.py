@@ -18,13 +18,11 @@ from .._plan._rules import RuleSet, load_rules
 from .._report._history import StepRecord
 from ._counts_of_plan import Counts
 from ._data import num_steps
-from ._job import Job
+from ._job import PLAN_VARIABLE, Job
 from ._make_plan import make_plan
 from ._planning import Wishes
 from ._session import Session
 from ._session_values import Result
-
-PLAN_VARIABLE = "HXLA_PLAN"
 
 #: Called after each step on every process; True ends training after the next step.
 Callback = Callable[[StepRecord, Session], bool | None]
