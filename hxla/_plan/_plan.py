@@ -325,7 +325,7 @@ class Plan(PlanValue):
             Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; none if the plans decide
             the same.
         """
-        return tuple(differences(_plain(self), _plain(other)))
+        return tuple(differences(self.decisions.model_dump(), other.decisions.model_dump()))
 
     def explain(self) -> str:
         """Tell the plan in words: what each copy and device does, its time and memory, and why."""
@@ -485,7 +485,3 @@ def _written(error: pydantic.ValidationError) -> str:
         given = "" if failure["type"] == "missing" else f", not {str(failure['input'])[:60]!r}"
         lines.append(f"  {key}: {failure['msg']}{given}")
     return "this is no plan that can be run:\n" + "\n".join(lines)
-
-
-def _plain(plan: Plan) -> Any:
-    return plan.decisions.model_dump(exclude={"prediction", "runners_up", "reasons"})

@@ -376,21 +376,12 @@ def cut_batch(batch: PyTree, ids: Sequence[range], plan: Plan) -> list[list[PyTr
     """Microbatches of a global batch for each local copy of the model.
 
     Raises:
-        DataError: If an array has another leading dimension than the global batch.
+        DataError: If it is malformed, or no global batch.
     """
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if sizes != {(plan.batch_size,)}:
-        shown = ", ".join(str(s[0] if s else "a scalar") for s in sorted(sizes))
-        raise DataError(
-            f"the batch has leading dimensions {shown}, each must be the global batch's "
-            f"{plan.batch_size}"
-        )
-    size = plan.microbatch_size
-
-    def cut(i: int) -> PyTree:
-        return jax.tree.map(lambda x: np.asarray(x)[i * size : (i + 1) * size], batch)
-
-    return [[cut(i) for i in own] for own in ids]
+    size, fetch = eval_batches(batch, plan.microbatch_size)
+    if size != plan.batch_size:
+        raise DataError(f"the batch holds {size} examples, batch_size is {plan.batch_size}")
+    return [[fetch(i) for i in own] for own in ids]
 
 
 def num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:

@@ -85,8 +85,8 @@ def train(
         plan: The plan that runs, or a file of one. `"auto"` stands for the best plan that a search
             finds for the devices that are here, by a short profile of them. None stands for what
             the next five arguments and the model's annotations say, or for `"auto"` where these say
-            nothing and `auto.auto_parallel` is set. The counts of a given plan stay unless
-            `counts="measured"` is passed with it.
+            nothing and `auto.auto_parallel` is set; the plan of `hxla run --plan` takes the place
+            of both. The counts of a given plan stay unless `counts="measured"` is passed with it.
         microbatch_size: The examples of a microbatch, see `Job.plan`; so are `mesh`, `rules`,
             `stages` and `reduction` below.
         mesh: The mesh axes and their sizes, see `Job.plan`.
@@ -211,7 +211,7 @@ def _plan(
 ) -> tuple[Plan, bool]:
     """The plan to run, and whether its counts follow measured times."""
     file = os.environ.get(PLAN_VARIABLE)
-    if file and plan is not None:
+    if file and plan not in (None, "auto"):
         raise ConfigError(f"hxla run --plan {file}, but the script has plan={plan!r}: give one")
     plan = file or plan
     if plan is None or plan == "auto":
