@@ -8,7 +8,7 @@ import jax
 
 from .._cluster._cluster import Cluster, Device, Link, Node
 from .._core._errors import AnnotationError, ConfigError, PlanError
-from .._graph._segments import segments
+from .._graph._segments import num_asked, segments
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
@@ -101,7 +101,7 @@ def search_plan(
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = wishes.num_segments or some
     if profile is not None:
-        num_segments = len(profile.layers)
+        num_segments = num_asked(job.graph(sizes[0]), profile.layers)
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
     found, timelines = propose(
