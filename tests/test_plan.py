@@ -54,7 +54,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
     for path in traces:
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
         assert events
-    assert list(out.glob("whale-8v100-8p100-replica*.png"))
+    assert list(out.glob("whale-8v100-8p100-replica*.svg"))
 
 
 def test_a_measured_profile_is_planned_with(tmp_path):

@@ -127,15 +127,21 @@ def array_picture(array: ProgramArray, mesh: Mesh) -> str:
         for d in down:
             row = row * counts[d] + shard.index[d]
         column = shard.index[across]
-        place = column * w, row * h, w, h
-        used_down = shard.used[down[-1]] if down else 1.0
+        said = _said(shard, array)
+        left, top = column * w, row * h
+        width_used = w * shard.used[across]
+        height_used = h * shard.used[down[-1]] if down else h
+        if math.prod(shard.used) < 1:  # what is used is a hole in what is hatched
+            whole = f"M{left:.1f} {top:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z"
+            used = f"M{left:.1f} {top:.1f}v{height_used:.1f}h{width_used:.1f}v{-height_used:.1f}z"
+            path = f'<path class="pad" d="{whole}{used}"/>'
+            cells.append(f"<g><title>{html.escape(said)}</title>{path}</g>")
         cells.append(
             box(
                 f"k{(row * num_across + column) % _NUM_COLORS}",
-                place,
-                said=_said(shard, array),
-                label=_label(shard.devices, w),
-                above=_hatched(place, shard.used[across], used_down),
+                (left, top, width_used, height_used),
+                said=said,
+                label=_label(shard.devices, width_used),
             )
         )
     if not is_drawn:
@@ -196,20 +202,6 @@ def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[floa
     least_width = min(num_across, _MAX_CELLS) * _LEAST_CELL[0]
     least_height = min(num_down, _MAX_CELLS) * _LEAST_CELL[1]
     return max(width, least_width), max(height / 1.6, least_height)
-
-
-def _hatched(place: tuple[float, float, float, float], across: float, down: float) -> str:
-    """What is right of and below the shares of a part that are used."""
-    x, y, w, h = place
-    rests = [
-        (x + w * across, y, w * (1 - across), h),
-        (x, y + h * down, w * across, h * (1 - down)),
-    ]
-    return "".join(
-        f'<rect class="pad" x="{a:.1f}" y="{b:.1f}" width="{c:.1f}" height="{d:.1f}"/>'
-        for a, b, c, d in rests
-        if c > 0 and d > 0
-    )
 
 
 def _label(devices: Sequence[int], width: float) -> str:

@@ -10,8 +10,10 @@ from .._cluster._mesh_file import load_cluster
 from .._plan._plan import Plan
 from .._profile._profile_file import load_profile
 from .._profile._segment_times import model_name
+from .._report._lanes import lanes_of_timeline
+from .._report._lanes_picture import write_picture
 from .._schedule._replay import Timeline
-from .._schedule._timeline import draw, perfetto
+from .._schedule._timeline import perfetto
 from ._capture import job_of
 from ._planning import Wishes, plan_for
 from ._search_plan import SearchWishes, search_plan
@@ -93,9 +95,10 @@ def _draw(folder: pathlib.Path, plan: Plan, timelines: Mapping[int, Timeline]) -
     for replica, timeline in timelines.items():
         names = plan.stage_names[replica]
         name = f"{plan.cluster}-replica{replica}"
-        picture, trace = folder / f"{name}.png", folder / f"{name}.perfetto.json"
+        picture, trace = folder / f"{name}.svg", folder / f"{name}.perfetto.json"
         title = f"{plan.cluster}, replica {replica}: step {step:.4g} s"
-        draw(timeline, picture, names=names, title=title, step_seconds=step)
+        lanes = lanes_of_timeline(timeline, names, title=title, end_seconds=step)
+        write_picture(lanes, picture)
         trace.write_text(perfetto(timeline, names))
         files += [picture, trace]
     print("drawn: " + ", ".join(map(str, files)))

@@ -153,13 +153,8 @@ class TracedJob:
             LaunchError: With a short diff against process 0.
         """
         if jax.process_count() > 1:
-            _coordination.same_everywhere(
-                what,
-                text,
-                rank=jax.process_index(),
-                num_processes=jax.process_count(),
-                timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
-            )
+            seconds = self.settings.watchdog.progress_timeout_seconds
+            _coordination.same_everywhere(what, text, timeout_seconds=seconds)
 
     def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
         """Those that are here, by rank; of a mesh only its own."""
