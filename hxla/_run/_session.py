@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._cluster._job_devices import Devices
 from .._core._errors import CheckpointError, ConfigError, NonFiniteError
@@ -34,7 +33,7 @@ from ._counts_of_plan import (
     share_of,
     shared_numbers,
 )
-from ._data import Loader, eval_batches
+from ._data import Loader, cut_batch, eval_batches, num_tokens
 from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder
@@ -52,17 +51,30 @@ _STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to
 class Session:
     """A plan that runs: made by `Job.open`, used in a `with` statement.
 
-    Iterating trains to the last step and gives a record of each.
+    Iterating trains to the last step and gives a record of each. A user's own loop may call `step`
+    instead, with batches of its own. Every process of a job makes the same calls in the same order.
 
     Attributes:
-        plan: The present one; a re-balance makes another.
-        step_number: Updates done.
+        plan: The present plan; a re-balance makes another, with other counts.
+        step_number: The updates done.
 
     Example:
-        >>> with job.open(plan, steps=100) as session:
-        ...     for record in session:
-        ...         print(record.step, record.loss)
-        ...     print(session.result().sha256)
+        >>> import hxla, numpy as np, optax
+        >>> from flax import nnx
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> with job.open(job.plan(microbatch_size=1), checkpoint_dir="checkpoints") as session:
+        ...     for _ in range(3):
+        ...         record = session.step(data)
+        ...     whole = session.gather(session.state.params)
+        ...     evaluation = session.evaluate(data)
+        ...     session.save()
+        ...     result = session.result()
+        >>> evaluation.loss < record.loss, result.step
+        (True, 3)
     """
 
     def __init__(
@@ -277,7 +289,7 @@ class Session:
         step, counts = self.step_number, self.plan.counts
         ids = own_ids(counts, self._reducer)
         self._beat(step, "data")
-        batches = self._loaded(step, ids) if batch is None else self._cut(batch, ids)
+        batches = self._loaded(step, ids) if batch is None else cut_batch(batch, ids, self.plan)
         self._beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
@@ -321,21 +333,6 @@ class Session:
         loaded = iter(self._loader.get(step, range(ids[0].start, ids[-1].stop)))
         return [[next(loaded) for _ in own] for own in ids]
 
-    def _cut(self, batch: PyTree, ids: Sequence[range]) -> list[list[PyTree]]:
-        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-        if sizes != {(self.plan.batch_size,)}:
-            shown = ", ".join(str(s[0] if s else "a scalar") for s in sorted(sizes))
-            raise ConfigError(
-                f"the batch has leading dimensions {shown}, each must be the global batch's "
-                f"{self.plan.batch_size}"
-            )
-        size = self.plan.microbatch_size
-
-        def cut(i: int) -> PyTree:
-            return jax.tree.map(lambda x: np.asarray(x)[i * size : (i + 1) * size], batch)
-
-        return [[cut(i) for i in own] for own in ids]
-
     def _recorded(
         self,
         step: int,
@@ -354,7 +351,7 @@ class Session:
             metrics=outcome.metrics,
             seconds=now - self._began,
             num_examples=self.plan.batch_size,
-            num_tokens=_num_tokens(batches, self.plan.num_microbatches),
+            num_tokens=num_tokens(batches, self.plan.num_microbatches),
             counts=counts,
             busy_seconds=tuple(b + u for b, u in busy),
             redone=outcome.redone,
@@ -398,13 +395,11 @@ class Session:
 
     @property
     def state(self) -> State:
-        """The state as it lies; the next step overwrites its arrays."""
+        """The state as it lies, whose arrays the next step overwrites; `gather` makes the whole."""
         return self._store.state(self.step_number)
 
     def gather(self, tree: PyTree) -> PyTree:
-        """Whole arrays of `state` in host memory, one after another.
-
-        Every process must call this at the same step.
+        """Make arrays of `state` whole in host memory, one after another.
 
         Args:
             tree: Any part of `state`.
@@ -416,14 +411,17 @@ class Session:
 
     @property
     def history(self) -> History:
-        """All records so far."""
+        """The records so far."""
         return self._recorder.history(dict(self._plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
-        """Mean loss and metrics over a data set, the same for every spread of the work.
+        """Find the mean loss and metrics over a data set, the same for every spread of the work.
 
         Args:
-            data: Any kind that a job takes but an unbounded one.
+            data: The data, of any kind that a job takes but an unbounded one.
+
+        Returns:
+            The record of the evaluation.
 
         Raises:
             DataError: If it is empty or of no known kind.
@@ -446,7 +444,7 @@ class Session:
         return record
 
     def save(self) -> None:
-        """Write a checkpoint in the background; every process must call this at the same step.
+        """Write a checkpoint in the background: each process writes the parts that it owns.
 
         Raises:
             ConfigError: If the session was opened without a `checkpoint_dir`.
@@ -464,7 +462,11 @@ class Session:
                 self._checkpoints.wait()
 
     def result(self) -> Result:
-        """The trained model and what happened; writes the last checkpoint and the report."""
+        """Write the last checkpoint and the report, and give the model its trained variables.
+
+        Returns:
+            The trained model and state, the history, the plan and the SHA-256 of the state.
+        """
         self._beat(self.step_number, "finishing")
         if self._checkpoints is not None:
             self.save()
@@ -487,11 +489,3 @@ class Session:
             plan=self.plan,
             sha256=sha256,
         )
-
-
-def _num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
-    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
-    some = next((b for own in batches for b in own), None)
-    leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
-    sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
-    return max(sizes, default=0) * num_microbatches

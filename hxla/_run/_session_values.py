@@ -18,14 +18,14 @@ class Result:
 
     Attributes:
         model: The NNX model that was passed, updated in place; or the Linen module.
-        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables). They
-            lie as training held them: on one device where a copy of the model had one.
-        opt_state: State of the optimizer, likewise.
-        step: Updates done in all, those before a resume included.
-        history: What happened.
+        state: The trained variables in the user's own tree (an `nnx.State`, or Linen's variables).
+            They lie as training held them: on one device where a copy of the model had one.
+        opt_state: The state of the optimizer, likewise.
+        step: The updates done in all, those before a resume included.
+        history: The records of this run.
         plan: The plan of the last step.
-        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
-            to the last bit.
+        sha256: The SHA-256 of the bytes of parameters, other variables and optimizer state, 64
+            hexadecimal digits: equal means equal to the last bit.
     """
 
     model: Any
