@@ -10,7 +10,7 @@ from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
-from ._relaxed import Relaxation, best_cut, clusters, mixes_of, suffixes
+from ._relaxed import Relaxation, best_cut, bisected, clusters, mixes_of, suffixes
 
 _MAX_PERIODS = 24
 _ANY = 1 << 40  # microbatches, where memory sets no limit
@@ -288,10 +288,4 @@ def least(enough: Callable[[float], bool], start: float, tolerance: float) -> fl
     low, step = start, 0.01
     while not enough(high := low * (1 + step)):
         low, step = high, 2 * step
-    while high - low > tolerance * high:
-        middle = (low + high) / 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return bisected(enough, low, high, tolerance)[1]

@@ -205,6 +205,16 @@ def clusters(values: Array, ratio: float) -> tuple[Array, Array]:
     return np.array(first), np.array(last)
 
 
+def bisected(
+    enough: Callable[[float], bool], low: float, high: float, tolerance: float
+) -> tuple[float, float]:
+    """Two numbers within a relative tolerance, of which the second is enough and the first not."""
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low, high
+
+
 def suffixes(
     num_stages: int, score: Callable[[int], Array], combine: np.ufunc
 ) -> Iterator[tuple[Array, Array]]:
