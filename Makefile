@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/01_mixed_cluster.py
+	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
 test: $(STAMP) check $(GPU_COMPILER)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
