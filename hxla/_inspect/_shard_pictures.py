@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from .._core._format import num_bytes
 from .._report._page import box
 from ._alike_names import alike, group, ranges
-from ._program import Array, Program
+from ._program import Program, ProgramArray
 from ._replica_groups import Mesh
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
@@ -66,7 +66,7 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
 
 
-def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
+def shards(array: ProgramArray, mesh: Mesh) -> tuple[ArrayShard, ...]:
     """The parts of an array, the last dimension running fastest; nothing if its spec is not known.
 
     A dimension that its parts do not divide ends in padding.
@@ -97,14 +97,14 @@ def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
     )
 
 
-def padded_share(array: Array, mesh: Mesh) -> float:
+def padded_share(array: ProgramArray, mesh: Mesh) -> float:
     """Share of all parts of an array that is padding."""
     found = shards(array, mesh)
     used = sum(math.prod(shard.used) for shard in found)
     return 1 - used / len(found) if found else 0.0
 
 
-def array_picture(array: Array, mesh: Mesh) -> str:
+def array_picture(array: ProgramArray, mesh: Mesh) -> str:
     """An array as a drawing, each part with the devices that hold it; padding is hatched."""
     if not array.shape:  # one number is drawn as an array of one
         array = dataclasses.replace(array, shape=(1,), local_shape=(1,), spec=((),))
@@ -156,7 +156,7 @@ def mesh_picture(mesh: Mesh) -> str:
     sizes = tuple(n for _, n in mesh)
     if max(sizes[-1], math.prod(sizes[:-1])) > _MAX_CELLS:
         return ""
-    devices = Array(
+    devices = ProgramArray(
         path="the mesh",
         owner="",
         dtype="",
@@ -167,7 +167,7 @@ def mesh_picture(mesh: Mesh) -> str:
     return array_picture(devices, mesh)
 
 
-def _card(own: Sequence[Array], mesh: Mesh) -> str:
+def _card(own: Sequence[ProgramArray], mesh: Mesh) -> str:
     array = own[0]
     dims = [
         f"{n} over {'+'.join(axes)}" if axes else str(n)
@@ -208,7 +208,7 @@ def _label(devices: Sequence[int], width: float) -> str:
     return ""
 
 
-def _said(shard: ArrayShard, array: Array) -> str:
+def _said(shard: ArrayShard, array: ProgramArray) -> str:
     bounds = []
     for d, (i, local, size) in enumerate(
         zip(shard.index, array.local_shape, array.shape, strict=True)

@@ -99,11 +99,11 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.write(record)
 
-    def history(self, plans: tuple[Plan, ...]) -> History:
+    def history(self, plans: Mapping[int, Plan]) -> History:
         """All of it so far.
 
         Args:
-            plans: That ran, in order.
+            plans: That ran, by their first step.
         """
         return History(
             device_names=self._names,

@@ -229,10 +229,8 @@ class TracedJob:
             keys, _ = model.init_arguments
             example = self.first_batch(start, size)
             model = dataclasses.replace(model, init_arguments=(keys, example))
-        communication, num_groups = (
-            self.settings.communication,
-            (self.settings.optimizer.num_apply_groups),
-        )
+        communication = self.settings.communication
+        num_groups = self.settings.optimizer.num_apply_groups
         num_params = max(len(jax.tree.leaves(model.params)), 1)
         if num_groups > num_params:
             raise ConfigError(

@@ -1,24 +1,27 @@
-"""The pictures of docs/schedules.md.
+"""Pictures of schedules for the docs, drawn from the product's own replay of them.
 
-python benchmarks/schedule_pictures.py
+python docs/pictures/draw_schedules.py
 """
 
 import pathlib
+import sys
 
-from hxla._report._lanes import lanes_of_timeline
-from hxla._report._lanes_picture import write_picture
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
+FOLDER = pathlib.Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent.parent / "tests"))
+from blocking import blocking_replay  # noqa: E402
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs/pictures"
+from hxla._report._lanes import lanes_of_timeline  # noqa: E402
+from hxla._report._lanes_picture import write_picture  # noqa: E402
+from hxla._schedule._replay import replay  # noqa: E402
+from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1  # noqa: E402
+
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]
 LIKE = [0.012] * 4
 
 
 def main() -> None:
-    blocking = replay(
-        one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, send_seconds_P=[0.002] * 3, blocking=True
-    )
+    """Draw every picture anew."""
+    blocking = blocking_replay(one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, [0.002] * 3)
     pictures = {
         "1f1b": lanes_of_timeline(
             blocking,
