@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
+# What a newer jax could change: tracing, lowering, sums, pipelines, checkpoints.
+CORE = $(addprefix tests/test_,arithmetic.py exact.py groups.py job.py trace.py jaxpr.py \
+	train.py checkpoint.py pipeline_programs.py pipeline_tensor.py plan.py)
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test core check format bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -19,8 +22,12 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/python examples/01_mixed_cluster.py
 
-test: $(STAMP) check
+test: $(STAMP) check $(GPU_COMPILER)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
+core: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -39,5 +46,16 @@ bench: $(STAMP)
 		|| echo "PyTorch cannot be installed here: its comparisons are left out"; fi
 	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
 
+# PYTHON has jax with a GPU and hxla's dependencies; nothing is installed. ARGS=--tiny needs no GPU.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one.
+GPU_COMPILER = $(VENV)/gpu-compiler
+$(GPU_COMPILER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
+		"jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')" \
+		|| echo "there is no compiler for GPUs to install here: its tests are skipped"
+
 clean:
-	rm -rf $(VENV) .venv-torch runs dist build
+	rm -rf $(VENV) .venv-3.12 .venv-torch runs dist build

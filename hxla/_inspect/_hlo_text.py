@@ -205,6 +205,15 @@ class Computation:
             for name in instruction.called(key)
         ]
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Instructions that read a value, each once."""
+        out: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in {name for name, _ in instruction.operands}:
+                out.setdefault(name, []).append(instruction)
+        return out
+
     def shape_of(self, name: str, picked: int | None = None) -> str:
         """Shape of a value, or of an element of it; empty if it is not known."""
         found = self.instructions.get(name)

@@ -19,18 +19,24 @@ from ._terminal_tables import terminal_tables
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Programs, and what of a dump could not be read.
+    """Compiled programs as values, and what of a dump could not be read.
 
     Attributes:
-        programs: The one with most bytes of memory first.
-        problems: Files that could not be read, and why.
+        programs: The programs, the one with most bytes of memory first.
+        problems: The files that could not be read, and why.
     """
 
     programs: tuple[Program, ...]
     problems: tuple[str, ...] = ()
 
     def program(self, name: str) -> Program:
-        """The program of a name or role.
+        """Find the program of a name or role.
+
+        Args:
+            name: The name of the HLO module, or the role that hxla gives it.
+
+        Returns:
+            The program.
 
         Raises:
             InspectError: If there is none, naming those there are.
@@ -54,16 +60,22 @@ class Inspection:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of all programs."""
+        """The collectives of all programs."""
         return tuple(c for p in self.programs for c in p.collectives)
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Write all of it as JSON."""
         return _ADAPTER.dump_json(self, indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Inspection":
         """Read what `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            The inspection.
 
         Raises:
             InspectError: If the text is no inspection.
@@ -74,10 +86,13 @@ class Inspection:
             raise InspectError(f"this is no inspection: {error}") from error
 
     def text(self, *, limit: int = 20) -> str:
-        """Tables for a terminal.
+        """Draw tables for a terminal.
 
         Args:
-            limit: Most rows of a table.
+            limit: The most rows of a table.
+
+        Returns:
+            Some lines of text.
         """
         return terminal_tables(self.programs, self.problems, limit=limit)
 
@@ -138,7 +153,14 @@ class Inspection:
         write(path, page, InspectError)
 
     def diff(self, other: "Inspection") -> tuple[str, ...]:
-        """What `other` does that this one does not, and the reverse, a sentence each."""
+        """Say what another inspection's programs do otherwise, a sentence each.
+
+        Args:
+            other: The later one.
+
+        Returns:
+            Sentences; none if nothing changed.
+        """
         return diff(self.programs, other.programs)
 
 

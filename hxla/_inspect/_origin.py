@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from .._model._annotations import Scope, scopes_of, written
 from ._hlo_text import Computation, Instruction, Module
 from ._program import Origin
+from ._shapes import split_outside
 
 _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -43,43 +44,27 @@ def op_name(instruction: Instruction) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
 
 
-def components(name: str) -> list[str]:
-    """Parts of a name between slashes, brackets respected."""
-    out, depth, start = [], 0, 0
-    for i, char in enumerate(name):
-        depth += (char in "([") - (char in ")]")
-        if char == "/" and depth <= 0:
-            out.append(name[start:i])
-            start = i + 1
-    return [*out, name[start:]]
-
-
 def joined(name: str) -> list[str]:
     """The names of the operations that XLA made one of, `a/(b:c)` or `a;b`; mostly one."""
     name = name.split(";")[0]
-    *scopes, last = components(name)
+    *scopes, last = split_outside(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
-    out, depth, start = [], 0, 1
-    for i, char in enumerate(last):
-        depth += (char in "([") - (char in ")]")
-        if (char == ":" and depth == 1) or i == len(last) - 1:
-            out += joined("/".join([*scopes, last[start:i]]))
-            start = i + 1
-    return out
+    pieces = split_outside(last[1:-1], ":")
+    return [own for piece in pieces for own in joined("/".join([*scopes, piece]))]
 
 
 @functools.lru_cache(maxsize=65536)
 def module_path(name: str) -> tuple[str, str]:
     """The user's own scopes in a name, and the primitive at its end."""
-    *scopes, primitive = components(joined(name)[0])
+    *scopes, primitive = split_outside(joined(name)[0], "/")
     own: list[str] = []
     for scope in scopes:
         while inner := _TRANSFORM.match(scope):
             scope = inner[1]
         own += [
             part
-            for part in components(scope)
+            for part in split_outside(scope, "/")
             if part
             and part not in _MACHINERY
             and not _BRANCH.match(part)
@@ -96,7 +81,6 @@ class Origins:
         self._module = module
         self._known: dict[str, Origin] = {}
         entries: set[tuple[Scope, ...]] = set()
-        self._any_scope = False
         for computation in module.computations.values():
             if "hxla." not in computation:
                 continue

@@ -9,7 +9,7 @@ from . import _shapes
 from ._annotated_module import AnnotatedModule
 from ._collectives import KINDS, OPCODES
 from ._hlo_text import Computation, Instruction, Module
-from ._program import Array, Collective, Origin, Warned
+from ._program import Collective, Origin, ProgramArray, Warned
 from ._replica_groups import Mesh
 
 _LARGE_BYTES = 1 << 16
@@ -52,7 +52,9 @@ def rule_path(path: str) -> str:
     return "/".join(k for k in keys if k != "params") or path
 
 
-def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> Iterator[Warned]:
+def _replicated(
+    arrays: Sequence[ProgramArray], mesh: Mesh, rules: RuleSet | None
+) -> Iterator[Warned]:
     state = [a for a in arrays if a.owner in ("parameter", "optimizer state") and a.spec]
     total = sum(a.num_bytes for a in arrays)
     sizes = dict(mesh)
@@ -189,7 +191,7 @@ def _rounded_up(source: str, padded: str, parts: set[int]) -> int | None:
 
 
 def _unused(
-    arrays: Sequence[Array], collectives: Sequence[Collective], mesh: Mesh
+    arrays: Sequence[ProgramArray], collectives: Sequence[Collective], mesh: Mesh
 ) -> Iterator[Warned]:
     if any(a.spec is None for a in arrays) or any(c.axes is None for c in collectives):
         return
@@ -205,7 +207,7 @@ def _unused(
             )
 
 
-def _donations(arrays: Sequence[Array], lost: Iterable[int]) -> Iterator[Warned]:
+def _donations(arrays: Sequence[ProgramArray], lost: Iterable[int]) -> Iterator[Warned]:
     for number in sorted(lost):
         if number < len(arrays):
             array = arrays[number]

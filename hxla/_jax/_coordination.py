@@ -1,6 +1,7 @@
 """The one wrapper of jax's distributed key-value client, which has no public form."""
 
 import difflib
+import itertools
 import threading
 from typing import Any
 
@@ -55,21 +56,18 @@ def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     return tuple(get(key, timeout_seconds) for key in keys)
 
 
-def same_everywhere(
-    what: str, text: str, *, rank: int, num_processes: int, timeout_seconds: float
-) -> None:
+def same_everywhere(what: str, text: str, *, timeout_seconds: float) -> None:
     """Refuse to go on where processes disagree.
 
     Args:
         what: Name of what is compared.
-        text: This process's version.
-        rank: This process.
-        num_processes: All of them; each must call this equally often.
+        text: This process's version; each must call this equally often.
         timeout_seconds: How long to wait for the slowest.
 
     Raises:
         LaunchError: With a short diff against process 0.
     """
+    rank = jax.process_index()
     number = _next_round(what)
     key = f"hxla/same/{what}/{number}"
     if rank == 0:
@@ -77,12 +75,9 @@ def same_everywhere(
         return
     first = get(key, timeout_seconds)
     if first != text:
-        diff = list(
-            difflib.unified_diff(
-                first.splitlines(), text.splitlines(), "process 0", f"process {rank}", lineterm=""
-            )
-        )
+        names = "process 0", f"process {rank}"
+        diff = difflib.unified_diff(first.splitlines(), text.splitlines(), *names, lineterm="")
         raise LaunchError(
             f"processes disagree on the {what}; they must run the same script with the same "
-            "arguments, files and library versions:\n" + "\n".join(diff[:20])
+            "arguments, files and library versions:\n" + "\n".join(itertools.islice(diff, 20))
         )

@@ -110,8 +110,8 @@ def buffer_assignment(data: bytes, module: bytes) -> BufferAssignment:
             num_bytes=block.number(2),
             is_argument=bool(block.number(5)),
             is_output=bool(block.number(7)),
-            is_constant=bool(block.number(12)),
-            is_thread_local=bool(block.number(3)),
+            # Nor constant or of one thread.
+            is_temporary=not any(map(block.number, (5, 7, 12, 3))),
             pieces=[
                 Piece(*values[piece.number(1)], piece.number(2), piece.number(3))
                 for piece in block.messages(9)

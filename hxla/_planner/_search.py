@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Found:
         staging: The plan; its bound is that of its own chain.
     """
 
-    alternative: Hashable
+    alternative: Any
     staging: Staging
 
 
@@ -65,7 +66,7 @@ class Searched:
     ranked: tuple[Found, ...]
     bound_seconds: float
     exhausted: bool
-    infeasible: Mapping[Hashable, str]
+    infeasible: Mapping[Any, str]
 
     @property
     def gap(self) -> float:
@@ -74,12 +75,12 @@ class Searched:
 
 
 def search(
-    chains: Mapping[Hashable, Chain],
+    chains: Mapping[Any, Chain],
     *,
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
     num_ranked: int = 8,
-    can_run: Callable[[Hashable, int], bool] = lambda key, num_stages: True,
+    can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -120,7 +121,7 @@ def search(
         key: _Search(chain, goal, deadline, functools.partial(can_run, key))
         for key, chain in chains.items()
     }
-    infeasible: dict[Hashable, str] = {}
+    infeasible: dict[Any, str] = {}
     try:
         _run(searches, infeasible, goal, deadline)
         exhausted = False
@@ -162,8 +163,8 @@ class _Goal:
 
 
 def _run(
-    searches: "Mapping[Hashable, _Search]",
-    infeasible: dict[Hashable, str],
+    searches: "Mapping[Any, _Search]",
+    infeasible: dict[Any, str],
     goal: _Goal,
     deadline: Deadline,
 ) -> None:

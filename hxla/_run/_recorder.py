@@ -4,11 +4,14 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from .._core._errors import ConfigError
 from .._plan._plan import Plan
 from .._report._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._report._metrics_file import MetricsWriter
+from .._report._page import write
 from .._report._progress import Progress
-from .._report._run_report import terminal_report, write_report
+from .._report._run_page import html_report
+from .._report._run_report import terminal_report
 
 
 class Recorder:
@@ -62,7 +65,7 @@ class Recorder:
         self._steps.append(record)
         self._progress.update(record)
         if self._metrics is not None:
-            self._metrics.step(record)
+            self._metrics.write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
         """Take in a move of counts."""
@@ -72,7 +75,7 @@ class Recorder:
             f"{change.reason}; expected gain {change.expected_gain:.0%}"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def settled(self, step: int, change: Rebalance) -> None:
         """Take in what a move of counts has gained."""
@@ -84,7 +87,7 @@ class Recorder:
             f"(expected {change.expected_gain:.0%})"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Take in an evaluation."""
@@ -93,13 +96,13 @@ class Recorder:
         numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         if self._metrics is not None:
-            self._metrics.evaluation(record)
+            self._metrics.write(record)
 
-    def history(self, plans: tuple[Plan, ...]) -> History:
+    def history(self, plans: Mapping[int, Plan]) -> History:
         """All of it so far.
 
         Args:
-            plans: That ran, in order.
+            plans: That ran, by their first step.
         """
         return History(
             device_names=self._names,
@@ -115,16 +118,12 @@ class Recorder:
         self._progress.close()
         if not self._is_main or not history.steps:
             return
-        print(terminal_report(history, title="hxla"))
+        print(terminal_report(history))
         if self._run_dir is not None:
             path = self._run_dir / "report.html"
-            write_report(
-                path,
-                history,
-                title=self._run_dir.name,
-                notes={"Plan": plan.explain()},
-                pictures=pictures,
-            )
+            notes = {"Plan": plan.explain()}
+            page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
+            write(path, page, ConfigError)
             print(f"report: {path}")
 
 
