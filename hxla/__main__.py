@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--write", metavar="FILE", help="the plan, for hxla run --plan")
     plan.add_argument("--draw", metavar="FOLDER", help="pictures and Perfetto traces")
     plan.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
-    plan.add_argument("--segments", type=int, default=8, help="most parts of the model")
+    plan.add_argument(
+        "--segments", type=int, help="most parts of the model (8 to 96, as the devices suggest)"
+    )
     plan.add_argument("--stages", type=int, help="most stages")
     plan.add_argument(
         "--tensor", type=_sizes, default=(), metavar="2,4", help="default: all, over known links"

@@ -15,6 +15,7 @@ parser.add_argument("--limit", type=int, required=True, help="bytes of memory of
 parser.add_argument("--width", type=int, required=True)
 parser.add_argument("--layers", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True)
+parser.add_argument("--save_at", type=int, required=True)
 parser.add_argument("--devices", type=int, required=True)
 parser.add_argument("--checkpoints", required=True)
 args = parser.parse_args()
@@ -97,20 +98,24 @@ jnp.zeros(1).block_until_ready()
 interpreter = peak_bytes()
 plan = job.plan(mesh={"data": 1, "tensor": args.devices}, rules=CUT, microbatch_size=2)
 with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as session:
+    some = jax.tree.map(lambda x: x[:8], data)
+    if session.state.step:
+        print(f"resumed {session.state.step} {session.evaluate(some).loss}", flush=True)
     for record in session:
         print(f"loss {record.step} {record.loss:.6f}", flush=True)
-        if record.step == args.steps // 2:
+        if session.state.step == args.save_at:
+            evaluation = session.evaluate(some).loss
             session.save()
-            print("saved", flush=True)
-    evaluation = session.evaluate(jax.tree.map(lambda x: x[:8], data))
-    result = session.result()
+            print(f"saved {session.state.step} {evaluation}", flush=True)
+            break
     [predicted] = {d.memory_bytes for d in session.plan.prediction.devices}
-told = {
-    "step": result.step,
-    "evaluation": evaluation.loss,
-    "peak": peak_bytes(),
-    "predicted": predicted + interpreter,
-    "interpreter": interpreter,
-    "sums": plan.placement.sums,
-}
-print("told", json.dumps(told), flush=True)
+    told = {
+        "peak": peak_bytes(),
+        "predicted": predicted + interpreter,
+        "interpreter": interpreter,
+        "sums": plan.placement.sums,
+    }
+    print("told", json.dumps(told), flush=True)
+    for record in session:
+        print(f"loss {record.step} {record.loss:.6f}", flush=True)
+print("ended", flush=True)

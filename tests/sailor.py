@@ -13,13 +13,13 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
+from blocking import blocking_replay
 from device_memory import DeviceMemory, MemoryRule, pipeline_memory
 from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 
 from hxla._core._errors import PlanError
 from hxla._planner._cost import LinkSeconds, ring_all_reduce_seconds
 from hxla._profile._profile import LayerTime, Profile, Setting
-from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
 
 OTHER_RUNS = other_runs()
@@ -204,14 +204,11 @@ def predict_time(
             * (1 if duplex else 2)
         )
     timelines = [
-        replay(
+        blocking_replay(
             one_f_one_b(len(own), plan.num_microbatches),
             [load.forward_seconds for load in own],
             [load.backward_seconds for load in own],
-            send_seconds_P=[
-                link(load.send_bytes) for link, load in zip(between, own[:-1], strict=True)
-            ],
-            blocking=True,
+            [link(load.send_bytes) for link, load in zip(between, own[:-1], strict=True)],
         )
         for own, between in zip(loads, links, strict=True)
     ]

@@ -1,6 +1,6 @@
 """What plans run on GPUs, compiled for H100s that are not here.
 
-It takes XLA's compiler for CUDA, of jax's own version, and no card: `make gpu-compiler` puts it
+It takes XLA's compiler for CUDA, of jax's own version, and no card: `make test` puts it
 into a folder of its own. Were the plugin installed like other packages, every process that finds no
 CUDA libraries would begin with a traceback.
 """
@@ -67,7 +67,7 @@ pytestmark = [
     pytest.mark.skipif(
         not any((FOLDER / "jax_plugins" / f"xla_cuda{n}").is_dir() for n in (12, 13)),
         reason=f"no program was compiled for GPUs: XLA's compiler for them is not in {FOLDER} "
-        "(make gpu-compiler)",
+        "(make test installs it)",
     ),
 ]
 

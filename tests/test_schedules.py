@@ -6,6 +6,7 @@ import re
 
 import hypothesis
 import pytest
+from blocking import blocking_replay
 from hypothesis import strategies as st
 
 from hxla._core._errors import PlanError
@@ -381,19 +382,15 @@ def test_a_stage_in_the_middle_fills_its_wait_with_the_next_forward():
 @hypothesis.given(unlike, unlike, st.floats(0, 1), st.integers(1, 9))
 def test_blocking_transfers_are_never_faster(forward, backward, send, num_microbatches):
     schedule = one_f_one_b(4, num_microbatches)
-    free, held = (
-        replay(schedule, forward, backward, send_seconds_P=[send] * 3, blocking=blocking)
-        for blocking in (False, True)
-    )
+    free = replay(schedule, forward, backward, send_seconds_P=[send] * 3)
+    held = blocking_replay(schedule, forward, backward, [send] * 3)
     assert held.makespan_seconds >= free.makespan_seconds - 1e-9
     assert held.busy_seconds == pytest.approx(free.busy_seconds)
 
 
 def test_blocking_transfers_hold_up_both_stages():
     # Two stages: each microbatch's two transfers lie on both stages' way.
-    timeline = replay(
-        one_f_one_b(2, 8), [1.0, 1.0], [2.0, 2.0], send_seconds_P=[0.5], blocking=True
-    )
+    timeline = blocking_replay(one_f_one_b(2, 8), [1.0, 1.0], [2.0, 2.0], [0.5])
     assert timeline.makespan_seconds == pytest.approx(8 * (3 + 2 * 0.5) + 3)
     assert len(timeline.sends) == 16
     for transfer in timeline.sends:
@@ -406,8 +403,8 @@ def test_blocking_transfers_hold_up_both_stages():
 
 def test_blocking_transfers_that_wait_in_a_circle_are_refused():
     # Each stage wants to send its chunk around the end before it takes what the other sends.
-    with pytest.raises(PlanError, match="blocking=False"):
-        replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4, blocking=True)
+    with pytest.raises(PlanError, match="wait for one another"):
+        blocking_replay(interleaved(2, 4, 2), [1.0] * 4, [2.0] * 4)
 
 
 @pytest.mark.parametrize(

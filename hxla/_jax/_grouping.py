@@ -24,6 +24,7 @@ from ._jaxpr import (
     inlined,
     is_cheap,
     part,
+    run_as,
     variables,
 )
 
@@ -51,14 +52,7 @@ def in_groups(function: Callable[..., Any], groups: Sequence[Iterable[int]]) -> 
         groups: Numbers of its flat results. A result in none of them is made with the group with
             which it has most in common that no other has.
     """
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _run(inlined(closed), groups, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return run
+    return run_as(function, lambda closed, arguments: _run(inlined(closed), groups, arguments))
 
 
 def _run(

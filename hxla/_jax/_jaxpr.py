@@ -72,6 +72,20 @@ def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
 
 
+def run_as(
+    function: Callable[..., Any], run: Callable[[ClosedJaxpr, list[Any]], Sequence[Any]]
+) -> Callable[..., Any]:
+    """The same function of trees of arrays, its results made by `run` of its program."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = run(closed, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return wrapped
+
+
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     """An equation that runs other programs, with each of them changed; any other as it is."""
     if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):

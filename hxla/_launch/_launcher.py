@@ -104,7 +104,7 @@ def run(
     ranks: Sequence[int] = range(len(devices))
     settings: dict[str, str] = {}
     if plan is not None and asked is not None:
-        ranks = _planned_ranks(asked, len(devices), mesh)
+        ranks = _planned_ranks(asked, len(devices))
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
@@ -121,16 +121,14 @@ def run(
     ).wait()
 
 
-def _planned_ranks(plan: Plan, num_devices: int, mesh: str | None) -> Sequence[int]:
-    """The devices of a plan, by their numbers in the cluster."""
-    ranks = [device.rank for device in plan.devices]
-    beyond = [rank for rank in ranks if rank >= num_devices]
-    if beyond:
-        raise LaunchError(
-            f"the plan uses devices {beyond}, {mesh or 'this machine'} has {num_devices}: give the "
-            "mesh file it was made for, with --mesh"
-        )
-    return sorted(ranks)
+def _planned_ranks(plan: Plan, num_devices: int) -> Sequence[int]:
+    """The devices of a plan, by their numbers in the cluster.
+
+    Where some are not there, a process may have several of them, and if none has, the job says
+    so beside all else in which the plan differs: then every process is started.
+    """
+    ranks = sorted(device.rank for device in plan.devices)
+    return range(num_devices) if ranks[-1] >= num_devices else ranks
 
 
 def new_dump(folder: str | None) -> str | None:

@@ -1,5 +1,7 @@
 """One pipeline over unlike devices: the exact optimum."""
 
+import bisect
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -76,34 +78,31 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
 
 def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, _Plan] | None:
     """The least fill + (num - 1) * period with updates up to a limit, its update, and the plan."""
-    first = solver.solve(math.inf, update)
-    if first is None:
-        return None
-    fill, period, slowest, plan = first
-    best = (fill + (num - 1) * period, slowest, plan)
-    if num == 1:
+    best: tuple[float, float, _Plan] | None = None
+
+    def solve(period: float) -> tuple[float, float] | None:
+        """Fill and period of the plan of the least fill up to a period, kept if it is the best."""
+        nonlocal best
+        found = solver.solve(period, update)
+        if found is None:
+            return None
+        fill, period, slowest, plan = found
+        plans = [(fill + (num - 1) * period, slowest, plan), *([best] if best else [])]
+        best = min(plans)
+        return fill, period
+
+    first = solve(math.inf)
+    if first is None or best is None or num == 1:
         return best
-    least_fill = fill
+    least_fill, period = first
     # The least period of any plan: no better limit exists below it.
     periods = solver.periods(period)
-    low, high = 0, len(periods) - 1
-    while low < high:
-        middle = (low + high) // 2
-        found = solver.solve(periods[middle], update)
-        if found is None:
-            low = middle + 1
-        else:
-            high = middle
-            best = min(best, (found[0] + (num - 1) * found[1], found[2], found[3]))
-    least_period = periods[low]
+    least_period = periods[bisect.bisect_left(periods, True, key=lambda p: solve(p) is not None)]
     limit = math.inf
     while True:
         limit = min(limit, (best[0] - least_fill) / (num - 1) * (1 + 1e-12))
-        found = solver.solve(limit, update)
-        if found is None:
-            return best
-        best = min(best, (found[0] + (num - 1) * found[1], found[2], found[3]))
-        if found[0] + (num - 1) * least_period >= best[0]:
+        found = solve(limit)
+        if found is None or found[0] + (num - 1) * least_period >= best[0]:
             return best
         limit = float(np.nextafter(found[1], -math.inf))
 
@@ -201,8 +200,23 @@ def _least_update(t: Tables) -> float:
     return float(t.update[:, layers, layers + 1].min(axis=0).max())
 
 
-def explain_infeasible(chain: Chain) -> str:
-    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoomyStage:
+    """A stage of the pipeline that needs least memory beyond what its devices have.
+
+    Attributes:
+        kind: Of its device.
+        layers: First layer, and the one after its last.
+        lack_bytes: That its device is short of (below 0: bytes to spare).
+    """
+
+    kind: int
+    layers: tuple[int, int]
+    lack_bytes: float
+
+
+def roomiest_pipeline(chain: Chain) -> list[RoomyStage]:
+    """Stages of the pipeline whose worst stage lacks least memory, found exactly.
 
     Of many devices the numbers of each kind are left out: there are more of them than stages.
     """
@@ -229,20 +243,27 @@ def explain_infeasible(chain: Chain) -> str:
     for used in _states(devices, t.num_layers):
         suffix[used] = least(used).min(axis=(1, 2))
     used = min(suffix, key=lambda used: float(suffix[used][0]))
-    layer, lines, num = 0, [], sum(used)
+    layer, stages = 0, []
     while layer < t.num_layers:
-        stage = num - sum(used)
         kind, end = divmod(int(least(used)[layer].argmin()), size)
         own = lack[sum(used)][:, layer, end]
         used = _less(used, kind)
         kind = kind if few else int(own.argmin())
-        if own[kind] > 0:
-            lines.append(
-                f"stage {stage} of {num} (layers {layer} to {end - 1} on "
-                f"{chain.groups[kind].kind} of {t.memory[kind]:,.0f} bytes) lacks "
-                f"{own[kind]:,.0f} bytes"
-            )
+        stages.append(RoomyStage(kind=kind, layers=(layer, end), lack_bytes=float(own[kind])))
         layer = end
+    return stages
+
+
+def explain_infeasible(chain: Chain) -> str:
+    """Of the pipelines that do not fit the one whose worst stage lacks least: what it lacks."""
+    stages = roomiest_pipeline(chain)
+    lines = [
+        f"stage {i} of {len(stages)} (layers {stage.layers[0]} to {stage.layers[1] - 1} on "
+        f"{group.kind} of {group.memory_bytes:,.0f} bytes) lacks {stage.lack_bytes:,.0f} bytes"
+        for i, stage in enumerate(stages)
+        for group in [chain.groups[stage.kind]]
+        if stage.lack_bytes > 0
+    ]
     remedy = "Use a smaller microbatch_size, recomputation, a larger tensor group or more devices"
     if not lines:
         return f"a pipeline fits, but none was found that takes the whole batch. {remedy}"

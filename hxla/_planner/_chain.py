@@ -2,6 +2,8 @@
 
 import dataclasses
 
+UNBOUNDED = 2.0**60  # bytes of memory: no limit that a plan could meet
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:

@@ -4,9 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from .._cluster._cluster import Device, Link
 from .._core._errors import PlanError
-from .._profile._profile import LayerSize, LayerTime, Profile, Setting
+from .._profile._profile import LayerSize, Profile, Setting
 
 _BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
 
@@ -40,11 +42,11 @@ def layer_times(
     sizes: Sequence[LayerSize],
     profile: Profile | None,
     *,
-    state_factor: float,
-    sent_bytes: Sequence[float],
-    link: Link | None,
-) -> tuple[tuple[LayerTime, ...], str]:
-    """Times of every layer, and how they are known, in words.
+    state_factor: float = 1.0,
+    sent_bytes: Sequence[float] = (),
+    link: Link | None = None,
+) -> tuple[np.ndarray, str]:
+    """[3, L] Seconds of every layer's forward, backward and update; how they are known, in words.
 
     A tensor-parallel group that was not measured takes its share of what one device was measured
     to take, and what its collectives take on the node's link, half of it in the forward.
@@ -55,7 +57,8 @@ def layer_times(
         sizes: Of the layers on one device of the group.
         profile: Measured times, if there are any.
         state_factor: Bytes kept per byte of parameters.
-        sent_bytes: Per layer, what one device of the group sends in a forward and backward.
+        sent_bytes: Per layer, what one device of the group sends in a forward and backward; empty:
+            nothing.
         link: Between the devices of the group.
 
     Raises:
@@ -65,46 +68,27 @@ def layer_times(
         Williams et al., "Roofline", CACM 2009.
     """
     size, tensor = alternative.microbatch_size, alternative.tensor
-    own = Setting(device.label, size, tensor)
-    alone = Setting(device.label, size)
+    own, alone = Setting(device.label, size, tensor), Setting(device.label, size)
     known = profile.times if profile is not None else {}
-    if own in known:
-        times, how = known[own], "measured"
+    found, how = known.get(own), "measured"
+    if found is None and alone in known:
+        found, how = known[alone], f"measured alone, shared by {tensor}"
+    if found is None:
+        seconds, how = _roofline(device, alternative, sizes, state_factor)
     else:
-        if alone in known:
-            times = tuple(_shared(t, tensor) for t in known[alone])
-            how = f"measured alone, shared by {tensor}"
-        else:
-            times, how = _roofline(device, alternative, sizes, state_factor)
-        times = tuple(
-            _with_transfers(t, sent, link) for t, sent in zip(times, sent_bytes, strict=True)
-        )
+        seconds = np.array([(t.forward, t.backward, t.update) for t in found]).T
+    if own not in known:
+        seconds /= tensor if found is not None else 1
+        if link is not None and len(sent_bytes):
+            seconds[:2] += np.array(sent_bytes) / 2 / link.bytes_per_second
     if alternative.recompute:
-        times = tuple(dataclasses.replace(t, backward=t.backward + t.forward) for t in times)
-    return times, f"{device.label}: {how}"
-
-
-def _shared(time: LayerTime, num: int) -> LayerTime:
-    return LayerTime(
-        forward=time.forward / num,
-        backward=time.backward / num,
-        update=time.update / num,
-        measured=False,
-    )
-
-
-def _with_transfers(time: LayerTime, sent_bytes: float, link: Link | None) -> LayerTime:
-    if link is None or not sent_bytes:
-        return time
-    half = sent_bytes / 2 / link.bytes_per_second
-    return dataclasses.replace(
-        time, forward=time.forward + half, backward=time.backward + half, measured=False
-    )
+        seconds[1] += seconds[0]
+    return seconds, f"{device.label}: {how}"
 
 
 def _roofline(
     device: Device, alternative: Alternative, sizes: Sequence[LayerSize], state_factor: float
-) -> tuple[tuple[LayerTime, ...], str]:
+) -> tuple[np.ndarray, str]:
     rate = device.rate("tensorfloat32") or device.rate("float32")
     if rate is None:
         raise PlanError(
@@ -113,17 +97,10 @@ def _roofline(
             "add [device.rates] float32 to the mesh file"
         )
     bandwidth = device.memory_bytes_per_second or math.inf
-
-    def of(layer: LayerSize) -> LayerTime:
-        moved = layer.parameter_bytes + layer.stash_bytes
-        forward = max(layer.flops / rate.flops_per_second, moved / bandwidth)
-        return LayerTime(
-            forward=forward,
-            backward=_BACKWARD_FLOPS * forward,
-            update=(state_factor + 1) * layer.parameter_bytes / bandwidth,
-            measured=False,
-        )
-
+    rows = [(s.flops, s.parameter_bytes, s.stash_bytes) for s in sizes]
+    flops, parameter_bytes, stash_bytes = np.array(rows, float).T
+    forward = np.maximum(flops / rate.flops_per_second, (parameter_bytes + stash_bytes) / bandwidth)
+    update = (state_factor + 1) * parameter_bytes / bandwidth
     origin = "measured" if rate.measured else "data-sheet"
     how = f"not measured, estimated from FLOPs at the {origin} rate of {rate.dtype}"
-    return tuple(of(layer) for layer in sizes), how
+    return np.stack([forward, _BACKWARD_FLOPS * forward, update]), how

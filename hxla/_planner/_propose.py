@@ -2,19 +2,18 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .._cluster._cluster import Cluster, Link
 from .._core._errors import PlanError
 from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
-from ._chain import Chain, Group, Staging
+from ._chain import UNBOUNDED, Chain, Group
 from ._estimate import Alternative, layer_times
 from ._search import Found, search
 from ._staging import StepCost, staging_cost
 
-_UNBOUNDED = 2.0**60  # bytes: no limit that a plan could meet
 _NUM_RUNNERS_UP = 7
 _NUM_RANKED = 1000  # all: stages may be limited afterwards
 
@@ -100,17 +99,17 @@ def propose(
     Raises:
         PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
     """
-    reasons: dict[str, None] = {}
-    chains: dict[Hashable, Chain] = {}
-    places: dict[Hashable, list[list[Ranks]]] = {}
+    reasons: list[str] = []
+    chains: dict[Alternative, Chain] = {}
+    places: dict[Alternative, list[list[Ranks]]] = {}
     for size, tensor in sorted(work.sizes):
         kinds = _kinds(cluster, tensor)
         if not kinds:
-            reasons[f"tensor {tensor}: no node has so many devices of one kind"] = None
+            reasons.append(f"tensor {tensor}: no node has so many devices of one kind")
             continue
         if tensor > 1 and not uncounted:
             for label in [k for k, own in kinds.items() if cluster.link(*own[0][:2]) is None]:
-                reasons[f"{label}: no link described, so tensor parallelism is not tried"] = None
+                reasons.append(f"{label}: no link described, so tensor parallelism is not tried")
                 del kinds[label]
             if not kinds:
                 continue
@@ -119,8 +118,7 @@ def propose(
             chains[key] = _chain(work, key, cluster, kinds, profile, reasons)
             places[key] = list(kinds.values())
 
-    def can_run(key: Hashable, num_stages: int) -> bool:
-        assert isinstance(key, Alternative)
+    def can_run(key: Alternative, num_stages: int) -> bool:
         # Alone, a stage keeps what jax keeps; stages of several devices keep inputs only.
         wanted = num_stages > 1 and key.tensor > 1
         fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
@@ -142,31 +140,21 @@ def propose(
     best = ranked[0]
     if best is not found.ranked[0]:
         better = _runner_up(found.ranked[0])
-        reasons[
+        reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
             "that have been started"
-        ] = None
-    assert isinstance(best.alternative, Alternative)
-    chain, staging = chains[best.alternative], best.staging
-    cost = staging_cost(chain, staging)
+        )
+    staging = best.staging
+    cost = staging_cost(chains[best.alternative], staging)
     replicas, counts, devices = _placed(
-        work,
-        best.alternative,
-        chain,
-        staging,
-        cost,
-        places[best.alternative],
-        cluster,
-        profile,
-        reasons,
+        work, best, cost, places[best.alternative], cluster, profile, reasons
     )
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
-        reasons[f"devices {idle} have no part: with them the step would not be shorter"] = None
+        reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
     if found.exhausted:
-        reasons["the search ran out of time: the bound holds, a longer search may find more"] = None
-    for which, why in found.infeasible.items():
-        reasons[f"{which}: {why}"] = None
+        reasons.append("the search ran out of time: the bound holds, a longer search may find more")
+    reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
     others = [f for f in found.ranked if f is not best][:_NUM_RUNNERS_UP]
     return (
@@ -182,7 +170,7 @@ def propose(
                 devices=devices,
             ),
             runners_up=tuple(map(_runner_up, others)),
-            reasons=tuple(reasons),
+            reasons=tuple(dict.fromkeys(reasons)),
         ),
         dict(zip(firsts, cost.timelines, strict=False)),
     )
@@ -195,47 +183,33 @@ def _uses_all(found: Found, chain: Chain) -> bool:
 
 def _placed(
     work: ChainWork,
-    alternative: Alternative,
-    chain: Chain,
-    staging: Staging,
+    found: Found,
     cost: StepCost,
     places: Sequence[Sequence[Ranks]],
     cluster: Cluster,
     profile: Profile | None,
-    reasons: dict[str, None],
+    reasons: list[str],
 ) -> tuple[tuple[Ranks, ...], tuple[int, ...], tuple[DevicePrediction, ...]]:
     """Copies of the model on devices, their microbatches, and what is predicted of each device."""
-    size = alternative.microbatch_size
-    peaks = profile.peaks if profile is not None and len(staging.cuts) == 1 else {}
+    own, staging = found.alternative, found.staging
+    measured = profile is not None and len(staging.cuts) == 1 and not own.recompute
+    peaks = profile.peaks if profile is not None and measured else {}
     free = [list(groups) for groups in places]
     replicas, counts, out = [], [], []
-    for sort, replica in enumerate(staging.replicas):
-        inputs = replica.num_microbatches * work.input_bytes[size]
+    for replica, stages in zip(staging.replicas, cost.stages, strict=True):
+        inputs = replica.num_microbatches * work.input_bytes[own.microbatch_size]
         for _ in range(replica.count):
-            ranks: list[int] = []
-            for stage, group in enumerate(replica.groups):
-                for rank in free[group].pop(0):
-                    ranks.append(rank)
-                    label = cluster.devices[rank].label
-                    spent = cost.stages[sort][stage]
-                    held = spent.memory_bytes
-                    peak = peaks.get(Setting(label, size, alternative.tensor))
-                    if peak is not None and not alternative.recompute:
-                        reasons[f"{label}: memory from the compiled programs"] = None
-                        held = float(peak)
-                    capacity = chain.groups[group].memory_bytes
-                    out.append(
-                        DevicePrediction(
-                            rank=rank,
-                            memory_bytes=held + inputs,
-                            capacity_bytes=capacity if capacity < _UNBOUNDED else 0.0,
-                            compute_seconds=spent.compute_seconds,
-                            wait_seconds=max(0.0, spent.wait_seconds),  # a difference
-                            reduction_seconds=spent.reduction_seconds,
-                            update_seconds=spent.update_seconds,
-                        )
-                    )
-            replicas.append(tuple(ranks))
+            groups = [free[group].pop(0) for group in replica.groups]
+            for ranks, spent in zip(groups, stages, strict=True):
+                label = cluster.devices[ranks[0]].label
+                held = spent.memory_bytes
+                peak = peaks.get(Setting(label, own.microbatch_size, own.tensor))
+                if peak is not None:
+                    reasons.append(f"{label}: memory from the compiled programs")
+                    held = float(peak)
+                known = {"memory_bytes": held + inputs}
+                out += [spent.model_copy(update={"rank": rank, **known}) for rank in ranks]
+            replicas.append(tuple(itertools.chain(*groups)))
             counts.append(replica.num_microbatches)
     return tuple(replicas), tuple(counts), tuple(out)
 
@@ -272,7 +246,7 @@ def _chain(
     cluster: Cluster,
     kinds: Mapping[str, Sequence[Ranks]],
     profile: Profile | None,
-    reasons: dict[str, None],
+    reasons: list[str],
 ) -> Chain:
     sizes = work.sizes[key.microbatch_size, key.tensor]
     stash = tuple(s.stash_bytes for s in sizes)
@@ -286,29 +260,29 @@ def _chain(
         device = cluster.devices[own[0][0]]
         inside = cluster.link(own[0][0], own[0][1]) if key.tensor > 1 else None
         if key.tensor > 1 and inside is None:
-            reasons[f"{label}: no link described, tensor parallelism's transfers not counted"] = (
-                None
+            reasons.append(
+                f"{label}: no link described, tensor parallelism's transfers not counted"
             )
-        times, how = layer_times(
+        seconds, how = layer_times(
             device,
             key,
             sizes,
             profile,
             state_factor=work.state_factor,
-            sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), (0.0,) * len(sizes)),
+            sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), ()),
             link=inside,
         )
-        reasons[how] = None
+        reasons.append(how)
         if device.memory_bytes is None:
-            reasons[f"{label}: memory not described, taken to be enough"] = None
+            reasons.append(f"{label}: memory not described, taken to be enough")
         groups.append(
             Group(
                 kind=label,
                 num_devices=len(own),
-                memory_bytes=_UNBOUNDED if device.memory_bytes is None else device.memory_bytes,
-                forward_seconds=tuple(t.forward for t in times),
-                backward_seconds=tuple(t.backward for t in times),
-                update_seconds=tuple(t.update for t in times),
+                memory_bytes=UNBOUNDED if device.memory_bytes is None else device.memory_bytes,
+                forward_seconds=tuple(seconds[0].tolist()),
+                backward_seconds=tuple(seconds[1].tolist()),
+                update_seconds=tuple(seconds[2].tolist()),
                 parameter_bytes=tuple(s.parameter_bytes for s in sizes),
                 stash_bytes=stash,
             )
@@ -318,7 +292,7 @@ def _chain(
     together = together_key(d.label for d in cluster.devices)
     measured = profile.reductions.get(together) if profile is not None else None
     if measured is not None and len(cluster.devices) > 1:
-        reasons[f"the sum over all devices, and the loop: measured, {measured:.4g} s"] = None
+        reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
     per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in links]
     slowest = max(map(max, per_byte))
     whole_bytes = sum(s.parameter_bytes for s in work.sizes[key.microbatch_size, 1])
@@ -341,7 +315,7 @@ def _chain(
 
 
 def _slowest_link(
-    cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: dict[str, None]
+    cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str]
 ) -> Link | None:
     """Between any device of one group and any other of another."""
     by_node: dict[int, list[int]] = {}
@@ -358,7 +332,7 @@ def _slowest_link(
             continue  # one device has nobody to talk to
         link = cluster.link(first, second)
         if link is None:
-            reasons["some links are not described: their communication is not counted"] = None
+            reasons.append("some links are not described: their communication is not counted")
         else:
             found.append(link)
     return min(found, key=lambda link: link.bytes_per_second, default=None)

@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from .._core._errors import PlanError
-from ._best_pipeline import best_pipeline, explain_infeasible
+from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
 from ._bound import Alive, Bound
 from ._branch import Branching
 from ._chain import Chain, Staging
@@ -45,7 +46,7 @@ class Found:
         staging: The plan; its bound is that of its own chain.
     """
 
-    alternative: Hashable
+    alternative: Any
     staging: Staging
 
 
@@ -65,7 +66,7 @@ class Searched:
     ranked: tuple[Found, ...]
     bound_seconds: float
     exhausted: bool
-    infeasible: Mapping[Hashable, str]
+    infeasible: Mapping[Any, str]
 
     @property
     def gap(self) -> float:
@@ -74,12 +75,12 @@ class Searched:
 
 
 def search(
-    chains: Mapping[Hashable, Chain],
+    chains: Mapping[Any, Chain],
     *,
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
     num_ranked: int = 8,
-    can_run: Callable[[Hashable, int], bool] = lambda key, num_stages: True,
+    can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -120,7 +121,7 @@ def search(
         key: _Search(chain, goal, deadline, functools.partial(can_run, key))
         for key, chain in chains.items()
     }
-    infeasible: dict[Hashable, str] = {}
+    infeasible: dict[Any, str] = {}
     try:
         _run(searches, infeasible, goal, deadline)
         exhausted = False
@@ -162,8 +163,8 @@ class _Goal:
 
 
 def _run(
-    searches: "Mapping[Hashable, _Search]",
-    infeasible: dict[Hashable, str],
+    searches: "Mapping[Any, _Search]",
+    infeasible: dict[Any, str],
     goal: _Goal,
     deadline: Deadline,
 ) -> None:
@@ -240,6 +241,9 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
+        stages = [] if self.plans else roomiest_pipeline(self.chain)
+        if stages and all(stage.lack_bytes <= 0 for stage in stages):
+            self._try_cuts([tuple(stage.layers[0] for stage in stages)])
         if self._small and self._t.num_layers <= _SMALL_LAYERS:
             with contextlib.suppress(PlanError):
                 self._keep(best_pipeline(self.chain))
@@ -253,6 +257,11 @@ class _Search:
             for k, slack in itertools.product(range(t.num_kinds), _SLACKS):
                 period = float(t.seconds[k, 0, -1]) / num
                 starts.append(r.cut(num, even, period, period * slack))
+        self._try_cuts(starts)
+
+    def _try_cuts(self, starts: Sequence[tuple[int, ...] | None]) -> None:
+        """The best plan for a few cuts of as many stages."""
+        t = self._t
         scored = []
         for cuts in filter(None, dict.fromkeys(starts)):
             pipelines = cut_pipelines(t, cuts, self._num, self._check)

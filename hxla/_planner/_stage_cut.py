@@ -2,21 +2,17 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from .._graph._graph import Graph
 from .._graph._segments import segments
-from .._profile._profile import LayerSize, LayerTime
 from .._profile._segment_times import layer_sizes
 from ._axes import shard_graph
 from ._best_pipeline import best_pipeline
-from ._chain import Chain, Group
+from ._chain import UNBOUNDED, Chain, Group
 from ._pipeline_request import PipelineRequest
-
-_UNBOUNDED = 2.0**60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +35,7 @@ class StageCut:
 def best_cut(
     graph: Graph,
     request: PipelineRequest,
-    times: Mapping[int, Sequence[LayerTime]],
+    times: Mapping[int, np.ndarray],
     *,
     memory_bytes: Mapping[int, int | None],
     num_microbatches: int,
@@ -51,7 +47,7 @@ def best_cut(
     Args:
         graph: Traced.
         request: How many.
-        times: Of the graph's segments on each device.
+        times: [2, L] Seconds of the segments' forward and backward on each device.
         memory_bytes: Of each device; None: taken to be enough.
         num_microbatches: Of a global batch.
         optimizer_bytes: Of the optimizer's state for the whole model.
@@ -63,33 +59,31 @@ def best_cut(
     chain = segments(graph, request.most_segments)
     sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
     num = request.num
+    seconds = {d: own[:2].T for d, own in times.items()}
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]
     # Several pipelines share one cut: that of a pipeline whose stages are each the mean of theirs,
     # after each has its larger memories first, for earlier stages keep more.
     if len(pipelines) > 1:
         for own in pipelines:
-            own.sort(
-                key=lambda d: (
-                    -(memory_bytes[d] or 0),
-                    sum(t.forward + t.backward for t in times[d]),
-                )
-            )
-    groups = []
-    for position in range(num):
-        devices = [own[position] for own in pipelines]
-        known = [m for d in devices if (m := memory_bytes[d]) is not None]
-        groups.append(
-            _group(
-                str(position),
-                np.mean([[t.forward for t in times[d]] for d in devices], axis=0),
-                np.mean([[t.backward for t in times[d]] for d in devices], axis=0),
-                sizes,
-                min(known, default=None),
-            )
+            own.sort(key=lambda d: (-(memory_bytes[d] or 0), float(seconds[d].sum())))
+    means = [np.mean([seconds[own[i]] for own in pipelines], axis=0) for i in range(num)]
+    known = [[m for own in pipelines if (m := memory_bytes[own[i]])] for i in range(num)]
+    groups = tuple(
+        Group(
+            kind=f"device {i}",
+            num_devices=1,
+            memory_bytes=min(known[i], default=UNBOUNDED),
+            forward_seconds=tuple(means[i][:, 0].tolist()),
+            backward_seconds=tuple(means[i][:, 1].tolist()),
+            update_seconds=(0.0,) * len(sizes),
+            parameter_bytes=tuple(s.parameter_bytes for s in sizes),
+            stash_bytes=tuple(s.stash_bytes for s in sizes),
         )
+        for i in range(num)
+    )
     param_bytes = sum(s.parameter_bytes for s in sizes)
     problem = Chain(
-        groups=tuple(groups),
+        groups=groups,
         num_microbatches=max(1, num_microbatches // len(pipelines)),
         output_bytes=tuple(s.output_bytes for s in sizes),
         # A stage's own parameters and their sums; what is stored is even over all stages.
@@ -101,33 +95,13 @@ def best_cut(
     ends = (*staging.cuts[1:], len(sizes))
     layers = tuple(b - a for a, b in zip(staging.cuts, ends, strict=True))
     pipelines = [[own[g] for g in replica.groups] for own in pipelines]
-    busy = [
-        sum(
-            groups[g].forward_seconds[i] + groups[g].backward_seconds[i]
-            for i in range(start, start + n)
-        )
-        for g, start, n in zip(replica.groups, staging.cuts, layers, strict=True)
-    ]
-    whole = [sum(groups[g].forward_seconds + groups[g].backward_seconds) for g in replica.groups]
+    spans = zip(replica.groups, staging.cuts, ends, strict=True)
+    busy = [float(means[g][a:b].sum()) for g, a, b in spans]
+    whole = [float(means[g].sum()) for g in replica.groups]
     shown = ", ".join(f"{s * 1e3:.3g}" for s in busy)
     return StageCut(
         order=tuple(itertools.chain(*pipelines)),
         layers=layers,
         fractions=tuple(b / w if w else 0.0 for b, w in zip(busy, whole, strict=True)),
         reason=f"cut by measured times: {shown} ms a microbatch on the stages",
-    )
-
-
-def _group(
-    kind: str, forward: Any, backward: Any, sizes: Sequence[LayerSize], memory: int | None
-) -> Group:
-    return Group(
-        kind=f"device {kind}",
-        num_devices=1,
-        memory_bytes=_UNBOUNDED if memory is None else memory,
-        forward_seconds=tuple(map(float, forward)),
-        backward_seconds=tuple(map(float, backward)),
-        update_seconds=(0.0,) * len(sizes),
-        parameter_bytes=tuple(s.parameter_bytes for s in sizes),
-        stash_bytes=tuple(s.stash_bytes for s in sizes),
     )

@@ -7,29 +7,11 @@ it hands over.
 import dataclasses
 import itertools
 
+from .._plan._plan_parts import DevicePrediction
 from .._schedule._replay import Timeline, replay
 from .._schedule._schedules import one_f_one_b
-from ._chain import Chain, Staging
+from ._chain import UNBOUNDED, Chain, Staging
 from ._chain_tables import tables
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """What one device of a stage spends and holds; its seconds add up to the step.
-
-    Attributes:
-        compute_seconds: Forwards and backwards.
-        wait_seconds: Bubbles, transfers, and other replicas and stages.
-        reduction_seconds: Of its gradients over the replicas.
-        update_seconds: Optimizer update.
-        memory_bytes: State, the workspace, and the stash of the microbatches in flight.
-    """
-
-    compute_seconds: float
-    wait_seconds: float
-    reduction_seconds: float
-    update_seconds: float
-    memory_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +20,13 @@ class StepCost:
 
     Attributes:
         step_seconds: From one step's reduction to the next one's, where steps follow one another.
-        stages: Per sort of replicas and stage.
+        stages: Per sort of replicas and stage, what one device of it spends and holds, as if its
+            rank were 0: state, workspace and the stash of the microbatches in flight.
         timelines: One per sort of replicas.
     """
 
     step_seconds: float
-    stages: tuple[tuple[StageCost, ...], ...]
+    stages: tuple[tuple[DevicePrediction, ...], ...]
     timelines: tuple[Timeline, ...]
 
 
@@ -87,15 +70,17 @@ def staging_cost(chain: Chain, staging: Staging) -> StepCost:
     for replica, timeline, own in zip(staging.replicas, timelines, stages, strict=True):
         costs.append(
             tuple(
-                StageCost(
+                DevicePrediction(
+                    rank=0,
                     compute_seconds=busy,
-                    wait_seconds=step - busy - reduction - float(t.update[s]),
+                    wait_seconds=max(0.0, step - busy - reduction - float(t.update[s])),
                     reduction_seconds=reduction,
                     update_seconds=float(t.update[s]),
                     memory_bytes=float(
                         t.state_bytes[s]
                         + min(num_stages - i, replica.num_microbatches) * t.stash_bytes[s]
                     ),
+                    capacity_bytes=t.memory[s[0]] if t.memory[s[0]] < UNBOUNDED else 0.0,
                 )
                 for i, (busy, reduction, s) in enumerate(
                     zip(timeline.busy_seconds, reductions, own, strict=True)

@@ -48,25 +48,17 @@ class Summary:
     Attributes:
         unit: What is counted, `tokens` or `examples`.
         num_units: How many of them were trained on, repetitions included.
-        seconds: Wall time of all steps.
         whole: All steps but the first, which may include compilation; the counts are the last
             step's, and steps on another number of devices are left out.
         before: The first steps with the first counts, without the very first step.
         after: The last steps with the last counts; the same as `before` if counts never moved.
-        final_loss: Loss of the last step.
-        redone_steps: Steps that were redone at least once.
-        skipped_steps: Steps whose update was skipped.
     """
 
     unit: str
     num_units: int
-    seconds: float
     whole: Phase
     before: Phase
     after: Phase
-    final_loss: float
-    redone_steps: tuple[int, ...]
-    skipped_steps: tuple[int, ...]
 
     @property
     def moved(self) -> bool:
@@ -85,18 +77,9 @@ def num_units(record: StepRecord) -> int:
     return record.num_tokens or record.num_examples
 
 
-def summarise(history: History) -> Summary | None:
-    """The figures of a run.
-
-    Args:
-        history: The run.
-
-    Returns:
-        Its figures, or None if it has no steps.
-    """
+def summarise(history: History) -> Summary:
+    """The figures of a run of at least one step."""
     steps = history.steps
-    if not steps:
-        return None
     # The very first step may include compilation; with no other there is no choice.
     warm = steps[1:] or steps
     comparable = [r for r in warm if len(r.counts) == len(steps[-1].counts)]
@@ -110,13 +93,9 @@ def summarise(history: History) -> Summary | None:
     return Summary(
         unit="tokens" if any(r.num_tokens for r in steps) else "examples",
         num_units=sum(map(num_units, steps)),
-        seconds=sum(r.seconds for r in steps),
         whole=_phase(comparable, steps[-1].counts),
         before=_phase(first, first[0].counts) if first[0].counts != usual else after,
         after=after,
-        final_loss=steps[-1].loss,
-        redone_steps=tuple(r.step for r in steps if r.redone),
-        skipped_steps=tuple(r.step for r in steps if r.skipped),
     )
 
 

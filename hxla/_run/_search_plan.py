@@ -27,6 +27,8 @@ from ._short_profile import short_profile
 from ._traced_job import TracedJob
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
+_MEASURED_SEGMENTS = 8  # each takes a compilation
+_MOST_SEGMENTS = 96  # of estimated times; the search is measured up to so many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class SearchWishes:
 
     Attributes:
         microbatch_sizes: To try; empty: those of the profile, or some that suit the cluster.
-        num_segments: Most segments of the chain, where no profile says.
+        num_segments: Most segments of the chain, where no profile says; None: 8 if they are
+            measured, otherwise two for each device, from 8 to 96.
         seconds: Time budget of the search.
         max_stages: Most stages of a plan; None: any number.
         tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
@@ -44,7 +47,7 @@ class SearchWishes:
     """
 
     microbatch_sizes: tuple[int, ...] = ()
-    num_segments: int = 8
+    num_segments: int | None = None
     seconds: float = 10.0
     max_stages: int | None = None
     tensors: tuple[int, ...] = ()
@@ -53,7 +56,7 @@ class SearchWishes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """A plan by search.
+    """A plan, and what a search knows of it.
 
     Attributes:
         plan: The best.
@@ -61,7 +64,7 @@ class FoundPlan:
     """
 
     plan: Plan
-    timelines: Mapping[int, Timeline]
+    timelines: Mapping[int, Timeline] = dataclasses.field(default_factory=dict)
 
 
 def search_plan(
@@ -95,11 +98,14 @@ def search_plan(
         tried = tuple({s.microbatch_size for s in profile.times})
     sizes = _sizes(job, tried, size, len(cluster.devices))
     check_unannotated(job.graph(sizes[0]), "plan='auto'")
-    num_segments = wishes.num_segments
+    some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
+    num_segments = wishes.num_segments or some
     if profile is not None:
-        num_segments = profile.num_segments or len(profile.layers)
+        num_segments = profile.most_segments
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
+    if profile is not None:
+        profile.check(work.layers)
     found, timelines = propose(
         work,
         cluster,
@@ -130,11 +136,9 @@ def auto_plan(
     wishes = SearchWishes()
     cluster = _linked(job, job.cluster(devices), devices)
     sizes = _sizes(job, (), size_asked(job, size), len(devices))
-    profile = short_profile(job, cluster, devices, sizes, wishes.num_segments, sums)
+    profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
     found = search_plan(job, cluster, profile, wishes, sums=sums, size=size, all_devices=True)
-    plan = found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
-    job.agree("plan", plan.decisions.to_json())
-    return plan
+    return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
 
 
 def _linked(job: TracedJob, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:
