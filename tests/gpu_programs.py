@@ -24,11 +24,11 @@ from jax.sharding import SingleDeviceSharding
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_parts"))
 
-import gpt  # noqa: E402
-import gpu_jobs  # noqa: E402
+import gpt
+import gpu_jobs
 
-import hxla  # noqa: E402
-from hxla._lower._lower import Programs, lower  # noqa: E402
+import hxla
+from hxla._lower._lower import Programs, lower
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
 GIB = 80
