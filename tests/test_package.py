@@ -226,6 +226,15 @@ def test_an_example_runs(script, wanted):
 
 
 @pytest.mark.slow
+def test_the_demo_runs(tmp_path):
+    script = str(ROOT / "examples" / "01_mixed_cluster.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.33", script, "--steps", "4"]
+    command += ["--compared-steps", "2", "--folder", str(tmp_path)]
+    _runs(command, ["of attainable", "identical after 2 steps", "nats per byte"])
+    assert (tmp_path / "mixed_cluster.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     script = str(ROOT / "examples" / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]

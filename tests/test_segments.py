@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._segments import in_task_order, num_asked, run_segment, segments, task_points
+from hxla._graph._segments import in_task_order, run_segment, segments, task_points
 from hxla._graph._trace import trace_functional
 from hxla._model._functional import functional
 from hxla._model._loss import as_sums
@@ -96,20 +96,6 @@ def test_a_tied_embedding_belongs_to_both_ends():
     shared = set(chain[0].params) & set(chain[-1].params)
     assert len(chain) > 1
     assert len(shared) == 1
-
-
-def test_a_profiles_chain_is_found_again_where_fewer_segments_were_made_than_asked_for():
-    """Two layers have few places to cut: of eight segments four are left, of four two."""
-    model = nnx.Sequential(
-        nnx.Linear(2, 64, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(64, 2, rngs=nnx.Rngs(1))
-    )
-    batch = {"x": jax.ShapeDtypeStruct((32, 2), np.float32)}
-    graph = hxla.trace(model, lambda m, b: jax.nn.logsumexp(m(b["x"]), axis=1), batch)
-    names = [s.name for s in segments(graph, 8)]
-    assert [s.name for s in segments(graph, len(names))] != names
-    assert [s.name for s in segments(graph, num_asked(graph, names))] == names
-    with pytest.raises(hxla.PlanError, match=r"measure it again with hxla profile"):
-        num_asked(graph, [*names, "another"])
 
 
 def test_no_segments_are_refused():

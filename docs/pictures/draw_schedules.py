@@ -20,7 +20,7 @@ LIKE = [0.012] * 4
 
 
 def main() -> None:
-    """Draw each schedule into the folder of this script."""
+    """Draw every picture anew."""
     blocking = blocking_replay(one_f_one_b(4, 8), UNLIKE_F, UNLIKE_B, [0.002] * 3)
     pictures = {
         "1f1b": lanes_of_timeline(

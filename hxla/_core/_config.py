@@ -13,19 +13,8 @@ import pydantic
 from ._errors import ConfigError
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
-INTERNAL_VARIABLES = frozenset(
-    f"HXLA_{name}"
-    for name in (
-        "DEVICES",
-        "PLAN",
-        "MESH",
-        "COORDINATOR",
-        "LAUNCHER_PID",
-        "LIVE",
-        "NUM_PROCESSES",
-        "PROCESS_ID",
-    )
-)
+_INTERNAL = "DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE NUM_PROCESSES PROCESS_ID"
+INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
 
 class _Section(pydantic.BaseModel):

@@ -18,8 +18,6 @@ from ._graph import Graph
 from ._interpreter import Env, run_ops
 from ._operations import Op, leaves
 
-_MOST_ASKED = 64
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -72,23 +70,6 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
         PlanError: If `num` is below 1.
     """
     return segments_at(graph, cut_points(graph, num))
-
-
-def num_asked(graph: Graph, names: Sequence[str]) -> int:
-    """The least `num` for which `segments` makes a chain of these names.
-
-    A program with few places to cut gives fewer segments than were asked for.
-
-    Raises:
-        PlanError: If there is none.
-    """
-    for num in range(len(names), max(_MOST_ASKED, 2 * len(names))):
-        if [s.name for s in segments(graph, num)] == list(names):
-            return num
-    raise PlanError(
-        f"the profile has the segments {', '.join(names)}, into which the loss is not cut now: "
-        "measure it again with hxla profile"
-    )
 
 
 def cut_points(graph: Graph, num: int) -> tuple[int, ...]:

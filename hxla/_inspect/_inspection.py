@@ -117,21 +117,13 @@ class Inspection:
             InspectError: If there is no profile of these programs, or the path cannot be written.
             PlanError: If `predicted` is neither a plan nor a trace of one.
         """
-        measured = lanes = None
-        if profile is not None:
-            measured = last_step(pathlib.Path(profile), self.programs)
-        if predicted is not None:
-            try:
-                lanes = lanes_of_file(pathlib.Path(predicted))
-            except OSError as error:
-                raise InspectError(
-                    f"no prediction in {predicted}: {error.strerror or error}"
-                ) from error
+        step = last_step(pathlib.Path(profile), self.programs) if profile is not None else None
+        lanes = lanes_of_file(pathlib.Path(predicted)) if predicted is not None else None
         page = inspection_page(
             self.programs,
             self.problems,
             title=title or "What XLA did",
-            measured=measured,
+            measured=step,
             predicted=lanes,
         )
         write(path, page, InspectError)

@@ -2,7 +2,7 @@
 
 import html
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._core._format import num_bytes as size
@@ -34,6 +34,7 @@ main { max-width: 72rem; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
 figure .steps { min-width: 46rem; }
 """
+_KIND = {"collective": lambda own: own[0].kind, "over": lambda own: own[0].over}
 _OWNER_COLORS = dict(zip(OWNERS, ("k0", "k3", "k2", "k1", "k5", "hatch", "k6", "k7"), strict=True))
 _HATCH = (
     '<svg class="defs" aria-hidden="true"><pattern id="padding" width="6" height="6" '
@@ -139,8 +140,7 @@ def _program(program: Program, measured: Lanes | None) -> Iterator[str]:
 
 def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     total = program.total
-    mesh = " x ".join(f"{name}={n}" for name, n in program.mesh)
-    detail = mesh or ("" if program.num_devices == 1 else "mesh not known")
+    detail = program.mesh_text or ("" if program.num_devices == 1 else "mesh not known")
     yield "Devices", str(program.num_devices), detail
     if program.memory is not None:
         owner, most = max(program.memory.by_owner.items(), key=lambda x: x[1], default=("", 0))
@@ -148,11 +148,9 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
         yield "Peak memory of a device", size(program.memory.total_bytes), what
     more = "" if total.is_exact else " or more"
     yield "FLOPs of a device", si(total.flops) + more, f"{size(total.num_bytes)} moved in memory"
-    runs, seconds = (
-        plural(total.num_collectives, "collective"),
-        tables.time(total.collective_seconds),
-    )
-    detail = runs + (f", predicted {seconds}" if seconds else "")
+    seconds = tables.time(total.collective_seconds)
+    detail = plural(total.num_collectives, "collective")
+    detail += f", predicted {seconds}" if seconds else ""
     yield "Sent by a device", size(total.collective_bytes), detail
 
 
@@ -171,45 +169,40 @@ def _warnings(found: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterat
         yield fold(f"{len(lines) - _MAX_WARNINGS} more", items(lines[_MAX_WARNINGS:]))
 
 
-def _by(found: Sequence[Collective], key: str) -> list[tuple[str, list[Collective]]]:
-    """Collectives by TaskGraph or source line, those that send most first."""
-    out: dict[str, list[Collective]] = defaultdict(list)
-    for collective in found:
-        out[getattr(collective.origin, key)].append(collective)
-    return sorted(out.items(), key=lambda item: -tables.sent_bytes(item[1]))
-
-
 def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
-    yield table(*tables.kind_table(program.collectives, took=_took(program, measured)))
-    lines = [(line, own) for line, own in _by(program.collectives, "source") if line]
-    folder = _folder(os.path.dirname(line) for line, _ in lines)
+    kinds = group(program.collectives, lambda c: c.kind, lambda c: c.over)
+    yield table(*tables.sums_table(kinds, _KIND, _took(program, measured)))
+    located = [c for c in program.collectives if c.origin.source]
+    folder = _folder(os.path.dirname(c.origin.source) for c in located)
     prefix = f"{folder}/" if folder else ""
     yield "<h3>By TaskGraph</h3>"
-    for number, (task_graph, own) in enumerate(_by(program.collectives, "task_graph")):
+    task_graphs = group(program.collectives, lambda _: "", lambda c: c.origin.task_graph)
+    for number, own in enumerate(sorted(task_graphs, key=tables.sent_bytes, reverse=True)):
+        task_graph = own[0].origin.task_graph
         name = html.escape(task_graph or "outside all TaskGraphs")
         said = f"{plural(tables.num_runs(own), 'run')}, {size(tables.sent_bytes(own))} sent"
         seconds = tables.predicted(own)
         said += f", predicted {seconds}" if seconds else ""
         listed = table(*tables.collective_table(own, task_graph, prefix))
         yield fold(f"<b>{name}</b>: {said}", listed, is_open=number < 3)
-    if lines:
+    if located:
         yield "<h3>By source line</h3>"
-        yield table(
-            ("line", "function", "collectives", "runs", "sent by a device", "predicted"),
-            [
-                (
-                    line.removeprefix(prefix),
-                    ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function)),
-                    ", ".join(f"{n} {k}" for k, n in Counter(c.kind for c in own).items()),
-                    str(tables.num_runs(own)),
-                    size(tables.sent_bytes(own)),
-                    tables.predicted(own),
-                )
-                for line, own in lines
-            ],
-            left=(0, 1, 2),
-        )
+        words = {
+            "line": lambda own: own[0].origin.source.removeprefix(prefix),
+            "function": _functions,
+            "collectives": _kinds,
+        }
+        lines = group(located, lambda _: "", lambda c: c.origin.source)
+        yield table(*tables.sums_table(lines, words))
         yield f"<p>Lines of files in {html.escape(prefix)}.</p>" if prefix else ""
+
+
+def _functions(own: Sequence[Collective]) -> str:
+    return ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function))
+
+
+def _kinds(own: Sequence[Collective]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(c.kind for c in own).items())
 
 
 def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
@@ -252,12 +245,12 @@ def _both(old: Program, new: Program) -> Iterator[str]:
             parts.append(f"<h3>{word}: {size(memory.total_bytes)}</h3>")
             parts.append(_owners(memory, whole))
         yield section("Memory of one device at the peak", *parts)
-    sides = [tables.kind_table(p.collectives, of=_task_graph) for p in (old, new)]
+    words = {**_KIND, "of": lambda own: own[0].origin.task_graph}
+    key = lambda c: (c.over, c.origin.task_graph)  # noqa: E731
+    sides = [
+        tables.sums_table(group(p.collectives, lambda c: c.kind, key), words) for p in (old, new)
+    ]
     if any(side.rows for side in sides):
         yield section("Collectives", table(*tables.side_by_side(*sides)))
     both = tables.side_by_side(tables.work_table(old), tables.work_table(new))
     yield section("Work of one device in one call", table(*both))
-
-
-def _task_graph(collective: Collective) -> str:
-    return collective.origin.task_graph

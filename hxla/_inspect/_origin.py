@@ -13,17 +13,14 @@ from ._shapes import split_outside
 _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
-_SCOPE = re.compile(r"hxla\.(?:replicate|split)\[\w+\]\.\d+")
-_CALL = re.compile(r"^(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)$")
-_BRANCH = re.compile(r"^branch_\d+_fun$")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|shmap|remat|checkpoint)\((.*)\)$")
-# What jax itself writes between the user's scopes.
-_MACHINERY = frozenset(
-    {
-        *("while", "body", "cond", "scan", "closed_call", "core_call", "eval_jaxpr", "pjit"),
-        *("checkpoint", "remat", "remat2", "rematted_computation", "shard_map", "run_state"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_partitioning"),
-    }
+# What jax and hxla themselves write between the user's scopes.
+_MACHINERY = re.compile(
+    r"|while|body|cond|scan|closed_call|core_call|eval_jaxpr|pjit|checkpoint|remat|remat2"
+    r"|rematted_computation|shard_map|run_state|custom_jvp_call|custom_vjp_call"
+    r"|custom_vjp_call_jaxpr|custom_partitioning|branch_\d+_fun"
+    r"|(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)"
+    r"|hxla\.(?:replicate|split)\[\w+\]\.\d+"
 )
 _LIBRARIES = tuple(
     {
@@ -62,15 +59,8 @@ def module_path(name: str) -> tuple[str, str]:
     for scope in scopes:
         while inner := _TRANSFORM.match(scope):
             scope = inner[1]
-        own += [
-            part
-            for part in split_outside(scope, "/")
-            if part
-            and part not in _MACHINERY
-            and not _BRANCH.match(part)
-            and not _CALL.match(part)
-            and not _SCOPE.fullmatch(part)
-        ]
+        parts = split_outside(scope, "/")
+        own += [part for part in parts if not _MACHINERY.fullmatch(part)]
     return "/".join(own), primitive
 
 
@@ -80,13 +70,14 @@ class Origins:
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[str, Origin] = {}
-        entries: set[tuple[Scope, ...]] = set()
-        for computation in module.computations.values():
-            if "hxla." not in computation:
-                continue
-            for instruction in computation.instructions.values():
-                if "hxla." in instruction.rest:
-                    entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}
+        named = {
+            op_name(instruction)
+            for computation in module.computations.values()
+            if "hxla." in computation
+            for instruction in computation.instructions.values()
+            if "hxla." in instruction.rest
+        }
+        entries = {tuple(scopes_of(piece)) for name in named for piece in joined(name)}
         # Entry numbers count through a process; those of one program from 0 are what can be read
         # and compared.
         ordered = sorted((e for e in entries if e), key=lambda key: key[-1].entry)

@@ -318,6 +318,11 @@ class Program:
     problems: tuple[str, ...] = ()
 
     @property
+    def mesh_text(self) -> str:
+        """The mesh in words, `data=2 x tensor=4`; empty if not known."""
+        return " x ".join(f"{name}={n}" for name, n in self.mesh)
+
+    @property
     def title(self) -> str:
         """The name, and the role where it has one."""
         return f"{self.name} ({self.role})" if self.role else self.name

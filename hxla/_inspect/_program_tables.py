@@ -1,7 +1,7 @@
 """What programs do, as tables of texts for a terminal and for a page."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .._core._format import num_bytes as size
 from .._core._format import si, span
@@ -50,28 +50,24 @@ def predicted(found: Sequence[Collective]) -> str:
     return span(sum(times)) if times and len(times) == len(found) else ""
 
 
-def kind_table(
-    found: Sequence[Collective],
-    *,
-    of: Callable[[Collective], str] = lambda _: "",
+def sums_table(
+    alikes: Iterable[Sequence[Collective]],
+    words: Mapping[str, Callable[[Sequence[Collective]], str]],
     took: Mapping[str, float] | None = None,
 ) -> Table:
-    """Collectives of a kind over the same axes in one row, those that send most first.
+    """Collectives that are alike in one row, those that send most first.
 
     Args:
-        found: What to show.
-        of: By what else rows are told apart, its TaskGraph.
+        alikes: What to show.
+        words: Columns that say what they are, by their heads.
         took: Measured seconds, by name.
     """
     rows = []
-    kinds = group(found, lambda c: c.kind, lambda c: c.over, of)
-    for own in sorted(kinds, key=sent_bytes, reverse=True):
+    for own in sorted(alikes, key=sent_bytes, reverse=True):
         times = [took[c.name] for c in own if c.name in took] if took else []
         rows.append(
             (
-                own[0].kind,
-                own[0].over,
-                of(own[0]),
+                *(word(own) for word in words.values()),
                 str(len(own)),
                 str(num_runs(own)),
                 size(sent_bytes(own)),
@@ -79,8 +75,8 @@ def kind_table(
                 span(sum(times)) if times else "",
             )
         )
-    words, figures = ("collective", "over", "of"), ("in the text", "runs", "sent by a device")
-    return Table((*words, *figures, "predicted", "measured"), rows, left=(0, 1, 2))
+    figures = ("in the text", "runs", "sent by a device", "predicted", "measured")
+    return Table((*words, *figures), rows, left=range(len(words)))
 
 
 def side_by_side(before: Table, after: Table) -> Table:

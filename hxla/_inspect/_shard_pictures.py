@@ -48,11 +48,8 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         )
     known = [a for a in program.arrays if a.spec is not None]
     whole = sum(a.num_bytes for a in program.arrays)
-    layouts: dict[object, list[ProgramArray]] = {}
-    for array in known:
-        key = array.dtype, array.shape, array.local_shape, array.spec
-        layouts.setdefault(key, []).append(array)
-    alikes = sorted(layouts.values(), key=lambda own: -len(own) * own[0].num_bytes)
+    layouts = group(known, lambda _: "", lambda a: (a.dtype, a.shape, a.local_shape, a.spec))
+    alikes = sorted(layouts, key=lambda own: -len(own) * own[0].num_bytes)
     large = [
         own
         for own in alikes

@@ -4,6 +4,7 @@ import html
 import json
 import pathlib
 
+from .._core._errors import InspectError
 from .._core._format import span
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
@@ -45,9 +46,12 @@ def lanes_of_file(path: pathlib.Path) -> Lanes:
 
     Raises:
         PlanError: If it is neither.
-        OSError: If it cannot be read.
+        InspectError: If it cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InspectError(f"no prediction in {path}: {error.strerror or error}") from error
     try:
         has_events = "traceEvents" in json.loads(text)
     except ValueError:

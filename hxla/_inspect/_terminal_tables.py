@@ -20,7 +20,7 @@ def terminal_tables(programs: Sequence[Program], problems: Sequence[str], *, lim
 
 
 def _program(program: Program, limit: int) -> Iterator[str | tuple[str, Table, int]]:
-    mesh = " x ".join(f"{name}={n}" for name, n in program.mesh) or "mesh not known"
+    mesh = program.mesh_text or "mesh not known"
     devices = f"{program.num_devices} devices, {mesh}" if program.num_devices > 1 else "1 device"
     yield f"{program.title}: {devices}, {program.source}"
     yield from (f"  not read: {problem}" for problem in program.problems)

@@ -12,6 +12,7 @@ from ._hlo_text import Computation, Instruction, Module
 from ._program import Collective, Origin, ProgramArray, Warned
 from ._replica_groups import Mesh
 
+_Placed = tuple[Instruction, Computation, Collective]
 _LARGE_BYTES = 1 << 16
 _LARGE_SHARE = 0.01  # of all arguments
 _PADDING = 0.1
@@ -35,10 +36,12 @@ def warnings(
         rules: That parameters should follow; None: they are compared with each other.
         lost: Numbers of arguments that were donated and that no result took over.
     """
+    places = read.module.find(OPCODES.keys())
+    placed = [(*place, found) for place, found in zip(places, collectives, strict=True)]
     found = [
         *_replicated(read.arrays, mesh, rules),
-        *_hoistable(read, collectives),
-        *_resharded(read, collectives),
+        *_hoistable(read, placed),
+        *_resharded(read, placed),
         *_padding(read, mesh),
         *_unused(read.arrays, collectives, mesh),
         *_donations(read.arrays, lost),
@@ -87,9 +90,8 @@ def _replicated(
                 )
 
 
-def _hoistable(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
-    places = read.module.find(OPCODES.keys())
-    for (instruction, body), collective in zip(places, collectives, strict=True):
+def _hoistable(read: AnnotatedModule, placed: Sequence[_Placed]) -> Iterator[Warned]:
+    for instruction, body, collective in placed:
         if not collective.loops or not read.flow.in_loop(body):
             continue
         trips = collective.loops[-1].trips
@@ -126,9 +128,8 @@ def _accumulates(read: AnnotatedModule, body: Computation, reader: Instruction) 
     return any(read.flow.only_reader(body, element) is reader for element in carried & handed)
 
 
-def _resharded(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
-    places = read.module.find(OPCODES.keys())
-    for (instruction, computation), collective in zip(places, collectives, strict=True):
+def _resharded(read: AnnotatedModule, placed: Sequence[_Placed]) -> Iterator[Warned]:
+    for instruction, computation, collective in placed:
         if collective.kind != "all-gather":
             continue
         readers = list(read.flow.readers(computation, instruction))

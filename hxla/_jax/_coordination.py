@@ -1,8 +1,9 @@
 """The one wrapper of jax's distributed key-value client, which has no public form."""
 
+import collections
 import difflib
 import itertools
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,8 +11,7 @@ from jax._src import distributed as _distributed
 
 from .._core._errors import LaunchError
 
-_rounds: dict[str, int] = {}
-_lock = threading.Lock()
+_rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def client() -> Any:
@@ -34,12 +34,6 @@ def entries(prefix: str) -> dict[str, str]:
     return dict(client().key_value_dir_get(prefix))
 
 
-def _next_round(what: str) -> int:
-    with _lock:
-        number = _rounds[what] = _rounds.get(what, -1) + 1
-    return number
-
-
 def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     """What every process says, in the order of ranks; each must call this equally often.
 
@@ -50,7 +44,7 @@ def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     """
     if jax.process_count() == 1:
         return (text,)
-    number = _next_round(what)
+    number = next(_rounds[what])
     put(f"hxla/gather/{what}/{number}/{jax.process_index()}", text)
     keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(jax.process_count())]
     return tuple(get(key, timeout_seconds) for key in keys)
@@ -68,7 +62,7 @@ def same_everywhere(what: str, text: str, *, timeout_seconds: float) -> None:
         LaunchError: With a short diff against process 0.
     """
     rank = jax.process_index()
-    number = _next_round(what)
+    number = next(_rounds[what])
     key = f"hxla/same/{what}/{number}"
     if rank == 0:
         put(key, text)

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 class PlanValue(pydantic.BaseModel):
     """A part of a plan: frozen, hashable, and strict about what it is read from."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
+    )
 
 
 class Layout(PlanValue):

@@ -19,6 +19,7 @@ from .._core._types import STAGE_AXIS
 from ._layout import Layout, PlanValue
 from ._plan_check import faults
 from ._plan_differences import differences
+from ._plan_file import faults_of, from_json, refusal
 from ._plan_parts import (
     Axis,
     Placement,
@@ -249,7 +250,7 @@ class Plan(PlanValue):
         try:
             return cls(**fields)
         except pydantic.ValidationError as error:
-            raise PlanError(_written(error)) from None
+            raise refusal(faults_of(error)) from None
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -270,10 +271,7 @@ class Plan(PlanValue):
         Raises:
             PlanError: If the text is no plan: every fault, with its key and the reason.
         """
-        try:
-            return cls.model_validate_json(text)
-        except pydantic.ValidationError as error:
-            raise PlanError(_written(error)) from None
+        return from_json(cls, text)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file.
@@ -473,15 +471,3 @@ def _predicted_rows(*plans: Plan) -> Iterator[tuple[str, str, str]]:
     yield "gap", f"{a.gap:.1%}", f"{b.gap:.1%}"
     most = [max((d.memory_bytes for d in k.devices), default=0.0) / 2**30 for k in (a, b)]
     yield "fullest device", f"{most[0]:.2f} GiB", f"{most[1]:.2f} GiB"
-
-
-def _written(error: pydantic.ValidationError) -> str:
-    lines = []
-    for failure in error.errors():
-        if failure["type"] == "value_error":  # of `faults`, a line each
-            lines += [f"  {line}" for line in str(failure["ctx"]["error"]).splitlines()]
-            continue
-        key = ".".join(map(str, failure["loc"])) or "the file"
-        given = "" if failure["type"] == "missing" else f", not {str(failure['input'])[:60]!r}"
-        lines.append(f"  {key}: {failure['msg']}{given}")
-    return "this is no plan that can be run:\n" + "\n".join(lines)

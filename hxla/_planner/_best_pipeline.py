@@ -1,5 +1,6 @@
 """One pipeline over unlike devices: the exact optimum."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -77,34 +78,31 @@ def best_pipeline(chain: Chain, *, num_stages: int | None = None) -> Staging:
 
 def _fastest(solver: "_Solver", update: float, num: int) -> tuple[float, float, _Plan] | None:
     """The least fill + (num - 1) * period with updates up to a limit, its update, and the plan."""
-    first = solver.solve(math.inf, update)
-    if first is None:
-        return None
-    fill, period, slowest, plan = first
-    best = (fill + (num - 1) * period, slowest, plan)
-    if num == 1:
+    best: tuple[float, float, _Plan] | None = None
+
+    def solve(period: float) -> tuple[float, float] | None:
+        """Fill and period of the plan of the least fill up to a period, kept if it is the best."""
+        nonlocal best
+        found = solver.solve(period, update)
+        if found is None:
+            return None
+        fill, period, slowest, plan = found
+        plans = [(fill + (num - 1) * period, slowest, plan), *([best] if best else [])]
+        best = min(plans)
+        return fill, period
+
+    first = solve(math.inf)
+    if first is None or best is None or num == 1:
         return best
-    least_fill = fill
+    least_fill, period = first
     # The least period of any plan: no better limit exists below it.
     periods = solver.periods(period)
-    low, high = 0, len(periods) - 1
-    while low < high:
-        middle = (low + high) // 2
-        found = solver.solve(periods[middle], update)
-        if found is None:
-            low = middle + 1
-        else:
-            high = middle
-            best = min(best, (found[0] + (num - 1) * found[1], found[2], found[3]))
-    least_period = periods[low]
+    least_period = periods[bisect.bisect_left(periods, True, key=lambda p: solve(p) is not None)]
     limit = math.inf
     while True:
         limit = min(limit, (best[0] - least_fill) / (num - 1) * (1 + 1e-12))
-        found = solver.solve(limit, update)
-        if found is None:
-            return best
-        best = min(best, (found[0] + (num - 1) * found[1], found[2], found[3]))
-        if found[0] + (num - 1) * least_period >= best[0]:
+        found = solve(limit)
+        if found is None or found[0] + (num - 1) * least_period >= best[0]:
             return best
         limit = float(np.nextafter(found[1], -math.inf))
 

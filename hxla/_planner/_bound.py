@@ -10,7 +10,7 @@ import scipy.optimize
 from ._chain_tables import Array, Tables
 from ._packing import best_packing
 from ._priced import priced
-from ._relaxed import Bands, Pipelines, Relaxation, subsets
+from ._relaxed import Bands, Pipelines, Relaxation, bisected, subsets
 
 _MAX_INTERVALS = 80
 _FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
@@ -209,13 +209,13 @@ class Bound:
 
         A fill costs every device the same share of a microbatch, however fast it is.
         """
-        low, high = 0.0, max(prices)
-        for _ in range(60):
-            middle = (low + high) / 2
-            worth = sum(n * max(0.0, p - middle) for n, p in
-                        zip(self.t.num_devices, prices, strict=True))  # fmt: skip
-            low, high = (low, middle) if worth < self._num * (1 - 1e-6) else (middle, high)
-        return [max(0.0, p - high) for p in prices]
+        rows = list(zip(self.t.num_devices, prices, strict=True))
+
+        def enough(less: float) -> bool:
+            return sum(n * max(0.0, p - less) for n, p in rows) < self._num * (1 - 1e-6)
+
+        _, less = bisected(enough, 0.0, max(prices), 1e-12)
+        return [max(0.0, p - less) for p in prices]
 
     def stages(
         self,
@@ -279,6 +279,7 @@ class Bound:
 
     def possible(self, stages: Stages, seconds: float) -> bool:
         """Whether a plan of so many stages might take no longer than `seconds`."""
+        self._check()
         for kinds, several, single in self.tails(stages.num_stages, stages.cuts):
             available = [n if k in kinds else 0 for k, n in enumerate(self.t.num_devices)]
             for part in stages.parts:
@@ -294,14 +295,7 @@ class Bound:
         """The greatest time in [low, high] that is refuted."""
         if not self.possible(stages, high * (1 - 1e-9)):
             return high
-        while high - low > 1e-5 * high:
-            self._check()
-            middle = (low + high) / 2
-            if self.possible(stages, middle):
-                high = middle
-            else:
-                low = middle
-        return low
+        return bisected(lambda seconds: self.possible(stages, seconds), low, high, 1e-5)[0]
 
     def _columns(self, stages: Stages, seconds: float) -> tuple[Array, Array]:
         used = [part.used for part in stages.parts]

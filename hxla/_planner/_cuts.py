@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import scipy.optimize
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
 from ._counts import best_counts
 from ._packing import best_packing, fractional_packing
-from ._relaxed import Relaxation, best_cut, mixes_of, suffixes
+from ._relaxed import Relaxation, best_cut, bisected, clusters, mixes_of, suffixes
 
 _MAX_PERIODS = 24
 _ANY = 1 << 40  # microbatches, where memory sets no limit
@@ -150,44 +151,24 @@ def _solve(
 def _thinned(values: Array, kept: Sequence[float]) -> Array:
     """Few of many periods: the last of each cluster, and those to be kept."""
     ratio = 1.0005
-    while True:
-        at = 0
-        lasts: list[float] = []
-        while at < len(values) and len(lasts) <= _MAX_PERIODS:
-            at = int(np.searchsorted(values, values[at] * ratio, side="right"))
-            lasts.append(values[at - 1])
-        if len(lasts) <= _MAX_PERIODS:
-            return np.union1d(lasts, kept)
+    while len(lasts := clusters(values, ratio)[1]) > _MAX_PERIODS:
         ratio = 1 + 1.5 * (ratio - 1)
+    return np.union1d(lasts, kept)
 
 
 def fractional_seconds(p: CutPipelines, available: Sequence[int], num_microbatches: int) -> float:
-    """Time of the pipelines if their numbers and microbatches could be fractions (inf: none).
+    """Time of the pipelines if their numbers and microbatches could be fractions (inf: none)."""
 
-    The most microbatches in a time is a convex function of the time while no pipeline is added,
-    so Newton's steps from above meet the global batch in a few linear programmes.
-    """
-    start = float(p.fill.min())
-    if not np.isfinite(start):
-        return np.inf
-    seconds = start
-    for _ in range(60):
-        value, at = p.microbatches(seconds)
-        shares, _, most = fractional_packing(p.used, value, available)
-        if most >= num_microbatches * (1 - 1e-9):
-            break
-        seconds *= max(1.5, min(4.0, num_microbatches / most if most else 4.0))
-    else:
-        return np.inf
-    for _ in range(30):
-        rate = float(shares @ np.where((value > 0) & (value < p.most[at]), 1 / p.period[at], 0.0))
-        step = (most - num_microbatches) / rate if rate else 0.0
-        if step <= 1e-5 * seconds:
-            break
-        seconds = max(seconds - step, start)
-        value, at = p.microbatches(seconds)
-        shares, _, most = fractional_packing(p.used, value, available)
-    return seconds
+    def lacking(seconds: float) -> float:
+        value, _ = p.microbatches(seconds)
+        return num_microbatches * (1 - 1e-9) - fractional_packing(p.used, value, available)[2]
+
+    low = high = start = float(p.fill.min())
+    while high < np.inf and lacking(high) > 0:
+        low, high = high, 4 * high if high < start * 2.0**60 else np.inf
+    if low == high or high == np.inf:
+        return high
+    return float(scipy.optimize.brentq(lacking, low, high, rtol=1e-5))
 
 
 def enough_for(
@@ -307,10 +288,4 @@ def least(enough: Callable[[float], bool], start: float, tolerance: float) -> fl
     low, step = start, 0.01
     while not enough(high := low * (1 + step)):
         low, step = high, 2 * step
-    while high - low > tolerance * high:
-        middle = (low + high) / 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return bisected(enough, low, high, tolerance)[1]

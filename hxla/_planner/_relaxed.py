@@ -58,17 +58,9 @@ class Relaxation:
         Longer periods than `high` share one interval: such a pipeline runs one microbatch.
         """
         values = self._values[self._values >= low * (1 - 1e-12)]
-        short = values[values <= high]
-        first, last, at = [], [], 0
-        while at < len(short):
-            end = int(np.searchsorted(short, short[at] * ratio, side="right"))
-            first.append(short[at])
-            last.append(short[end - 1])
-            at = end
-        if len(short) < len(values):
-            first.append(values[len(short)])
-            last.append(values[-1])
-        return np.array(first), np.array(last)
+        short, long = np.split(values, [np.searchsorted(values, high, side="right")])
+        first, last = clusters(short, ratio)
+        return np.append(first, long[:1]), np.append(last, long[-1:])
 
     def within(
         self,
@@ -200,6 +192,27 @@ class Relaxation:
             return np.where(self.t.fits(position), allowed, np.inf).min(axis=0)
 
         return best_cut(num_stages, score, np.add)
+
+
+def clusters(values: Array, ratio: float) -> tuple[Array, Array]:
+    """First and last of each run of ascending values, none of them beyond its first times ratio."""
+    first, last, at = [], [], 0
+    while at < len(values):
+        end = int(np.searchsorted(values, values[at] * ratio, side="right"))
+        first.append(values[at])
+        last.append(values[end - 1])
+        at = end
+    return np.array(first), np.array(last)
+
+
+def bisected(
+    enough: Callable[[float], bool], low: float, high: float, tolerance: float
+) -> tuple[float, float]:
+    """Two numbers within a relative tolerance, of which the second is enough and the first not."""
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low, high
 
 
 def suffixes(

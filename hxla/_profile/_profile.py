@@ -1,8 +1,10 @@
 """A model as the planner sees it: a chain of layers, their sizes and their measured times."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .._core._errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class Profile:
             all of them, and what the training loop does besides.
         peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
             microbatches: state, sums, and what the compiled programs say of themselves.
+        num_segments: Most layers that were asked for, of which a chain may have fewer (0: as many
+            as there are).
     """
 
     model: str
@@ -77,12 +81,31 @@ class Profile:
     times: Mapping[Setting, tuple[LayerTime, ...]]
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
+    num_segments: int = 0
+
+    @property
+    def most_segments(self) -> int:
+        """What to ask for to get the same layers again."""
+        return self.num_segments or len(self.layers)
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse to speak of another chain.
+
+        Raises:
+            PlanError: If its layers are other ones.
+        """
+        if self.layers != tuple(layers):
+            raise PlanError(
+                f"the profile has the segments {', '.join(self.layers)}, the loss now has "
+                f"{', '.join(layers)}: measure it again with hxla profile"
+            )
 
     def to_table(self) -> dict[str, Any]:
         """Write it as lists and dictionaries, for JSON."""
         return {
             "model": self.model,
             "layers": list(self.layers),
+            "num_segments": self.num_segments,
             "sizes": [
                 {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
                 for (b, t), own in sorted(self.sizes.items())
@@ -128,6 +151,7 @@ class Profile:
             },
             reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
+            num_segments=int(table.get("num_segments", 0)),
         )
 
 

@@ -101,7 +101,8 @@ class History:
         evaluations: One record for each evaluation.
         rebalances: One record for each change of counts.
         num_compilations: The XLA compilations after the first completed step.
-        plans: The plans that ran: the first one, and one for each change of counts.
+        plans: The plans that ran, by the first step of each: one to begin with, one for each resume
+            and one for each change of counts. Those before a resume come from its checkpoint.
     """
 
     device_names: tuple[str, ...]
@@ -109,4 +110,4 @@ class History:
     evaluations: tuple[EvalRecord, ...] = ()
     rebalances: tuple[Rebalance, ...] = ()
     num_compilations: int = 0
-    plans: tuple[Plan, ...] = ()
+    plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)

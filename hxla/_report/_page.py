@@ -61,14 +61,11 @@ td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
   font-size: .92rem; }
 .legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
   margin-right: .45rem; }
-.k0 { background: var(--k0); fill: var(--k0); } .k1 { background: var(--k1); fill: var(--k1); }
-.k2 { background: var(--k2); fill: var(--k2); } .k3 { background: var(--k3); fill: var(--k3); }
-.k4 { background: var(--k4); fill: var(--k4); } .k5 { background: var(--k5); fill: var(--k5); }
-.k6 { background: var(--k6); fill: var(--k6); } .k7 { background: var(--k7); fill: var(--k7); }
 .idle { background: var(--idle); fill: var(--idle); }
 .hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--paper) 3px 6px); }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
+CSS += "".join(f".k{i} {{ background: var(--k{i}); fill: var(--k{i}); }}\n" for i in range(8))
 
 
 class Markup(str):

@@ -150,10 +150,10 @@ class Job:
             auto: Whether to search for the fastest plan. For the devices that are here every
                 segment of the model is timed first, on each kind of device; for a described cluster
                 times are those of `profile` or estimated. By default a search is made for a
-                described cluster, and for the devices that are here where `auto.auto_parallel` is
-                set, unless `mesh`, `rules` or `stages` is given.
-            profile: The measured times for the search, or the file of them that `hxla profile`
-                wrote.
+                described cluster where neither arguments nor annotations say how to share the
+                model, and for the devices that are here where `auto.auto_parallel` is set.
+            profile: The measured times for the search and for the cut of stages, or the file of
+                them that `hxla profile` wrote.
             microbatch_size: The examples of a microbatch; measured and chosen if None.
             mesh: A mesh, or its axes and their sizes, with an axis `data` for copies of the model,
                 inner axes (`tensor`, ...) that rules or annotations cut, and `stage` for pipelines;
@@ -188,7 +188,7 @@ class Job:
             counts=counts,
             reduction=reduction,
         )
-        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0]
+        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0].plan
 
     def open(
         self,

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping
 
 from .._core._errors import ConfigError
+from .._core._format import shares
 from .._plan._plan import Plan
 from .._report._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._report._metrics_file import MetricsWriter
@@ -71,7 +72,7 @@ class Recorder:
         """Take in a move of counts."""
         self._rebalances.append(change)
         self.log(
-            f"step {change.step}: counts {_shown(change.before)} -> {_shown(change.after)}, "
+            f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
             f"{change.reason}; expected gain {change.expected_gain:.0%}"
         )
         if self._metrics is not None:
@@ -83,7 +84,7 @@ class Recorder:
             if earlier.step == change.step:
                 self._rebalances[i] = change
         self.log(
-            f"step {step}: counts {_shown(change.after)} gained {change.achieved_gain:.0%} "
+            f"step {step}: counts {shares(change.after)} gained {change.achieved_gain:.0%} "
             f"(expected {change.expected_gain:.0%})"
         )
         if self._metrics is not None:
@@ -98,11 +99,11 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.write(record)
 
-    def history(self, plans: tuple[Plan, ...]) -> History:
+    def history(self, plans: Mapping[int, Plan]) -> History:
         """All of it so far.
 
         Args:
-            plans: That ran, in order.
+            plans: That ran, by their first step.
         """
         return History(
             device_names=self._names,
@@ -125,7 +126,3 @@ class Recorder:
             page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
             write(path, page, ConfigError)
             print(f"report: {path}")
-
-
-def _shown(counts: tuple[int, ...]) -> str:
-    return "/".join(map(str, counts))

@@ -38,7 +38,7 @@ from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder
 from ._runnable import check_runnable
-from ._session_values import Result, SessionOptions
+from ._session_values import Result, SessionOptions, plans_from_table, plans_to_table
 from ._signals import Preempted, Termination
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
@@ -95,12 +95,13 @@ class Session:
             self._stopping = 0.0
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
-            check_runnable(plan, self._cluster, job.batch_size, devices)
+            check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
             self._is_tight = on_cpu and plan.placement.sums == "released"
             if self._is_tight:
                 keep_heap_small()
             self._checkpoints = self._open_checkpoints(plan.microbatch_size)
+            self._plans: dict[int, Plan] = {}
             resumed = self._resumed_step(plan)
             start = options.first_step if resumed is None else resumed
             self.step_number = self._first_step = start
@@ -127,7 +128,7 @@ class Session:
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             said = self._watch_pipelines.measure(self._batch, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
-            self._plans = [self.plan]
+            self._plans[start] = self.plan
             self._recorder = self._records(start)
             self._stack.callback(self._recorder.close)
             self._loader: Loader | None = None
@@ -191,7 +192,7 @@ class Session:
         wrong = [
             f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
             for key, value in self._meta(plan).items()
-            if key != "plan" and meta.get(key) != value
+            if meta.get(key) != value
         ]
         folder, last = self._options.checkpoint_dir, self._options.steps
         if wrong:
@@ -205,6 +206,7 @@ class Session:
                 f"{folder} holds step {latest}, beyond the {last} asked: raise steps or use "
                 "another checkpoint_dir"
             )
+        self._plans = plans_from_table(meta.get("plans", ()), until=latest)
         return latest
 
     def _meta(self, plan: Plan) -> dict[str, Any]:
@@ -214,7 +216,6 @@ class Session:
             "microbatch_size": plan.microbatch_size,
             "seed": self._job.seed,
             "reduction": plan.sums.kind,
-            "plan": plan.decisions.to_json(),
         }
 
     def _fill_store(self) -> None:
@@ -369,7 +370,7 @@ class Session:
 
     def _rebalance(self, change: Rebalance) -> None:
         self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        self._plans.append(self.plan)
+        self._plans[change.step] = self.plan
         self._recorder.rebalanced(change)
 
     def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
@@ -411,7 +412,7 @@ class Session:
     @property
     def history(self) -> History:
         """The records so far."""
-        return self._recorder.history(tuple(self._plans))
+        return self._recorder.history(dict(self._plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
         """Find the mean loss and metrics over a data set, the same for every spread of the work.
@@ -454,7 +455,8 @@ class Session:
         if self._saved != self.step_number:
             self._beat(self.step_number, "checkpoint")
             self._stepper.wait()
-            self._checkpoints.save(self.step_number, self._store.saved(), self._meta(self.plan))
+            meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
+            self._checkpoints.save(self.step_number, self._store.saved(), meta)
             self._saved = self.step_number
             if self._is_tight:
                 self._checkpoints.wait()

@@ -221,7 +221,8 @@ def _plan(
             counts=counts if counts is not None else "measured",
             **asked,
         )
-        return make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
+        made, moves = make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
+        return made.plan, moves
     given = [name for name, value in asked.items() if value not in (None, "exact")]
     if given and not file:
         raise ConfigError(f"{', '.join(given)}: the plan says that already, leave it out")
