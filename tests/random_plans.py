@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
 from flax import nnx
 
 import hxla
@@ -453,6 +454,7 @@ class Processes:
         settings = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         self._said = open(folder / "said", "w")  # noqa: SIM115
         command = [sys.executable, "-m", "hxla", "run", "-n", str(num), __file__, str(folder)]
+        command.append(str(os.getpid()))
         self._launcher = subprocess.Popen(
             command, stdout=self._said, stderr=self._said, env=os.environ | settings
         )
@@ -490,12 +492,12 @@ class Processes:
         self._said.close()
 
 
-def serve(folder):
-    """Be one of `Processes`."""
+def serve(folder, asker):
+    """Be one of `Processes`, until it ends or the process that asks is gone."""
     for number in itertools.count():
         asked = folder / str(number)
         while not asked.exists():
-            if (folder / "end").exists():
+            if (folder / "end").exists() or not psutil.pid_exists(asker):
                 return
             time.sleep(0.02)
         given = json.loads(asked.read_text())
@@ -510,7 +512,7 @@ def serve(folder):
 
 if __name__ == "__main__":
     try:
-        serve(pathlib.Path(sys.argv[1]))
+        serve(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
     except BaseException:
         traceback.print_exc()
         raise
