@@ -160,6 +160,11 @@ class Plan(PlanValue):
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
+
+        A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
+        contractions by the threads of a process, and more than two devices of one copy add floats
+        in another order inside a process than between processes. On CPUs the law is for processes
+        of one form, such as those of `hxla run`, each with a device and a thread.
         """
         text = json.dumps(self._deciding(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -234,8 +234,8 @@ class Job:
         file = os.environ.get(PLAN_VARIABLE)
         if file and found.decisions != Plan.read(file).decisions:
             raise ConfigError(
-                f"hxla run --plan {file}, but the script opens another plan: open job.plan(), which "
-                "then is that of the file, or start the script without --plan"
+                f"hxla run --plan {file}, but the script opens another plan: open job.plan(), "
+                "which then is that of the file, or start the script without --plan"
             )
         options = SessionOptions(
             steps=steps,
