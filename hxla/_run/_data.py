@@ -349,7 +349,7 @@ class Loader:
             for index, own in zip(ids, zip(*parts, strict=True), strict=True)
         }
 
-    def start(self, step: int, ids: range) -> None:
+    def start(self, step: int, ids: Sequence[int]) -> None:
         """Begin to load a step's microbatches and those of the steps after it."""
         for ahead in range(step, min(step + self._depth, self._num_steps)):
             missing = [index for index in ids if (ahead, index) not in self._pending]
@@ -357,7 +357,7 @@ class Loader:
                 loading = self._pool.submit(self._load, ahead, missing)
                 self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
 
-    def get(self, step: int, ids: range) -> list[PyTree]:
+    def get(self, step: int, ids: Sequence[int]) -> list[PyTree]:
         """Microbatches of a step, in the order of ids; those of later steps go on loading.
 
         Raises:
