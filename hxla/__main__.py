@@ -141,18 +141,19 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
             own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
         return _launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
     from ._run._capture import job_of
-    from ._run._profiling import ProfileRequest, profile
-
-    request = ProfileRequest(
-        file=os.path.abspath(args.write),
-        microbatch_sizes=args.microbatch_sizes,
-        num_segments=args.segments,
-    )
+    from ._run._profiling import profile
 
     def work() -> None:
         try:
             job, wishes = job_of(command)
-            profile(job, wishes.microbatch_size, wishes.reduction, request)
+            profile(
+                job,
+                wishes.microbatch_size,
+                wishes.reduction,
+                file=os.path.abspath(args.write),
+                microbatch_sizes=args.microbatch_sizes,
+                num_segments=args.segments,
+            )
         except HxlaError as error:
             sys.exit(f"hxla: {error}")
 
@@ -163,11 +164,12 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._run._commands import PlanRequest, plan_script
+    from ._run._commands import plan_script
     from ._run._search_plan import SearchWishes
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
-    request = PlanRequest(
+    plan_script(
+        command,
         meshes=(args.mesh,) if args.compare is None else (args.mesh, args.compare),
         profile=args.profile,
         write=args.write,
@@ -181,7 +183,6 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
             recompute=not args.no_recompute,
         ),
     )
-    plan_script(request, command)
     return 0
 
 
