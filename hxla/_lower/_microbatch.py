@@ -175,13 +175,7 @@ def _sums_shardings(spec: MicrobatchSpec, replica: Replica) -> DeviceSums:
 def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     each = specs or [P()] * len(leaves)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replica.sharding(s))
-            for x, s in zip(leaves, each, strict=True)
-        ],
-    )
+    return jax.tree.unflatten(treedef, map(replica.like, leaves, each))
 
 
 def _loss(spec: MicrobatchSpec, replica: Replica) -> Callable[..., list[Any]]:

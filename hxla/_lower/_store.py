@@ -21,8 +21,9 @@ from .._model._functional import Functional
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options
 from ._replica import Replica
-from ._state import State, leaf_bits
+from ._state import State
 from ._sum import Reducer
+from ._words import Words
 
 Gather = Callable[[str, str], tuple[str, ...]]
 
@@ -257,7 +258,7 @@ def _bytes(x: Any) -> Any:
 
 def _checksums(leaves: Sequence[jax.Array]) -> jax.Array:
     """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
-    return jax.numpy.stack([leaf_bits(x).astype(jax.numpy.uint32).sum() for x in leaves])
+    return jax.numpy.stack([Words.like([x]).pack([x]).sum() for x in leaves])
 
 
 def _shardings(replica: Replica, specs: PyTree) -> PyTree:
