@@ -189,7 +189,6 @@ class _Tracer:
         self._names = names
         self._patterns = patterns
         self._tasks: dict[tuple[Scope, ...], int] = {}
-        self._of_op: list[int | None] = []  # task of each leaf, in the order of execution
         self._consts: list[tuple[int, Any]] = []
 
     def _new(self, aval: Any, **fields: Any) -> int:

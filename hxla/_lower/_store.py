@@ -211,7 +211,7 @@ class Store:
             x[0] if self._is_alone else self._reducer.over_all(x, s)
             for x, s in zip(columns, specs, strict=True)
         ]
-        return self._tree(arrays, self.exponents)
+        return self._tree(arrays)
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
@@ -220,7 +220,7 @@ class Store:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s))
             for x, s in zip(self._shapes, specs, strict=True)
         ]
-        return self._tree(arrays, self.exponents)
+        return self._tree(arrays)
 
     def load(self, tree: PyTree) -> None:
         """Take over a state in the form of `wanted`."""
@@ -242,13 +242,13 @@ class Store:
             return self._reducer.replicas[0].sharding(spec)
         return NamedSharding(self._reducer.mesh, spec)
 
-    def _tree(self, arrays: Sequence[Any], exponents: np.ndarray) -> PyTree:
+    def _tree(self, arrays: Sequence[Any]) -> PyTree:
         held = self._held(arrays)
         return {
             "params": jax.tree.unflatten(self._param_def, held.params),
             "aux": jax.tree.unflatten(self._aux_def, held.aux),
             "opt_state": held.opt_state,
-            "exponents": exponents,
+            "exponents": self.exponents,
         }
 
 

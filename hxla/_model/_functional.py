@@ -22,6 +22,9 @@ from .._core._types import PyTree
 #: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
 Loss = Callable[[Any, Any], Any]
 
+# How jax reaches the array in an NNX variable.
+_OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
+
 #: Random streams that a Linen module is given if nothing else is said.
 RNGS = ("params", "dropout")
 
@@ -71,15 +74,12 @@ def tree_bytes(tree: PyTree) -> int:
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
     """The path of every leaf, as `block/attn/kernel`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(
-        "/".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))))
-            for k in path
-            if not (isinstance(k, jax.tree_util.GetAttrKey) and k.name in ("value", "raw_value"))
-        )
-        for path, _ in paths
-    )
+
+    def name(path: Sequence[Any]) -> str:
+        keys = (k for k in path if k not in _OF_VARIABLES)
+        return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+    return tuple(name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:

@@ -190,7 +190,7 @@ class Sharded:
         Args:
             mesh: Its axes are automatic.
         """
-        return functools.partial(run_graph, self.graph, placement=self.placement(mesh))
+        return functools.partial(run_graph, self.graph, place=self.placement(mesh))
 
     def placement(self, mesh: Mesh) -> ArrayPlacement:
         """Where the graph's operations find and leave their arrays.

@@ -277,20 +277,17 @@ def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
     return epochs * source.num_examples // batch_size
 
 
-def eval_batches(
-    data: Any, microbatch_size: int, num_examples: int | None = None
-) -> tuple[int, Callable[[int], PyTree]]:
+def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
     """One pass in order; the last microbatch may be shorter.
 
     Args:
         data: Any kind of data but an unbounded one; an iterable is read whole.
         microbatch_size: Examples of all but the last microbatch.
-        num_examples: Of a callable.
 
     Returns:
         The number of examples, and a function from microbatch id to microbatch.
     """
-    reader = _reader(data, num_examples)
+    reader = _reader(data, None)
     if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         batches = [jax.tree.map(np.asarray, batch) for batch in data]
         if not batches:
