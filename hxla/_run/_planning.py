@@ -124,7 +124,12 @@ def plan_for(
     size = size_asked(job, wishes.microbatch_size)
     num_devices = len(cluster.devices)
     graph = job.graph(size or max(1, job.batch_size // num_devices))
-    structure = _structure(job, graph, wishes, cluster, devices)
+    stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
+    asked_stages = asked(stages, job.settings.pipeline)
+    axes, grid = _mesh(wishes.mesh, cluster, devices)
+    structure = structure_of(
+        graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
+    )
     num, counts = len(structure.replicas), wishes.counts
     fractions: tuple[float, ...] = ()
     reasons: list[str] = []
@@ -202,21 +207,6 @@ def _microbatch_seconds(
     options = SessionOptions(balance=job.settings.balance, is_trial=True)
     with Session(job, plan, devices, options) as trial:
         return trial.balancer.seconds
-
-
-def _structure(
-    job: TracedJob,
-    graph: Graph,
-    wishes: Wishes,
-    cluster: Cluster,
-    devices: tuple[jax.Device, ...] | None,
-) -> Structure:
-    """How the devices share the model."""
-    settings = job.settings
-    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
-    request = asked(stages, settings.pipeline)
-    axes, grid = _mesh(wishes.mesh, cluster, devices)
-    return structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
 
 
 def _mesh(

@@ -66,6 +66,10 @@ class TracedJob:
     default: Strategy | None
     patterns: Patterns
     settings: Config
+    _models: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
+    _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
+    _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
+    _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -83,16 +87,16 @@ class TracedJob:
 
     @functools.cached_property
     def _example(self) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
-            self.source.example(),
-        )
+        return self.source.example()
 
     def shapes(self, size: int) -> PyTree:
         """Shapes of a microbatch of a size."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._example
-        )
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct((size, *x.shape[1:]), dtype)
+
+        return jax.tree.map(shape, self._example)
 
     def batch_bytes(self, size: int) -> int:
         """Bytes of a microbatch of a size."""
@@ -101,10 +105,6 @@ class TracedJob:
     def first_batch(self, step: int, size: int) -> PyTree:
         """The first examples of the global batch of a step."""
         return self.source.fetch(step, np.arange(size))
-
-    @functools.cached_property
-    def _models(self) -> dict[int, Functional]:
-        return {}
 
     def functional(self, size: int) -> Functional:
         """The model as pure functions, for microbatches of a size."""
@@ -119,10 +119,6 @@ class TracedJob:
                 rngs=self.rngs,
             )
         return self._models[size]
-
-    @functools.cached_property
-    def _graphs(self) -> dict[int, Graph]:
-        return {}
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size."""
@@ -183,10 +179,6 @@ class TracedJob:
         file = os.environ.get("HXLA_MESH")
         return load_cluster(file) if file else None
 
-    @functools.cached_property
-    def _clusters(self) -> dict[Devices, Cluster]:
-        return {}
-
     def cluster(self, devices: Devices) -> Cluster:
         """What is known of devices that are here, the same on every process."""
         if devices not in self._clusters:
@@ -246,10 +238,6 @@ class TracedJob:
             clip_before=communication.clip == "before",
             num_groups=num_groups,
         )
-
-    @functools.cached_property
-    def _lowered(self) -> dict[Any, Programs]:
-        return {}
 
     def programs(
         self,
