@@ -15,7 +15,6 @@ go to a temporary folder.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
@@ -56,7 +55,9 @@ ALL = (
 
 # In a process of its own, for it takes the card.
 _MACHINE = """
-import importlib.metadata, json, jax, hxla
+import importlib.metadata, json, sys, jax
+sys.path.append("benchmarks")
+from results import facts
 wanted = ("jax", "flax", "optax", "numpy", "cuda", "nvidia")
 names = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
 device = jax.devices()[0]
@@ -68,6 +69,7 @@ try:
 except NVMLError:
     driver = None
 print(json.dumps({
+    **facts(),
     "device": device.device_kind, "platform": device.platform, "number": jax.device_count(),
     "gib": limit and limit / 2**30, "driver": driver,
     "versions": {n: importlib.metadata.version(n) for n in sorted(names) if n.startswith(wanted)},
@@ -103,7 +105,7 @@ def machine(is_tiny: bool, torch: str) -> dict[str, Any]:
         SystemExit: If a package is missing, or jax has no GPU.
     """
     command, env = [sys.executable, "-c", _MACHINE], environment(is_tiny)
-    probe = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    probe = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT)
     if probe.returncode:
         raise SystemExit(
             f"{probe.stderr[-3000:]}\n{sys.executable} needs hxla's dependencies, and jax with its "
@@ -112,16 +114,8 @@ def machine(is_tiny: bool, torch: str) -> dict[str, Any]:
     found = json.loads(probe.stdout.splitlines()[-1])
     if not is_tiny and found["platform"] == "cpu":
         raise SystemExit(f"{probe.stderr[-3000:]}\njax sees no GPU here; --tiny needs none")
-    changed = said("git", "status", "--porcelain", "--untracked-files=no")
-    commit = said("git", "rev-parse", "--short", "HEAD")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": f"{commit or 'not known'}{' and changes' if changed else ''}",
-        "python": sys.version.split()[0],
-        "torch": said(torch, "-c", "import torch; print(torch.__version__)"),
-        "is_tiny": is_tiny,
-        **found,
-    }
+    seen = said(torch, "-c", "import torch; print(torch.__version__)")
+    return {**found, "torch": seen, "is_tiny": is_tiny}
 
 
 def run(part: Part, facts: dict[str, Any], torch: str, left: float) -> dict[str, Any]:
@@ -215,7 +209,7 @@ def main() -> int:
         print(f"{part.name}: {own['seconds']} s", flush=True)
         for failure in own["failures"]:
             print(f"{part.name} FAILED: {failure}", flush=True)
-        found = {"machine": facts, "parts": results}
+        found = {"measured": facts, "parts": results}
         (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
         (folder / "gpu.md").write_text(table(facts, results))
     print(table(facts, results))

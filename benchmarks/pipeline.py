@@ -63,7 +63,7 @@ def measured(mesh: str, num: int, size: int, rounds: int, python: str | None) ->
     row: dict[str, Any] = {
         "microbatches": num,
         "microbatch_size": size,
-        "step_seconds": medians,
+        "step_seconds": dict(medians),
         "tokens_per_second": {n: round(num * size * LENGTH / s) for n, s in medians.items()},
         "ratios": {f"{PLANNED} / {EVEN}": turns.over(seconds[EVEN], seconds[PLANNED])},
     }
@@ -73,6 +73,7 @@ def measured(mesh: str, num: int, size: int, rounds: int, python: str | None) ->
         best = min(peers, key=lambda n: statistics.median(seconds[n]))
         for label, name in (("PyTorch, its even cut", even), ("PyTorch, its best cut", best)):
             if name is not None:
+                row["step_seconds"][label] = medians[name]
                 row["ratios"][f"{PLANNED} / {label}"] = turns.over(seconds[name], seconds[PLANNED])
         row |= {"PyTorch's best cut": peers[best], "torch": told[best]["torch"]}
     for name in (PLANNED, EVEN):

@@ -68,7 +68,7 @@ def of_ratios(result: Any, where: str) -> list[Row]:
             if seconds is None:
                 figures.append(f"{result['tokens_per_second'][one]} tokens/s")
             else:
-                figures.append(f"{seconds[one]} s" if one in seconds else "")
+                figures.append(f"{seconds[one]} s")
         rows.append((f"{where}: {name}", *figures, spread(ratio)))
     return rows
 

@@ -21,15 +21,14 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_parts"))
 
-import gpt  # noqa: E402
-import gpu_jobs  # noqa: E402
+import gpt
+import gpu_jobs
 
-import hxla  # noqa: E402
-from hxla._lower._lower import Programs, lower  # noqa: E402
+import hxla
+from hxla._lower._lower import Programs, lower
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
 GIB = 80
@@ -110,10 +109,9 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
 }
 
 
-def lowered(name: str) -> Programs:
+def lowered(job: hxla.Job, wishes: dict[str, Any]) -> Programs:
     """The programs of one of the plans."""
-    make, wishes = PLANS[name]
-    job, num = make(), math.prod(wishes["mesh"].values())
+    num = math.prod(wishes["mesh"].values())
     card = hxla.Device(kind=_NAME, memory_bytes=GIB * 2**30)
     cluster = hxla.Cluster(name="", devices=(card,) * num)
     plan = job.plan(cluster, auto=False, microbatch_size=SIZE, **wishes)
@@ -143,8 +141,8 @@ def evaluation(programs: Programs) -> Any:
     return programs.evaluation._run.lower(params, aux, np.int32(0), batch).compile()
 
 
-def predicted_bytes() -> float:
-    """Of a card that trains the large GPT, as a plan says where nothing was measured or compiled.
+def predicted_bytes(job: hxla.Job) -> float:
+    """Of a card that trains it alone, as a plan says where nothing was measured or compiled.
 
     Rates: NVIDIA, "H100 Tensor Core GPU" data sheet, dense.
     """
@@ -153,7 +151,7 @@ def predicted_bytes() -> float:
         kind=_NAME, memory_bytes=GIB * 2**30, rates=(rate,), memory_bytes_per_second=3.35e12
     )
     cluster = hxla.Cluster(name="one", devices=(card,))
-    [device] = large_gpt().plan(cluster, microbatch_size=SIZE).prediction.devices
+    [device] = job.plan(cluster, microbatch_size=SIZE).prediction.devices
     return device.memory_bytes
 
 
@@ -211,9 +209,9 @@ def _bytes(tree: Any) -> int:
 
 
 def main() -> None:
-    name = sys.argv[1]
-    make, _ = PLANS[name]
-    programs = lowered(name)
+    make, wishes = PLANS[sys.argv[1]]
+    job = make()
+    programs = lowered(job, wishes)
     found = {k: told(program) for k, program in compiled(programs).items()}
     params, aux, opt_state = programs._shapes(0)
     facts = {"state_bytes": _bytes((params, aux, opt_state)), "param_bytes": _bytes(params)}
@@ -221,7 +219,7 @@ def main() -> None:
         found["evaluation"] = told(evaluation(programs))
     if make is large_gpt:
         facts["memory_bytes"] = programs.memory_bytes(facts["state_bytes"])
-        facts["predicted_bytes"] = predicted_bytes()
+        facts["predicted_bytes"] = predicted_bytes(job)
     if make is perceptron:
         facts["plain"] = told(plain_step())
     print(json.dumps(facts | {"programs": found}))

@@ -51,7 +51,10 @@ EXPECTED = {
         "fill": (CUT, set()),
         "ticks": (INSIDE | PASSED, MORE),
         "finish": (CUT, {"all-reduce of s32 over tensor"}),
-        "update": ({"all-reduce of f32 over stage"}, INSIDE),
+        "update": (
+            {"all-reduce of f32 over stage"},
+            {"all-reduce of f32 over stage+tensor"},
+        ),
         "sum 0": NONE,
     },
     # What benchmarks/gpu.py trains.

@@ -24,7 +24,7 @@ from matplotlib import image
 
 import hxla
 from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
-from hxla._inspect._program import Array
+from hxla._inspect._program import ProgramArray
 from hxla._report import _lanes, _lanes_picture
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
@@ -185,7 +185,7 @@ def test_each_device_holds_the_part_that_jax_gives_it(shape, spec):
 
 
 def uneven(shape, local, spec):
-    return Array(
+    return ProgramArray(
         path="x", owner="parameter", dtype="f32", shape=shape, local_shape=local, spec=spec
     )
 

@@ -245,6 +245,14 @@ def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
 
 
 @pytest.mark.slow
+def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes its report into runs/
+    script = str(ROOT / "examples" / "07_pipeline.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
+    _runs(command, ["pipeline of 2 stages", "report: runs/pipeline/report.html"])
+
+
+@pytest.mark.slow
 def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
     script = ROOT / "examples" / "08_own_loop.py"
     assert len(script.read_text().splitlines()) <= 40
@@ -273,7 +281,7 @@ def _runs(command, wanted):
         text=True,
         timeout=600,
         check=False,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:

@@ -212,3 +212,5 @@ def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch
     )
     assert trained.plan.counts == plan.counts
     assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)
+    with pytest.raises(hxla.ConfigError, match=r"but the script opens another plan"):
+        job.open(plan.with_counts((1, 3)), steps=1)

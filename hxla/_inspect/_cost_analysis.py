@@ -100,7 +100,7 @@ class Costs:
         flops = sum(self._flops(i, inner) for i in inner.instructions.values())
         if inner.opcodes.isdisjoint(_PARTIAL):
             return _Fused(flops=flops)
-        parameters = inner.numbers
+        parameters = {p.name: number for number, p in enumerate(inner.parameters)}
         sliced: dict[str, int] = {}
         whole: set[str] = set()
         for i in inner.instructions.values():

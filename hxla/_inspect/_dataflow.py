@@ -13,6 +13,7 @@ _VIEWS = frozenset(
         "bitcast-convert",
     }
 )
+_Value = tuple[Computation, str, int | None]  # where, its name, and which element of it
 _SLICES = frozenset({"slice", "dynamic-slice"})
 _DONE = frozenset({"copy-done", "copy-start", "all-gather-done", "async-done"})
 _MAX_STEPS = 64
@@ -80,7 +81,7 @@ class Flow:
 
     def maker(self, computation: Computation, name: str, picked: int | None) -> Viewed | None:
         """What first made a value that a loop carries: seen from its body or its result."""
-        return self._followed(computation, name, picked, {"copy"}, first_trip=True)
+        return self._followed((computation, name, picked), {"copy"}, first_trip=True)
 
     def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
         """What reads a value, seen through tuples' elements and views."""
@@ -118,37 +119,27 @@ class Flow:
         self, computation: Computation, name: str, picked: int | None, *, slices: bool = False
     ) -> Viewed | None:
         """What a value is a view of, seen from inside fusions, and as far as the loop around it."""
-        return self._followed(computation, name, picked, _VIEWS | _SLICES if slices else _VIEWS)
+        views = _VIEWS | _SLICES if slices else _VIEWS
+        return self._followed((computation, name, picked), views)
 
     def _followed(
-        self,
-        computation: Computation,
-        name: str,
-        picked: int | None,
-        views: Set[str],
-        *,
-        first_trip: bool = False,
+        self, value: _Value, views: Set[str], *, first_trip: bool = False
     ) -> Viewed | None:
+        """What made a value, seen through views; `first_trip`: through loops to their start."""
         for _ in range(_MAX_STEPS):
-            found = computation.instructions.get(name)
-            if found is None:
+            computation, name, picked = value
+            if name not in computation.instructions:
                 return None
-            before = self._before(computation, found, picked, views, first_trip=first_trip)
+            seen = Viewed(computation.instructions[name], computation, picked)
+            before = self._before(seen, views, first_trip=first_trip)
             if before is None:
-                return Viewed(found, computation, picked)
-            computation, name, picked = before
+                return seen
+            value = before
         return None
 
-    def _before(
-        self,
-        computation: Computation,
-        found: Instruction,
-        picked: int | None,
-        views: Set[str],
-        *,
-        first_trip: bool,
-    ) -> tuple[Computation, str, int | None] | None:
-        """The value that an instruction only passes on; `first_trip`: a loop, from its start."""
+    def _before(self, seen: Viewed, views: Set[str], *, first_trip: bool) -> _Value | None:
+        """The value that an instruction only passes on."""
+        found, computation, picked = seen
         operands = found.operands
         if found.opcode == "parameter" and (first_trip or not self.in_loop(computation)):
             return self._outside(computation, found, picked)
@@ -174,7 +165,7 @@ class Flow:
 
     def _outside(
         self, computation: Computation, parameter: Instruction, picked: int | None
-    ) -> tuple[Computation, str, int | None] | None:
+    ) -> _Value | None:
         """What a caller gives for a parameter; a loop, to its first iteration."""
         if computation.name not in self._callers:
             return None

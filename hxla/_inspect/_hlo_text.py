@@ -217,17 +217,8 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        numbers = self.numbers
-        return [self.instructions[name] for name in sorted(numbers, key=numbers.__getitem__)]
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Of the parameters, by name."""
-        return {
-            i.name: number
-            for i in self.instructions.values()
-            if i.opcode == "parameter" and (number := i.number) is not None
-        }
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: i.number or 0)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -22,12 +22,8 @@ _MACHINERY = re.compile(
     r"|(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)"
     r"|hxla\.(?:replicate|split)\[\w+\]\.\d+"
 )
-_LIBRARIES = tuple(
-    {
-        *(sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")),
-        *("site-packages", "dist-packages", "/hxla/_"),
-    }
-)
+_INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+_LIBRARIES = (*_INSTALLED, "site-packages", "dist-packages", "/hxla/_")
 _NAMELESS = Origin(missing="XLA kept no name, here or in what it reads")
 _MAX_JOINED = 4  # names of one operation that are said
 _DEPTH = 4  # operands looked through for a name that XLA lost

@@ -6,15 +6,14 @@ import re
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 
 def element_bits(dtype: str) -> int:
     """Bits of an element: 16 for `bf16`, 8 for `f8e4m3fn`; 0 for what is no array."""
-    if dtype in _BITS:
-        return _BITS[dtype]
     number = re.match(r"[a-z]+(\d+)", dtype)
-    return int(number[1]) if number else 0
+    if number:
+        return int(number[1])
+    return 8 if dtype == "pred" else 0
 
 
 def split_outside(text: str, separator: str) -> list[str]:

@@ -19,12 +19,12 @@ import numpy as np
 from ._jaxpr import (
     ClosedJaxpr,
     Literal,
-    as_function,
     backward_slice,
     inlined,
     is_cheap,
     part,
     run_as,
+    run_jaxpr,
     variables,
 )
 
@@ -68,7 +68,7 @@ def _run(
         operands = [env[v] for v in program.invars]
         if before:
             operands, before = jax.lax.optimization_barrier((operands, before))
-        before = as_function(ClosedJaxpr(program, ()))(*operands)
+        before = run_jaxpr(program, operands)
         made = zip(program.outvars, before, strict=True)
         env.update((v, x) for v, x in made if not isinstance(v, Literal))
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]

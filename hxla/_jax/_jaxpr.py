@@ -86,6 +86,11 @@ def run_as(
     return wrapped
 
 
+def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
+    """The results of a program that closes over nothing."""
+    return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
+
+
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     """An equation that runs other programs, with each of them changed; any other as it is."""
     if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):
@@ -222,7 +227,7 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
     alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=_debug_info())
-    return list(as_function(core.ClosedJaxpr(alone, ()))(*given.values()))
+    return run_jaxpr(alone, given.values())
 
 
 @functools.cache

@@ -158,6 +158,13 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        Of a schedule only this enters: whether weight gradients are operations of their own, as in
+        `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
+
+        A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
+        contractions by the threads of a process, and more than two devices of one copy add floats
+        in another order inside a process than between processes. On CPUs the law is for processes
+        of one form, such as those of `hxla run`, each with a device and a thread.
         """
         text = json.dumps(self._deciding(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -189,6 +196,7 @@ class Plan(PlanValue):
             found["keep"] = (
                 [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
             )
+            found["has_weight"] = self.pipeline.has_weight
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found

@@ -114,6 +114,13 @@ class PlannedPipeline(PlanValue):
         return tuple(b.first for a, b in pairs if a.part != b.part)
 
     @property
+    def has_weight(self) -> bool:
+        """Whether weight gradients are operations of their own."""
+        if isinstance(self.schedule, str):
+            return self.schedule == "zb-h1"
+        return any(op.startswith("W") for tick in self.schedule for op in tick)
+
+    @property
     def recompute(self) -> bool:
         """Whether forwards run again from their inputs."""
         return any(segment.keep == "inputs" for segment in self.segments)

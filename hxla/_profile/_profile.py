@@ -71,8 +71,8 @@ class Profile:
             all of them, and what the training loop does besides.
         peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
             microbatches: state, sums, and what the compiled programs say of themselves.
-        num_segments: Most layers that were asked for, of which a chain may have fewer (0: as many
-            as there are).
+        num_segments: The most layers that were asked for, of which a chain may have fewer (0: as
+            many as there are).
     """
 
     model: str
@@ -85,11 +85,14 @@ class Profile:
 
     @property
     def most_segments(self) -> int:
-        """What to ask for to get the same layers again."""
+        """The number to ask for to get the same layers again."""
         return self.num_segments or len(self.layers)
 
     def check(self, layers: Sequence[str]) -> None:
         """Refuse to speak of another chain.
+
+        Args:
+            layers: The names of that chain's layers.
 
         Raises:
             PlanError: If its layers are other ones.

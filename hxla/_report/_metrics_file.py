@@ -34,12 +34,7 @@ class MetricsWriter:
             `tensorboardX` is not installed.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        tensorboard: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = False) -> None:
         # Before the file: a run that is refused leaves nothing behind.
         make_events = _event_writer() if tensorboard else None
         self._path = pathlib.Path(folder) / FILE_NAME

@@ -117,13 +117,7 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
 
 
-def box(
-    color: str,
-    place: tuple[float, float, float, float],
-    *,
-    said: str,
-    label: str = "",
-) -> str:
+def box(color: str, place: tuple[float, float, float, float], *, said: str, label: str = "") -> str:
     """A rectangle of an SVG picture.
 
     Args:

@@ -9,22 +9,11 @@ from ._history import History
 from ._page import Markup, page, section, stack, table, tiles
 from ._run_pictures import counts_picture, loss_picture, speed_picture
 from ._run_summary import Summary, summarise
-from ._run_tables import (
-    change_table,
-    device_tables,
-    evaluation_table,
-    event_table,
-    figures,
-    lead,
-)
+from ._run_tables import change_table, device_tables, evaluation_table, event_table, figures, lead
 
 
 def html_report(
-    history: History,
-    *,
-    title: str,
-    notes: Mapping[str, str],
-    pictures: Mapping[str, pathlib.Path],
+    history: History, *, title: str, notes: Mapping[str, str], pictures: Mapping[str, pathlib.Path]
 ) -> str:
     """The report as one self-contained HTML page.
 
@@ -61,10 +50,9 @@ def _devices(history: History, summary: Summary) -> Iterator[str]:
     """Tables of the devices, with bars of their time on one scale."""
     longest = max(summary.before.step_seconds, summary.after.step_seconds)
     for title, phase, (heads, rows, _) in device_tables(history, summary):
-        times = zip(phase.busy_seconds, phase.idle_seconds, strict=True)
         bars = [
             Markup(stack([("k0", busy, f"busy {span(busy)}"), ("idle", idle, "idle")], longest))
-            for busy, idle in times
+            for busy, idle in zip(phase.busy_seconds, phase.idle_seconds, strict=True)
         ]
         drawn = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]
         yield f"<h3>{title}</h3>"

@@ -186,8 +186,8 @@ def _changes(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    array = np.array(points, dtype=np.float64).reshape(-1, 2)
-    return array[:, 0], array[:, 1]
+    x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return x, y
 
 
 def _text(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -84,7 +85,8 @@ def summarise(history: History) -> Summary:
     warm = steps[1:] or steps
     comparable = [r for r in warm if len(r.counts) == len(steps[-1].counts)]
     comparable = comparable or [steps[-1]]
-    first = _leading(comparable)
+    first_counts = comparable[0].counts
+    same = itertools.takewhile(lambda r: r.counts == first_counts, comparable[:_PHASE_STEPS])
     last = comparable[-_PHASE_STEPS:]
     # A device without work is given some for one step now and then: not the counts of the run.
     usual = collections.Counter(r.counts for r in last).most_common(1)[0][0]
@@ -94,17 +96,9 @@ def summarise(history: History) -> Summary:
         unit="tokens" if any(r.num_tokens for r in steps) else "examples",
         num_units=sum(map(num_units, steps)),
         whole=_phase(comparable, steps[-1].counts),
-        before=_phase(first, first[0].counts) if first[0].counts != usual else after,
+        before=_phase(list(same), first_counts) if first_counts != usual else after,
         after=after,
     )
-
-
-def _leading(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The first steps, as far as they share their counts."""
-    end = 1
-    while end < min(len(records), _PHASE_STEPS) and records[end].counts == records[0].counts:
-        end += 1
-    return list(records[:end])
 
 
 def _phase(records: Sequence[StepRecord], counts: tuple[int, ...]) -> Phase:

@@ -42,8 +42,8 @@ def as_text(parts: Iterable[str | tuple[str, Table, int]], width: int) -> str:
 
 def _rich_table(title: str, found: Table, limit: int) -> RichTable:
     used = [i for i in range(len(found.heads)) if any(row[i] for row in found.rows)]
-    has_heads = any(found.heads)
-    table = RichTable(box=None, title=title or None, title_justify="left", show_header=has_heads)
+    table = RichTable(box=None, title=title or None, title_justify="left")
+    table.show_header = any(found.heads)
     for i in used:
         table.add_column(
             found.heads[i], justify="left" if i in found.left else "right", overflow="fold"

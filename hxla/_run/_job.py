@@ -218,8 +218,8 @@ class Job:
             The session, a context manager.
 
         Raises:
-            ConfigError: If the model is shapes only and no checkpoint holds its arrays, or
-                `tensorboard` lacks a `run_dir`.
+            ConfigError: If the model is shapes only and no checkpoint holds its arrays,
+                `tensorboard` lacks a `run_dir`, or `hxla run --plan` was given another plan.
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
             CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
@@ -231,6 +231,12 @@ class Job:
         if tensorboard and run_dir is None:
             raise ConfigError("tensorboard=True needs a run_dir to write to")
         found = plan if isinstance(plan, Plan) else Plan.read(plan)
+        file = os.environ.get(PLAN_VARIABLE)
+        if file and found.decisions != Plan.read(file).decisions:
+            raise ConfigError(
+                f"hxla run --plan {file}, but the script opens another plan: open job.plan(), "
+                "which then is that of the file, or start the script without --plan"
+            )
         options = SessionOptions(
             steps=steps,
             balance=job.settings.balance if balance else None,

@@ -114,7 +114,9 @@ class Session:
             self._stepper = Stepper(self._programs, self._store)
             self._stack.callback(self._stepper.close)
             self._batch = job.first_batch(start, plan.microbatch_size)
-            own = self._stepper.warm_up(self._batch, repeats=3 if options.balance else 0)
+            own = self._stepper.warm_up(
+                self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
+            )
             seconds = shared_numbers(self._reducer, own) if options.balance else None
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             limits = count_limits(plan, self._cluster, self.memory_bytes, self._batch)
