@@ -149,17 +149,14 @@ def trace_sums(
         raise AnnotationError(
             f"default={default!r}: pass hxla.replicate(...), hxla.split(...) or None"
         )
+    key = jax.eval_shape(jax.random.key, 0)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, _key_shape(), batch)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, key, batch)
     )
     closed = jax.make_jaxpr(run)(*shapes)
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
     graph = _Tracer(closed, counts, leaf_names(params), default, patterns).graph()
     return dataclasses.replace(graph, param_logical=logical)
-
-
-def _key_shape() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 class _Tracer:

@@ -267,8 +267,7 @@ def _microbatches(
         clip_norm=training.clip_norm if training.clip_before else None,
         sharded=sharded,
     )
-    batch = _batch_shapes(graph)
-    return contribution, lambda replica: Microbatches(spec, replica, batch)
+    return contribution, lambda replica: Microbatches(spec, replica)
 
 
 def _pipeline(
@@ -313,13 +312,7 @@ def _pipeline(
         recompute=planned.recompute,
         sharded=sharded,
     )
-    batch = _batch_shapes(graph)
-    return contribution, lambda replica: Pipeline(spec, replica, batch)
-
-
-def _batch_shapes(graph: Graph) -> list[jax.ShapeDtypeStruct]:
-    values = (graph.values[v] for v in graph.batch_values)
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    return contribution, lambda replica: Pipeline(spec, replica)
 
 
 def _digest(text: str) -> str:

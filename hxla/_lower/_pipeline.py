@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS, PyTree
+from .._graph._graph import shapes_of
 from .._schedule._schedules import Schedule
 from . import _actions
 from ._actions import FIELDS
@@ -47,23 +48,20 @@ class Pipeline:
     Args:
         spec: What to run.
         replica: Its devices; the first axis is that of the stages.
-        batch: One microbatch, for shapes.
 
     Attributes:
         timed: Whether `run` waits after each tick to take its time; the results are the same.
         times: Start and end of each tick of the last `run`, if it was timed.
     """
 
-    def __init__(self, spec: PipelineSpec, replica: Replica, batch: PyTree):
+    def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
         self.unit = spec.unit
         self.replica = replica
         self.program = PipelineProgram(spec, replica)
         self._mesh = replica.mesh
         self._options = compiler_options(replica.devices[0].platform, spec.contribution.form)
-        self._batch_shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
-        ]
+        self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
         slots, tensors = spec.slots, spec.tensors
         num_parts, num_aux = spec.contribution.form.num_parts, sum(tensors.is_float)

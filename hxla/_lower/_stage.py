@@ -6,14 +6,14 @@ Everything is a pure function of arrays; buffers, ticks and permutes are the pip
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._graph._graph import Graph
+from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import ArrayPlacement, Env
 from .._graph._parts import ChainPart, run_part
 from .._jax._cpu_dots import uncrossed
@@ -41,7 +41,7 @@ class Crossing:
 
 def crossing(graph: Graph, values: Sequence[int]) -> Crossing:
     """Of the values that cross a boundary."""
-    shapes = [jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype) for v in values]
+    shapes = shapes_of(graph, values)
     floats = tuple(i for i, v in enumerate(values) if graph.values[v].differentiable)
     return Crossing(
         values=tuple(values),
@@ -78,10 +78,6 @@ class StagePart:
         self._given = (*graph.aux_values, *graph.batch_values, graph.key_value)
         self._run = run_part(graph, part, place)
 
-    def _like(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-        known = self._graph.values
-        return [jax.ShapeDtypeStruct(known[v].shape, known[v].dtype) for v in values]
-
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:
         """`(params, inputs, given, grads) -> (made, gradients of params and of inputs)`."""
@@ -95,12 +91,13 @@ class StagePart:
 
     @functools.cached_property
     def _shapes(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
-        return (
-            self._like(self._graph.param_values[p] for p in self.params),
-            self._like(self.part.inputs),
-            self._like(self._given),
-            self._like(self.below.values[i] for i in self.below.floats),
+        own = (
+            [self._graph.param_values[p] for p in self.params],
+            self.part.inputs,
+            self._given,
+            [self.below.values[i] for i in self.below.floats],
         )
+        return tuple(shapes_of(self._graph, values) for values in own)
 
     @functools.cached_property
     def _passes(self) -> Halves:

@@ -167,7 +167,8 @@ class Checkpoints:
                 of another shape or dtype, by its path.
         """
         self.wait()
-        found, wanted = self._shapes(step), _plain(like)
+        metadata = self._manager.item_metadata(step)["tree"]
+        found, wanted = _plain(getattr(metadata, "tree", metadata)), _plain(like)
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
@@ -190,10 +191,6 @@ class Checkpoints:
         )
         leaves = _plain(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
-
-    def _shapes(self, step: int) -> dict[str, Any]:
-        metadata = self._manager.item_metadata(step)["tree"]
-        return _plain(getattr(metadata, "tree", metadata))
 
     def wait(self) -> None:
         """Until everything is on disk.

@@ -277,10 +277,5 @@ def _without_counts(plan: Plan) -> Plan:
         plan.pipeline.schedule == "interleaved" or not isinstance(plan.pipeline.schedule, str)
     ):
         return plan.decisions
-    first, *others = plan.replicas
-    counts = [plan.num_microbatches, *[0] * len(others)]
-    replicas = tuple(
-        replica.model_copy(update={"num_microbatches": count})
-        for replica, count in zip((first, *others), counts, strict=True)
-    )
-    return plan.decisions.model_copy(update={"replicas": replicas})
+    none = [0] * (len(plan.replicas) - 1)
+    return plan.decisions.with_counts((plan.num_microbatches, *none))
