@@ -191,7 +191,7 @@ class _Processes:
         self._janitor = _start_janitor()
         self._children: list[_Child] = []
         address = f"127.0.0.1:{_free_port()}"
-        before = self._handle_signals()
+        self._before = self._handle_signals()
         try:
             for rank, device in enumerate(devices):
                 core = next(packed) if device.core_share is not None else None
@@ -200,8 +200,6 @@ class _Processes:
             self._kill_all()
             self._tidy()
             raise
-        finally:
-            self._before = before
 
     def _start(
         self, rank: int, device: Device, core: int | None, command: Sequence[str], address: str
@@ -366,7 +364,7 @@ class _Processes:
         with contextlib.suppress(OSError):
             self._janitor.write(b"done\n")
             self._janitor.close()
-        for number, handler in self._before.items() if hasattr(self, "_before") else ():
+        for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
 
