@@ -12,6 +12,7 @@ import pytest
 
 from hxla._jax._compilation_events import num_compilations
 from hxla._lower._exact import num_bits
+from hxla._lower._options import extra_bytes
 from hxla._lower._pipeline import Pipeline
 from hxla._lower._pipeline_program import num_terms
 
@@ -119,11 +120,9 @@ def test_any_count_up_to_the_most_runs_without_compiling_and_sums_to_the_same_bi
 
 
 def own_bytes(made, num_microbatches):
-    """Memory of the ticks but what the batch, its table and its losses take."""
-    ticks = made.pipeline.spec.schedule(num_microbatches).num_ticks
-    table = ticks * made.pipeline.spec.slots.num_stages * 8 * 4
-    needed = made.pipeline.kept_bytes + made.pipeline.memory_bytes(0)
-    return needed - num_microbatches * (SIZE * WIDTH * 4 + 2 * 4) - table
+    """What the ticks take and keep, but for the losses."""
+    _, ticks, _ = made.compiled
+    return made.pipeline.kept_bytes + extra_bytes(ticks) - num_microbatches * 2 * 4
 
 
 @pytest.mark.slow
