@@ -10,7 +10,7 @@ CORE = $(addprefix tests/test_,arithmetic.py exact.py groups.py job.py trace.py 
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test core check format bench clean
+.PHONY: demo test core check format bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -20,9 +20,9 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/01_mixed_cluster.py
+	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
-test: $(STAMP) check
+test: $(STAMP) check $(GPU_COMPILER)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
@@ -38,12 +38,24 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# pip takes the PyTorch of its own index: a CPU build is enough and much smaller.
+# The CPU build is enough and much smaller: pip prefers it to one of the same version without label.
 bench: $(STAMP)
 	if [ "$(TORCH)" = .venv-torch/bin/python ] && ! $(TORCH) -c 'import torch' 2> /dev/null; then \
-		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet torch numpy \
+		$(PYTHON) -m venv .venv-torch && $(TORCH) -m pip install --quiet --retries 1 \
+		--extra-index-url https://download.pytorch.org/whl/cpu torch numpy \
 		|| echo "PyTorch cannot be installed here: its comparisons are left out"; fi
 	$(BIN)/python benchmarks/run_all.py --torch "$(TORCH)"
+
+# PYTHON has jax with a GPU and hxla's dependencies; nothing is installed. ARGS=--tiny needs no GPU.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one.
+GPU_COMPILER = $(VENV)/gpu-compiler
+$(GPU_COMPILER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
+		"jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')" \
+		|| echo "there is no compiler for GPUs to install here: its tests are skipped"
 
 clean:
 	rm -rf $(VENV) .venv-3.12 .venv-torch runs dist build

@@ -8,24 +8,19 @@ fast the core was; the ratio to it is what other work on the machine disturbs le
 benchmarks/results/inspect_speed.json.
 """
 
-import argparse
-import json
 import pathlib
 import sys
 import tempfile
 
-import jax
+import results
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from large_dump import large_text, measured_alone  # noqa: E402
 
-parser = argparse.ArgumentParser()
+parser = results.parser(__doc__, "inspect_speed")
 parser.add_argument("--megabytes", type=float, default=100, help="of text, 2**20 bytes each")
 parser.add_argument("--rounds", type=int, default=3)
-parser.add_argument(
-    "--out", type=pathlib.Path, default=ROOT / "benchmarks/results/inspect_speed.json"
-)
 args = parser.parse_args()
 
 rounds = []
@@ -45,7 +40,6 @@ with tempfile.TemporaryDirectory() as folder:
         print(row, flush=True)
 
 result = {
-    "jax": jax.__version__,
     "megabytes": args.megabytes,
     "lines": num_lines,
     "collectives": copies,
@@ -54,4 +48,4 @@ result = {
     "peak_bytes": max(row["peak_bytes"] for row in rounds),
     "rounds": rounds,
 }
-args.out.write_text(json.dumps(result, indent=1) + "\n")
+results.write(args.out, result)

@@ -2,85 +2,77 @@
 
     python benchmarks/mixed_speed.py [--meshes cpu-1.0-0.33 cpu-1.0-0.5 ...]
 
-For each mesh and round: every device alone (same model, same global batch), then all together with
-planned and with even counts, all in one go on the same machine. `fraction` is the joint speed over
-the sum of the speeds alone, the median over rounds; a shared machine changes its speed from minute
-to minute, so figures are only compared within a round. Writes its meshes' rows of
-benchmarks/results/mixed_speed.json.
+For each mesh the model of examples/gpt.py trains with the same global batch on every share of a
+core alone, and on all devices together with measured and with even counts. All jobs take turns of a
+step, until its update is done, so that the machine's drift meets all of them; the first turns, in
+which counts settle, do not count. `attainable` is the joint speed over the sum of the speeds alone,
+round by round. Writes its meshes' rows of benchmarks/results/mixed_speed.json.
 """
 
-import argparse
-import json
 import pathlib
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 
-import jax
+import jobs
+import results
+import turns
 
-from hxla import load_cluster
+import hxla
 
-ROOT = pathlib.Path(__file__).parent.parent
-DEFAULT = ["cpu-1.0-0.33", "cpu-1.0-0.5", "cpu-1.0-1.0", "cpu-4-unequal"]
-parser = argparse.ArgumentParser()
-parser.add_argument("--meshes", nargs="+", default=DEFAULT)
-parser.add_argument("--rounds", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=128)
-parser.add_argument(
-    "--out", type=pathlib.Path, default=ROOT / "benchmarks/results/mixed_speed.json"
-)
-args = parser.parse_args()
+SETTLING, LENGTH = 6, 128
+MEASURED, EVEN = "together, measured counts", "together, even counts"
 
 
-def speed(folder, mesh, *options, steps):
-    summary = pathlib.Path(folder, "summary.json")
-    command = [sys.executable, "-m", "hxla", "run", "--mesh", mesh]
-    command += [str(ROOT / "examples" / "train_gpt.py"), "--summary", str(summary)]
-    command += ["--batch-size", str(args.batch_size), "--dropout", "0"]
-    command += ["--steps", str(steps), *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    run = json.loads(summary.read_text())
-    seconds = statistics.median(run["seconds"][max(1, steps // 4) :])
-    return run["tokens_per_step"] / seconds, run["counts"][-1]
-
-
-def one_round(folder, mesh, shares):
-    alone = {}
-    for share in sorted(set(shares), reverse=True):
-        path = pathlib.Path(folder, "one.toml")
-        path.write_text(f'name="one"\n[[device]]\nkind="cpu"\ncore_share={share}\n')
-        alone[str(share)], _ = speed(folder, str(path), steps=max(3, round(7 * share)))
-    planned, counts = speed(folder, mesh, steps=11)
-    even, _ = speed(folder, mesh, "--split", "even", steps=4)
-    attainable = sum(alone[str(s)] for s in shares)
+def measured(mesh: str, batch_size: int, rounds: int) -> dict:
+    """One mesh."""
+    shares = [device.core_share for device in hxla.load_cluster(mesh).devices]
+    options = ["--turns", SETTLING + rounds, "--batch-size", batch_size]
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        asked = {
+            MEASURED: {"script": [jobs.GPT, *options], "mesh": mesh},
+            EVEN: {"script": [jobs.GPT, *options, "--counts", "even"], "mesh": mesh},
+        }
+        for share in dict.fromkeys(shares):
+            one = folder / f"{share}.toml"
+            one.write_text(f'name = "one"\n[[device]]\nkind = "cpu"\ncore_share = {share}\n')
+            asked[f"{share} of a core alone"] = {"script": [jobs.GPT, *options], "mesh": str(one)}
+        with jobs.started(asked, folder) as running:
+            jobs.in_turns(running, SETTLING)
+            seconds = jobs.in_turns(running, rounds)
+            told = {name: job.finish() for name, job in running.items()}
+    attainable = [
+        1 / sum(1 / seconds[f"{share} of a core alone"][n] for share in shares)
+        for n in range(rounds)
+    ]
+    tokens = batch_size * LENGTH
     return {
-        "alone_tokens_per_second": {s: round(v) for s, v in alone.items()},
-        "planned_tokens_per_second": round(planned),
-        "even_tokens_per_second": round(even),
-        "fraction_planned": round(planned / attainable, 3),
-        "fraction_even": round(even / attainable, 3),
-        "speed_up": round(planned / even, 2),
-        "counts": counts,
+        "batch_size": batch_size,
+        "tokens_per_second": {n: round(tokens / s) for n, s in turns.medians(seconds).items()},
+        "attainable, measured counts": turns.over(attainable, seconds[MEASURED]),
+        "attainable, even counts": turns.over(attainable, seconds[EVEN]),
+        "measured counts / even counts": turns.over(seconds[EVEN], seconds[MEASURED]),
+        "counts": told[MEASURED]["counts"][-1],
+        "same bits": len({each["sha256"] for each in told.values()}) == 1,
+        "seconds": {n: [round(s, 4) for s in own] for n, own in seconds.items()},
     }
 
 
-setting = {"jax": jax.__version__, "python": platform.python_version()}
-results = {}
-with tempfile.TemporaryDirectory() as folder:
+def main() -> None:
+    """Every mesh."""
+    parser = results.parser(__doc__, "mixed_speed")
+    parser.add_argument(
+        "--meshes",
+        nargs="+",
+        default=["cpu-1.0-0.33", "cpu-1.0-0.5", "cpu-1.0-1.0", "cpu-4-unequal"],
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=128)
+    args = parser.parse_args()
+    rows = results.read(args.out).get("meshes", {})
     for mesh in args.meshes:
-        shares = [d.core_share for d in load_cluster(mesh).devices]
-        row = {"mesh": mesh, "batch_size": args.batch_size, **setting, "rounds": []}
-        for _ in range(args.rounds):
-            row["rounds"].append(one_round(folder, mesh, shares))
-            print(json.dumps(row["rounds"][-1]), flush=True)
-        for key in ("fraction_planned", "fraction_even", "speed_up"):
-            row[key] = statistics.median(r[key] for r in row["rounds"])
-        print(json.dumps({k: v for k, v in row.items() if k != "rounds"}), flush=True)
-        results[mesh] = row
+        rows[mesh] = results.row(measured(mesh, args.batch_size, args.rounds))
+        results.write(args.out, {"meshes": rows})
 
-measured = (
-    {row["mesh"]: row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
-)
-args.out.write_text(json.dumps([*(measured | results).values()], indent=2) + "\n")
+
+if __name__ == "__main__":
+    main()

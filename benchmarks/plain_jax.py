@@ -1,125 +1,140 @@
-"""hxla on two equal processes beside a hand-written plain-JAX loop, and exact beside float sums.
+"""hxla on two equal processes beside plain JAX as a good user writes it.
 
-    hxla run --mesh cpu-1.0-1.0 benchmarks/plain_jax.py [--rounds 8]
+    hxla run --mesh cpu-1.0-1.0 benchmarks/plain_jax.py [--rounds 9]
 
-The plain loop is `jax.jit` over a `data` mesh: parameters replicated, batch sharded, gradients
-averaged by the partitioner; once with the whole local batch at a time and once with `lax.scan` over
-the same microbatches. The four take turns, step by step, in the same processes.
+The model of examples/gpt.py, the same data, the same optimizer, the same microbatches. The plain
+step is `jax.shard_map` over the processes, a local `lax.scan` over the microbatches, one `psum` and
+the update; under `jax.jit` with donation, in float32, its batches on their devices beforehand. hxla
+runs with exact and with float sums.
+
+hxla writes some dots of a gradient so that a CPU computes them faster, which is no merit of how it
+shares the work. So plain JAX runs a second time with its dots written in the same way
+(benchmarks/dots.py), and what comes of that is a row of its own.
+
+Last, each with microbatches of its own choice: hxla of the size that it measures and chooses, plain
+JAX of the fastest of `--sizes`.
+
+All take turns of a step in the same processes, each until its update is done; their losses must
+agree. Writes benchmarks/results/plain_jax.json.
 """
 
-import argparse
-import json
 import pathlib
 import statistics
 import sys
-import time
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+import dots  # noqa: E402
+import plain  # noqa: E402
+import results  # noqa: E402
+import turns  # noqa: E402
 from gpt import GPT, library, loss  # noqa: E402
 
-from hxla._lower._reduce import Reducer  # noqa: E402
-from hxla._model._functional import functional  # noqa: E402
-from hxla._run import _setup, _strategy  # noqa: E402
-from hxla._run._step import Engine  # noqa: E402
+import hxla  # noqa: E402
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--rounds", type=int, default=8)
-parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/plain_jax.json")
-args = parser.parse_args()
-BATCH, MICRO = 64, 2
-M, D = BATCH // MICRO, jax.device_count()
-optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
-text = library()["text"]
-graphdef, params, rest = nnx.split(GPT(nnx.Rngs(0)), nnx.Param, ...)
-mesh = jax.make_mesh((D,), ("data",), axis_types=(AxisType.Auto,))
-sharded, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+BATCH_SIZE = 64
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
+DATA = library()
+EXACT, FLOAT, PLAIN = "hxla, exact sums", "hxla, float sums", "plain JAX"
+REWRITTEN = "plain JAX, dots rewritten"
+CHOSEN, BEST = "hxla, exact sums, its own choice", "plain JAX, its fastest"
+
+Run = Callable[[], float]
 
 
-def plain(scan):
-    def mean(p, t):
-        return loss(nnx.merge(graphdef, p, rest), {"text": t})
+def by_hand(microbatch_size: int, *, rewritten: bool = False) -> Run:
+    """A step of plain JAX."""
+    graphdef, params, rest = nnx.split(GPT(nnx.Rngs(0)), nnx.Param, ...)
 
-    def step(p, s, t):
-        if scan:
-            parts = t.reshape(D, M // D, MICRO, -1).swapaxes(0, 1).reshape(M // D, D * MICRO, -1)
-            zero = jax.tree.map(jnp.zeros_like, p)
-            add = lambda acc, part: (jax.tree.map(jnp.add, acc, jax.grad(mean)(p, part)), None)  # noqa: E731
-            grads, _ = jax.lax.scan(add, zero, parts)
-            grads = jax.tree.map(lambda g: g / (M // D), grads)
-        else:
-            grads = jax.grad(mean)(p, t)
-        updates, s = optimizer.update(grads, s, p)
-        return optax.apply_updates(p, updates), s
+    def mean_loss(params: nnx.State, text: jax.Array) -> jax.Array:
+        return loss(nnx.merge(graphdef, params, rest), {"text": text})
 
-    run = jax.jit(step, donate_argnums=(0, 1), out_shardings=(replicated, replicated))
-    host = jax.tree.map(np.asarray, params)
-    p = jax.device_put(host, replicated)
-    state = [p, jax.jit(optimizer.init, out_shardings=replicated)(p)]
-
-    def once(n):
-        local = text[n * BATCH : (n + 1) * BATCH]
-        own = local[jax.process_index() * BATCH // D :][: BATCH // D]
-        t = jax.make_array_from_process_local_data(sharded, own, local.shape)
-        state[:] = run(*state, t)
-        jax.block_until_ready(state)
-
-    return once
-
-
-def ours(reduction):
-    first = {"text": text[:MICRO]}
-    model = functional(GPT(nnx.Rngs(0)), loss, loss, variables=None, seed=0, example=first)
-    reducer = Reducer(_strategy.replicated(jax.devices()).replicas)
-    engine = Engine(
-        model,
-        optimizer,
-        reducer,
-        batch=first,
-        num_microbatches=M,
-        microbatch_size=MICRO,
-        seed=0,
-        reduction=reduction,
+    gradient = jax.value_and_grad(mean_loss)
+    return plain.data_parallel(
+        dots.uncrossed(gradient) if rewritten else gradient,
+        params,
+        OPTIMIZER,
+        DATA["text"],
+        jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)),
+        batch_size=BATCH_SIZE,
+        microbatch_size=microbatch_size,
     )
-    engine.calibrate(first, repeats=0)
-    ids = _setup.own_ids((M // D,) * D, reducer)
-
-    def once(n):
-        at = lambda i: n * BATCH + i * MICRO  # noqa: E731
-        batches = [[{"text": text[at(i) : at(i) + MICRO]} for i in own] for own in ids]
-        engine.update(engine.accumulate(n, ids, batches))
-        jax.block_until_ready(jax.tree.leaves(engine.params))
-
-    return once
 
 
-runs = {
-    "hxla exact": ours("exact"),
-    "hxla float": ours("float"),
-    "plain JAX, whole batch": plain(scan=False),
-    "plain JAX, scan over microbatches": plain(scan=True),
-}
-seconds = {name: [] for name in runs}
-for n in range(args.rounds + 1):
-    for name, once in runs.items():
-        begun = time.perf_counter()
-        once(n)
-        seconds[name].append(time.perf_counter() - begun)
-if jax.process_index() == 0:
-    median = {name: round(statistics.median(s[1:]), 4) for name, s in seconds.items()}
-    best = min(v for k, v in median.items() if k.startswith("plain"))
-    rows = {
-        "seconds_per_step": median,
-        "hxla exact over the faster plain loop": round(best / median["hxla exact"], 3),
-        "cost of exact over float": round(median["hxla exact"] / median["hxla float"] - 1, 4),
+def ours(job: hxla.Job, plan: hxla.Plan) -> Run:
+    """A step of hxla."""
+    session = job.open(plan)
+
+    def step() -> float:
+        record = session.step()
+        jax.block_until_ready(session.state.params)
+        return record.loss
+
+    return step
+
+
+def fastest(sizes: Sequence[int]) -> int:
+    """The microbatch size with which plain JAX is fastest, by two steps of each."""
+    tried = turns.seconds_in_turns({str(n): by_hand(n) for n in sizes}, 2)
+    mine = min(sizes, key=lambda n: statistics.median(tried[str(n)]))
+    return int(multihost_utils.broadcast_one_to_all(np.int32(mine)))  # all must take the same
+
+
+def main() -> None:
+    """With the same microbatches, and each with its own."""
+    parser = results.parser(__doc__, "plain_jax")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 32], help="plain JAX's")
+    args = parser.parse_args()
+    size = args.microbatch_size
+    job = hxla.Job(GPT(nnx.Rngs(0)), DATA, loss, OPTIMIZER, batch_size=BATCH_SIZE, shuffle=False)
+
+    def planned(size: int | None, reduction: str) -> hxla.Plan:
+        return job.plan(microbatch_size=size, counts="even", reduction=reduction)
+
+    chosen, best = planned(None, "exact"), fastest(args.sizes)
+    runs = {
+        EXACT: ours(job, planned(size, "exact")),
+        FLOAT: ours(job, planned(size, "float")),
+        PLAIN: by_hand(size),
+        REWRITTEN: by_hand(size, rewritten=True),
     }
-    print(json.dumps(rows, indent=2))
-    args.out.write_text(json.dumps(rows, indent=2) + "\n")
+    if chosen.microbatch_size != size:
+        runs[CHOSEN] = ours(job, chosen)
+    if best != size:
+        runs[BEST] = by_hand(best)
+    seconds = turns.seconds_in_turns(runs, args.rounds, tolerance=1e-3)
+    seconds[CHOSEN] = seconds.get(CHOSEN, seconds[EXACT])
+    seconds[BEST] = seconds.get(BEST, seconds[PLAIN])
+    pairs = [
+        (EXACT, PLAIN),
+        (FLOAT, PLAIN),
+        (REWRITTEN, PLAIN),
+        (EXACT, REWRITTEN),
+        (FLOAT, REWRITTEN),
+        (EXACT, FLOAT),
+        (CHOSEN, BEST),
+    ]
+    if jax.process_index() == 0:
+        sizes = dict.fromkeys((EXACT, FLOAT, PLAIN, REWRITTEN), size)
+        result = {
+            "batch_size": BATCH_SIZE,
+            "microbatch_sizes": sizes | {CHOSEN: chosen.microbatch_size, BEST: best},
+            "step_seconds": turns.medians(seconds),
+            "ratios": {f"{a} / {b}": turns.over(seconds[b], seconds[a]) for a, b in pairs},
+            "seconds": {name: [round(s, 4) for s in own] for name, own in seconds.items()},
+        }
+        results.write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,37 +2,33 @@
 
     python benchmarks/prediction.py [--clusters ...] [--models ...]
 
-For each pair one job of `hxla run` does what `hxla profile` does, and trains with the counts that
-the profile's trial came to. They take turns of a step, for the machine's speed drifts by more
-than the predictions are to be off. Then `hxla plan` predicts the step from the profile alone: no
-figure of the training goes into it. A plan whose counts are others is asked for those that ran.
+For each pair `hxla profile` measures, `hxla plan` makes a plan of what was measured and of nothing
+else, and `hxla run --plan` trains with it. A shared machine's speed drifts by more than predictions
+are to be off, so the training comes between two profiles, or with `--rounds` in parts between more
+of them, and stands still while one runs. Predicted is the mean over the profiles, each asked for
+the counts that ran. Measured is the mean of the middle half of the training's steps, which follow
+one another as in any training; the first of each part does not count, for it waited.
+
 Memory is the plan's figure for each device beside what the programs that the training compiled say
 of themselves. Each row is written to benchmarks/results/prediction.json at once; rows of other
 pairs that it holds stay.
 """
 
-import argparse
-import contextlib
-import io
-import json
-import math
 import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from typing import Any
 
-import jax
+import jobs
+import results
 
-from hxla import Proposal
-from hxla.__main__ import main
-from hxla._core._statistics import middle_mean
+import hxla
 
-ROOT = pathlib.Path(__file__).parent.parent
-SCRIPT = str(ROOT / "benchmarks" / "prediction_script.py")
+SCRIPT = jobs.ROOT / "benchmarks" / "prediction_script.py"
 CLUSTERS = {
     "1.0": [1.0],
     "1.0-1.0": [1.0, 1.0],
@@ -42,107 +38,129 @@ CLUSTERS = {
     "0.9-0.5-0.3": [0.9, 0.5, 0.3],
 }
 MODELS = ["gpt", "bert", "conv"]
-parser = argparse.ArgumentParser()
-parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
-parser.add_argument("--models", nargs="+", default=MODELS)
-parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/prediction.json")
-args = parser.parse_args()
 
 
-def planned(mesh, folder, file, model):
-    """What `hxla plan` does, without a new process that imports everything anew."""
-    options = ["--mesh", str(mesh), "--stages", "1", "--write", str(folder), "--profile", str(file)]
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        main(["plan", *options, SCRIPT, model])
-    del os.environ["HXLA_DRY"]
-    return Proposal.from_json((folder / f"{mesh.stem}.json").read_text())
+def middle_mean(values: Sequence[float]) -> float:
+    """Mean without the smallest and the largest quarter."""
+    cut = len(values) // 4
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
-def parts(plan, counts):
-    """A step with some counts as the plan's replay has it: the slowest device, and the rest."""
-    devices = {d.device: d for d in plan.devices}
-    busy = 0.0
-    for i, count in enumerate(counts):
-        if count:
-            own = devices[i]
-            micro = own.compute_seconds / own.num_microbatches
-            busy = max(busy, count * micro + own.update_seconds)
-    return busy, plan.devices[0].reduction_seconds
+def command(*arguments: object, folder: pathlib.Path) -> None:
+    """Run `hxla` and say what it said only if it fails."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "hxla", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(jobs.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise SystemExit(
+            f"hxla {' '.join(map(str, arguments))}\n{(ran.stdout + ran.stderr)[-6000:]}"
+        )
 
 
-def one(folder, model, name):
+def planned(folder: pathlib.Path, mesh: pathlib.Path, model: str, name: str) -> pathlib.Path:
+    """Profile, and plan by the profile; returns the plan's file."""
+    profile, plan = folder / f"profile-{name}.json", folder / f"plan-{name}.json"
+    where = ["--mesh", mesh, "--segments", 1]
+    command("profile", *where, "--write", profile, SCRIPT, "none", model, folder=folder)
+    options = ["--stages", 1, "--profile", profile, "--write", plan]
+    command("plan", *where, *options, SCRIPT, "none", model, folder=folder)
+    return plan
+
+
+def counts_by_rank(plan: hxla.Plan) -> dict[int, int]:
+    """Microbatches of each device, all of which hold a whole copy of the model."""
+    return {replica.devices[0]: replica.num_microbatches for replica in plan.replicas}
+
+
+def predicted(plan: hxla.Plan, counts: dict[int, int]) -> float | None:
+    """A step with some counts: the slowest device, and the rest; None if one is not planned."""
+    own, devices = counts_by_rank(plan), {d.rank: d for d in plan.prediction.devices}
+    if not {rank for rank, count in counts.items() if count} <= {r for r, c in own.items() if c}:
+        return None
+    busy = [
+        count * devices[rank].compute_seconds / own[rank] + devices[rank].update_seconds
+        for rank, count in counts.items()
+        if count
+    ]
+    return max(busy) + plan.prediction.devices[0].reduction_seconds
+
+
+def one(folder: pathlib.Path, model: str, name: str, rounds: int, chunk: int) -> dict[str, Any]:
+    """One pair."""
     mesh = folder / f"{name}.toml"
     tables = [f'[[device]]\nkind = "cpu"\ncore_share = {share}\n' for share in CLUSTERS[name]]
     mesh.write_text(f'name = "{name}"\n' + "".join(tables))
-    command = [sys.executable, "-m", "hxla", "run", "--mesh", mesh, SCRIPT, model]
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context((folder / "log").open("w"))
-        process = subprocess.Popen([*command, "--folder", folder], stdout=log, stderr=log)
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        process.wait()
-    if process.returncode:
-        raise SystemExit(f"{command}\n{(folder / 'log').read_text()[-6000:]}")
-    plan = planned(mesh, folder, folder / "profile.json", model)
-    ran = json.loads((folder / "run.json").read_text())
-    devices = {d.device: d for d in plan.devices}
-    own = [devices[i].num_microbatches if i in devices else 0 for i in range(len(CLUSTERS[name]))]
-    assert math.isclose(sum(parts(plan, own)), plan.step_seconds, rel_tol=1e-6)
-    busy, rest = parts(plan, ran["counts"])
-    measured = middle_mean(ran["seconds"])
-    measured_busy = max(map(middle_mean, zip(*ran["busy_seconds"], strict=True)))
-    each = ran["microbatch_bytes"]
-    memory = [
-        (d.memory_bytes + (ran["counts"][i] - d.num_microbatches) * each) / ran["compiled_bytes"][i]
-        - 1
-        for i, d in sorted(devices.items())
-    ]
+    files = [planned(folder, mesh, model, "0")]
+    turn = folder / "turns"
+    job = jobs.Job(
+        turn,
+        [SCRIPT, model, "--turns", str(rounds), "--chunk", str(chunk)],
+        mesh=str(mesh),
+        plan=files[0],
+    )
+    try:
+        job.wait()
+        for n in range(rounds):
+            job.step()
+            files.append(planned(folder, mesh, model, str(n + 1)))
+        told = job.finish()
+    finally:
+        job.close()
+    plans = [hxla.Plan.read(file) for file in files]
+    counts = counts_by_rank(plans[0])
+    steps = [s for plan in plans if (s := predicted(plan, counts)) is not None]
+    step, measured = statistics.mean(steps), middle_mean(told["seconds"])
     return {
         "cluster": name,
         "model": model,
-        "planned_counts": own,
-        "counts": ran["counts"],
-        "steps": len(ran["seconds"]),
-        "predicted_seconds": round(busy + rest, 4),
+        "counts": told["counts"],
+        "steps": len(told["seconds"]),
+        "predicted_seconds": round(step, 4),
         "measured_seconds": round(measured, 4),
-        "error": round((busy + rest) / measured - 1, 4),
-        "predicted_busy": round(busy, 4),
-        "measured_busy": round(measured_busy, 4),
-        "steps_of_the_trial": [round(x, 3) for x in ran.get("trial_seconds", ())],
-        "steps_of_the_run": [round(x, 3) for x in ran["seconds"]],
-        "memory": [round(m, 6) for m in memory],
+        "error": round(step / measured - 1, 4),
+        "predicted_by_each_profile": [round(s, 4) for s in steps],
+        "memory": [
+            round(d.memory_bytes / told["memory_bytes"][str(d.rank)] - 1, 6)
+            for d in plans[0].prediction.devices
+        ],
+        "seconds": [round(s, 4) for s in told["seconds"]],
     }
 
 
-def write(rows):
-    order = [(c, m) for c in CLUSTERS for m in MODELS]
-    rows = sorted(rows, key=lambda row: order.index((row["cluster"], row["model"])))
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over all rows."""
     errors = [abs(row["error"]) for row in rows]
-    table = {
-        "jax": jax.__version__,
+    return {
         "mean_error": round(statistics.mean(errors), 4),
         "worst_error": round(max(errors), 4),
         "within_5_percent": f"{sum(e <= 0.05 for e in errors)} of {len(errors)}",
         "worst_memory_error": max(abs(m) for row in rows for m in row["memory"]),
-        "rows": rows,
     }
-    args.out.write_text(json.dumps(table, indent=1) + "\n")
-    return {k: v for k, v in table.items() if k != "rows"}
 
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the job that runs
-rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-with tempfile.TemporaryDirectory() as cache:
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    os.environ.pop("XLA_FLAGS", None)
+def main() -> None:
+    """Every pair."""
+    parser = results.parser(__doc__, "prediction")
+    parser.add_argument("--clusters", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--rounds", type=int, default=1, help="chunks, between profiles")
+    parser.add_argument("--chunk", type=int, default=40, help="steps of a chunk")
+    args = parser.parse_args()
+    order = [(c, m) for c in CLUSTERS for m in MODELS]
+    rows = {(r["cluster"], r["model"]): r for r in results.read(args.out).get("rows", ())}
     for name in args.clusters:
         for model in args.models:
-            began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
-                row = one(pathlib.Path(folder), model, name)
-            rows = [r for r in rows if (r["cluster"], r["model"]) != (name, model)] + [row]
-            summary = write(rows)
-            print(json.dumps(row), f"{time.monotonic() - began:.0f} s", flush=True)
-print(json.dumps(summary))
+                row = one(pathlib.Path(folder), model, name, args.rounds, args.chunk)
+            rows[name, model] = results.row(row)
+            found = [rows[pair] for pair in order if pair in rows]
+            results.write(args.out, {**summary(found), "rows": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,13 @@ import subprocess
 import sys
 import tempfile
 
+import results
+
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS, SWAP = 28, 10
+parser = results.parser(__doc__, "rethrottle")
+parser.add_argument("--batch-size", type=int, default=128)
+args = parser.parse_args()
 
 
 def mesh(path, shares):
@@ -29,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
     mesh(path, (1.0, 0.33))
     command = [sys.executable, "-m", "hxla", "run", "--mesh", str(path)]
     command += [str(ROOT / "examples/train_gpt.py"), "--steps", str(STEPS), "--dropout", "0"]
-    command += ["--batch-size", "128", "--summary", str(summary)]
+    command += ["--batch-size", str(args.batch_size), "--summary", str(summary)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     swapped = None
     for line in job.stdout:
@@ -40,21 +45,21 @@ with tempfile.TemporaryDirectory() as folder:
             mesh(path, (0.33, 1.0))
             job.send_signal(signal.SIGUSR1)
             swapped = int(found[1])
-    job.wait()
+    if job.wait():
+        sys.exit(f"{' '.join(command)} failed with {job.returncode}")
     run = json.loads(summary.read_text())
 
 seconds = run["seconds"]
 before = statistics.median(seconds[3:SWAP])
-back = next(i for i in range(swapped, STEPS) if max(seconds[i : i + 3]) <= before / 0.95)
+later = range(swapped, STEPS)
+back = next((i for i in later if max(seconds[i : i + 3]) <= before / 0.95), None)
 rows = {
     "settled_seconds_before": round(before, 3),
     "settled_seconds_after": round(statistics.median(seconds[-8:]), 3),
     "swapped_after_step": swapped,
-    "steps_until_back_at_0.95": back - swapped,
+    "steps_until_back_at_0.95": "never" if back is None else back - swapped,
     "counts": [run["counts"][SWAP - 1], run["counts"][-1]],
     "recompilations": run["num_compilations"],
     "seconds": [round(s, 3) for s in seconds],
 }
-print(json.dumps(rows, indent=2))
-out = ROOT / "benchmarks" / "results" / "rethrottle.json"
-out.write_text(json.dumps(rows, indent=2) + "\n")
+results.write(args.out, rows)

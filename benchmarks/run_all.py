@@ -3,7 +3,8 @@
     python benchmarks/run_all.py [--torch PYTHON] [--quick] [--only NAME ...]
 
 Runs the other benchmarks one after another, at sizes that take about 20 minutes on two cores, and
-writes benchmarks/results/bench.md and bench.json with the machine's description. PYTHON is an
+writes benchmarks/results/bench.md and bench.json with the commit, the date and the machine's
+description. A ratio is the median over rounds, with the quartiles behind it. PYTHON is an
 interpreter that has torch; without one the comparisons with PyTorch are left out, and the table
 says so. `--quick` runs each with its smallest setting, to see that it works: its figures mean
 nothing, and they are written to the folder of `--folder` only.
@@ -11,24 +12,21 @@ nothing, and they are written to the folder of `--folder` only.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import jax
+import results
 
 ROOT = pathlib.Path(__file__).parent.parent
-FOLDER = ROOT / "benchmarks" / "results"
 MESH = "cpu-1.0-0.5"
-RUN = ["-m", "hxla", "run", "--mesh"]
+RUN = ["-m", "hxla", "run"]
 # What is compared, hxla's figure, the other's, and hxla's over it (or what else the ratio is).
 Row = tuple[str, str, str, str]
 
@@ -43,7 +41,7 @@ class Part:
         options: Of a whole run.
         quick: Of the smallest run.
         rows: Of the table, from the result that it writes.
-        needs_torch: Whether it takes `--torch`.
+        torch: Whether it `needs` an interpreter that has torch, or compares less without one.
         environment: Variables beside those of this process.
     """
 
@@ -52,97 +50,83 @@ class Part:
     options: Sequence[str]
     quick: Sequence[str]
     rows: Callable[[Any], list[Row]]
-    needs_torch: bool = False
+    torch: Literal["", "needs", "takes"] = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def spread(ratio: dict[str, float]) -> str:
+    """A ratio of `turns.over`."""
+    return f"{ratio['ratio']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def of_ratios(result: Any, where: str) -> list[Row]:
+    """Rows of a result that names its ratios `a / b`."""
+    seconds, rows = result.get("step_seconds"), []
+    for name, ratio in result["ratios"].items():
+        figures = []
+        for one in name.split(" / "):
+            if seconds is None:
+                figures.append(f"{result['tokens_per_second'][one]} tokens/s")
+            else:
+                figures.append(f"{seconds[one]} s")
+        rows.append((f"{where}: {name}", *figures, spread(ratio)))
+    return rows
+
+
 def plain_jax(result: Any) -> list[Row]:
-    seconds = result["seconds_per_step"]
-    best = min(v for k, v in seconds.items() if k.startswith("plain"))
-    exact, plain = seconds["hxla exact"], seconds["hxla float"]
-    ratio = result["hxla exact over the faster plain loop"]
-    return [
-        (
-            "a step beside the faster plain JAX loop, two equal cores",
-            f"{exact} s",
-            f"{best} s",
-            f"{ratio}x",
-        ),
-        ("exact sums beside float sums", f"{exact} s", f"{plain} s", f"{plain / exact:.3f}x"),
-    ]
+    sizes, rows = result["microbatch_sizes"], []
+    for (_, *figures), name in zip(of_ratios(result, ""), result["ratios"], strict=True):
+        a, b = name.split(" / ")
+        what = f"two equal cores: {a} ({sizes[a]} a microbatch) / {b} ({sizes[b]})"
+        rows.append((what, *figures))
+    return rows
 
 
 def mixed_speed(result: Any) -> list[Row]:
     out: list[Row] = []
-    for row in result:
-        last = row["rounds"][-1]
-        planned, even = last["planned_tokens_per_second"], last["even_tokens_per_second"]
-        alone = round(planned / last["fraction_planned"])
-        mesh = row["mesh"]
-        out += [
+    for mesh, row in result["meshes"].items():
+        tokens = row["tokens_per_second"]
+        together, even = (tokens[f"together, {kind} counts"] for kind in ("measured", "even"))
+        for kind in ("measured", "even"):
+            ratio = row[f"attainable, {kind} counts"]
+            own = tokens[f"together, {kind} counts"]
+            out.append(
+                (
+                    f"{mesh}: {kind} counts beside the sum of each device alone",
+                    f"{own} tokens/s",
+                    f"{round(own / ratio['ratio'])} tokens/s",
+                    spread(ratio),
+                )
+            )
+        out.append(
             (
-                f"{mesh}: planned counts beside the sum of each device alone",
-                f"{planned} tokens/s",
-                f"{alone} tokens/s",
-                f"{row['fraction_planned']}x",
-            ),
-            (
-                f"{mesh}: planned counts beside even ones",
-                f"{planned} tokens/s",
+                f"{mesh}: measured counts beside even ones",
+                f"{together} tokens/s",
                 f"{even} tokens/s",
-                f"{row['speed_up']}x",
-            ),
-        ]
+                spread(row["measured counts / even counts"]),
+            )
+        )
     return out
 
 
 def torch_ddp(result: Any) -> list[Row]:
-    own, best = result["hxla_tokens_per_second"], max(result["ddp_tokens_per_second"].values())
-    what = f"{result['mesh']}: beside PyTorch DDP's best microbatch"
-    return [(what, f"{own} tokens/s", f"{best} tokens/s", f"{result['hxla over the best ddp']}x")]
+    return of_ratios(result, result["mesh"])
 
 
 def pipeline(result: Any) -> list[Row]:
     out: list[Row] = []
     for mesh, row in result["meshes"].items():
-        seconds = {k: f"{row[k]['step_seconds']:.4g} s" for k in ("planned", "even", "torch")}
-        own = seconds["planned"]
-        cut = row["torch"]["cut"]
-        out += [
-            (
-                f"{mesh}: pipeline cut as planned beside an even cut",
-                own,
-                seconds["even"],
-                f"{row['planned_over_even']:.2f}x",
-            ),
-            (
-                f"{mesh}: pipeline beside PyTorch's 1F1B cut {cut}",
-                own,
-                seconds["torch"],
-                f"{row['over_torch']:.2f}x",
-            ),
-        ]
+        cut = row.get("PyTorch's best cut")
+        where = f"{mesh}, pipeline" + (f" (PyTorch's best cut: {cut})" if cut else "")
+        out += of_ratios(row, where)
     return out
 
 
 def hand_sharded(result: Any) -> list[Row]:
-    seconds = result["seconds_per_step"]
-    chosen = result["microbatches that hxla chooses"]
-    out = [
-        (
-            f"rules over data and tensor, {r} sums, {n} microbatches, beside {m} by hand",
-            f"{seconds[f'hxla {r}, {n}']} s",
-            f"{seconds[f'by hand, {m}']} s",
-            f"{result[f'hxla {r}, {n} over by hand, {m}']}x",
-        )
-        for r in ("exact", "float")
-        for n, m in ((chosen, 1), (chosen, chosen), (1, 1))
-    ]
-    share = result["tracing and planning over compilation"]
-    own, other = result["tracing_and_planning_seconds"], result["compilation_seconds"]
+    own, other = result["planning_seconds"], result["opening_seconds"]
     return [
-        *out,
-        ("tracing and planning beside compilation", f"{own} s", f"{other} s", f"{share:.1%}"),
+        *of_ratios(result, "rules over data and tensor, microbatches per copy"),
+        ("tracing and planning beside opening", f"{own} s", f"{other} s", f"{own / other:.1%}"),
     ]
 
 
@@ -150,11 +134,24 @@ def planner_scale(result: Any) -> list[Row]:
     return [
         (
             f"search over {name}: step beside its proven bound, in {row['seconds']} s",
-            f"{row['step_seconds']} s",
+            f"{row['formula_seconds']} s",
             f"{row['bound_seconds']} s",
             f"gap {row['gap']:.2%}",
         )
-        for name, row in result.items()
+        for name, row in result["rows"].items()
+    ]
+
+
+def dispatch(result: Any) -> list[Row]:
+    rows = result["microseconds"]
+    return [
+        (
+            f"a microbatch of {result['parameters']} parameters beside its bare program, {r} sums",
+            f"{rows[f'step of hxla over its microbatches, {r} sums']} us",
+            f"{rows['bare program, called back to back']} us",
+            f"{rows[f'overhead of a microbatch, {r} sums']} us more",
+        )
+        for r in ("exact", "float")
     ]
 
 
@@ -186,24 +183,28 @@ def inspect_speed(result: Any) -> list[Row]:
 PARTS = (
     Part(
         name="plain_jax",
-        before=[*RUN, "cpu-1.0-1.0"],
-        options=["--rounds", "3"],
-        quick=["--rounds", "1"],
+        before=[*RUN, "--mesh", "cpu-1.0-1.0"],
+        options=["--rounds", "5"],
+        quick=["--rounds", "1", "--sizes", "2"],
         rows=plain_jax,
     ),
     Part(
         name="mixed_speed",
-        options=["--meshes", MESH, "--rounds", "1", "--batch-size", "32"],
-        quick=["--meshes", MESH, "--rounds", "1", "--batch-size", "16"],
+        options=["--meshes", MESH, "--rounds", "4", "--batch-size", "32"],
+        quick=["--meshes", MESH, "--rounds", "1", "--batch-size", "8"],
         rows=mixed_speed,
     ),
     Part(
-        name="hand_sharded", options=["--rounds", "3"], quick=["--rounds", "1"], rows=hand_sharded
+        name="hand_sharded",
+        before=[*RUN, "-n", "1"],
+        options=["--rounds", "3"],
+        quick=["--rounds", "1"],
+        rows=hand_sharded,
     ),
     Part(
         name="planner_scale",
         options=[],
-        quick=["--instances", "1"],
+        quick=["--decoders", "0.35e9"],
         rows=planner_scale,
         environment={"OMP_NUM_THREADS": "1"},
     ),
@@ -214,24 +215,30 @@ PARTS = (
         rows=inspect_speed,
     ),
     Part(
+        name="dispatch",
+        options=["--rounds", "20"],
+        quick=["--rounds", "2", "--microbatches", "32"],
+        rows=dispatch,
+    ),
+    Part(
         name="prediction",
         options=["--clusters", "1.0-0.5", "--models", "bert"],
-        quick=["--clusters", "1.0", "--models", "conv"],
+        quick=["--clusters", "1.0", "--models", "conv", "--chunk", "8"],
         rows=prediction,
     ),
     Part(
         name="torch_ddp",
-        options=["--mesh", MESH, "--batch-size", "32", "--steps", "3"],
-        quick=["--mesh", MESH, "--batch-size", "16", "--steps", "2"],
+        options=["--mesh", MESH, "--batch-size", "32", "--rounds", "5"],
+        quick=["--mesh", MESH, "--batch-size", "8", "--rounds", "1", "--microbatch-sizes", "2"],
         rows=torch_ddp,
-        needs_torch=True,
+        torch="needs",
     ),
     Part(
         name="pipeline",
-        options=["--mesh", MESH, "--steps", "3"],
-        quick=["--mesh", MESH, "--microbatches", "4", "--microbatch-size", "2", "--steps", "2"],
+        options=["--meshes", MESH, "--rounds", "4"],
+        quick=["--meshes", MESH, "--microbatches", "4", "--microbatch-size", "1", "--rounds", "1"],
         rows=pipeline,
-        needs_torch=True,
+        torch="takes",
     ),
 )
 
@@ -245,29 +252,6 @@ def said(command: Sequence[str]) -> str:
     return ran.stdout.strip() if ran.returncode == 0 else ""
 
 
-def machine(torch: str) -> dict[str, str]:
-    """What the figures depend on."""
-    cpu = platform.processor() or platform.machine()
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
-        ]
-        cpu = models[0] if models else cpu
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": cpu,
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": f"{memory:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}",
-        "Python": platform.python_version(),
-        "jax": jax.__version__,
-        "torch": torch or "none: the comparisons with PyTorch are left out",
-        "commit": said(["git", "rev-parse", "--short", "HEAD"]) or "not known",
-    }
-
-
 def measure(
     part: Part, folder: pathlib.Path, torch: str, is_quick: bool
 ) -> tuple[list[Row], float]:
@@ -279,7 +263,7 @@ def measure(
     out = folder / f"{part.name}.json"
     command = [sys.executable, *part.before, str(ROOT / "benchmarks" / f"{part.name}.py")]
     command += [*(part.quick if is_quick else part.options), "--out", str(out)]
-    command += ["--torch", torch] if part.needs_torch else []
+    command += ["--torch", torch] if part.torch and torch else []
     begun = time.monotonic()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | part.environment
     with (folder / f"{part.name}.log").open("w+") as log:
@@ -290,7 +274,7 @@ def measure(
         lines = log.read().strip().splitlines()
     if code or not out.exists():
         raise RuntimeError("\n".join([f"exit code {code}", *lines[-30:]]))
-    return part.rows(json.loads(out.read_text())), time.monotonic() - begun
+    return part.rows(results.read(out)), time.monotonic() - begun
 
 
 def table(facts: dict[str, str], rows: Sequence[Row], notes: Sequence[str]) -> str:
@@ -314,18 +298,25 @@ def main() -> int:
     version = (
         said([args.torch, "-c", "import torch; print(torch.__version__)"]) if args.torch else ""
     )
-    facts, rows, notes, failed = machine(version), [], [], []
+    torch = args.torch if version else ""
+    facts = results.facts() | {
+        "torch": version or "none: the comparisons with PyTorch are left out",
+    }
+    rows: list[Row] = []
+    notes, failed = [], []
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         for part in PARTS:
             if args.only and part.name not in args.only:
                 continue
-            if part.needs_torch and not version:
-                notes.append(f"{part.name}: skipped, there is no interpreter with torch")
+            if part.torch and not torch:
+                without = "skipped" if part.torch == "needs" else "without PyTorch"
+                notes.append(f"{part.name}: {without}, for there is no interpreter with torch")
                 print(notes[-1], flush=True)
-                continue
+                if part.torch == "needs":
+                    continue
             try:
-                found, seconds = measure(part, pathlib.Path(name), args.torch, args.quick)
+                found, seconds = measure(part, pathlib.Path(name), torch, args.quick)
             except RuntimeError as error:
                 failed.append(part.name)
                 notes.append(f"{part.name}: failed, {str(error).splitlines()[0]}")
@@ -336,12 +327,12 @@ def main() -> int:
             for row in found:
                 print("  " + " | ".join(row), flush=True)
     facts["took"] = f"{(time.monotonic() - begun) / 60:.1f} minutes"
-    folder = args.folder or FOLDER
+    folder = args.folder or results.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.md").write_text(table(facts, rows, notes))
     keys = ("compared", "hxla", "beside it", "ratio")
     result = {
-        "machine": facts,
+        "measured": facts,
         "rows": [dict(zip(keys, r, strict=True)) for r in rows],
         "notes": notes,
     }

@@ -1,4 +1,4 @@
-"""The order of each stage's actions in PyTorch's pipelines, against our tables.
+"""The order of each stage's operations in PyTorch's pipelines, against our tables.
 
     python benchmarks/torch_schedules.py --torch PYTHON
 
@@ -8,15 +8,14 @@ them, and the table that 1F1B draws is one microbatch off in its last stage (PyT
 others run their tables. Writes benchmarks/results/torch_schedules.json.
 """
 
-import argparse
 import json
-import pathlib
 import subprocess
+from collections.abc import Sequence
 
-from hxla import make_schedule
-from hxla._schedule._schedules import Action, from_rows
+import results
 
-ROOT = pathlib.Path(__file__).parent.parent
+import hxla
+
 WORKER = r"""
 import json, sys
 import torch, torch.distributed as dist
@@ -82,11 +81,41 @@ SIZES = {
     "zb-h1": [(p, m, 1) for p in range(1, 9) for m in range(p, 33) if m % (m // p) == 0],
 }
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+Operation = tuple[str, int, int]  # kind, microbatch, chunk
+
+
+def ticks(rows: Sequence[Sequence[Operation]], num_chunks: int) -> hxla.Schedule:
+    """The table in which each operation takes one tick and starts as early as it can."""
+    num = len(rows)
+
+    def needed(stage: int, op: Operation) -> tuple[int, Operation] | None:
+        kind, microbatch, chunk = op
+        part = chunk * num + stage
+        if kind == "weight":
+            return stage, ("backward", microbatch, chunk)
+        if kind == "backward" and part == num * num_chunks - 1:
+            return stage, ("forward", microbatch, chunk)
+        part += 1 if kind == "backward" else -1
+        return (part % num, (kind, microbatch, part // num)) if part >= 0 else None
+
+    waiting, done, table = [list(row) for row in rows], set(), []
+    while any(waiting):
+        now = [bool(row) and needed(s, row[0]) in {None, *done} for s, row in enumerate(waiting)]
+        if not any(now):
+            raise SystemExit(f"PyTorch's stages wait for one another: {[r[:1] for r in waiting]}")
+        ran = [row.pop(0) if can else None for row, can in zip(waiting, now, strict=True)]
+        done |= {(s, op) for s, op in enumerate(ran) if op is not None}
+        table.append(["" if op is None else f"{op[0][0].upper()}{op[1]}.{op[2]}" for op in ran])
+    return hxla.schedule_from_table(table, name="PyTorch's")
+
+
+def main() -> None:
+    """Every size."""
+    parser = results.parser(__doc__, "torch_schedules")
     parser.add_argument("--torch", required=True)
+    parser.add_argument("--most", type=int, default=8, help="stages")
     args = parser.parse_args()
-    asked = [(name, *size) for name, sizes in SIZES.items() for size in sizes]
+    asked = [(name, *size) for name, own in SIZES.items() for size in own if size[0] <= args.most]
     worker = subprocess.run(
         [args.torch, "-W", "ignore", "-c", WORKER],
         input=json.dumps(asked),
@@ -95,10 +124,10 @@ if __name__ == "__main__":
         check=True,
     )
     version, found = json.loads(worker.stdout)
-    rows = {"torch": version}
+    rows: dict[str, dict[str, int]] = {}
     for (name, *size), theirs in zip(asked, found, strict=True):
-        ours = make_schedule(name, *size)
-        other = from_rows("theirs", [[Action(*op) for op in row] for row in theirs], size[2])
+        ours = hxla.make_schedule(name, *size)
+        other = ticks([[tuple(op) for op in row] for row in theirs], size[2])
         kept, others = max(ours.peak_stash), max(other.peak_stash)
         facts = {
             "sizes": True,
@@ -112,6 +141,8 @@ if __name__ == "__main__":
         row = rows.setdefault(f"{name}, one chunk" if degenerate else name, {})
         for fact, holds in facts.items():
             row[fact] = row.get(fact, 0) + holds
-    print(json.dumps(rows, indent=2))
-    out = ROOT / "benchmarks" / "results" / "torch_schedules.json"
-    out.write_text(json.dumps(rows, indent=2) + "\n")
+    results.write(args.out, {"torch": version, **rows})
+
+
+if __name__ == "__main__":
+    main()

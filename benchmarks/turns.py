@@ -1,14 +1,77 @@
-"""Lets jobs run in turns of a step each, so that the machine's drift meets all of them.
+"""Lets what is compared run in turns, so that the machine's drift meets all of it.
 
-A job is any number of processes, in any framework: `Turns` starts nothing, it says which job may
-go on and waits until each of its processes has. A process that waits blocks on a pipe and takes no
-processor time. This file needs no package, so that any interpreter can import it.
+What runs is either functions of one process, or jobs. A job is any number of processes, in any
+framework: `Turns` starts nothing, it says which job may go on and waits until each of its processes
+has. A process that waits blocks on a pipe and takes no processor time. This file needs no package,
+so that any interpreter can import it.
 """
 
 import os
 import pathlib
 import select
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def seconds_in_turns(
+    runs: Mapping[str, Callable[[], Any]],
+    num_rounds: int,
+    *,
+    tolerance: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each function in each round; every second round goes backwards.
+
+    Args:
+        runs: What takes a turn in each round, by name. Each is run once before: it may compile.
+        num_rounds: Turns of each.
+        tolerance: Relative, of the losses that they return: in a round all must be alike.
+        clock: What the seconds are of.
+
+    Raises:
+        SystemExit: If losses are not alike: then the work was not the same.
+    """
+    losses = {name: run() for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for n in range(num_rounds):
+        if tolerance is not None:
+            check_alike(losses, tolerance)
+        for name in list(runs)[:: -1 if n % 2 else 1]:
+            began = clock()
+            losses[name] = runs[name]()
+            seconds[name].append(clock() - began)
+    return seconds
+
+
+def check_alike(losses: Mapping[str, float], tolerance: float) -> None:
+    """Refuse a comparison of unlike work.
+
+    Raises:
+        SystemExit: With all losses.
+    """
+    middle = statistics.median(losses.values())
+    if any(abs(loss - middle) > tolerance * abs(middle) for loss in losses.values()):
+        raise SystemExit(f"the losses are not alike: {losses}")
+
+
+def over(others: Sequence[float], own: Sequence[float]) -> dict[str, float]:
+    """How many times as fast as another: its seconds over one's own, round by round.
+
+    Returns:
+        The median over the rounds as `ratio`, and the quartiles below and above it.
+    """
+    ratios = [other / mine for other, mine in zip(others, own, strict=True)]
+    low, middle, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
+    return {"ratio": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each, rounded."""
+    return {name: float(f"{statistics.median(own):.4g}") for name, own in seconds.items()}
 
 
 def take_turn(folder: str, rank: int) -> None:

@@ -25,7 +25,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 args = parser.parse_args()
 
-mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 for model, loss, rules in (
     (gpt.GPT(nnx.Rngs(0), width=64, layers=2), gpt.loss, "decoder"),
     (bert.Bert(nnx.Rngs(0), width=64, layers=2), bert.loss, "encoder"),
@@ -38,7 +37,7 @@ for model, loss, rules in (
         batch_size=32,
         microbatch_size=8,
         steps=args.steps,
-        mesh=mesh,
+        mesh={"data": 4, "tensor": 2},
         rules=rules,
     )
     history = result.history.steps

@@ -2,12 +2,14 @@
 
     hxla run --mesh cpu-2-small examples/05_auto.py
 
-`auto_parallel` measures nothing and asks nothing: it traces the model, adds up what a copy keeps,
-and cuts it over as few devices as hold it; which dimensions are cut is the choice of least
-communication. On devices with more memory the same script trains one copy on each.
+`plan="auto"` times the model's parts on the devices that are here, searches over copies, stages,
+tensor parallelism, recomputation and microbatch sizes, runs the best plan that it finds, and says
+which come next. Here a copy fits no device, so it is cut over both; on devices with more memory the
+same script trains one copy on each. `hxla plan` searches for devices that are not here:
 
     hxla profile --mesh cpu-1.0-0.33 --write runs/gpt.json examples/05_auto.py
-    hxla plan --mesh cpu-1.0-0.33 --profile runs/gpt.json --write runs/plan examples/05_auto.py
+    hxla plan --mesh cpu-1.0-0.33 --profile runs/gpt.json --write runs/plan.json examples/05_auto.py
+    hxla run --plan runs/plan.json examples/05_auto.py
     hxla plan --mesh whale-8v100-8p100 --compare whale-4v100-4p100 examples/05_auto.py
 """
 
@@ -31,9 +33,7 @@ result = hxla.train(
     batch_size=16,
     microbatch_size=4,
     steps=args.steps,
-    config={"auto": {"auto_parallel": True}},
+    plan="auto",
 )
-for reason in result.plan.reasons:
-    print(reason)
 losses = [step.loss for step in result.history.steps]
 print(f"{len(result.plan.counts)} copies, loss {losses[0]:.3f} -> {losses[-1]:.3f}")

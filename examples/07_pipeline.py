@@ -3,7 +3,7 @@
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py
     hxla run --mesh cpu-1.0-0.5 examples/07_pipeline.py --stages 2 --schedule zb-h1
 
-Two `hxla.replicate(1)` one after the other ask for one device each, so they are the stages of a
+Two `hxla.stage()` one after the other ask for one device each, so they are the stages of a
 pipeline. With `--stages` nothing is annotated: the model is cut where the measured times of its
 parts suit the devices, here about 2 to 1. `runs/pipeline/report.html` shows the planned and the
 measured step, tick by tick.
@@ -25,11 +25,11 @@ class TwoStages(gpt.GPT):
 
     def __call__(self, text_BT: jax.Array) -> jax.Array:
         half = len(self.blocks) // 2
-        with hxla.replicate(1):
+        with hxla.stage():
             x_BTD = self.tok(text_BT) + self.pos(jnp.arange(text_BT.shape[1]))
             for block in self.blocks[:half]:
                 x_BTD = block(x_BTD)
-        with hxla.replicate(1):
+        with hxla.stage():
             for block in self.blocks[half:]:
                 x_BTD = block(x_BTD)
             return self.tok.attend(self.norm(x_BTD))

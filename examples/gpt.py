@@ -73,17 +73,18 @@ def loss(model: GPT, batch: dict) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, text_BT[:, 1:]).mean()
 
 
-def library() -> dict[str, np.ndarray]:
-    """The sources of Python's standard library, cut into windows of `LENGTH + 1` bytes."""
+def library(length: int = LENGTH) -> dict[str, np.ndarray]:
+    """The sources of Python's standard library, cut into windows of `length + 1` bytes."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(text, np.uint8), LENGTH + 1)
-    return {"text": windows[::LENGTH]}
+    windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(text, np.uint8), length + 1)
+    return {"text": windows[::length]}
 
 
 def write(model: GPT, prompt: str, length: int, seed: int = 0, temperature: float = 0.7) -> str:
     """Sample `length` bytes after `prompt`."""
     model.eval()
+    most = model.pos.num_embeddings
 
     @nnx.jit
     def next_byte(model: GPT, text_T: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
@@ -92,8 +93,8 @@ def write(model: GPT, prompt: str, length: int, seed: int = 0, temperature: floa
 
     text = bytearray(prompt.encode())
     for i in range(length):
-        window = text[-LENGTH:]
-        padded = np.zeros(LENGTH, np.int32)
+        window = text[-most:]
+        padded = np.zeros(most, np.int32)
         padded[: len(window)] = window
         key = jax.random.fold_in(jax.random.key(seed), i)
         text.append(int(next_byte(model, jnp.asarray(padded), len(window) - 1, key)))

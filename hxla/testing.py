@@ -4,11 +4,18 @@ Each takes what `hxla.inspect` takes, or an inspection made before, and raises `
 the collectives or buffers in question.
 
 Example:
+    >>> import jax, jax.numpy as jnp
     >>> from hxla import testing
-    >>> step = jax.jit(train_step).lower(state, batch).compile()
-    >>> testing.assert_collectives(step, all_gather=0, all_reduce=2)
+    >>> def train_step(params, batch):
+    ...     loss = lambda params: (batch @ params["w"]).mean()
+    ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+    >>> params = {"w": jax.ShapeDtypeStruct((128, 64), jnp.float32)}
+    >>> batch = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    >>> step = jax.jit(train_step, donate_argnums=0).lower(params, batch).compile()
+    >>> testing.assert_collectives(step, all_gather=0, all_reduce=0)
     >>> testing.assert_no_all_gather_of_parameters(step)
-    >>> testing.assert_peak_memory_below(step, "2GiB")
+    >>> testing.assert_peak_memory_below(step, "1MiB")
+    >>> testing.assert_no_warnings(step)
 """
 
 import re
@@ -36,24 +43,25 @@ def assert_collectives(
     task_graph: str | None = None,
     module: str | None = None,
 ) -> None:
-    """Hold the number of collectives in a program's text against what it should be.
+    """Assert how many collectives of each kind a program's text has.
 
     A collective in a loop counts once; an asynchronous pair counts once.
 
     Args:
-        step: As of `hxla.inspect`.
-        args: As of `hxla.inspect`.
-        all_reduce: How many; None: any number. So for the other kinds.
-        all_gather: How many.
-        reduce_scatter: How many.
-        all_to_all: How many.
-        collective_permute: How many.
+        step: The step, as `hxla.inspect` takes it.
+        args: The arguments of a jitted function, as `hxla.inspect` takes them.
+        all_reduce: The number of all-reduces; None: any. So for the other kinds.
+        all_gather: The number of all-gathers.
+        reduce_scatter: The number of reduce-scatters.
+        all_to_all: The number of all-to-alls.
+        collective_permute: The number of collective-permutes.
         axis: Only those over this mesh axis.
-        task_graph: Only those of TaskGraphs that start so: `split(4)`.
+        task_graph: Only those of TaskGraphs whose name starts so: `split(4)`.
         module: Only those whose module path holds this.
 
     Raises:
         AssertionError: If there are more or fewer, listing them.
+        InspectError: If `axis` is given and the axes are not known.
     """
     wanted = {
         "all-reduce": all_reduce,
@@ -63,8 +71,6 @@ def assert_collectives(
         "collective-permute": collective_permute,
     }
     found = inspect(step, *args)
-    if axis is not None:
-        _know_axes(found)
     wrong = []
     for kind, number in wanted.items():
         own = _select(found, kind, axis=axis, task_graph=task_graph, module=module)
@@ -77,24 +83,22 @@ def assert_collectives(
 def assert_at_most(
     step: Any, *args: Any, kind: str, number: int, each: str = "", axis: str | None = None
 ) -> None:
-    """Limit the collectives of one kind in each block of a model.
+    """Assert a limit on the collectives of one kind in each block of a model.
 
     Args:
-        step: As of `hxla.inspect`.
-        args: As of `hxla.inspect`.
-        kind: `all-reduce`, `all-gather`, ...
+        step: The step, as `hxla.inspect` takes it.
+        args: The arguments of a jitted function, as `hxla.inspect` takes them.
+        kind: The kind: `all-reduce`, `all-gather`, ...
         number: The most there may be in each block.
-        each: Regular expression that finds a block in a module path, `Block_\\d+`; empty: all of
-            the program is one block.
+        each: The regular expression that finds a block in a module path, `Block_[0-9]+`; empty: all
+            of the program is one block.
         axis: Only those over this mesh axis.
 
     Raises:
         AssertionError: If a block has more, listing them.
-        InspectError: If no operation of the program is in such a block.
+        InspectError: If `axis` is given and the axes are not known.
     """
     found = inspect(step, *args)
-    if axis is not None:
-        _know_axes(found)
     blocks: dict[str, list[Collective]] = {}
     for collective in _select(found, kind, axis=axis):
         block = re.search(each, collective.origin.module)
@@ -111,11 +115,11 @@ def assert_at_most(
 
 
 def assert_no_all_gather_of_parameters(step: Any, *args: Any) -> None:
-    """Hold that no parameter is gathered, be it cast or sliced before.
+    """Assert that no parameter is gathered, be it cast or sliced before.
 
     Args:
-        step: As of `hxla.inspect`.
-        args: As of `hxla.inspect`.
+        step: The step, as `hxla.inspect` takes it.
+        args: The arguments of a jitted function, as `hxla.inspect` takes them.
 
     Raises:
         AssertionError: If one is, naming it.
@@ -136,12 +140,12 @@ def assert_no_all_gather_of_parameters(step: Any, *args: Any) -> None:
 
 
 def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
-    """Limit the memory of one device.
+    """Assert a limit on the memory of one device.
 
     Args:
-        step: As of `hxla.inspect`.
-        limit: Bytes, or a text with a unit: `"2GiB"`, `"500 MB"`.
-        args: As of `hxla.inspect`.
+        step: The step, as `hxla.inspect` takes it.
+        limit: The limit in bytes, or a text with a unit: `"2GiB"`, `"500 MB"`.
+        args: The arguments of a jitted function, as `hxla.inspect` takes them.
 
     Raises:
         AssertionError: If a program needs as much or more, with the largest buffers.
@@ -164,13 +168,13 @@ def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
 
 
 def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> None:
-    """Hold that there is nothing to warn of.
+    """Assert that there is nothing to warn of.
 
     Args:
-        step: As of `hxla.inspect`.
-        args: As of `hxla.inspect`.
-        kinds: Of warnings, `replicated`, `hoistable`, `reshard`, `padding`, `unused axis` or
-            `donation`; none: all.
+        step: The step, as `hxla.inspect` takes it.
+        args: The arguments of a jitted function, as `hxla.inspect` takes them.
+        kinds: The kinds of warnings, `replicated`, `hoistable`, `reshard`, `padding`, `unused axis`
+            or `donation`; none: all.
 
     Raises:
         AssertionError: With the warnings.
@@ -182,7 +186,13 @@ def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> No
 
 
 def num_bytes(limit: str | int) -> int:
-    """A size in bytes: 2147483648 of `"2GiB"`.
+    """Read a size in bytes: 2147483648 of `"2GiB"`.
+
+    Args:
+        limit: The bytes, or a text with a unit.
+
+    Returns:
+        The bytes.
 
     Raises:
         InspectError: If it is no size.
@@ -196,13 +206,10 @@ def num_bytes(limit: str | int) -> int:
 
 
 def _select(found: Inspection, kind: str, **where: str | None) -> list[Collective]:
-    return [c for program in found.programs for c in program.select(kind, **where)]
-
-
-def _know_axes(found: Inspection) -> None:
     missing = {c.axes_missing for c in found.collectives if c.axes is None}
-    if missing:
+    if where["axis"] is not None and missing:
         raise InspectError(f"the axes of collectives are not known: {'; '.join(sorted(missing))}")
+    return [c for program in found.programs for c in program.select(kind, **where)]
 
 
 def _listed(collectives: list[Collective]) -> str:

@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from matplotlib import image
 
 import hxla
-from hxla._inspect import _alike_names, _lanes, _profiler_trace, _shard_pictures, _step_pictures
-from hxla._inspect._program import Array
+from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
+from hxla._inspect._program import ProgramArray
+from hxla._report import _lanes, _lanes_picture
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b
 from hxla._schedule._timeline import from_perfetto, perfetto
@@ -184,7 +185,7 @@ def test_each_device_holds_the_part_that_jax_gives_it(shape, spec):
 
 
 def uneven(shape, local, spec):
-    return Array(
+    return ProgramArray(
         path="x", owner="parameter", dtype="f32", shape=shape, local_shape=local, spec=spec
     )
 
@@ -320,7 +321,7 @@ def test_bars_that_cannot_be_told_apart_are_one_and_cover_the_same_time():
     apart = [bar(0, 0.3), bar(0.3, 0.6), bar(0.9, 1)]
     for bars, most in ((many, 1200), (apart, 3)):
         lanes = _lanes.Lanes(title="", names=("a",), bars=tuple(bars))
-        found = list(_step_pictures._merged(bars, 800 / lanes.seconds))
+        found = list(_lanes_picture._merged(bars, 800 / lanes.seconds))
         assert len(found) <= most
         assert found[0][0] == 0
         assert found[-1][1] == pytest.approx(1)
@@ -342,8 +343,8 @@ def test_a_predicted_timeline_is_read_as_it_was_written(tmp_path):
     file.write_text(text)
     lanes = _step_pictures.lanes_of_file(file)
     assert len(lanes.bars) == len(timeline.events) + len(timeline.sends)
-    drawn = _step_pictures.step_picture([lanes])
-    assert drawn.svg.count('class="head"') == 1
+    drawn = _lanes_picture.step_picture([lanes])
+    assert drawn.count('class="head"') == 1
     file.write_text('{"traceEvents": [{"ph": "X"}]}')
     with pytest.raises(hxla.PlanError, match="no timeline"):
         _step_pictures.lanes_of_file(file)

@@ -1,17 +1,22 @@
 """The package as a whole: its public names, its one-way imports, its examples."""
 
 import ast
+import contextlib
 import graphlib
+import importlib
 import inspect
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import types
 from collections import Counter
 
+import families
+import models
+import optax
 import pytest
+from flax import nnx
 
 import hxla
 
@@ -93,20 +98,106 @@ def test_a_file_is_one_idea():
 
 
 def public_names():
-    return {
-        name
-        for name, value in vars(hxla).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
+    """In the order of `hxla/__init__.py`, with the module that defines each and its node there."""
+    body = ast.parse(MODULES["__init__"].read_text()).body
+    names = [a.asname for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
+    return {name: definition("__init__", name) for name in names}
 
 
-def test_the_public_names_are_the_documented_ones():
-    documented = set(re.findall(r"^\| `hxla\.(\w+)`", (ROOT / "docs/api.md").read_text(), re.M))
-    assert public_names() == documented
+def definition(module, name):
+    """The module of the package that defines a name, and the node that does; None if another's."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names = [ast.unparse(t) for t in getattr(node, "targets", None) or [node.target]]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = module.split(".")[: -node.level] + (node.module or "").split(".")
+            [alias] = [a for a in node.names if (a.asname or a.name) == name] or [None]
+            if alias is not None:
+                return definition(".".join(filter(None, base)), alias.name)
+            continue
+        else:
+            continue
+        if name in names:
+            return module, node
+    return None
 
 
-def test_every_public_name_has_a_docstring():
-    assert not [n for n in public_names() if not inspect.getdoc(getattr(hxla, n))]
+PUBLIC = public_names()
+
+
+def test_the_public_names_are_the_documented_ones_in_their_order():
+    documented = re.findall(r"^\| `hxla\.(\w+)`", (ROOT / "docs/api.md").read_text(), re.M)
+    present = {n for n, v in vars(hxla).items() if n[0] != "_" and not inspect.ismodule(v)}
+    assert list(PUBLIC) == documented
+    assert present == set(PUBLIC)
+
+
+def documentation(module, node):
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return ast.get_docstring(node)
+    above = MODULES[module].read_text().splitlines()[node.lineno - 2]
+    return above.removeprefix("#:") if above.startswith("#:") else None
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_and_its_methods_are_documented_in_whole_sentences(name):
+    module, node = PUBLIC[name]
+    methods = node.body if isinstance(node, ast.ClassDef) else ()
+    public = [m for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"]
+    for item in (node, *public):
+        text = documentation(module, item)
+        assert text, item
+        assert re.match(r"\s*[A-Z`0-9].*[.:]$", text.splitlines()[0]), text
+
+
+#: Objects of these classes are made by others, `Job.open`: no user calls the constructor.
+MADE_BY_OTHERS = {"Session"}
+
+
+def annotations(node):
+    """Annotations of a function, of the public methods and fields of a class, or an alias."""
+    if isinstance(node, ast.FunctionDef):
+        spec = node.args
+        every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+        yield from (a.annotation for a in every if a is not None and a.annotation is not None)
+        yield from [node.returns] if node.returns is not None else []
+    elif isinstance(node, ast.ClassDef):
+        special = {"__call__", "__iter__"}
+        if node.name not in MADE_BY_OTHERS:
+            special.add("__init__")
+        for inner in node.body:
+            if isinstance(inner, ast.AnnAssign) and not inner.target.id.startswith("_"):
+                yield inner.annotation
+            if isinstance(inner, ast.FunctionDef) and (
+                inner.name in special or not inner.name.startswith("_")
+            ):
+                yield from annotations(inner)
+    elif not isinstance(node.value, ast.Call):
+        yield node.value  # an alias, not a constant
+
+
+def mentioned(annotation):
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            with contextlib.suppress(SyntaxError):
+                yield from mentioned(ast.parse(node.value, mode="eval").body)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_that_a_public_signature_mentions_is_public(name):
+    module, node = PUBLIC[name]
+    hidden = set()
+    for other in {n for annotation in annotations(node) for n in mentioned(annotation)}:
+        found = definition(module, other)
+        if found is not None and other not in PUBLIC:
+            value = getattr(importlib.import_module(f"hxla.{found[0]}"), other)
+            if getattr(value, "__module__", "").startswith("hxla") or not isinstance(value, type):
+                hidden.add(other)
+    assert not hidden
 
 
 @pytest.mark.parametrize(
@@ -135,6 +226,15 @@ def test_an_example_runs(script, wanted):
 
 
 @pytest.mark.slow
+def test_the_demo_runs(tmp_path):
+    script = str(ROOT / "examples" / "01_mixed_cluster.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.33", script, "--steps", "4"]
+    command += ["--compared-steps", "2", "--folder", str(tmp_path)]
+    _runs(command, ["of attainable", "identical after 2 steps", "nats per byte"])
+    assert (tmp_path / "mixed_cluster.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     script = str(ROOT / "examples" / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
@@ -144,6 +244,36 @@ def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     )
 
 
+@pytest.mark.slow
+def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes its report into runs/
+    script = str(ROOT / "examples" / "07_pipeline.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
+    _runs(command, ["pipeline of 2 stages", "report: runs/pipeline/report.html"])
+
+
+@pytest.mark.slow
+def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
+    script = ROOT / "examples" / "08_own_loop.py"
+    assert len(script.read_text().splitlines()) <= 40
+    options = ["--steps", "3", "--checkpoint-dir", str(tmp_path)]
+    printed = _runs([str(script), *options], ["sha256"])
+    gpt = families.example("gpt")
+    trained = hxla.train(
+        gpt.GPT(nnx.Rngs(0), width=64, layers=2),
+        {"text": gpt.library()["text"][64:]},
+        gpt.loss,
+        optax.adamw(3e-3),
+        batch_size=32,
+        microbatch_size=4,
+        steps=3,
+        mesh=models.mesh(data=2),
+    )
+    assert printed.split()[-1] == trained.sha256
+    resumed = _runs([str(script), "--steps", "4", *options[2:]], ["resumed from step 3"])
+    assert resumed.split()[-1] != trained.sha256
+
+
 def _runs(command, wanted):
     ran = subprocess.run(
         [sys.executable, *command],
@@ -151,8 +281,9 @@ def _runs(command, wanted):
         text=True,
         timeout=600,
         check=False,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:
         assert text in ran.stdout
+    return ran.stdout

@@ -5,8 +5,11 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+import optax
 import pytest
 import test_profile
+from flax import nnx
 
 import hxla
 from hxla._cluster._mesh_file import load_cluster
@@ -51,7 +54,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
     for path in traces:
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
         assert events
-    assert list(out.glob("whale-8v100-8p100-replica*.png"))
+    assert list(out.glob("whale-8v100-8p100-replica*.svg"))
 
 
 def test_a_measured_profile_is_planned_with(tmp_path):
@@ -192,3 +195,22 @@ def test_the_search_keeps_to_plans_that_can_be_run(tmp_path):
         own = found.alternative
         assert own in (Alternative(1), Alternative(1, 2)) or len(found.cuts) > 1
         assert not (own.tensor > 1 and len(found.cuts) > 1 and not own.recompute)
+
+
+def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch):
+    data = {"x": np.ones((8, 3), np.float32)}
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: model(batch["x"]).mean()  # noqa: E731
+    devices = {"cluster": {"visible_devices": [0, 1]}}
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=devices)
+    plan = job.plan(mesh={"data": 2}, microbatch_size=2, counts=(3, 1))
+    plan.write(tmp_path / "plan.json")
+    monkeypatch.setenv("HXLA_PLAN", str(tmp_path / "plan.json"))
+    assert job.plan(microbatch_size=1) == plan
+    trained = hxla.train(
+        model, data, loss, optax.sgd(0.1), batch_size=8, steps=1, plan="auto", config=devices
+    )
+    assert trained.plan.counts == plan.counts
+    assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)
+    with pytest.raises(hxla.ConfigError, match=r"but the script opens another plan"):
+        job.open(plan.with_counts((1, 3)), steps=1)

@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import hxla
+from hxla._graph._segments import segments
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from hxla._profile._profile_file import dump_profile, load_profile, merge_profiles
+from hxla._profile._segment_times import model_name
 from hxla._report._history import StepRecord
 from hxla._run._trial import Observer, Trial
 
@@ -164,6 +169,30 @@ def example(**changes):
 def test_a_profile_is_read_back_equal(tmp_path):
     dump_profile(example(), tmp_path / "new" / "p.json")
     assert load_profile(tmp_path / "new" / "p.json", model="net") == example()
+
+
+def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).mean(axis=-1)
+
+    model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(4)])
+    data = {"x": np.ones((16, 4), np.float32)}
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+    chain = segments(job.graph(2), 8)
+    again = segments(job.graph(2), len(chain))
+    assert len(again) < len(chain) < 8  # asking for what was found does not find it
+    own = job.plan(auto=True, microbatch_size=2)  # by a short profile of the devices that are here
+    assert own.prediction.step_seconds > 0
+    table = example(
+        model=model_name(job._traced.functional(2).params),
+        layers=tuple(segment.name for segment in chain),
+        num_segments=8,
+        sizes={},
+        times={Setting("cpu", 2): (LayerTime(forward=0.1, backward=0.2),) * len(chain)},
+    ).to_table()
+    cluster = hxla.Cluster(name="one", devices=(hxla.Device(kind="cpu"),))
+    plan = job.plan(cluster, profile=Profile.from_table(table), microbatch_size=2)
+    assert plan.prediction.step_seconds == pytest.approx(4 * len(chain) * 0.3, rel=1e-3)
 
 
 def broken(change):

@@ -60,7 +60,7 @@ def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
 def test_a_loss_that_is_not_finite_is_strict_json(tmp_path, run):
     record = run[1].history.steps[0]
     with contextlib.closing(hxla._report._metrics_file.MetricsWriter(tmp_path)) as writer:
-        writer.step(type(record)(**{**vars(record), "loss": float("nan")}))
+        writer.write(type(record)(**{**vars(record), "loss": float("nan")}))
     (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
     assert np.isnan(read_metrics(tmp_path / "metrics.jsonl").steps[0].loss)

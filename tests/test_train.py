@@ -284,3 +284,23 @@ def test_no_devices_is_a_clear_error():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
     )
     assert "MeshError JAX found no devices" in done.stdout, done.stderr
+
+
+def test_batches_of_the_users_own_train_as_the_same_batches_of_the_data_do():
+    data = {"x": np.arange(32, dtype=np.float32).reshape(16, 2) / 32}
+    loss = lambda model, batch: (model(batch["x"]) ** 2).mean()  # noqa: E731
+    shas = []
+    for own in (False, True):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, shuffle=False)
+        plan = job.plan(microbatch_size=2, mesh=mesh(2), counts=(3, 1))
+        with job.open(plan, steps=None if own else 2, mesh=mesh(2)) as session:
+            if own:
+                for begin in (0, 8):
+                    session.step({"x": data["x"][begin : begin + 8]})
+                with pytest.raises(hxla.DataError, match="holds 4 examples, batch_size is 8"):
+                    session.step({"x": data["x"][:4]})
+            else:
+                assert [record.step for record in session] == [0, 1]
+            shas.append(session.result().sha256)
+    assert shas[0] == shas[1]

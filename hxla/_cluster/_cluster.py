@@ -6,26 +6,23 @@ from typing import Annotated
 
 import pydantic
 
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-
 
 class _Value(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Rate(_Value):
     """How fast a device multiplies matrices of one dtype.
 
     Attributes:
-        dtype: `float32`, `bfloat16`, ...
-        flops_per_second: Operations per second, a multiply-add being two.
-        measured: False if from a data sheet: what no program exceeds, not what one gets.
-        source: Where the figure is from.
+        dtype: The name of the dtype: `float32`, `bfloat16`, ...
+        flops_per_second: The operations per second, a multiply-add being two.
+        measured: Whether it was measured; else it is from a data sheet, which no program exceeds.
+        source: The source of the figure.
     """
 
     dtype: str
-    flops_per_second: Positive
+    flops_per_second: pydantic.PositiveFloat
     measured: bool = False
     source: str = ""
 
@@ -34,14 +31,14 @@ class Speed(_Value):
     """How fast a device trained one model, alone.
 
     Attributes:
-        model: Name, as the mesh file has it.
-        steps_per_second: Measured.
-        batch_size: Examples of a step.
-        source: Where the figure is from.
+        model: The name of the model in the mesh file.
+        steps_per_second: The measured steps per second.
+        batch_size: The examples of a step.
+        source: The source of the figure.
     """
 
     model: str
-    steps_per_second: Positive
+    steps_per_second: pydantic.PositiveFloat
     batch_size: Annotated[int, pydantic.Field(ge=1)]
     source: str = ""
 
@@ -50,22 +47,22 @@ class Device(_Value):
     """One device of a described cluster.
 
     Attributes:
-        kind: `cpu`, or the model name of an accelerator as NVML gives it.
-        memory_bytes: Memory that training may use; None if not described.
-        core_share: Share of one core that a CPU device gets, above 0 and at most 1.
-        node: Index of its node.
-        memory_bytes_per_second: Bandwidth of its memory; None if not described.
-        rates: Of matrix products, one per dtype.
-        speeds: Of training, one per model.
-        uuid: Of one card; None if not described.
-        source: Where the memory's figures are from.
+        kind: The model name of an accelerator as NVML gives it, or `cpu`.
+        memory_bytes: The memory that training may use; None if not described.
+        core_share: The share of one core that a CPU device gets, above 0 and at most 1.
+        node: The index of its node.
+        memory_bytes_per_second: The bandwidth of its memory; None if not described.
+        rates: The rates of matrix products, one for each dtype.
+        speeds: The speeds of training, one for each model.
+        uuid: The identity of one card; None if not described.
+        source: The source of the memory's figures.
     """
 
     kind: str
     memory_bytes: Annotated[int, pydantic.Field(ge=1)] | None = None
     core_share: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     node: int = 0
-    memory_bytes_per_second: Positive | None = None
+    memory_bytes_per_second: pydantic.PositiveFloat | None = None
     rates: tuple[Rate, ...] = ()
     speeds: tuple[Speed, ...] = ()
     uuid: str | None = None
@@ -73,16 +70,30 @@ class Device(_Value):
 
     @property
     def label(self) -> str:
-        """Devices of one label are alike: the kind, and what share of a core a CPU device gets."""
+        """The kind, and what share of a core a CPU device gets: devices of one label are alike."""
         part = self.core_share not in (None, 1.0)
         return f"{self.kind}@{self.core_share:g}" if part else self.kind
 
     def rate(self, dtype: str) -> Rate | None:
-        """Matrix products of a dtype; None if not described."""
+        """Find the rate of matrix products of a dtype.
+
+        Args:
+            dtype: The name of the dtype, `float32`.
+
+        Returns:
+            The rate; None if not described.
+        """
         return next((r for r in self.rates if r.dtype == dtype), None)
 
     def speed(self, model: str) -> Speed | None:
-        """Training of a model; None if not described."""
+        """Find the speed of training of a model.
+
+        Args:
+            model: The name of the model in the mesh file.
+
+        Returns:
+            The speed; None if not described.
+        """
         return next((s for s in self.speeds if s.model == model), None)
 
 
@@ -90,15 +101,16 @@ class Link(_Value):
     """What one transfer gets between two devices while nothing else uses the link.
 
     Attributes:
-        bytes_per_second: Bandwidth of long messages, in one direction.
-        latency_seconds: Of the shortest message (0: not known).
-        curve: Measured (message bytes, bytes per second), by message size; empty if not measured.
-        source: Where the figures are from.
+        bytes_per_second: The bandwidth of long messages, in one direction.
+        latency_seconds: The time of the shortest message (0: not known).
+        curve: Measured pairs of message bytes and bytes per second, by message size; none if not
+            measured.
+        source: The source of the figures.
     """
 
-    bytes_per_second: Positive
-    latency_seconds: NotNegative = 0.0
-    curve: tuple[tuple[Positive, Positive], ...] = ()
+    bytes_per_second: pydantic.PositiveFloat
+    latency_seconds: pydantic.NonNegativeFloat = 0.0
+    curve: tuple[tuple[pydantic.PositiveFloat, pydantic.PositiveFloat], ...] = ()
     source: str = ""
 
     @pydantic.field_validator("curve")
@@ -110,7 +122,7 @@ class Link(_Value):
         return curve
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of one message.
+        """Predict the time of one message.
 
         With a curve its times are interpolated, linearly in the logarithms of size and time. A
         message below the first point takes a time between the latency and that point's, one beyond
@@ -118,10 +130,14 @@ class Link(_Value):
         `latency + bytes / bandwidth`.
 
         Args:
-            num_bytes: Size of the message.
+            num_bytes: The size of the message.
+
+        Returns:
+            The seconds.
 
         Example:
-            >>> Link(bytes_per_second=1e9, latency_seconds=1e-5).seconds(1e6)
+            >>> import hxla
+            >>> hxla.Link(bytes_per_second=1e9, latency_seconds=1e-5).seconds(1e6)
             0.00101
         """
         if not self.curve:
@@ -139,11 +155,11 @@ class Link(_Value):
 
 
 class Node(_Value):
-    """A machine.
+    """A machine of a described cluster.
 
     Attributes:
-        name: As links call it; several like nodes share it.
-        link: Between its devices; None if it has one device.
+        name: The name that links call it by; several like nodes share it.
+        link: The link between its devices; None if it has one device or none is described.
     """
 
     name: str
@@ -154,12 +170,12 @@ class Cluster(_Value):
     """A described cluster: its devices in the order of ranks.
 
     Attributes:
-        name: Of the mesh file.
-        description: One line.
-        devices: Node by node.
-        nodes: Empty if only devices are described, all of one node.
-        links: Between two nodes, by their names in alphabetical order.
-        default_link: Between nodes that `links` does not name.
+        name: The name of the mesh file.
+        description: One line about it.
+        devices: The devices, node by node.
+        nodes: The nodes; none if only devices are described, all of one node.
+        links: The links between two nodes, each with their names in alphabetical order.
+        default_link: The link between nodes that `links` does not name.
     """
 
     name: str
@@ -170,7 +186,15 @@ class Cluster(_Value):
     default_link: Link | None = None
 
     def link(self, i: int, j: int) -> Link | None:
-        """The link between two devices, by rank; None if i is j or no link is described."""
+        """Find the link between two devices.
+
+        Args:
+            i: The rank of the one.
+            j: The rank of the other.
+
+        Returns:
+            The link; None if both are the same device, or no link is described.
+        """
         a, b = self.devices[i].node, self.devices[j].node
         if i == j or not self.nodes:
             return None

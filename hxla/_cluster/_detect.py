@@ -192,7 +192,9 @@ def measure(here: Here) -> Here:
         for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):
             status.update(f"measuring device {i + 1} of {len(here.handles)}")
             rates = [(t, _hardware.matmul_flops_per_second(handle, t)) for t in dtypes]
-            size = min(_MAX_COPY_BYTES, (free or 8 * _MAX_COPY_BYTES) // 8)
+            # A card passes over less than that while it is told what to do.
+            most = _MAX_COPY_BYTES * (1 if handle.platform == "cpu" else 8)
+            size = min(most, (free or 8 * most) // 8)
             known = {
                 "rates": tuple(
                     Rate(dtype=dtype, flops_per_second=rate, measured=True, source=_SOURCE)

@@ -13,15 +13,15 @@ import pydantic
 
 from .._core import _catalogue as _catalog
 from .._core._errors import MeshError
-from ._cluster import Cluster, Device, Link, Node, NotNegative, Positive, Rate, Speed
+from ._cluster import Cluster, Device, Link, Node, Rate, Speed
 
 
 class _Table(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class _Rate(_Table):
-    teraflops_per_second: Positive
+    teraflops_per_second: pydantic.PositiveFloat
     measured: bool = False
     source: str = ""
 
@@ -36,7 +36,7 @@ class _Rates(_Table):
 
 
 class _Speed(_Table):
-    steps_per_second: Positive
+    steps_per_second: pydantic.PositiveFloat
     batch_size: int = pydantic.Field(ge=1)
     source: str = ""
 
@@ -46,7 +46,7 @@ class _Device(_Table):
     count: int = pydantic.Field(1, ge=1, le=65536)
     core_share: float | None = pydantic.Field(None, gt=0, le=1)
     memory_gib: float | None = pydantic.Field(None, ge=2**-30, allow_inf_nan=False)
-    memory_gigabytes_per_second: Positive | None = None
+    memory_gigabytes_per_second: pydantic.PositiveFloat | None = None
     rates: _Rates = _Rates()
     speeds: dict[str, _Speed] = {}
     uuids: list[str] = []
@@ -62,13 +62,13 @@ class _Device(_Table):
 
 
 class _Point(_Table):
-    message_bytes: Positive
-    gigabytes_per_second: Positive
+    message_bytes: pydantic.PositiveFloat
+    gigabytes_per_second: pydantic.PositiveFloat
 
 
 class _Link(_Table):
-    gigabytes_per_second: Positive
-    latency_microseconds: NotNegative = 0.0
+    gigabytes_per_second: pydantic.PositiveFloat
+    latency_microseconds: pydantic.NonNegativeFloat = 0.0
     curve: list[_Point] = []
     source: str = ""
 
@@ -110,11 +110,12 @@ def load_cluster(name_or_path: str) -> Cluster:
         The described cluster: each node and each of its devices repeated `count` times.
 
     Raises:
-        MeshError: If there is no such file, or with all its faults at once: each with its key,
-            the nearest known key and the value found.
+        MeshError: If there is no such file, or with all its faults at once: each with its key, the
+            nearest known key and the value found.
 
     Example:
-        >>> cluster = load_cluster("whale-8v100-8p100")
+        >>> import hxla
+        >>> cluster = hxla.load_cluster("whale-8v100-8p100")
         >>> len(cluster.devices), cluster.link(0, 8).bytes_per_second
         (16, 6250000000.0)
     """

@@ -13,19 +13,8 @@ import pydantic
 from ._errors import ConfigError
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
-INTERNAL_VARIABLES = frozenset(
-    f"HXLA_{name}"
-    for name in (
-        "DEVICES",
-        "PLAN",
-        "MESH",
-        "COORDINATOR",
-        "LAUNCHER_PID",
-        "LIVE",
-        "NUM_PROCESSES",
-        "PROCESS_ID",
-    )
-)
+_INTERNAL = "DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE NUM_PROCESSES PROCESS_ID"
+INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
 
 class _Section(pydantic.BaseModel):
@@ -33,7 +22,7 @@ class _Section(pydantic.BaseModel):
 
 
 class BalanceConfig(_Section):
-    """When counts move."""
+    """The section `balance`: when counts of microbatches move."""
 
     min_gain: float = pydantic.Field(0.015, ge=0)
     """Predicted gain in step time below which counts stay (0.015: 1.5 per cent)."""
@@ -46,7 +35,7 @@ class BalanceConfig(_Section):
 
 
 class WatchdogConfig(_Section):
-    """When a job of several processes is given up."""
+    """The section `watchdog`: when a job of several processes is given up."""
 
     heartbeat_timeout_seconds: float = pydantic.Field(8.0, gt=0)
     """A process that has not answered for so long is dead or frozen."""
@@ -55,30 +44,31 @@ class WatchdogConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Checkpoints."""
+    """The section `checkpoint`: how many checkpoints are kept."""
 
     keep: int = pydantic.Field(3, ge=1)
     """Newest checkpoints that are kept."""
 
 
 class DataConfig(_Section):
-    """Loading."""
+    """The section `data`: how far ahead microbatches are loaded."""
 
     prefetch_steps: int = pydantic.Field(2, ge=1)
     """Steps whose microbatches are loaded ahead."""
 
 
 class AutoConfig(_Section):
-    """What hxla chooses by itself (EPL's auto section)."""
+    """The section `auto`: what hxla chooses by itself (EPL's section of the same name)."""
 
     auto_parallel: bool = False
-    """Cut a model without annotations over as few devices as its memory needs."""
+    """Where no plan, mesh, rules or stages are given, time the devices that are here, search, and
+    run the best plan; the runners-up are said. An annotated model is refused."""
     num_stages: int | None = pydantic.Field(None, ge=2)
     """Cut a model without annotations into a pipeline of so many stages."""
 
 
 class IoConfig(_Section):
-    """Reading (EPL's io section)."""
+    """The section `io`: how examples lie in files (EPL's)."""
 
     examples_per_file: int = pydantic.Field(1, ge=1)
     """Examples that lie together: files are shuffled, then the examples within a file, so that a
@@ -86,7 +76,7 @@ class IoConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """How TaskGraphs take devices (Whale's and EPL's cluster section)."""
+    """The section `cluster`: how TaskGraphs take devices (Whale's and EPL's)."""
 
     share_devices: bool = False
     """TaskGraphs with device counts use the same devices instead of one set each."""
@@ -100,7 +90,7 @@ class ClusterConfig(_Section):
 
 
 class PipelineConfig(_Section):
-    """How a global batch is cut (Whale's and EPL's pipeline section)."""
+    """The section `pipeline`: how a global batch is cut, and in which order stages work."""
 
     num_micro_batch: int | None = pydantic.Field(None, ge=1)
     """Microbatches of a global batch, another way to say `microbatch_size`."""
@@ -115,7 +105,7 @@ class PipelineConfig(_Section):
 
 
 class CommunicationConfig(_Section):
-    """How gradients are brought together (EPL's communication section)."""
+    """The section `communication`: how gradients are brought together (EPL's)."""
 
     bucket_mib: int = pydantic.Field(256, ge=1)
     """Size up to which small tensors are summed together; a larger one goes alone."""
@@ -132,7 +122,7 @@ class CommunicationConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """How parameters are updated (EPL's optimizer section)."""
+    """The section `optimizer`: how parameters are updated (EPL's)."""
 
     num_apply_groups: int = pydantic.Field(1, ge=1)
     """Groups in which parameters are updated one after another, each making the gradients that it
@@ -140,7 +130,14 @@ class OptimizerConfig(_Section):
 
 
 class Config(_Section):
-    """All settings of `hxla.train` that are not its arguments."""
+    """All settings of a job that are not arguments of `Job` or `train`, in sections.
+
+    Example:
+        >>> import hxla
+        >>> config = hxla.Config(checkpoint=hxla.CheckpointConfig(keep=5))
+        >>> config.checkpoint.keep, config.pipeline.schedule
+        (5, '1f1b')
+    """
 
     auto: AutoConfig = AutoConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -1,16 +1,18 @@
 """The exception tree.
 
 HxlaError
-├── ConfigError       a configuration key or value, or an argument of hxla.train
+├── ConfigError       a configuration key or value, or an argument of hxla.Job or hxla.train
 ├── AnnotationError   replicate, split, or a sharding rule
 ├── MeshError         a mesh file, a cluster, or the devices that are here
 ├── DataError         the user's data
 ├── LossError         what the user's loss returned
-├── PlanError         no feasible plan
+├── PlanError         no plan fits, or a plan is for something else
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
-├── CheckpointError   a checkpoint folder, or a checkpoint of another model
+├── CheckpointError   a checkpoint folder, or a checkpoint of another run
 ├── LaunchError       starting, joining or throttling processes
 └── InspectError      what is to be inspected
+
+`hxla.Preempted` is no error but a `SystemExit`: SIGTERM came, and the script should end.
 """
 
 
@@ -19,7 +21,7 @@ class HxlaError(Exception):
 
 
 class ConfigError(HxlaError):
-    """A configuration key or value, or an argument of `hxla.train`, is wrong."""
+    """A configuration key or value, or an argument of `hxla.Job` or `hxla.train`, is wrong."""
 
 
 class AnnotationError(HxlaError):
@@ -39,7 +41,7 @@ class LossError(HxlaError):
 
 
 class PlanError(HxlaError):
-    """No plan fits the devices."""
+    """No plan fits the devices, or a plan is for something else or none that can be run."""
 
 
 class NonFiniteError(HxlaError):
@@ -47,7 +49,7 @@ class NonFiniteError(HxlaError):
 
 
 class CheckpointError(HxlaError):
-    """A checkpoint folder cannot be used, or holds another model."""
+    """A checkpoint folder cannot be used, or holds a checkpoint of another run or model."""
 
 
 class LaunchError(HxlaError):

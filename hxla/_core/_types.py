@@ -2,6 +2,7 @@
 
 from typing import Any, TypeAlias
 
+#: Nested dictionaries, lists and registered classes with arrays as leaves, as `jax.tree` takes.
 PyTree: TypeAlias = Any
 
 #: Mesh axis over which microbatches are spread.

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 
 import jax
 
@@ -44,9 +45,6 @@ def processor() -> str:
 
 def _largest_allowed() -> int | None:
     """Place in `_INSTRUCTIONS` of what `--xla_cpu_max_isa` asks for, or None."""
-    for flag in os.environ.get("XLA_FLAGS", "").split():
-        name, _, value = flag.partition("=")
-        if name == "--xla_cpu_max_isa":
-            asked = value.lower().replace("avx512", "avx512f")
-            return next((i for i, own in enumerate(_INSTRUCTIONS) if asked.startswith(own)), None)
-    return None
+    found = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    asked = found[1].lower().replace("avx512", "avx512f") if found else ""
+    return next((i for i, own in enumerate(_INSTRUCTIONS) if asked.startswith(own)), None)

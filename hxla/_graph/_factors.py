@@ -17,28 +17,29 @@ from typing import Any
 
 from .._core._errors import AnnotationError
 
-Dims = tuple[int | None, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
     """One way to cut an equation.
 
     Attributes:
-        name: What it is called in plans (`batch`, `column`, `row`, `vocabulary`, `d1`, ...).
+        name: The name in plans (`batch`, `column`, `row`, `vocabulary`, `d1`, ...).
         operands: The dimension of each operand that it cuts, or None.
         results: The dimension of each result that it cuts, or None.
         partial: Whether results without it are partial sums (or maxima) to be all-reduced.
     """
 
     name: str
-    operands: Dims
-    results: Dims
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
     partial: bool = False
 
 
 Shape = tuple[int, ...]
-Pattern = Callable[[Sequence[Shape], Sequence[Shape], dict[str, Any]], list[Factor]]
+#: The ways to cut an equation, from its operands' shapes, its results' shapes and its params.
+Pattern = Callable[
+    [Sequence[tuple[int, ...]], Sequence[tuple[int, ...]], dict[str, Any]], list[Factor]
+]
 
 #: Primitives that carry a unit's parameters; in a `split` each of them must be cut.
 UNITS = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot_general"})
@@ -55,17 +56,34 @@ _BY_SHAPE_NOT = frozenset(
 
 
 class Patterns:
-    """Patterns by primitive name. Immutable: `with_pattern` makes another set."""
+    """Ways to cut equations, by the primitive's name. Immutable: `with_pattern` makes another."""
 
     def __init__(self, table: dict[str, Pattern]):
         self._table = table
 
     def with_pattern(self, primitive: str, pattern: Pattern) -> "Patterns":
-        """These patterns and one more, which takes the place of any for the same primitive.
+        """Add a pattern, which takes the place of any for the same primitive.
 
         Args:
-            primitive: Name of a jax primitive, as a jaxpr prints it.
-            pattern: `(operand shapes, result shapes, params) -> list of factors`.
+            primitive: The name of a jax primitive, as a jaxpr prints it.
+            pattern: A function of the operands' shapes, the results' shapes and the equation's
+                params that returns the factors.
+
+        Returns:
+            Another set of patterns.
+
+        Raises:
+            AnnotationError: If the pattern is not callable.
+
+        Example:
+            >>> import hxla
+            >>> def sort(operands, results, params):
+            ...     dims = [d for d in range(len(operands[0])) if d != params["dimension"]]
+            ...     num_in, num_out = len(operands), len(results)
+            ...     return [hxla.Factor(f"d{d}", (d,) * num_in, (d,) * num_out) for d in dims]
+            >>> patterns = hxla.PATTERNS.with_pattern("sort", sort)
+            >>> patterns.factors("sort", [(8, 16)], [(8, 16)], {"dimension": 1})
+            [Factor(name='d0', operands=(0,), results=(0,), partial=False)]
         """
         if not callable(pattern):
             raise AnnotationError(f"the pattern for {primitive!r} is not callable: {pattern!r}")
@@ -74,11 +92,20 @@ class Patterns:
     def factors(
         self,
         primitive: str,
-        operands: Sequence[Shape],
-        results: Sequence[Shape],
+        operands: Sequence[tuple[int, ...]],
+        results: Sequence[tuple[int, ...]],
         params: dict[str, Any],
     ) -> list[Factor]:
-        """All factors of an equation; empty if it can only run whole.
+        """Find all factors of an equation.
+
+        Args:
+            primitive: The name of the jax primitive.
+            operands: The shapes of the operands.
+            results: The shapes of the results.
+            params: The equation's params.
+
+        Returns:
+            The factors; none if the equation can only run whole.
 
         Raises:
             AnnotationError: If a pattern returns factors that do not fit the shapes.
@@ -303,6 +330,7 @@ def _made(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Fac
     return [Factor(f"d{d}", (None,) * len(ins), (d,)) for d in range(len(outs[0]))]
 
 
+#: The patterns that hxla knows, the default of `Job.patterns`.
 PATTERNS = Patterns(
     {
         "dot_general": _dot_general,

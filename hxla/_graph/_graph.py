@@ -9,29 +9,30 @@ import numpy as np
 
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._loss import MetricColumns
-from ._operations import Input, Op, Value, leaves
+from ._operations import Op, Value, leaves
 from ._task_graphs import TaskGraph, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What `hxla.trace` returns.
+    """A traced loss, as `hxla.trace` returns it.
 
     Attributes:
-        task_graphs: In the order of execution.
-        param_names: Path of every parameter.
-        param_shapes: Shape of every parameter.
-        param_logical: Logical names of every parameter's dimensions, where Flax's metadata has any.
-        metrics: Columns that the user's metrics have in the second result.
-        program: As jax traced it.
-        ops: Its operations.
-        values: Every array of the program.
-        param_values: Numbers of the values that are parameters.
-        aux_values: Numbers of those that are other variables.
-        batch_values: Numbers of those that are the batch.
-        key_value: Number of the random key.
-        result_values: Results, values or literals.
-        consts: Arrays that the loss closes over, by value.
+        task_graphs: The TaskGraphs in the order of execution.
+        param_names: The path of every parameter.
+        param_shapes: The shape of every parameter.
+        param_logical: The logical names of every parameter's dimensions, where Flax's metadata has
+            any.
+        metrics: The columns that the user's metrics have in the second result.
+        program: The program as jax traced it.
+        ops: The program's operations.
+        values: Every array of the program; other fields refer to them by their place here.
+        param_values: The places of the values that are parameters.
+        aux_values: The places of those that are other variables.
+        batch_values: The places of those that are the batch.
+        key_value: The place of the random key.
+        result_values: The results, places of values or literals.
+        consts: The arrays that the loss closes over, each with its place.
         nested: For each TaskGraph the copies around it (`replicate(n)` around a `split`), or 1.
     """
 
@@ -47,13 +48,13 @@ class Graph:
     aux_values: tuple[int, ...] = dataclasses.field(repr=False)
     batch_values: tuple[int, ...] = dataclasses.field(repr=False)
     key_value: int = dataclasses.field(repr=False)
-    result_values: tuple[Input, ...] = dataclasses.field(repr=False)
+    result_values: tuple[int | Any, ...] = dataclasses.field(repr=False)
     consts: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     nested: tuple[int, ...]
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of a forward pass."""
+        """The floating-point operations of a forward pass over the traced batch."""
         return sum(t.flops for t in self.task_graphs)
 
     def __str__(self) -> str:

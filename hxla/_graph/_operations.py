@@ -19,12 +19,12 @@ Input = int | Any  # the number of a value, or a literal (jax.extend.core.Litera
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Value:
-    """An array of the program.
+    """An array of a traced loss.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        param: Index of the parameter it is or is only a view of (a cast, a reshape), or None.
+        shape: The shape of the whole array.
+        dtype: The dtype.
+        param: The index of the parameter it is or is only a view of (a cast, a reshape), or None.
         batch_dim: The dimension that runs over examples, or None.
         differentiable: Whether a gradient flows back through it.
     """
@@ -37,7 +37,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array."""
+        """The bytes of the whole array."""
         return int(np.prod(self.shape, dtype=np.int64)) * _itemsize(self.dtype)
 
     def __str__(self) -> str:
@@ -53,32 +53,32 @@ def _itemsize(dtype: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Op:
-    """An equation.
+    """An equation of a traced loss.
 
     Attributes:
-        eqn: The jaxpr's own equation, to run it again.
-        kind: `leaf`; `custom` (a rule of its own for gradients: runs as a whole, its body is for
-            analysis only); `remat`; or `scan`.
-        inputs: Numbers of values, or literals.
-        outputs: Numbers of values.
-        body: Operations of a `custom`, `remat` or `scan`.
-        body_inputs: Values that stand for the operands inside the body.
-        body_outputs: Values or literals that the body returns.
-        body_consts: Arrays that the body closes over, by value.
-        task: Index of its TaskGraph.
-        stack: Name stack: modules and scopes.
-        times: How often a step runs it.
-        flops: Of one run of a leaf.
-        factors: Ways to cut a leaf.
+        eqn: The jaxpr's own equation.
+        kind: The way it is run again: `leaf`; `custom` (a rule of its own for gradients: it runs as
+            a whole, and its body is for analysis only); `remat`; or `scan`.
+        inputs: The operands, places of values in `Graph.values` or literals.
+        outputs: The places of the results.
+        body: The operations inside a `custom`, `remat` or `scan`.
+        body_inputs: The values that stand for the operands inside the body.
+        body_outputs: The values or literals that the body returns.
+        body_consts: The arrays that the body closes over, each with its place.
+        task: The index of its TaskGraph.
+        stack: The name stack: modules and scopes.
+        times: The number of runs in a step.
+        flops: The floating-point operations of one run of a leaf.
+        factors: The ways to cut a leaf.
     """
 
     eqn: Any
     kind: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[int | Any, ...]
     outputs: tuple[int, ...]
     body: tuple["Op", ...] = ()
     body_inputs: tuple[int, ...] = ()
-    body_outputs: tuple[Input, ...] = ()
+    body_outputs: tuple[int | Any, ...] = ()
     body_consts: tuple[tuple[int, Any], ...] = ()
     task: int
     stack: str
@@ -88,12 +88,12 @@ class Op:
 
     @property
     def name(self) -> str:
-        """Of the primitive."""
+        """The name of the primitive."""
         return self.eqn.primitive.name
 
     @property
     def source(self) -> str:
-        """File and line of the user's code, or an empty string."""
+        """The file and line of the user's code, or an empty string."""
         return source_of(self.eqn)
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-from .._model._annotations import Kind, Scope, written
+from .._model._annotations import Scope, written
 from ._operations import Input, Op, Value, leaves, origins
 
 
@@ -12,25 +13,28 @@ class TaskGraph:
     """Consecutive operations of one strategy: what Whale places and splits.
 
     Attributes:
-        index: Its place in the order of execution.
-        strategy: `replicate` or `split`.
-        device_count: What the annotation asked for; None: all devices.
+        index: The place in the order of execution, from 0.
+        strategy: The annotation's kind, `replicate` or `split`.
+        device_count: The number of devices that the annotation asks for; None means all.
         scope: The annotation's name in equations and HLO, `(default)` where there is none.
-        source: File and line of the first operation.
-        num_equations: Equations.
-        params: Paths of the parameters it reads.
-        shared_params: Those that other TaskGraphs read too.
-        inputs: Values that come from other TaskGraphs or the batch, as `float32[8,128]`.
-        outputs: Values that others read, or the loss.
-        flops: Floating-point operations of a forward pass over the traced batch.
-        param_bytes: Bytes of its parameters.
-        input_bytes: Bytes of `inputs`.
-        output_bytes: Bytes of `outputs`.
-        activation_bytes: Bytes of every result that its equations make from the batch.
+        source: The file and line of the first operation.
+        num_equations: The number of equations.
+        params: The paths of the parameters it reads.
+        shared_params: The paths of those that other TaskGraphs read too.
+        inputs: The values that come from other TaskGraphs or the batch, as `float32[8,128]`.
+        outputs: The values that others read, or the loss.
+        flops: The floating-point operations of a forward pass over the traced batch.
+        param_bytes: The bytes of its parameters.
+        input_bytes: The bytes of `inputs`.
+        output_bytes: The bytes of `outputs`.
+        activation_bytes: The bytes of every result that its equations make from the batch.
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1.2 (TaskGraphs).
     """
 
     index: int
-    strategy: Kind
+    strategy: Literal["replicate", "split"]
     device_count: int | None
     scope: str
     source: str
@@ -47,7 +51,7 @@ class TaskGraph:
 
     @property
     def label(self) -> str:
-        """As a person would write it: `split(4)`."""
+        """The annotation as a person would write it: `split(4)`."""
         return written(self.strategy, self.device_count)
 
 

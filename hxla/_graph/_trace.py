@@ -44,26 +44,36 @@ def trace(
 
     Args:
         model: An `nnx.Module` or an unbound `flax.linen.Module`.
-        loss: `loss(model, batch)`, as for `hxla.train`.
-        batch: Arrays or shapes with examples in the leading dimension.
-        variables: Of a Linen module, arrays or shapes; None: those of its initialisation.
-        seed: Of that initialisation.
-        default: `hxla.replicate(...)` or `hxla.split(...)` for what no scope covers. None: what
-            applies parameters is replicated over all devices, and anything else joins the TaskGraph
-            that made its inputs.
-        patterns: Which dimensions of an equation can be cut together; add your own with
+        loss: The loss `loss(model, batch)`, as for `Job`.
+        batch: One microbatch, arrays or shapes with examples in the leading dimension.
+        variables: The variables of a Linen module, arrays or shapes; None: those of its
+            initialisation.
+        seed: The seed of that initialisation.
+        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
+            covers. None: what applies parameters is replicated over all devices, and anything else
+            joins the TaskGraph that made its inputs.
+        patterns: The ways in which equations can be cut; add your own with
             `hxla.PATTERNS.with_pattern`.
 
     Returns:
         The graph; `print` shows its TaskGraphs.
 
     Raises:
-        AnnotationError: For scopes that overlap, a `default` that is no annotation, or an
-            equation that runs programs in a way hxla does not know.
-        LossError: If the loss returns something else than `hxla.train` takes.
+        AnnotationError: If scopes overlap, `default` is no annotation, or an equation runs programs
+            in a way hxla does not know.
+        LossError: If the loss returns something else than `Job` takes.
 
     Example:
-        >>> print(hxla.trace(model, loss, batch))
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((16, 1024), "float32")}
+        >>> graph = hxla.trace(model, lambda model, batch: model(batch["x"]).mean(), batch)
+        >>> graph.task_graphs[0].param_bytes
+        16793600
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1.2 (TaskGraphs).
     """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
     flat = functional(model, loss, loss, variables=variables, seed=seed, example=example)

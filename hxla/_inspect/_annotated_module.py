@@ -7,7 +7,7 @@ from ._call_graph import CallContext, contexts
 from ._dataflow import Flow
 from ._hlo_text import Computation, Module
 from ._origin import Origins
-from ._program import Array
+from ._program import ProgramArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,19 +23,19 @@ class AnnotatedModule:
     """
 
     module: Module
-    arguments: Mapping[str, Array]
+    arguments: Mapping[str, ProgramArray]
     origins: Origins
     flow: Flow
     contexts: Mapping[str, list[CallContext]]
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[ProgramArray, ...]:
         """The arguments in order."""
         return tuple(self.arguments.values())
 
     def argument(
         self, computation: Computation, name: str, picked: int | None = None
-    ) -> Array | None:
+    ) -> ProgramArray | None:
         """The argument that a value is a view, a cast or a slice of; None if none."""
         found = self.flow.argument(computation, name, picked)
         return None if found is None else self.arguments.get(found.name)
@@ -46,7 +46,7 @@ class AnnotatedModule:
         return None if None in each else sum(r for r in each if r is not None)
 
 
-def annotate(module: Module, arguments: Mapping[str, Array]) -> AnnotatedModule:
+def annotate(module: Module, arguments: Mapping[str, ProgramArray]) -> AnnotatedModule:
     """Follow a module's values and calls."""
     flow = Flow(module)
     return AnnotatedModule(

@@ -10,7 +10,7 @@ from . import _replica_groups as _groups
 from . import _shapes
 from ._hlo_text import Computation, Instruction, Module
 from ._origin import op_name
-from ._program import OWNERS, Array
+from ._program import OWNERS, ProgramArray
 from ._replica_groups import Mesh
 
 Spec = tuple[tuple[str, ...], ...]
@@ -72,7 +72,7 @@ def signature(before: Module) -> Signature:
 
 def arguments(
     module: Module, layouts: Mapping[int, ArrayLayout], owners: Mapping[str, str]
-) -> dict[str, Array]:
+) -> dict[str, ProgramArray]:
     """The program's arguments in order, by the names of their instructions.
 
     Args:
@@ -97,7 +97,7 @@ def arguments(
         shape, spec = layouts.get(number, (local, None))
         if module.num_partitions == 1 and spec is None:
             spec = ((),) * len(local)
-        out[parameter.name] = Array(
+        out[parameter.name] = ProgramArray(
             path=path,
             owner=_owner(path, owners, guessed[_head(path)]),
             dtype=dtype,

@@ -57,25 +57,22 @@ class Costs:
     def of(self, instruction: Instruction, computation: Computation) -> tuple[float, int]:
         """FLOPs, and bytes read and written as far as it touches its operands."""
         opcode = instruction.opcode
-        if opcode == "fusion":
-            inside = self._inside(instruction)
-            read = _operand_bytes(instruction, computation)
-            for number, num_bytes in inside.read_bytes.items():
-                if number < len(read):
-                    read[number] = num_bytes
-            written = inside.written_bytes
-            if written is None:
-                written = _shapes.shape_bytes(instruction.shape)
-            return inside.flops, written + sum(read)
-        flops = self._flops(instruction, computation)
         if opcode in _FREE or opcode.endswith("-done"):
-            return flops, 0
+            return 0.0, 0
+        inside = self._inside(instruction) if opcode == "fusion" else None
+        flops = inside.flops if inside else self._flops(instruction, computation)
+        written = _shapes.shape_bytes(instruction.shape)
         if opcode == "dynamic-slice":
-            return flops, 2 * _shapes.shape_bytes(instruction.shape)
+            return flops, 2 * written
         read = _operand_bytes(instruction, computation)
         if opcode == "dynamic-update-slice":
             return flops, 2 * read[1] if len(read) > 1 else 0
-        return flops, _shapes.shape_bytes(instruction.shape) + sum(read)
+        if inside:
+            for number, num_bytes in inside.read_bytes.items():
+                if number < len(read):
+                    read[number] = num_bytes
+            written = written if inside.written_bytes is None else inside.written_bytes
+        return flops, written + sum(read)
 
     def _flops(self, instruction: Instruction, computation: Computation) -> float:
         """Of matrix products and convolutions, those inside a fusion included."""
@@ -103,7 +100,7 @@ class Costs:
         flops = sum(self._flops(i, inner) for i in inner.instructions.values())
         if inner.opcodes.isdisjoint(_PARTIAL):
             return _Fused(flops=flops)
-        parameters = inner.numbers
+        parameters = {p.name: number for number, p in enumerate(inner.parameters)}
         sliced: dict[str, int] = {}
         whole: set[str] = set()
         for i in inner.instructions.values():

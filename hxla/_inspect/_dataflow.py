@@ -1,8 +1,7 @@
 """What a value is made of: an argument of the program seen through views, slices and loops."""
 
-import collections
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from . import _shapes
@@ -10,15 +9,11 @@ from ._hlo_text import Computation, Instruction, Module
 
 _VIEWS = frozenset(
     {
-        "copy",
-        "bitcast",
-        "convert",
-        "reshape",
-        "transpose",
-        "optimization-barrier",
+        *("copy", "bitcast", "convert", "reshape", "transpose", "optimization-barrier"),
         "bitcast-convert",
     }
 )
+_Value = tuple[Computation, str, int | None]  # where, its name, and which element of it
 _SLICES = frozenset({"slice", "dynamic-slice"})
 _DONE = frozenset({"copy-done", "copy-start", "all-gather-done", "async-done"})
 _MAX_STEPS = 64
@@ -42,7 +37,6 @@ class Flow:
             for instruction, _, name in computation.calls:
                 self._callers[name] = instruction, computation
         self._bare: dict[tuple[str, bool], bool] = {}
-        self._users: dict[str, dict[str, list[Instruction]]] = {}
 
     def argument(
         self, computation: Computation, name: str, picked: int | None = None
@@ -85,37 +79,15 @@ class Flow:
             return False
         return self.carried(body, *root.operands[element]) == element
 
-    def maker(
-        self, computation: Computation, name: str, picked: int | None
-    ) -> tuple[Instruction, Computation] | None:
+    def maker(self, computation: Computation, name: str, picked: int | None) -> Viewed | None:
         """What first made a value that a loop carries: seen from its body or its result."""
-        for _ in range(_MAX_STEPS):
-            found = computation.instructions.get(name)
-            if found is None:
-                return None
-            operands = found.operands
-            outer = None
-            if found.opcode == "parameter":
-                outer = self._outside(computation, found, picked)
-            elif found.opcode == "while" and picked is not None and operands:
-                outer = computation, operands[0][0], picked
-            elif found.opcode == "tuple" and picked is not None and picked < len(operands):
-                outer = computation, *operands[picked]
-            elif found.opcode == "get-tuple-element" and operands:
-                outer = computation, operands[0][0], found.index
-            elif found.opcode == "copy" and operands:
-                outer = computation, *operands[0]
-            if outer is None:
-                return found, computation
-            computation, name, picked = outer
-        return None
+        return self._followed((computation, name, picked), {"copy"}, first_trip=True)
 
     def readers(self, computation: Computation, start: Instruction) -> Iterator[Instruction]:
         """What reads a value, seen through tuples' elements and views."""
-        users = self._users_in(computation)
         waiting, seen = [start.name], {start.name}
         while waiting:
-            for user in users.get(waiting.pop(), ()):
+            for user in computation.users.get(waiting.pop(), ()):
                 if user.name in seen:
                     continue
                 seen.add(user.name)
@@ -129,7 +101,7 @@ class Flow:
         """The one instruction that works on an element of a loop's carry; None if several do."""
         found: dict[str, Instruction] = {}
         for parameter in body.parameters:
-            for user in self._users_in(body).get(parameter.name, []):
+            for user in body.users.get(parameter.name, ()):
                 if user.opcode == "get-tuple-element":
                     if user.index == element:
                         found |= {r.name: r for r in self.readers(body, user)}
@@ -138,11 +110,6 @@ class Flow:
         working = [r for r in found.values() if r.opcode != "tuple"]
         return working[0] if len(working) == 1 else None
 
-    def _users_in(self, computation: Computation) -> dict[str, list[Instruction]]:
-        if computation.name not in self._users:
-            self._users[computation.name] = _users(computation)
-        return self._users[computation.name]
-
     def in_loop(self, computation: Computation) -> bool:
         """Whether a computation is the body or the condition of a `while`."""
         caller = self._callers.get(computation.name)
@@ -150,24 +117,31 @@ class Flow:
 
     def source(
         self, computation: Computation, name: str, picked: int | None, *, slices: bool = False
-    ) -> "Viewed | None":
+    ) -> Viewed | None:
         """What a value is a view of, seen from inside fusions, and as far as the loop around it."""
+        views = _VIEWS | _SLICES if slices else _VIEWS
+        return self._followed((computation, name, picked), views)
+
+    def _followed(
+        self, value: _Value, views: Set[str], *, first_trip: bool = False
+    ) -> Viewed | None:
+        """What made a value, seen through views; `first_trip`: through loops to their start."""
         for _ in range(_MAX_STEPS):
-            found = computation.instructions.get(name)
-            if found is None:
+            computation, name, picked = value
+            if name not in computation.instructions:
                 return None
-            before = self._before(computation, found, picked, slices=slices)
+            seen = Viewed(computation.instructions[name], computation, picked)
+            before = self._before(seen, views, first_trip=first_trip)
             if before is None:
-                return Viewed(found, computation, picked)
-            computation, name, picked = before
+                return seen
+            value = before
         return None
 
-    def _before(
-        self, computation: Computation, found: Instruction, picked: int | None, *, slices: bool
-    ) -> tuple[Computation, str, int | None] | None:
+    def _before(self, seen: Viewed, views: Set[str], *, first_trip: bool) -> _Value | None:
         """The value that an instruction only passes on."""
+        found, computation, picked = seen
         operands = found.operands
-        if found.opcode == "parameter" and not self.in_loop(computation):
+        if found.opcode == "parameter" and (first_trip or not self.in_loop(computation)):
             return self._outside(computation, found, picked)
         if not operands:
             return None
@@ -176,24 +150,22 @@ class Flow:
             return computation, name, found.index if outer is None else outer
         if found.opcode == "tuple" and picked is not None and picked < len(operands):
             return computation, *operands[picked]
-        if found.opcode in _VIEWS or found.opcode in _DONE:
-            return computation, *operands[0]
-        if slices and found.opcode in _SLICES:
+        if found.opcode in views or (found.opcode in _DONE and not first_trip):
             return computation, *operands[0]
         if found.opcode == "while" and picked is not None:
             body = self._module.called(found, "body")
             is_kept = body is not None and self.is_invariant(body, picked)
-            return (computation, operands[0][0], picked) if is_kept else None
-        if found.opcode == "fusion":
+            return (computation, operands[0][0], picked) if first_trip or is_kept else None
+        if found.opcode == "fusion" and not first_trip:
             large = [o for o in operands if not _shapes.is_scalar(computation.shape_of(*o))]
             inner = self._module.called(found)
-            if inner is not None and len(large) == 1 and self._only_views(inner, slices):
+            if inner is not None and len(large) == 1 and self._only_views(inner, views):
                 return computation, *large[0]
         return None
 
     def _outside(
         self, computation: Computation, parameter: Instruction, picked: int | None
-    ) -> tuple[Computation, str, int | None] | None:
+    ) -> _Value | None:
         """What a caller gives for a parameter; a loop, to its first iteration."""
         if computation.name not in self._callers:
             return None
@@ -206,24 +178,13 @@ class Flow:
         name, element = caller.operands[number]
         return outer, name, picked if element is None else element
 
-    def _only_views(self, inner: Computation, slices: bool) -> bool:
-        key = inner.name, slices
+    def _only_views(self, inner: Computation, views: Set[str]) -> bool:
+        key = inner.name, "slice" in views
         if key not in self._bare:
-            allowed = _VIEWS | _SLICES if slices else _VIEWS
             self._bare[key] = all(
-                i.opcode in allowed
+                i.opcode in views
                 or i.opcode in ("parameter", "constant")
                 or _shapes.is_scalar(i.shape)
                 for i in inner.instructions.values()
             )
         return self._bare[key]
-
-
-def _users(computation: Computation) -> dict[str, list[Instruction]]:
-    out: dict[str, list[Instruction]] = collections.defaultdict(list)
-    for instruction in computation.instructions.values():
-        for name, _ in instruction.operands:
-            users = out[name]
-            if not users or users[-1] is not instruction:
-                users.append(instruction)
-    return out

@@ -49,18 +49,14 @@ def pairs(
 
 def _program(before: Program, after: Program) -> Iterator[str]:
     if before.mesh != after.mesh or before.num_devices != after.num_devices:
-        yield f"the mesh was {_mesh(before)} and is {_mesh(after)}"
+        was, now = (p.mesh_text or f"{p.num_devices} devices" for p in (before, after))
+        yield f"the mesh was {was} and is {now}"
     yield from _collectives(before.collectives, after.collectives)
     yield from _memory(before, after)
     yield from _work(before, after)
     old, new = ({w.text for w in p.warnings} for p in (before, after))
     yield from (f"no longer: {text}" for text in sorted(old - new))
     yield from (f"new warning: {text}" for text in sorted(new - old))
-
-
-def _mesh(program: Program) -> str:
-    axes = " x ".join(f"{name}={n}" for name, n in program.mesh)
-    return axes or f"{program.num_devices} devices"
 
 
 def _key(c: Collective) -> _Key:

@@ -62,24 +62,13 @@ class Instruction:
     is_root: bool
     _operands: tuple[tuple[str, int | None], ...] | None = None
 
-    def _end_of_operands(self) -> int:
-        end = self.rest.find(")")
-        if end >= 0 and self.rest.find("(", 0, end) < 0:
-            return end
-        depth = 1
-        for i, char in enumerate(self.rest):
-            if char in "({":
-                depth += 1
-            elif char in ")}":
-                depth -= 1
-                if depth == 0:
-                    return i
-        return len(self.rest)
-
     @property
     def arguments(self) -> str:
         """The text between the parentheses."""
-        return self.rest[: self._end_of_operands()]
+        end = self.rest.find(")")
+        if end < 0 or self.rest.find("(", 0, end) >= 0:
+            end = _end(self.rest, 0, ")")
+        return self.rest[:end]
 
     @property
     def operands(self) -> tuple[tuple[str, int | None], ...]:
@@ -117,23 +106,10 @@ class Instruction:
         if start < 0:
             return None
         start += len(name) + 3
-        if not rest.startswith(_OPENINGS, start):
-            end = rest.find(",", start)
-            return rest[start:] if end < 0 else rest[start:end]
-        depth, quoted = 0, False
-        for mark in _MARKS.finditer(rest, start):
-            char, i = mark[0], mark.start()
-            if char == '"':
-                quoted ^= rest[i - 1] != "\\"
-            elif quoted:
-                continue
-            elif char in "{[(":
-                depth += 1
-            elif char in "}])":
-                depth -= 1
-            elif depth == 0:
-                return rest[start:i]
-        return rest[start:]
+        if rest.startswith(_OPENINGS, start):
+            return rest[start : _end(rest, start, ",")]
+        end = rest.find(",", start)
+        return rest[start:] if end < 0 else rest[start:end]
 
     def called(self, name: str) -> list[str]:
         """Computations that an attribute names: one, or several in braces."""
@@ -143,6 +119,22 @@ class Instruction:
         if text.startswith("%"):
             return [text[1:]]
         return [n.strip(" %{}") for n in text.split(",")]
+
+
+def _end(text: str, start: int, stop: str) -> int:
+    """Place of the first such mark outside all brackets and quotes, or the end of the text."""
+    depth, is_quoted = 0, False
+    for mark in _MARKS.finditer(text, start):
+        char, place = mark[0], mark.start()
+        if char == '"':
+            is_quoted ^= text[place - 1] != "\\"
+        elif is_quoted:
+            continue
+        elif depth == 0 and char == stop:
+            return place
+        else:
+            depth += (char in "{[(") - (char in "}])")
+    return len(text)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -205,6 +197,15 @@ class Computation:
             for name in instruction.called(key)
         ]
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Instructions that read a value, each once."""
+        out: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in {name for name, _ in instruction.operands}:
+                out.setdefault(name, []).append(instruction)
+        return out
+
     def shape_of(self, name: str, picked: int | None = None) -> str:
         """Shape of a value, or of an element of it; empty if it is not known."""
         found = self.instructions.get(name)
@@ -216,17 +217,8 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In order of their numbers."""
-        numbers = self.numbers
-        return [self.instructions[name] for name in sorted(numbers, key=numbers.__getitem__)]
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Of the parameters, by name."""
-        return {
-            i.name: number
-            for i in self.instructions.values()
-            if i.opcode == "parameter" and (number := i.number) is not None
-        }
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: i.number or 0)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -33,26 +33,31 @@ def inspect(
         step: A compiled step (`jax.stages.Compiled`), a lowered one, a jitted function with the
             arguments it is called with, the text of an optimized HLO module, or the path of a dump:
             a folder that XLA or `hxla run --dump` wrote, or one file of it.
-        args: Of a jitted function: arrays or `jax.ShapeDtypeStruct`s.
-        mesh: Axis names and sizes in order, where the program does not tell them.
-        cluster: Described devices in the order of the mesh, or a mesh file's name: collectives then
-            have predicted times.
+        args: The arguments of a jitted function: arrays or `jax.ShapeDtypeStruct`s.
+        mesh: The axis names and sizes in order, where the program does not tell them.
+        cluster: The described devices in the order of the mesh, or a mesh file's name: collectives
+            then have predicted times.
         rules: A rule set or its name: parameters that do not follow it are warned of.
-        owners: Whose an argument's memory is, by how its path starts, where names do not tell:
+        owners: The owner of an argument's memory, by how its path starts, where names do not tell:
             `{"w": "parameter", "state.slow": "optimizer state"}`.
 
     Returns:
-        Values; `print(hxla.inspect(step).text())` shows them.
+        The inspection; `print(hxla.inspect(step).text())` shows it.
 
     Raises:
         InspectError: If `step` is none of these, or a path leads to no HLO.
-        MeshError: For a mesh file that cannot be read.
-        AnnotationError: For rules that do not fit the parameters.
+        MeshError: If a mesh file cannot be read.
+        AnnotationError: If rules do not fit the parameters.
 
     Example:
-        >>> inspection = hxla.inspect(jax.jit(step), params, batch)
-        >>> print(inspection.text())
-        >>> assert not inspection.main.select("all-gather")
+        >>> import hxla, jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        >>> w = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+        >>> inspection = hxla.inspect(jax.jit(jnp.matmul), x, w)
+        >>> inspection.main.total.flops == 2 * 8 * 128 * 64
+        True
+        >>> inspection.main.select("all-gather")
+        ()
     """
     hints = Hints(
         mesh=_axes(mesh),

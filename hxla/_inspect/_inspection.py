@@ -19,18 +19,24 @@ from ._terminal_tables import terminal_tables
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Programs, and what of a dump could not be read.
+    """Compiled programs as values, and what of a dump could not be read.
 
     Attributes:
-        programs: The one with most bytes of memory first.
-        problems: Files that could not be read, and why.
+        programs: The programs, the one with most bytes of memory first.
+        problems: The files that could not be read, and why.
     """
 
     programs: tuple[Program, ...]
     problems: tuple[str, ...] = ()
 
     def program(self, name: str) -> Program:
-        """The program of a name or role.
+        """Find the program of a name or role.
+
+        Args:
+            name: The name of the HLO module, or the role that hxla gives it.
+
+        Returns:
+            The program.
 
         Raises:
             InspectError: If there is none, naming those there are.
@@ -54,16 +60,22 @@ class Inspection:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of all programs."""
+        """The collectives of all programs."""
         return tuple(c for p in self.programs for c in p.collectives)
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Write all of it as JSON."""
         return _ADAPTER.dump_json(self, indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Inspection":
         """Read what `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            The inspection.
 
         Raises:
             InspectError: If the text is no inspection.
@@ -74,10 +86,13 @@ class Inspection:
             raise InspectError(f"this is no inspection: {error}") from error
 
     def text(self, *, limit: int = 20) -> str:
-        """Tables for a terminal.
+        """Draw tables for a terminal.
 
         Args:
-            limit: Most rows of a table.
+            limit: The most rows of a table.
+
+        Returns:
+            Some lines of text.
         """
         return terminal_tables(self.programs, self.problems, limit=limit)
 
@@ -102,21 +117,13 @@ class Inspection:
             InspectError: If there is no profile of these programs, or the path cannot be written.
             PlanError: If `predicted` is neither a plan nor a trace of one.
         """
-        measured = lanes = None
-        if profile is not None:
-            measured = last_step(pathlib.Path(profile), self.programs)
-        if predicted is not None:
-            try:
-                lanes = lanes_of_file(pathlib.Path(predicted))
-            except OSError as error:
-                raise InspectError(
-                    f"no prediction in {predicted}: {error.strerror or error}"
-                ) from error
+        step = last_step(pathlib.Path(profile), self.programs) if profile is not None else None
+        lanes = lanes_of_file(pathlib.Path(predicted)) if predicted is not None else None
         page = inspection_page(
             self.programs,
             self.problems,
             title=title or "What XLA did",
-            measured=measured,
+            measured=step,
             predicted=lanes,
         )
         write(path, page, InspectError)
@@ -138,7 +145,14 @@ class Inspection:
         write(path, page, InspectError)
 
     def diff(self, other: "Inspection") -> tuple[str, ...]:
-        """What `other` does that this one does not, and the reverse, a sentence each."""
+        """Say what another inspection's programs do otherwise, a sentence each.
+
+        Args:
+            other: The later one.
+
+        Returns:
+            Sentences; none if nothing changed.
+        """
         return diff(self.programs, other.programs)
 
 

@@ -2,28 +2,17 @@
 
 import html
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._core._format import num_bytes as size
-from .._core._format import plural, si, span
+from .._core._format import plural, si
+from .._report._lanes import COLLECTIVE, Lanes
 from .._report._page import fold, items, legend, page, section, stack, table, tiles
+from . import _program_tables as tables
 from ._alike_names import group
 from ._diff import diff, pairs
-from ._lanes import COLLECTIVE, Lanes
 from ._program import OWNERS, Collective, Memory, Program, Warned
-from ._program_tables import (
-    buffer_table,
-    collective_table,
-    fusion_table,
-    num_runs,
-    predicted,
-    sent_bytes,
-    shown,
-    time,
-    transfer_table,
-    work_table,
-)
 from ._shard_pictures import mesh_and_shards
 from ._step_pictures import step_section
 
@@ -44,11 +33,8 @@ main { max-width: 72rem; }
 .defs { position: absolute; width: 0; height: 0; }
 .defs path { stroke: var(--ink); stroke-width: 1.6; }
 figure .steps { min-width: 46rem; }
-.steps text { fill: var(--ink); font-size: 11px; } .steps .head { font-weight: 600; }
-.steps g text { text-anchor: middle; font-size: 10px; fill: #fff; pointer-events: none; }
-.steps .tick { fill: var(--muted); text-anchor: middle; }
-.steps .axis { stroke: var(--grid); } .steps .end { stroke: var(--mark); stroke-width: 1.5; }
 """
+_KIND = {"collective": lambda own: own[0].kind, "over": lambda own: own[0].over}
 _OWNER_COLORS = dict(zip(OWNERS, ("k0", "k3", "k2", "k1", "k5", "hatch", "k6", "k7"), strict=True))
 _HATCH = (
     '<svg class="defs" aria-hidden="true"><pattern id="padding" width="6" height="6" '
@@ -73,7 +59,7 @@ def inspection_page(
         measured: A profiled step.
         predicted: To set beside it.
     """
-    programs, others = shown(programs)
+    programs, others = tables.shown(programs)
     parts = [_HATCH]
     warned = [(p, w) for p in programs for w in p.warnings]
     if warned:
@@ -121,7 +107,7 @@ def diff_page(before: Sequence[Program], after: Sequence[Program], *, title: str
     """
     lines = diff(before, after)
     parts = [_lines("What changed", lines or ["Nothing changed."])]
-    for old, new in pairs(shown(before)[0], shown(after)[0])[0]:
+    for old, new in pairs(tables.shown(before)[0], tables.shown(after)[0])[0]:
         parts.append(f'<h2 class="part">{html.escape(new.title)}</h2>')
         parts += _both(old, new)
     lead = f"{plural(len(lines), 'change') if lines else 'no changes'}."
@@ -143,19 +129,18 @@ def _program(program: Program, measured: Lanes | None) -> Iterator[str]:
         why = html.escape(program.memory_missing or "the program does not tell")
         yield section("Memory", f"<p>Not known: {why}.</p>")
     if program.work:
-        yield section("Work of one device in one call", table(*work_table(program)))
+        yield section("Work of one device in one call", table(*tables.work_table(program)))
     if program.arrays and program.mesh:
         yield section("How arrays lie on the mesh", *mesh_and_shards(program))
     if program.fusions:
-        yield section("Biggest fusions", table(*fusion_table(program)))
+        yield section("Biggest fusions", table(*tables.fusion_table(program)))
     if program.transfers:
-        yield section("Host transfers", table(*transfer_table(program)))
+        yield section("Host transfers", table(*tables.transfer_table(program)))
 
 
 def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
     total = program.total
-    mesh = " x ".join(f"{name}={n}" for name, n in program.mesh)
-    detail = mesh or ("" if program.num_devices == 1 else "mesh not known")
+    detail = program.mesh_text or ("" if program.num_devices == 1 else "mesh not known")
     yield "Devices", str(program.num_devices), detail
     if program.memory is not None:
         owner, most = max(program.memory.by_owner.items(), key=lambda x: x[1], default=("", 0))
@@ -163,8 +148,9 @@ def _tiles(program: Program) -> Iterator[tuple[str, str, str]]:
         yield "Peak memory of a device", size(program.memory.total_bytes), what
     more = "" if total.is_exact else " or more"
     yield "FLOPs of a device", si(total.flops) + more, f"{size(total.num_bytes)} moved in memory"
-    runs, seconds = plural(total.num_collectives, "collective"), time(total.collective_seconds)
-    detail = runs + (f", predicted {seconds}" if seconds else "")
+    seconds = tables.time(total.collective_seconds)
+    detail = plural(total.num_collectives, "collective")
+    detail += f", predicted {seconds}" if seconds else ""
     yield "Sent by a device", size(total.collective_bytes), detail
 
 
@@ -183,73 +169,50 @@ def _warnings(found: Sequence[tuple[Program, Warned]], is_named: bool) -> Iterat
         yield fold(f"{len(lines) - _MAX_WARNINGS} more", items(lines[_MAX_WARNINGS:]))
 
 
-def _by(found: Sequence[Collective], key: str) -> list[tuple[str, list[Collective]]]:
-    """Collectives by TaskGraph or source line, those that send most first."""
-    out: dict[str, list[Collective]] = defaultdict(list)
-    for collective in found:
-        out[getattr(collective.origin, key)].append(collective)
-    return sorted(out.items(), key=lambda item: -sent_bytes(item[1]))
-
-
 def _collectives(program: Program, measured: Lanes | None) -> Iterator[str]:
-    took = _took(program, measured)
-    rows = []
     kinds = group(program.collectives, lambda c: c.kind, lambda c: c.over)
-    for own in sorted(kinds, key=sent_bytes, reverse=True):
-        times = [took[c.name] for c in own if c.name in took]
-        rows.append(
-            (
-                own[0].kind,
-                own[0].over,
-                str(len(own)),
-                str(num_runs(own)),
-                size(sent_bytes(own)),
-                predicted(own),
-                span(sum(times)) if times else "",
-            )
-        )
-    heads = ("collective", "over", "in the text", "runs", "sent by a device", "predicted")
-    yield table((*heads, "measured"), rows, left=(0, 1))
-    lines = [(line, own) for line, own in _by(program.collectives, "source") if line]
-    folder = _folder(os.path.dirname(line) for line, _ in lines)
+    yield table(*tables.sums_table(kinds, _KIND, _took(program, measured)))
+    located = [c for c in program.collectives if c.origin.source]
+    folder = _folder(os.path.dirname(c.origin.source) for c in located)
     prefix = f"{folder}/" if folder else ""
     yield "<h3>By TaskGraph</h3>"
-    for number, (task_graph, own) in enumerate(_by(program.collectives, "task_graph")):
+    task_graphs = group(program.collectives, lambda _: "", lambda c: c.origin.task_graph)
+    for number, own in enumerate(sorted(task_graphs, key=tables.sent_bytes, reverse=True)):
+        task_graph = own[0].origin.task_graph
         name = html.escape(task_graph or "outside all TaskGraphs")
-        said = f"{plural(num_runs(own), 'run')}, {size(sent_bytes(own))} sent"
-        seconds = predicted(own)
+        said = f"{plural(tables.num_runs(own), 'run')}, {size(tables.sent_bytes(own))} sent"
+        seconds = tables.predicted(own)
         said += f", predicted {seconds}" if seconds else ""
-        listed = table(*collective_table(own, task_graph, prefix))
+        listed = table(*tables.collective_table(own, task_graph, prefix))
         yield fold(f"<b>{name}</b>: {said}", listed, is_open=number < 3)
-    if lines:
+    if located:
         yield "<h3>By source line</h3>"
-        yield table(
-            ("line", "function", "collectives", "runs", "sent by a device", "predicted"),
-            [
-                (
-                    line.removeprefix(prefix),
-                    ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function)),
-                    ", ".join(f"{n} {k}" for k, n in Counter(c.kind for c in own).items()),
-                    str(num_runs(own)),
-                    size(sent_bytes(own)),
-                    predicted(own),
-                )
-                for line, own in lines
-            ],
-            left=(0, 1, 2),
-        )
+        words = {
+            "line": lambda own: own[0].origin.source.removeprefix(prefix),
+            "function": _functions,
+            "collectives": _kinds,
+        }
+        lines = group(located, lambda _: "", lambda c: c.origin.source)
+        yield table(*tables.sums_table(lines, words))
         yield f"<p>Lines of files in {html.escape(prefix)}.</p>" if prefix else ""
 
 
+def _functions(own: Sequence[Collective]) -> str:
+    return ", ".join(dict.fromkeys(c.origin.function for c in own if c.origin.function))
+
+
+def _kinds(own: Sequence[Collective]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(c.kind for c in own).items())
+
+
 def _took(program: Program, measured: Lanes | None) -> dict[str, float]:
-    """Measured seconds of each collective in a step, the mean over devices."""
-    out: dict[str, float] = defaultdict(float)
-    if measured is None:
-        return out
-    for bar in measured.bars:
-        if bar.program == program.name and bar.kind == COLLECTIVE:
-            out[bar.label] += bar.seconds / len(measured.names)
-    return out
+    """Measured seconds of each collective in a step."""
+    took = measured.mean_seconds() if measured is not None else {}
+    return {
+        label: seconds
+        for (label, kind, name), seconds in took.items()
+        if (kind, name) == (COLLECTIVE, program.name)
+    }
 
 
 def _owners(memory: Memory, whole: int) -> str:
@@ -271,7 +234,7 @@ def _memory(memory: Memory) -> Iterator[str]:
         f"{html.escape(memory.source)}.</p>"
     )
     yield f"<h3>{len(memory.buffers)} buffers, largest first</h3>"
-    yield table(*buffer_table(memory))
+    yield table(*tables.buffer_table(memory))
 
 
 def _both(old: Program, new: Program) -> Iterator[str]:
@@ -282,34 +245,12 @@ def _both(old: Program, new: Program) -> Iterator[str]:
             parts.append(f"<h3>{word}: {size(memory.total_bytes)}</h3>")
             parts.append(_owners(memory, whole))
         yield section("Memory of one device at the peak", *parts)
-    both: dict[tuple[str, str, str], tuple[list[Collective], list[Collective]]] = {}
-    for side, program in enumerate((old, new)):
-        for c in program.collectives:
-            key = c.kind, c.over, c.origin.task_graph
-            both.setdefault(key, ([], []))[side].append(c)
-    rows = [
-        (*key, *(str(num_runs(own)) for own in sides), *(size(sent_bytes(own)) for own in sides))
-        for key, sides in both.items()
+    words = {**_KIND, "of": lambda own: own[0].origin.task_graph}
+    key = lambda c: (c.over, c.origin.task_graph)  # noqa: E731
+    sides = [
+        tables.sums_table(group(p.collectives, lambda c: c.kind, key), words) for p in (old, new)
     ]
-    if rows:
-        columns = (
-            "collective",
-            "over",
-            "TaskGraph",
-            "runs before",
-            "after",
-            "sent before",
-            "after",
-        )
-        yield section("Collectives", table(columns, rows, left=(0, 1, 2)))
-    works = {w.task_graph: w for w in old.work}, {w.task_graph: w for w in new.work}
-    work_rows = [
-        (
-            name or "outside all TaskGraphs",
-            *(si(w[name].flops) if name in w else "" for w in works),
-            *(size(w[name].num_bytes) if name in w else "" for w in works),
-        )
-        for name in {**works[0], **works[1]}
-    ]
-    heads = ("TaskGraph", "FLOPs before", "after", "memory traffic before", "after")
-    yield section("Work of one device in one call", table(heads, work_rows))
+    if any(side.rows for side in sides):
+        yield section("Collectives", table(*tables.side_by_side(*sides)))
+    both = tables.side_by_side(tables.work_table(old), tables.work_table(new))
+    yield section("Work of one device in one call", table(*both))

@@ -11,7 +11,6 @@ from ._hlo_text import Computation, Instruction, Module
 
 _PASSES = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier"})
 _RUN_IN_ORDER = frozenset({"while", "call", "conditional", "async-start"})
-_Use = tuple[Instruction, int]  # who reads a value, and as which operand
 
 
 class InstructionOrder:
@@ -22,7 +21,6 @@ class InstructionOrder:
         self.place: dict[str, int] = {}
         self.home: dict[str, Computation] = {}
         self._caller: dict[str, str] = {}  # of a computation: the instruction that calls it
-        self._uses: dict[str, list[_Use]] = {}
         if module.entry in module.computations:
             self._walk(module.computations[module.entry])
 
@@ -38,8 +36,6 @@ class InstructionOrder:
                     self._walk(self._module.computations[name])
             self.place[instruction.name] = len(self.place)
             self.home[instruction.name] = computation
-            for number, (name, _) in enumerate(instruction.operands):
-                self._uses.setdefault(name, []).append((instruction, number))
 
     def last_use(self, name: str, element: int | None) -> int:
         """Place of the last instruction that reads a value, or an element of one."""
@@ -54,15 +50,16 @@ class InstructionOrder:
                 # What a computation returns is read by whoever reads its caller; the caller's own
                 # value is another piece of memory, or the same one under its own name.
                 last = max(last, self.place.get(caller or "", len(self.place)))
-            for user, number in self._uses.get(name, ()):
-                _, picked = user.operands[number]
-                if element is not None and picked is not None and picked != element:
-                    continue
-                last = max(last, self.place[user.name])
-                passed = self._passed(user, number, element if picked is None else None)
-                if passed is not None and passed not in seen:
-                    seen.add(passed)
-                    waiting.append(passed)
+            for user in home.users.get(name, ()):
+                for number, (operand, picked) in enumerate(user.operands):
+                    is_other = None not in (element, picked) and picked != element
+                    if operand != name or is_other:
+                        continue
+                    last = max(last, self.place[user.name])
+                    passed = self._passed(user, number, element if picked is None else None)
+                    if passed is not None and passed not in seen:
+                        seen.add(passed)
+                        waiting.append(passed)
         return last
 
     def _passed(

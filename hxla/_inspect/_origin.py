@@ -8,28 +8,22 @@ from collections.abc import Iterable
 from .._model._annotations import Scope, scopes_of, written
 from ._hlo_text import Computation, Instruction, Module
 from ._program import Origin
+from ._shapes import split_outside
 
 _NAME = re.compile(r'op_name="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
-_SCOPE = re.compile(r"hxla\.(?:replicate|split)\[\w+\]\.\d+")
-_CALL = re.compile(r"^(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)$")
-_BRANCH = re.compile(r"^branch_\d+_fun$")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|shmap|remat|checkpoint)\((.*)\)$")
-# What jax itself writes between the user's scopes.
-_MACHINERY = frozenset(
-    {
-        *("while", "body", "cond", "scan", "closed_call", "core_call", "eval_jaxpr", "pjit"),
-        *("checkpoint", "remat", "remat2", "rematted_computation", "shard_map", "run_state"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_partitioning"),
-    }
+# What jax and hxla themselves write between the user's scopes.
+_MACHINERY = re.compile(
+    r"|while|body|cond|scan|closed_call|core_call|eval_jaxpr|pjit|checkpoint|remat|remat2"
+    r"|rematted_computation|shard_map|run_state|custom_jvp_call|custom_vjp_call"
+    r"|custom_vjp_call_jaxpr|custom_partitioning|branch_\d+_fun"
+    r"|(?:jit|pjit|xla_call|core_call|custom_jvp_call|custom_vjp_call)\(.*\)"
+    r"|hxla\.(?:replicate|split)\[\w+\]\.\d+"
 )
-_LIBRARIES = tuple(
-    {
-        *(sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")),
-        *("site-packages", "dist-packages", "/hxla/_"),
-    }
-)
+_INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+_LIBRARIES = (*_INSTALLED, "site-packages", "dist-packages", "/hxla/_")
 _NAMELESS = Origin(missing="XLA kept no name, here or in what it reads")
 _MAX_JOINED = 4  # names of one operation that are said
 _DEPTH = 4  # operands looked through for a name that XLA lost
@@ -43,49 +37,26 @@ def op_name(instruction: Instruction) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if "\\" in found[1] else found[1]
 
 
-def components(name: str) -> list[str]:
-    """Parts of a name between slashes, brackets respected."""
-    out, depth, start = [], 0, 0
-    for i, char in enumerate(name):
-        depth += (char in "([") - (char in ")]")
-        if char == "/" and depth <= 0:
-            out.append(name[start:i])
-            start = i + 1
-    return [*out, name[start:]]
-
-
 def joined(name: str) -> list[str]:
     """The names of the operations that XLA made one of, `a/(b:c)` or `a;b`; mostly one."""
     name = name.split(";")[0]
-    *scopes, last = components(name)
+    *scopes, last = split_outside(name, "/")
     if not (last.startswith("(") and last.endswith(")")):
         return [name]
-    out, depth, start = [], 0, 1
-    for i, char in enumerate(last):
-        depth += (char in "([") - (char in ")]")
-        if (char == ":" and depth == 1) or i == len(last) - 1:
-            out += joined("/".join([*scopes, last[start:i]]))
-            start = i + 1
-    return out
+    pieces = split_outside(last[1:-1], ":")
+    return [own for piece in pieces for own in joined("/".join([*scopes, piece]))]
 
 
 @functools.lru_cache(maxsize=65536)
 def module_path(name: str) -> tuple[str, str]:
     """The user's own scopes in a name, and the primitive at its end."""
-    *scopes, primitive = components(joined(name)[0])
+    *scopes, primitive = split_outside(joined(name)[0], "/")
     own: list[str] = []
     for scope in scopes:
         while inner := _TRANSFORM.match(scope):
             scope = inner[1]
-        own += [
-            part
-            for part in components(scope)
-            if part
-            and part not in _MACHINERY
-            and not _BRANCH.match(part)
-            and not _CALL.match(part)
-            and not _SCOPE.fullmatch(part)
-        ]
+        parts = split_outside(scope, "/")
+        own += [part for part in parts if not _MACHINERY.fullmatch(part)]
     return "/".join(own), primitive
 
 
@@ -95,14 +66,14 @@ class Origins:
     def __init__(self, module: Module):
         self._module = module
         self._known: dict[str, Origin] = {}
-        entries: set[tuple[Scope, ...]] = set()
-        self._any_scope = False
-        for computation in module.computations.values():
-            if "hxla." not in computation:
-                continue
-            for instruction in computation.instructions.values():
-                if "hxla." in instruction.rest:
-                    entries |= {tuple(scopes_of(n)) for n in joined(op_name(instruction))}
+        named = {
+            op_name(instruction)
+            for computation in module.computations.values()
+            if "hxla." in computation
+            for instruction in computation.instructions.values()
+            if "hxla." in instruction.rest
+        }
+        entries = {tuple(scopes_of(piece)) for name in named for piece in joined(name)}
         # Entry numbers count through a process; those of one program from 0 are what can be read
         # and compared.
         ordered = sorted((e for e in entries if e), key=lambda key: key[-1].entry)

@@ -51,7 +51,7 @@ def _temporaries(read: AnnotatedModule, assignment: BufferAssignment) -> Iterato
         instruction = computation.instructions[value.name]
         found = read.flow.maker(computation, value.name, value.element)
         if found is not None:
-            instruction, computation = found
+            instruction, computation, _ = found
         shape = _element(instruction.shape, value)
         origin = read.origins.of(instruction, computation)
         argument = read.argument(computation, instruction.name)

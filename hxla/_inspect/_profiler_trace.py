@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from .._core._errors import InspectError
 from .._core._format import span
+from .._report._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._collectives import KINDS
-from ._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._program import Program
 
 _SUFFIX = ".trace.json.gz"
@@ -69,11 +69,8 @@ def last_step(path: pathlib.Path, programs: Sequence[Program]) -> Lanes:
         begin = min(e.start for e in step)
         devices = sorted({e.device for e in step}, key=lambda d: (len(d), d))
         lane_of = {device: len(lanes) + i for i, device in enumerate(devices)}
-        for device in devices:
-            name = f"device {device}"
-            if len(files) > 1:
-                name = f"process {number}" + (f", {name}" if len(devices) > 1 else "")
-            lanes.append(name)
+        process = f"process {number}, " if len(files) > 1 else ""
+        lanes += [f"{process}device {device}" for device in devices]
         bars += [
             Bar(
                 lane=lane_of[e.device],

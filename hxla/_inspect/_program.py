@@ -16,12 +16,14 @@ class Origin:
     """Where an operation comes from.
 
     Attributes:
-        task_graph: `split(2) #0`, numbered in the order the scopes were entered; empty outside all.
+        task_graph: The TaskGraph, `split(2) #0`, numbered in the order the scopes were entered;
+            empty outside all.
         module: The user's scopes around it, Flax modules among them: `Block_0/Dense_1`.
         function: The user's function that wrote it, `Block.__call__`; empty if not recorded.
-        phase: `forward`, `backward`, `recomputation`, or empty where nothing is differentiated.
-        primitive: What jax calls the operation.
-        source: File and line of the user's code, `model.py:12`; empty if not recorded.
+        phase: The phase: `forward`, `backward`, `recomputation`, or empty where nothing is
+            differentiated.
+        primitive: The name that jax has for the operation.
+        source: The file and line of the user's code, `model.py:12`; empty if not recorded.
         missing: Why it belongs to no TaskGraph, module or function; empty if it does.
     """
 
@@ -45,7 +47,7 @@ class Loop:
     """A loop around an operation.
 
     Attributes:
-        name: Of the `while` in the HLO.
+        name: The name of the `while` in the HLO.
         where: The user's scopes around it.
         trips: How often its body runs; None if the program does not say.
     """
@@ -60,22 +62,22 @@ class Collective:
     """One collective of a program; an asynchronous pair is one.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
-            `collective-permute` or `collective-broadcast`.
-        name: In the HLO.
+        kind: The kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`,
+            `ragged-all-to-all`, `collective-permute` or `collective-broadcast`.
+        name: The name in the HLO.
         arrays: What it works on, `f32[8,16]`: the whole of what a group gathers or scatters.
-        num_bytes: Of these arrays.
-        group_size: Devices that run it together.
+        num_bytes: The bytes of these arrays.
+        group_size: The number of devices that run it together.
         groups: These devices, by place in the mesh; of a permute, sources and targets.
-        axes: Mesh axes that the groups run over; None if `axes_missing` says why.
+        axes: The mesh axes that the groups run over; None if `axes_missing` says why.
         axes_missing: Why the axes are not known.
         is_async: Whether it is a start and a done that other work may run between.
-        loops: Around it, outermost first.
+        loops: The loops around it, outermost first.
         runs: How often it runs in one call of the program; None if some loop's trips are not known.
         is_conditional: Whether it runs only in some branch.
-        operands: Arguments of the program that it works on as they are, by path.
+        operands: The arguments of the program that it works on as they are, by path.
         origin: Where it comes from.
-        seconds: Predicted time of one run on the cluster's links; None without a cluster.
+        seconds: The predicted seconds of one run on the cluster's links; None without a cluster.
     """
 
     kind: str
@@ -96,7 +98,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in one run, over a ring."""
+        """The bytes that one device sends in one run, over a ring."""
         n = self.group_size
         if self.kind == "all-reduce":
             return 2 * self.num_bytes * (n - 1) / n
@@ -117,12 +119,12 @@ class Buffer:
     """Memory held when the program's use of it is highest.
 
     Attributes:
-        name: Path of an argument, or an instruction of the HLO.
-        owner: One of `parameter`, `optimizer state`, `gradient`, `activation`, `batch`, `padding`,
-            `output`, `temporary`.
-        num_bytes: On one device.
-        array: `f32[8,16]`.
-        origin: Of what is computed.
+        name: The path of an argument, or an instruction of the HLO.
+        owner: The owner: `parameter`, `optimizer state`, `gradient`, `activation`, `batch`,
+            `padding`, `output` or `temporary`.
+        num_bytes: The bytes on one device.
+        array: The dtype and shape, `f32[8,16]`.
+        origin: Where what is computed comes from.
     """
 
     name: str
@@ -134,14 +136,14 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of one device at the program's peak.
+    """The memory of one device at a program's peak.
 
     Attributes:
-        argument_bytes: Of arguments.
-        output_bytes: Of results, those that take over an argument's memory included.
-        alias_bytes: Of results that take over an argument's memory.
-        temp_bytes: Of everything between.
-        buffers: What is held at the peak, largest first; they add up to `total_bytes`.
+        argument_bytes: The bytes of arguments.
+        output_bytes: The bytes of results, those that take over an argument's memory included.
+        alias_bytes: The bytes of results that take over an argument's memory.
+        temp_bytes: The bytes of everything between.
+        buffers: What is held at the peak, largest first; the buffers add up to `total_bytes`.
         source: What the buffers were read from.
     """
 
@@ -159,7 +161,7 @@ class Memory:
 
     @property
     def by_owner(self) -> dict[str, int]:
-        """Bytes of each owner that has any."""
+        """The bytes of each owner that has any."""
         sums: Counter[str] = Counter()
         for buffer in self.buffers:
             sums[buffer.owner] += buffer.num_bytes
@@ -167,15 +169,16 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
-    """An argument of the program, and how it lies on the mesh.
+class ProgramArray:
+    """An argument of a program, and how it lies on the mesh.
 
     Attributes:
-        path: `params['Dense_0']['kernel']`, as jax names it; empty if the text has no names.
-        owner: As of a `Buffer`.
-        dtype: `f32`.
-        shape: Of the whole array; of one device's part where the whole is not known.
-        local_shape: Of one device's part.
+        path: The path as jax names it, `params['Dense_0']['kernel']`; empty if the text has no
+            names.
+        owner: The owner, as of a `Buffer`.
+        dtype: The dtype as XLA names it, `f32`.
+        shape: The shape of the whole array; of one device's part where the whole is not known.
+        local_shape: The shape of one device's part.
         spec: For each dimension the mesh axes that cut it; None if not known.
         is_donated: Whether a result takes over its memory.
     """
@@ -195,7 +198,7 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        """Of one device's part."""
+        """The bytes of one device's part."""
         return _shapes.shape_bytes(self.local)
 
 
@@ -204,13 +207,13 @@ class TaskGraphWork:
     """What one TaskGraph does in one call of the program, on one device.
 
     Attributes:
-        task_graph: As in `Origin`; empty for what is outside all of them.
-        flops: Of matrix products and convolutions, a multiply-add being two.
-        num_bytes: Read and written by what is not fused into another operation.
-        num_collectives: Runs of collectives.
-        collective_bytes: Sent by one device over rings.
-        collective_seconds: Predicted; None without a cluster.
-        is_exact: False where a loop's trips are not known and count once.
+        task_graph: The TaskGraph, as in `Origin`; empty for what is outside all of them.
+        flops: The operations of matrix products and convolutions, a multiply-add being two.
+        num_bytes: The bytes read and written by what is not fused into another operation.
+        num_collectives: The runs of collectives.
+        collective_bytes: The bytes sent by one device over rings.
+        collective_seconds: The predicted seconds; None without a cluster.
+        is_exact: Whether every loop's trips are known; else some count once.
     """
 
     task_graph: str
@@ -227,12 +230,12 @@ class Fusion:
     """A fused operation.
 
     Attributes:
-        name: In the HLO.
-        array: Its result.
-        flops: Of one run.
-        num_bytes: Read and written in one run.
-        runs: In one call of the program; None if not known.
-        origin: Of its result.
+        name: The name in the HLO.
+        array: The dtype and shape of its result.
+        flops: The floating-point operations of one run.
+        num_bytes: The bytes read and written in one run.
+        runs: How often it runs in one call of the program; None if not known.
+        origin: Where its result comes from.
     """
 
     name: str
@@ -248,10 +251,10 @@ class Transfer:
     """A transfer between host and device, or a call back into Python.
 
     Attributes:
-        kind: `to host`, `to device`, `callback`, `infeed`, `outfeed`.
-        name: In the HLO.
-        num_bytes: Of one run.
-        runs: In one call of the program; None if not known.
+        kind: The kind: `to host`, `to device`, `callback`, `infeed`, `outfeed`.
+        name: The name in the HLO.
+        num_bytes: The bytes of one run.
+        runs: How often it runs in one call of the program; None if not known.
         origin: Where it comes from.
     """
 
@@ -267,9 +270,10 @@ class Warned:
     """Something that costs time or memory and that nobody asked for.
 
     Attributes:
-        kind: `replicated`, `hoistable`, `reshard`, `padding`, `unused axis` or `donation`.
+        kind: The kind: `replicated`, `hoistable`, `reshard`, `padding`, `unused axis` or
+            `donation`.
         text: What it is, where, how much, and what to do.
-        num_bytes: What is at stake on one device.
+        num_bytes: The bytes at stake on one device.
     """
 
     kind: str
@@ -282,19 +286,19 @@ class Program:
     """One compiled program.
 
     Attributes:
-        name: Of the HLO module.
+        name: The name of the HLO module.
         role: What hxla uses it for; empty for programs that are not hxla's.
-        source: File it was read from, or `live`.
-        num_devices: That run it together.
-        mesh: Axes and their sizes; empty if not known.
-        arrays: Its arguments.
-        collectives: In the order of the text.
-        memory: At its peak; None if `memory_missing` says why.
+        source: The file it was read from, or `live`.
+        num_devices: The number of devices that run it together.
+        mesh: The axes and their sizes; empty if not known.
+        arrays: The arguments.
+        collectives: The collectives in the order of the text.
+        memory: The memory at its peak; None if `memory_missing` says why.
         memory_missing: Why memory is not known.
-        work: Per TaskGraph, what is outside all of them last.
-        fusions: The biggest, by bytes.
-        transfers: Between host and device.
-        warnings: Largest stake first.
+        work: The work of each TaskGraph, what is outside all of them last.
+        fusions: The biggest fused operations, by bytes.
+        transfers: The transfers between host and device.
+        warnings: What costs time or memory and nobody asked for, largest stake first.
         problems: What could not be read.
     """
 
@@ -303,7 +307,7 @@ class Program:
     source: str = ""
     num_devices: int = 1
     mesh: tuple[tuple[str, int], ...] = ()
-    arrays: tuple[Array, ...] = ()
+    arrays: tuple[ProgramArray, ...] = ()
     collectives: tuple[Collective, ...] = ()
     memory: Memory | None = None
     memory_missing: str = ""
@@ -314,8 +318,13 @@ class Program:
     problems: tuple[str, ...] = ()
 
     @property
+    def mesh_text(self) -> str:
+        """The mesh in words, `data=2 x tensor=4`; empty if not known."""
+        return " x ".join(f"{name}={n}" for name, n in self.mesh)
+
+    @property
     def title(self) -> str:
-        """Its name, and its role where it has one."""
+        """The name, and the role where it has one."""
         return f"{self.name} ({self.role})" if self.role else self.name
 
     def select(
@@ -326,7 +335,17 @@ class Program:
         task_graph: str | None = None,
         module: str | None = None,
     ) -> tuple[Collective, ...]:
-        """Collectives of a kind, over an axis, of a TaskGraph (by its start), in a module path."""
+        """Find collectives.
+
+        Args:
+            kind: Only those of this kind, `all-gather`.
+            axis: Only those over this mesh axis.
+            task_graph: Only those of TaskGraphs whose name starts so: `split(4)`.
+            module: Only those whose module path holds this.
+
+        Returns:
+            The collectives in the order of the text.
+        """
         return tuple(
             c
             for c in self.collectives

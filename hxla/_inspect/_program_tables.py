@@ -1,27 +1,13 @@
 """What programs do, as tables of texts for a terminal and for a page."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .._core._format import num_bytes as size
 from .._core._format import si, span
+from .._report._tables import Table
 from ._alike_names import alike, group
 from ._program import Collective, Memory, Program
-
-
-class Table(NamedTuple):
-    """A table.
-
-    Attributes:
-        heads: Of the columns.
-        rows: Cells.
-        left: Columns that hold words; all others hold numbers.
-    """
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: Sequence[int]
 
 
 def shown(programs: Sequence[Program]) -> tuple[list[Program], str]:
@@ -62,6 +48,47 @@ def predicted(found: Sequence[Collective]) -> str:
     """Time of all runs; empty if one's is not known."""
     times = [c.seconds * (c.runs or 1) for c in found if c.seconds is not None]
     return span(sum(times)) if times and len(times) == len(found) else ""
+
+
+def sums_table(
+    alikes: Iterable[Sequence[Collective]],
+    words: Mapping[str, Callable[[Sequence[Collective]], str]],
+    took: Mapping[str, float] | None = None,
+) -> Table:
+    """Collectives that are alike in one row, those that send most first.
+
+    Args:
+        alikes: What to show.
+        words: Columns that say what they are, by their heads.
+        took: Measured seconds, by name.
+    """
+    rows = []
+    for own in sorted(alikes, key=sent_bytes, reverse=True):
+        times = [took[c.name] for c in own if c.name in took] if took else []
+        rows.append(
+            (
+                *(word(own) for word in words.values()),
+                str(len(own)),
+                str(num_runs(own)),
+                size(sent_bytes(own)),
+                predicted(own),
+                span(sum(times)) if times else "",
+            )
+        )
+    figures = ("in the text", "runs", "sent by a device", "predicted", "measured")
+    return Table((*words, *figures), rows, left=range(len(words)))
+
+
+def side_by_side(before: Table, after: Table) -> Table:
+    """Two tables that begin with their words as one: where a figure changed, both."""
+    num_words, num = len(before.left), len(before.heads)
+    sides = [{tuple(row[:num_words]): row for row in table.rows} for table in (before, after)]
+    rows = []
+    for words in {**sides[0], **sides[1]}:
+        old, new = (side.get(words, (*words, *[""] * (num - num_words))) for side in sides)
+        both = zip(old, new, strict=True)
+        rows.append([a if a == b else f"{a or 'none'} -> {b or 'none'}" for a, b in both])
+    return before._replace(rows=rows)
 
 
 def collective_table(found: Sequence[Collective], task_graph: str = "", folder: str = "") -> Table:

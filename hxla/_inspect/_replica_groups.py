@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -81,17 +82,12 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
 def axes_of_pairs(found: Groups, mesh: Mesh) -> tuple[str, ...] | None:
     """The axes along which some source and its target differ."""
     shape = [n for _, n in mesh]
-    total = int(np.prod(shape, dtype=int))
-    if any(i >= total for pair in found for i in pair):
+    if any(i >= math.prod(shape) for pair in found for i in pair):
         return None
-    moved: set[str] = set()
-    for a, b in found:
-        for (name, _), i, j in zip(
-            mesh, np.unravel_index(a, shape), np.unravel_index(b, shape), strict=True
-        ):
-            if i != j:
-                moved.add(name)
-    return tuple(name for name, _ in mesh if name in moved)
+    places = np.unravel_index(np.array(found, int).reshape(-1, 2), shape)
+    return tuple(
+        name for (name, _), at in zip(mesh, places, strict=True) if (at[:, 0] != at[:, 1]).any()
+    )
 
 
 def _ints(text: str) -> list[int]:

@@ -5,15 +5,26 @@ import math
 import re
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_COMMENT = re.compile(r"/\*.*?\*/")
 
 
 def element_bits(dtype: str) -> int:
     """Bits of an element: 16 for `bf16`, 8 for `f8e4m3fn`; 0 for what is no array."""
-    if dtype in _BITS:
-        return _BITS[dtype]
     number = re.match(r"[a-z]+(\d+)", dtype)
-    return int(number[1]) if number else 0
+    if number:
+        return int(number[1])
+    return 8 if dtype == "pred" else 0
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Pieces of a text between separators that stand outside all brackets."""
+    out, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == separator and depth <= 0:
+            out.append(text[start:i])
+            start = i + 1
+    return [*out, text[start:]]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -21,17 +32,8 @@ def tuple_elements(shape: str) -> tuple[str, ...]:
     """Outermost elements of a tuple; the shape itself if it is none."""
     if not shape.startswith("("):
         return (shape,)
-    out, depth, start = [], 0, 1
-    for i, char in enumerate(shape):
-        if char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            piece = shape[start:i].strip()
-            out.append(re.sub(r"/\*.*?\*/\s*", "", piece))
-            start = i + 1
-    return tuple(p for p in out if p)
+    pieces = split_outside(_COMMENT.sub("", shape[1:].rpartition(")")[0]), ",")
+    return tuple(stripped for piece in pieces if (stripped := piece.strip()))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from .._core._format import num_bytes
 from .._report._page import box
 from ._alike_names import alike, group, ranges
-from ._program import Array, Program
+from ._program import Program, ProgramArray
 from ._replica_groups import Mesh
 
 _WIDTH, _HEIGHT = 210.0, 210.0  # pixels, of a square array
@@ -48,11 +48,8 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         )
     known = [a for a in program.arrays if a.spec is not None]
     whole = sum(a.num_bytes for a in program.arrays)
-    layouts: dict[object, list[Array]] = {}
-    for array in known:
-        key = array.dtype, array.shape, array.local_shape, array.spec
-        layouts.setdefault(key, []).append(array)
-    alikes = sorted(layouts.values(), key=lambda own: -len(own) * own[0].num_bytes)
+    layouts = group(known, lambda _: "", lambda a: (a.dtype, a.shape, a.local_shape, a.spec))
+    alikes = sorted(layouts, key=lambda own: -len(own) * own[0].num_bytes)
     large = [
         own
         for own in alikes
@@ -69,7 +66,7 @@ def mesh_and_shards(program: Program) -> Iterator[str]:
         yield f"<p>Of {num} arrays it is not known how they lie on the mesh.</p>"
 
 
-def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
+def shards(array: ProgramArray, mesh: Mesh) -> tuple[ArrayShard, ...]:
     """The parts of an array, the last dimension running fastest; nothing if its spec is not known.
 
     A dimension that its parts do not divide ends in padding.
@@ -100,14 +97,14 @@ def shards(array: Array, mesh: Mesh) -> tuple[ArrayShard, ...]:
     )
 
 
-def padded_share(array: Array, mesh: Mesh) -> float:
+def padded_share(array: ProgramArray, mesh: Mesh) -> float:
     """Share of all parts of an array that is padding."""
     found = shards(array, mesh)
     used = sum(math.prod(shard.used) for shard in found)
     return 1 - used / len(found) if found else 0.0
 
 
-def array_picture(array: Array, mesh: Mesh) -> str:
+def array_picture(array: ProgramArray, mesh: Mesh) -> str:
     """An array as a drawing, each part with the devices that hold it; padding is hatched."""
     if not array.shape:  # one number is drawn as an array of one
         array = dataclasses.replace(array, shape=(1,), local_shape=(1,), spec=((),))
@@ -127,15 +124,21 @@ def array_picture(array: Array, mesh: Mesh) -> str:
         for d in down:
             row = row * counts[d] + shard.index[d]
         column = shard.index[across]
-        place = column * w, row * h, w, h
-        used_down = shard.used[down[-1]] if down else 1.0
+        said = _said(shard, array)
+        left, top = column * w, row * h
+        width_used = w * shard.used[across]
+        height_used = h * shard.used[down[-1]] if down else h
+        if math.prod(shard.used) < 1:  # what is used is a hole in what is hatched
+            whole = f"M{left:.1f} {top:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z"
+            used = f"M{left:.1f} {top:.1f}v{height_used:.1f}h{width_used:.1f}v{-height_used:.1f}z"
+            path = f'<path class="pad" d="{whole}{used}"/>'
+            cells.append(f"<g><title>{html.escape(said)}</title>{path}</g>")
         cells.append(
             box(
                 f"k{(row * num_across + column) % _NUM_COLORS}",
-                place,
-                said=_said(shard, array),
-                label=_label(shard.devices, w),
-                above=_hatched(place, shard.used[across], used_down),
+                (left, top, width_used, height_used),
+                said=said,
+                label=_label(shard.devices, width_used),
             )
         )
     if not is_drawn:
@@ -153,7 +156,7 @@ def mesh_picture(mesh: Mesh) -> str:
     sizes = tuple(n for _, n in mesh)
     if max(sizes[-1], math.prod(sizes[:-1])) > _MAX_CELLS:
         return ""
-    devices = Array(
+    devices = ProgramArray(
         path="the mesh",
         owner="",
         dtype="",
@@ -164,7 +167,7 @@ def mesh_picture(mesh: Mesh) -> str:
     return array_picture(devices, mesh)
 
 
-def _card(own: Sequence[Array], mesh: Mesh) -> str:
+def _card(own: Sequence[ProgramArray], mesh: Mesh) -> str:
     array = own[0]
     dims = [
         f"{n} over {'+'.join(axes)}" if axes else str(n)
@@ -198,20 +201,6 @@ def _frame(across: int, down: int, num_across: int, num_down: int) -> tuple[floa
     return max(width, least_width), max(height / 1.6, least_height)
 
 
-def _hatched(place: tuple[float, float, float, float], across: float, down: float) -> str:
-    """What is right of and below the shares of a part that are used."""
-    x, y, w, h = place
-    rests = [
-        (x + w * across, y, w * (1 - across), h),
-        (x, y + h * down, w * across, h * (1 - down)),
-    ]
-    return "".join(
-        f'<rect class="pad" x="{a:.1f}" y="{b:.1f}" width="{c:.1f}" height="{d:.1f}"/>'
-        for a, b, c, d in rests
-        if c > 0 and d > 0
-    )
-
-
 def _label(devices: Sequence[int], width: float) -> str:
     for label in (ranges(devices), f"x{len(devices)}"):
         if len(label) * _CHARACTER < width - 2:
@@ -219,7 +208,7 @@ def _label(devices: Sequence[int], width: float) -> str:
     return ""
 
 
-def _said(shard: ArrayShard, array: Array) -> str:
+def _said(shard: ArrayShard, array: ProgramArray) -> str:
     bounds = []
     for d, (i, local, size) in enumerate(
         zip(shard.index, array.local_shape, array.shape, strict=True)

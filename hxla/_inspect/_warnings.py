@@ -9,9 +9,10 @@ from . import _shapes
 from ._annotated_module import AnnotatedModule
 from ._collectives import KINDS, OPCODES
 from ._hlo_text import Computation, Instruction, Module
-from ._program import Array, Collective, Origin, Warned
+from ._program import Collective, Origin, ProgramArray, Warned
 from ._replica_groups import Mesh
 
+_Placed = tuple[Instruction, Computation, Collective]
 _LARGE_BYTES = 1 << 16
 _LARGE_SHARE = 0.01  # of all arguments
 _PADDING = 0.1
@@ -35,10 +36,12 @@ def warnings(
         rules: That parameters should follow; None: they are compared with each other.
         lost: Numbers of arguments that were donated and that no result took over.
     """
+    places = read.module.find(OPCODES.keys())
+    placed = [(*place, found) for place, found in zip(places, collectives, strict=True)]
     found = [
         *_replicated(read.arrays, mesh, rules),
-        *_hoistable(read, collectives),
-        *_resharded(read, collectives),
+        *_hoistable(read, placed),
+        *_resharded(read, placed),
         *_padding(read, mesh),
         *_unused(read.arrays, collectives, mesh),
         *_donations(read.arrays, lost),
@@ -52,7 +55,9 @@ def rule_path(path: str) -> str:
     return "/".join(k for k in keys if k != "params") or path
 
 
-def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> Iterator[Warned]:
+def _replicated(
+    arrays: Sequence[ProgramArray], mesh: Mesh, rules: RuleSet | None
+) -> Iterator[Warned]:
     state = [a for a in arrays if a.owner in ("parameter", "optimizer state") and a.spec]
     total = sum(a.num_bytes for a in arrays)
     sizes = dict(mesh)
@@ -85,9 +90,8 @@ def _replicated(arrays: Sequence[Array], mesh: Mesh, rules: RuleSet | None) -> I
                 )
 
 
-def _hoistable(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
-    places = read.module.find(OPCODES.keys())
-    for (instruction, body), collective in zip(places, collectives, strict=True):
+def _hoistable(read: AnnotatedModule, placed: Sequence[_Placed]) -> Iterator[Warned]:
+    for instruction, body, collective in placed:
         if not collective.loops or not read.flow.in_loop(body):
             continue
         trips = collective.loops[-1].trips
@@ -124,9 +128,8 @@ def _accumulates(read: AnnotatedModule, body: Computation, reader: Instruction) 
     return any(read.flow.only_reader(body, element) is reader for element in carried & handed)
 
 
-def _resharded(read: AnnotatedModule, collectives: Sequence[Collective]) -> Iterator[Warned]:
-    places = read.module.find(OPCODES.keys())
-    for (instruction, computation), collective in zip(places, collectives, strict=True):
+def _resharded(read: AnnotatedModule, placed: Sequence[_Placed]) -> Iterator[Warned]:
+    for instruction, computation, collective in placed:
         if collective.kind != "all-gather":
             continue
         readers = list(read.flow.readers(computation, instruction))
@@ -189,7 +192,7 @@ def _rounded_up(source: str, padded: str, parts: set[int]) -> int | None:
 
 
 def _unused(
-    arrays: Sequence[Array], collectives: Sequence[Collective], mesh: Mesh
+    arrays: Sequence[ProgramArray], collectives: Sequence[Collective], mesh: Mesh
 ) -> Iterator[Warned]:
     if any(a.spec is None for a in arrays) or any(c.axes is None for c in collectives):
         return
@@ -205,7 +208,7 @@ def _unused(
             )
 
 
-def _donations(arrays: Sequence[Array], lost: Iterable[int]) -> Iterator[Warned]:
+def _donations(arrays: Sequence[ProgramArray], lost: Iterable[int]) -> Iterator[Warned]:
     for number in sorted(lost):
         if number < len(arrays):
             array = arrays[number]

@@ -1,6 +1,5 @@
 """Folders that XLA wrote with `--xla_dump_to`."""
 
-import gzip
 import hashlib
 import pathlib
 import re
@@ -34,9 +33,11 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     problems: list[str] = []
     modules = _modules(path)
     programs: list[Program] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, bytes]] = set()
     for stem, files in modules.items():
-        digest = _digest(stem, files)
+        optimized = files.get("after .txt") or files.get("after .hlo.pb")
+        content = optimized.read_bytes() if optimized is not None else bytes(stem)
+        digest = stem.name, hashlib.sha256(content).digest()
         if digest in seen:  # another process compiled the very same program
             continue
         seen.add(digest)
@@ -74,22 +75,8 @@ def _modules(path: pathlib.Path) -> dict[pathlib.Path, _Files]:
 
 def _is_hlo(file: pathlib.Path) -> bool:
     if ".pb" in file.suffixes:
-        return file.name.removesuffix(".gz").endswith(".hlo.pb")
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
-            return opened.read(9) == b"HloModule"
-    except (OSError, EOFError):
-        return False
-
-
-def _digest(stem: pathlib.Path, files: _Files) -> str:
-    """Equal for programs of one name whose texts are equal."""
-    sha = hashlib.sha256(stem.name.encode())
-    optimized = files.get("after .txt") or files.get("after .hlo.pb")
-    if optimized is None:
-        return str(stem)
-    with optimized.open("rb") as data:
-        return hashlib.file_digest(data, lambda: sha).hexdigest()
+        return ".hlo" in file.suffixes
+    return _bytes(file, []).startswith(b"HloModule")
 
 
 def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:

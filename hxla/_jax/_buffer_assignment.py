@@ -10,6 +10,7 @@ _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*?):?\s*$")
 _VALUE = re.compile(
     r"\s+value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
 )
+_NOT_TEMPORARY = (", parameter ", "maybe-live-out", ", constant", "thread-local")
 
 
 class Piece(NamedTuple):
@@ -35,8 +36,7 @@ class Allocation:
     num_bytes: int
     is_argument: bool
     is_output: bool
-    is_constant: bool
-    is_thread_local: bool
+    is_temporary: bool
     pieces: Sequence[Piece] = ()
 
 
@@ -77,7 +77,7 @@ def from_allocations(allocations: Iterable[Allocation], source: str) -> BufferAs
             sums["output"] += block.num_bytes
         if block.is_argument and block.is_output:
             sums["alias"] += block.num_bytes
-        if not (block.is_argument or block.is_output or block.is_constant or block.is_thread_local):
+        if block.is_temporary:
             start = sums["temp"]
             temporaries += [p._replace(offset=p.offset + start) for p in block.pieces]
             sums["temp"] += block.num_bytes
@@ -108,8 +108,7 @@ def from_text(lines: Iterable[str], source: str) -> BufferAssignment:
                     num_bytes=int(found[2]),
                     is_argument=", parameter " in found[3],
                     is_output="maybe-live-out" in found[3],
-                    is_constant=", constant" in found[3],
-                    is_thread_local="thread-local" in found[3],
+                    is_temporary=not any(word in found[3] for word in _NOT_TEMPORARY),
                     pieces=pieces,
                 )
             )

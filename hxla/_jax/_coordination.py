@@ -1,7 +1,9 @@
 """The one wrapper of jax's distributed key-value client, which has no public form."""
 
+import collections
 import difflib
-import threading
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,8 +11,7 @@ from jax._src import distributed as _distributed
 
 from .._core._errors import LaunchError
 
-_rounds: dict[str, int] = {}
-_lock = threading.Lock()
+_rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def client() -> Any:
@@ -33,12 +34,6 @@ def entries(prefix: str) -> dict[str, str]:
     return dict(client().key_value_dir_get(prefix))
 
 
-def _next_round(what: str) -> int:
-    with _lock:
-        number = _rounds[what] = _rounds.get(what, -1) + 1
-    return number
-
-
 def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     """What every process says, in the order of ranks; each must call this equally often.
 
@@ -49,40 +44,34 @@ def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
     """
     if jax.process_count() == 1:
         return (text,)
-    number = _next_round(what)
+    number = next(_rounds[what])
     put(f"hxla/gather/{what}/{number}/{jax.process_index()}", text)
     keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(jax.process_count())]
     return tuple(get(key, timeout_seconds) for key in keys)
 
 
-def same_everywhere(
-    what: str, text: str, *, rank: int, num_processes: int, timeout_seconds: float
-) -> None:
+def same_everywhere(what: str, text: str, *, timeout_seconds: float) -> None:
     """Refuse to go on where processes disagree.
 
     Args:
         what: Name of what is compared.
-        text: This process's version.
-        rank: This process.
-        num_processes: All of them; each must call this equally often.
+        text: This process's version; each must call this equally often.
         timeout_seconds: How long to wait for the slowest.
 
     Raises:
         LaunchError: With a short diff against process 0.
     """
-    number = _next_round(what)
+    rank = jax.process_index()
+    number = next(_rounds[what])
     key = f"hxla/same/{what}/{number}"
     if rank == 0:
         put(key, text)
         return
     first = get(key, timeout_seconds)
     if first != text:
-        diff = list(
-            difflib.unified_diff(
-                first.splitlines(), text.splitlines(), "process 0", f"process {rank}", lineterm=""
-            )
-        )
+        names = "process 0", f"process {rank}"
+        diff = difflib.unified_diff(first.splitlines(), text.splitlines(), *names, lineterm="")
         raise LaunchError(
             f"processes disagree on the {what}; they must run the same script with the same "
-            "arguments, files and library versions:\n" + "\n".join(diff[:20])
+            "arguments, files and library versions:\n" + "\n".join(itertools.islice(diff, 20))
         )

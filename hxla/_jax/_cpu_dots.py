@@ -13,18 +13,12 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
-from ._jaxpr import ClosedJaxpr, as_function, splice, with_inner
+from ._jaxpr import ClosedJaxpr, as_function, run_as, splice, with_inner
 
 
 def uncrossed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function of trees of arrays, its crossed dots rewritten."""
-
-    def run(*arguments: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = as_function(uncross(closed))(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return run
+    return run_as(function, lambda closed, arguments: as_function(uncross(closed))(*arguments))
 
 
 def uncross(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -19,11 +19,12 @@ import numpy as np
 from ._jaxpr import (
     ClosedJaxpr,
     Literal,
-    as_function,
     backward_slice,
     inlined,
     is_cheap,
     part,
+    run_as,
+    run_jaxpr,
     variables,
 )
 
@@ -51,14 +52,7 @@ def in_groups(function: Callable[..., Any], groups: Sequence[Iterable[int]]) -> 
         groups: Numbers of its flat results. A result in none of them is made with the group with
             which it has most in common that no other has.
     """
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _run(inlined(closed), groups, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return run
+    return run_as(function, lambda closed, arguments: _run(inlined(closed), groups, arguments))
 
 
 def _run(
@@ -74,7 +68,7 @@ def _run(
         operands = [env[v] for v in program.invars]
         if before:
             operands, before = jax.lax.optimization_barrier((operands, before))
-        before = as_function(ClosedJaxpr(program, ()))(*operands)
+        before = run_jaxpr(program, operands)
         made = zip(program.outvars, before, strict=True)
         env.update((v, x) for v, x in made if not isinstance(v, Literal))
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]

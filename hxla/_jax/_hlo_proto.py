@@ -8,6 +8,10 @@ import collections
 import importlib
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from ._buffer_assignment import Allocation, BufferAssignment, Piece, from_allocations
 
 
@@ -19,22 +23,15 @@ class Message:
     """
 
     def __init__(self, data: bytes):
+        # To a message without fields all of them are unknown, and kept.
+        message = Empty()
+        try:
+            message.ParseFromString(data)
+        except DecodeError as error:
+            raise ValueError("the bytes are no protocol buffer, or were cut off") from error
         self._fields: dict[int, list[Any]] = collections.defaultdict(list)
-        position = 0
-        while position < len(data):
-            key, position = _varint(data, position)
-            number, kind = key >> 3, key & 7
-            if kind == 0:
-                value, position = _varint(data, position)
-                self._fields[number].append(value)
-                continue
-            size = {1: 8, 5: 4}.get(kind, -1)
-            if kind == 2:
-                size, position = _varint(data, position)
-            if size < 0 or position + size > len(data) or number == 0:
-                raise ValueError("the bytes are no protocol buffer, or were cut off")
-            self._fields[number].append(data[position : position + size])
-            position += size
+        for field in UnknownFieldSet(message):
+            self._fields[field.field_number].append(field.data)
 
     def number(self, field: int) -> int:
         """The last whole number of a field; 0 if it is not there."""
@@ -47,19 +44,6 @@ class Message:
     def messages(self, field: int) -> "list[Message]":
         """The messages of a repeated field."""
         return [Message(value) for value in self._fields[field] if isinstance(value, bytes)]
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number and the place behind it."""
-    shift = value = 0
-    while position < len(data) and shift <= 63:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, position
-    raise ValueError("the bytes end inside a number")
 
 
 def parts_of_dump(data: bytes) -> tuple[bytes, bytes]:
@@ -110,8 +94,8 @@ def buffer_assignment(data: bytes, module: bytes) -> BufferAssignment:
             num_bytes=block.number(2),
             is_argument=bool(block.number(5)),
             is_output=bool(block.number(7)),
-            is_constant=bool(block.number(12)),
-            is_thread_local=bool(block.number(3)),
+            # Nor constant or of one thread.
+            is_temporary=not any(map(block.number, (5, 7, 12, 3))),
             pieces=[
                 Piece(*values[piece.number(1)], piece.number(2), piece.number(3))
                 for piece in block.messages(9)

@@ -72,6 +72,25 @@ def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
 
 
+def run_as(
+    function: Callable[..., Any], run: Callable[[ClosedJaxpr, list[Any]], Sequence[Any]]
+) -> Callable[..., Any]:
+    """The same function of trees of arrays, its results made by `run` of its program."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = run(closed, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return wrapped
+
+
+def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
+    """The results of a program that closes over nothing."""
+    return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
+
+
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     """An equation that runs other programs, with each of them changed; any other as it is."""
     if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):
@@ -208,7 +227,7 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
     alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=_debug_info())
-    return list(as_function(core.ClosedJaxpr(alone, ()))(*given.values()))
+    return run_jaxpr(alone, given.values())
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._jaxpr import ClosedJaxpr, as_function, backward_slice, is_cheap, part, variables
+from ._jaxpr import ClosedJaxpr, backward_slice, is_cheap, part, run_jaxpr, variables
 
 _MOST = 1 << 29  # SciPy's flows are int32
 
@@ -41,12 +41,12 @@ class Halves:
 
     def run_early(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The first results, and what `run_late` needs of them besides its arguments."""
-        made = _run(self.early, [*self.consts, *arguments])
+        made = run_jaxpr(self.early, [*self.consts, *arguments])
         return made[: self.num_first], made[self.num_first :]
 
     def run_late(self, arguments: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The other results."""
-        return _run(self.late, [*self.consts, *arguments, *kept])
+        return run_jaxpr(self.late, [*self.consts, *arguments, *kept])
 
 
 def halve(
@@ -144,7 +144,3 @@ def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[
     left.eliminate_zeros()
     behind = set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
     return {v for v, i in number.items() if 3 + 2 * i in behind and 2 + 2 * i not in behind}
-
-
-def _run(program: Any, arguments: Sequence[Any]) -> list[Any]:
-    return as_function(ClosedJaxpr(program, ()))(*arguments)

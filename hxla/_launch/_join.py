@@ -51,6 +51,10 @@ def join() -> None:
 
     Raises:
         LaunchError: If the processes do not find each other.
+
+    Example:
+        >>> import hxla
+        >>> hxla.join()
     """
     if _joined():
         return

@@ -22,9 +22,10 @@ from .._core._errors import HxlaError, LaunchError
 from .._plan._plan import Plan
 from ._throttle import Cgroup, Throttle, make_throttle, pack
 
-# Options of XLA without which unlike GPUs wait for each other or disagree; see docs/running.md.
+# Processes that compile programs of their own would wait for each other's measured kernels.
+_GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
+# Options of XLA without which unlike GPUs disagree; see docs/running.md.
 _MIXED_GPU_FLAGS = (
-    "--xla_gpu_shard_autotuning=false",
     "--xla_gpu_all_reduce_combine_threshold_bytes=268435456",
     "--xla_gpu_all_gather_combine_threshold_bytes=268435456",
     "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
@@ -105,7 +106,7 @@ def run(
     ranks: Sequence[int] = range(len(devices))
     settings: dict[str, str] = {}
     if plan is not None and asked is not None:
-        ranks = _planned_ranks(asked, len(devices), mesh)
+        ranks = _planned_ranks(asked, len(devices))
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
@@ -122,16 +123,14 @@ def run(
     ).wait()
 
 
-def _planned_ranks(plan: Plan, num_devices: int, mesh: str | None) -> Sequence[int]:
-    """The devices of a plan, by their numbers in the cluster."""
-    ranks = [device.rank for device in plan.devices]
-    beyond = [rank for rank in ranks if rank >= num_devices]
-    if beyond:
-        raise LaunchError(
-            f"the plan uses devices {beyond}, {mesh or 'this machine'} has {num_devices}: give the "
-            "mesh file it was made for, with --mesh"
-        )
-    return sorted(ranks)
+def _planned_ranks(plan: Plan, num_devices: int) -> Sequence[int]:
+    """The devices of a plan, by their numbers in the cluster.
+
+    Where some are not there, a process may have several of them, and if none has, the job says
+    so beside all else in which the plan differs: then every process is started.
+    """
+    ranks = sorted(device.rank for device in plan.devices)
+    return range(num_devices) if ranks[-1] >= num_devices else ranks
 
 
 def new_dump(folder: str | None) -> str | None:
@@ -392,6 +391,9 @@ def _environment(
         env["HXLA_MESH"] = str(find("meshes", mesh))
     if device.kind == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
+        # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
+        # cores that a process may use would change bits.
+        env.setdefault("NPROC", "1")
         wanted: tuple[str, ...] = (
             "--xla_cpu_multi_thread_eigen=false",
             # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
@@ -409,7 +411,7 @@ def _environment(
         cache = env.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
         env.setdefault("JAX_COMPILATION_CACHE_DIR", f"{cache}/hxla/xla/{kind}")
         mixed = len({d.kind for d in devices}) > 1
-        wanted = _MIXED_GPU_FLAGS if mixed else ()
+        wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
             env.setdefault(key, value)
     added = [flag for flag in wanted if flag.split("=")[0] not in flags]

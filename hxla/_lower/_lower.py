@@ -14,10 +14,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
-from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._parts import graph_of, parts_of
-from .._graph._segments import segments_at
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
@@ -242,36 +240,13 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
     Args:
         training: What is trained.
         graph: Of its loss, traced for the plan's microbatches.
-        plan: Decides everything else.
+        plan: Of this loss; it decides everything else.
         devices: By rank, those of other processes included.
 
     Raises:
-        PlanError: If the plan is of another model: every difference.
         AnnotationError: If a parameter cannot be cut as the plan says.
     """
-    _check_parameters(graph, plan)
     return Programs(training, graph, plan, devices)
-
-
-def _check_parameters(graph: Graph, plan: Plan) -> None:
-    planned = {p.name: p for p in plan.parameters}
-    faults = [f"  {name}: not in the plan" for name in graph.param_names if name not in planned]
-    faults += [f"  {name}: not in the model" for name in planned if name not in graph.param_names]
-    for name, v in zip(graph.param_names, graph.param_values, strict=True):
-        own, value = planned.get(name), graph.values[v]
-        if own is not None and (own.shape, own.dtype) != (value.shape, str(value.dtype)):
-            faults.append(
-                f"  {name}: {own.dtype}{list(own.shape)} in the plan, {value} in the model"
-            )
-    if not faults and list(planned) != list(graph.param_names):
-        faults.append("  the parameters are in another order")
-    if faults:
-        more = [f"  and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise PlanError(
-            "the plan is for another model:\n"
-            + "\n".join([*faults[:20], *more])
-            + "\nmake a plan for this one, with hxla plan or Job.plan"
-        )
 
 
 def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
@@ -279,12 +254,6 @@ def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
     axes = inner_axes(plan)
     if not axes:
         return None
-    num_tasks = {len(axis.roles) for axis in plan.axes if axis.roles}
-    if num_tasks - {len(graph.task_graphs)}:
-        raise PlanError(
-            f"axes: the plan gives {num_tasks.pop()} TaskGraphs their roles, the model has "
-            f"{len(graph.task_graphs)}: make a plan for this model"
-        )
     dims = [
         {name: dim for name, _ in axes if (dim := layout.dim_of(name)) is not None}
         for layout in plan.parameters
@@ -332,7 +301,6 @@ def _pipeline(
     num_replicas: int,
 ) -> Made:
     ordered = graph_of(graph, planned.cut_by)
-    _check_segments(ordered, planned)
     parts = parts_of(ordered, planned.points)
     contribution = Contribution.of(plan.sums, num_terms(parts, plan.num_microbatches))
     num_stages, num = plan.num_stages, plan.num_microbatches
@@ -367,25 +335,6 @@ def _pipeline(
     )
     batch = _batch_shapes(graph)
     return contribution, lambda replica: Pipeline(spec, replica, batch)
-
-
-def _check_segments(graph: Graph, planned: PlannedPipeline) -> None:
-    firsts = [segment.first for segment in planned.segments]
-    try:
-        own = [s.name for s in segments_at(graph, firsts[1:])]
-    except IndexError:
-        own = []
-    wrong = [
-        f"  at equation {s.first}: {s.name!r} in the plan, {name!r} in the loss"
-        for s, name in zip(planned.segments, own or [""] * len(firsts), strict=True)
-        if s.name != name
-    ]
-    if wrong:
-        raise PlanError(
-            "the plan cuts another loss:\n"
-            + "\n".join(wrong[:20])
-            + "\nmake a plan for this one, with hxla plan or Job.plan"
-        )
 
 
 def _batch_shapes(graph: Graph) -> list[jax.ShapeDtypeStruct]:

@@ -16,7 +16,13 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
         # The number of threads may decide how a contraction is cut.
         return {"xla_cpu_multi_thread_eigen": False}
     if sums.kind == "exact" and platform in ("gpu", "cuda", "rocm"):
-        return {"xla_gpu_exclude_nondeterministic_ops": True}
+        # Kernels chosen by their times would be others in another process. Without times, products
+        # are left to cuBLAS, which goes by their shapes: XLA's own would all get the same tile.
+        return {
+            "xla_gpu_exclude_nondeterministic_ops": True,
+            "xla_gpu_autotune_level": 0,
+            "xla_gpu_enable_triton_gemm": False,
+        }
     return {}
 
 

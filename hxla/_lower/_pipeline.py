@@ -92,7 +92,7 @@ class Pipeline:
 
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
-        sums, self._state = self._compiled[2](self._state)
+        sums, self._state = self._compiled[2](self._carry())
         return sums  # type: ignore[no-any-return]
 
     def _jit(
@@ -121,6 +121,12 @@ class Pipeline:
             donate_argnums=donate,
             compiler_options=self._options,
         )
+
+    def _carry(self) -> Carry:
+        """What the last step left; at first nothing, so that lowering needs no device."""
+        if self._state is None:
+            self._state = self._zeros()
+        return self._state
 
     def _zeros(self) -> Carry:
         shapes = self.program.shapes()
@@ -161,7 +167,7 @@ class Pipeline:
         slots = fill(list(params))
         fixed = (exponents, self._padded(table))
         batch = self._stack(batches)
-        carry = self._state
+        carry = self._carry()
         spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
         times = []
         for span in spans:
@@ -198,7 +204,7 @@ class Pipeline:
 
             def run() -> Any:
                 self._state, tick = ticks(
-                    slots, list(aux), self._state, exponents, placed, where, stacked
+                    slots, list(aux), self._carry(), exponents, placed, where, stacked
                 )
                 return tick, self._state
 
@@ -206,7 +212,7 @@ class Pipeline:
 
         def once() -> Any:
             jax.block_until_ready(fill(list(params)))
-            sums, self._state = finish(self._state)
+            sums, self._state = finish(self._carry())
             return sums
 
         return run_tick, once
@@ -218,8 +224,6 @@ class Pipeline:
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: filling slots, ticks, collecting sums."""
         spec = self.spec
-        if self._state is None:
-            self._state = self._zeros()
 
         def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self._mesh, spec)

@@ -19,11 +19,11 @@ class State:
     pipeline, rules), each has a part only: `Session.gather` gives the whole.
 
     Attributes:
-        step: Updates done.
-        params: Parameters in the user's own tree.
-        aux: Other variables (BatchNorm statistics) in the user's own tree.
-        opt_state: State of the optimizer.
-        exponents: int32[T], the scales of the exact sums of T tensors.
+        step: The updates done.
+        params: The parameters in the user's own tree.
+        aux: The other variables (BatchNorm statistics) in the user's own tree.
+        opt_state: The state of the optimizer, as optax makes it.
+        exponents: int32[T], the scales of the exact sums of T tensors, as powers of two.
     """
 
     step: int

@@ -60,7 +60,7 @@ def _count(text: str) -> int | None:
 
 
 class Strategy:
-    """What `replicate` and `split` return: a context manager and a decorator.
+    """An annotation as `replicate`, `split` and `stage` return it: context manager and decorator.
 
     As a context manager in `__call__` (or a Linen `@compact` method) it annotates the operations
     inside. In an NNX `__init__` or a Linen `setup` it annotates the calls of the submodules that
@@ -68,7 +68,7 @@ class Strategy:
     module, or of a function.
     """
 
-    def __init__(self, kind: Kind, device_count: int | None):
+    def __init__(self, kind: Literal["replicate", "split"], device_count: int | None):
         if callable(device_count):
             raise AnnotationError(
                 f"hxla.{kind} got {device_count!r} where a number of devices belongs: write "
@@ -89,7 +89,7 @@ class Strategy:
         return f"hxla.{written(self.kind, self.device_count)}"
 
     def scope(self) -> Any:
-        """A fresh named scope."""
+        """Enter the annotation once more: a `jax.named_scope` with a number of its own."""
         return jax.named_scope(Scope(self.kind, self.device_count, next(_entries)).name)
 
     def __enter__(self) -> "Strategy":
@@ -192,22 +192,34 @@ def replicate(device_count: int | None = None) -> Strategy:
     """Annotate operations that run as copies, each on its part of the batch.
 
     Args:
-        device_count: Copies of this TaskGraph, one device each; None: all devices.
+        device_count: The copies of this TaskGraph, each on one device; None means all devices.
 
     Returns:
-        A context manager and decorator: see `Strategy`.
+        A context manager and decorator, see `Strategy`.
 
     Raises:
-        AnnotationError: For a count below 1 or a target that cannot be annotated.
+        AnnotationError: If the count is below 1, or the decorated target cannot be annotated.
 
     Example:
-        >>> with hxla.replicate():
-        ...     features = backbone(images)
-        >>> with hxla.split():
-        ...     logits = classifier(features)
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.backbone = nnx.Linear(8, 32, rngs=rngs)
+        ...         self.classifier = nnx.Linear(32, 64, rngs=rngs)
+        ...     def __call__(self, images):
+        ...         with hxla.replicate():
+        ...             features = self.backbone(images)
+        ...         with hxla.split():
+        ...             return self.classifier(features)
+        >>> net = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+        >>> graph = hxla.trace(net, lambda net, batch: net(batch["x"]).mean(), batch)
+        >>> [task_graph.label for task_graph in graph.task_graphs]
+        ['replicate()', 'split()']
 
     References:
-        Whale, USENIX ATC 2022, section 3.1.1.
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1.1 (parallel primitives).
     """
     return Strategy("replicate", device_count)
 
@@ -215,23 +227,36 @@ def replicate(device_count: int | None = None) -> Strategy:
 def split(device_count: int | None = None) -> Strategy:
     """Annotate operations whose parameters and work are cut over devices.
 
-    Which dimension is cut follows from the rules, or from what needs least communication.
+    Which dimension of each parameter is cut follows from the rules, or else from an integer program
+    that sends the fewest bytes.
 
     Args:
-        device_count: Devices that share this TaskGraph; None: all devices.
+        device_count: The devices that share this TaskGraph; None means all devices.
 
     Returns:
-        A context manager and decorator: see `Strategy`.
+        A context manager and decorator, see `Strategy`.
 
     Raises:
-        AnnotationError: For a count below 1 or a target that cannot be annotated.
+        AnnotationError: If the count is below 1, or the decorated target cannot be annotated.
 
     Example:
+        >>> import hxla, jax
+        >>> from flax import nnx
         >>> @hxla.split(4)
-        ... class Experts(nnx.Module): ...
+        ... class Experts(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.up = nnx.Linear(8, 64, rngs=rngs)
+        ...     def __call__(self, x):
+        ...         return self.up(x)
+        >>> experts = nnx.eval_shape(lambda: Experts(nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+        >>> graph = hxla.trace(experts, lambda model, batch: model(batch["x"]).mean(), batch)
+        >>> hxla.make_plan(graph, 4).axis_sizes
+        {'tensor': 4}
 
     References:
-        Whale, USENIX ATC 2022, section 3.1.1.
+        Jia et al., "Whale", USENIX ATC 2022, sections 3.1.1 (parallel primitives) and 3.2.2
+        (sharding patterns).
     """
     return Strategy("split", device_count)
 
@@ -242,12 +267,27 @@ def stage() -> Strategy:
     TaskGraphs on different devices are the stages of a pipeline, in the order of execution.
 
     Returns:
-        A context manager and decorator: see `Strategy`.
+        A context manager and decorator, see `Strategy`.
 
     Example:
-        >>> with hxla.stage():
-        ...     x = encoder(tokens)
-        >>> with hxla.stage():
-        ...     return decoder(x)
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.encoder = nnx.Linear(8, 32, rngs=rngs)
+        ...         self.decoder = nnx.Linear(32, 8, rngs=rngs)
+        ...     def __call__(self, x):
+        ...         with hxla.stage():
+        ...             x = self.encoder(x)
+        ...         with hxla.stage():
+        ...             return self.decoder(x)
+        >>> net = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((4, 8), "float32")}
+        >>> graph = hxla.trace(net, lambda net, batch: net(batch["x"]).mean(), batch)
+        >>> hxla.make_plan(graph, 2).num_stages
+        2
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1, Example 1 (a pipeline of TaskGraphs).
     """
     return Strategy("replicate", 1)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from .._core._errors import ConfigError
 from .._core._types import PyTree
 
+#: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
 Loss = Callable[[Any, Any], Any]
 
 #: Random streams that a Linen module is given if nothing else is said.

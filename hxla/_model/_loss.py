@@ -7,7 +7,7 @@ weight, never a mean of its own.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,13 @@ _ACCEPTED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricColumns:
-    """Where a metric stands in the sums of a microbatch.
+    """The place of a metric in the sums of a microbatch.
 
     Attributes:
-        name: The user's.
-        how: As for `metric`.
-        over: As for `metric`.
-        width: Columns; a mean is multiplied by the microbatch's weight already.
+        name: The user's name of the metric.
+        how: The rule by which it is merged, see `metric`.
+        over: The microbatches that count, see `metric`.
+        width: The number of columns; a mean is multiplied by the microbatch's weight already.
     """
 
     name: str
@@ -63,44 +63,62 @@ class MicrobatchSums:
         return jnp.concatenate([jnp.stack([self.loss, self.weight]), *self.columns])
 
 
-How = Literal["mean", "sum", "max", "min", "concat"]
+_HOW = ("mean", "sum", "max", "min", "concat")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric with the way its microbatches are merged: see `metric`."""
+    """A metric with the way its microbatches are merged, as `metric` returns it.
+
+    Attributes:
+        value: A scalar, or an array of the shape of the per-example losses.
+        how: The rule: `mean`, `sum`, `max`, `min` or `concat`.
+        over: The microbatches that count: `global` or `local`.
+    """
 
     value: Any
     how: str = dataclasses.field(default="mean", metadata={"static": True})
     over: str = dataclasses.field(default="global", metadata={"static": True})
 
 
-def metric(value: Any, how: How = "mean", *, over: Literal["global", "local"] = "global") -> Metric:
+def metric(
+    value: Any,
+    how: Literal["mean", "sum", "max", "min", "concat"] = "mean",
+    *,
+    over: Literal["global", "local"] = "global",
+) -> Metric:
     """Say how a metric that a loss returns is merged over microbatches and replicas.
 
     Args:
         value: A scalar, or an array of the shape of the per-example losses.
-        how: `mean` weighs with the losses' weights; `sum`, `max` and `min` take every entry;
-            `concat` keeps one number for each example, in the order of the global batch.
-        over: `global` takes every microbatch of the batch, `local` those of the first replica of
-            the process that writes the history.
+        how: The rule. `mean` weighs with the losses' weights; `sum`, `max` and `min` take every
+            entry; `concat` keeps one number for each example, in the order of the global batch.
+        over: The microbatches that count. `global` takes those of the whole batch, `local` those of
+            the first replica of the process that writes the history.
 
     Returns:
-        What to put into the dictionary of metrics.
+        The value to put into the loss's dictionary of metrics.
 
     Raises:
-        LossError: For another name.
+        LossError: If `how` or `over` is another name.
 
     Example:
-        >>> return loss, {"tokens": hxla.metric(mask.sum(), "sum")}
+        >>> import hxla, jax.numpy as jnp
+        >>> def loss(model, batch):
+        ...     values, mask = model(batch["x"]), batch["mask"]
+        ...     return (values, mask), {"tokens": hxla.metric(mask.sum(), "sum")}
+        >>> batch = {"x": jnp.ones(4), "mask": jnp.array([1.0, 1.0, 0.0, 1.0])}
+        >>> loss(jnp.square, batch)[1]["tokens"].how
+        'sum'
 
     References:
-        Whale's merged outputs; EasyParallelLibrary, `epl.add_to_collection`.
+        Jia et al., "Whale", USENIX ATC 2022, section 3.1 (outputs merged over replicas);
+        EasyParallelLibrary, `epl.add_to_collection`.
     """
-    if how not in get_args(How) or over not in ("global", "local"):
+    if how not in _HOW or over not in ("global", "local"):
         raise LossError(
-            f"hxla.metric(..., {how!r}, over={over!r}): how is one of {', '.join(get_args(How))}, "
+            f"hxla.metric(..., {how!r}, over={over!r}): how is one of {', '.join(_HOW)}, "
             "over is global or local"
         )
     return Metric(value, how, over)

@@ -9,52 +9,62 @@ import pydantic
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-Spec = tuple[tuple[str, ...], ...]
-
 
 class PlanValue(pydantic.BaseModel):
     """A part of a plan: frozen, hashable, and strict about what it is read from."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
+    )
 
 
 class Layout(PlanValue):
     """How one parameter lies over the devices of its copy of the model.
 
     Attributes:
-        name: Path of the parameter, `blocks/0/mlp/kernel`.
-        shape: Of the whole array.
-        dtype: Its dtype, `float32`.
+        name: The path of the parameter, `blocks/0/mlp/kernel`.
+        shape: The shape of the whole array.
+        dtype: The name of its dtype, `float32`.
         spec: For each dimension the mesh axes that cut it, as a `jax.sharding.PartitionSpec` has
             them; an empty tuple where it is whole.
-        memory: Kind of memory that holds it.
+        memory: The kind of memory that holds it.
     """
 
     name: str
     shape: tuple[pydantic.NonNegativeInt, ...]
     dtype: str
-    spec: Spec
+    spec: tuple[tuple[str, ...], ...]
     memory: Literal["device"] = "device"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array."""
+        """The bytes of the whole array."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def cuts(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Into how many parts each dimension is cut.
+        """Say into how many parts each dimension is cut.
 
         Args:
-            axes: Mesh axes and their sizes; others count as one.
+            axes: The mesh axes and their sizes; others count as one.
+
+        Returns:
+            One number for each dimension.
         """
         return tuple(math.prod(axes.get(a, 1) for a in names) for names in self.spec)
 
     def dim_of(self, axis: str) -> int | None:
-        """The dimension that a mesh axis cuts, or None."""
+        """Find the dimension that a mesh axis cuts.
+
+        Args:
+            axis: The name of the axis.
+
+        Returns:
+            The dimension, or None.
+        """
         return next((d for d, names in enumerate(self.spec) if axis in names), None)
 
 
-def to_spec(spec: Spec) -> P:
+def to_spec(spec: tuple[tuple[str, ...], ...]) -> P:
     """As jax has it, without empty dimensions at the end."""
     parts = [None if not names else names[0] if len(names) == 1 else names for names in spec]
     while parts and parts[-1] is None:
@@ -62,7 +72,7 @@ def to_spec(spec: Spec) -> P:
     return P(*parts)
 
 
-def from_spec(spec: P, rank: int) -> Spec:
+def from_spec(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
     """As a plan has it: one tuple of mesh axes for each of `rank` dimensions."""
     parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec]
     return (*parts, *[()] * (rank - len(parts)))

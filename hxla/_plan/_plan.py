@@ -18,6 +18,8 @@ from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
 from ._layout import Layout, PlanValue
 from ._plan_check import faults
+from ._plan_differences import differences
+from ._plan_file import faults_of, from_json, refusal
 from ._plan_parts import (
     Axis,
     Placement,
@@ -36,29 +38,44 @@ _MOST_LINES = 24  # of differences, and of devices in words
 
 
 class Plan(PlanValue):
-    """Who holds and computes what, why, and how far from the best it can be.
+    r"""Who holds and computes what, why, and how far from the best it can be.
+
+    All that a run decides is in it: the same traced loss and the same plan are lowered to the same
+    programs. It is frozen and hashable; a file of it can be edited by hand and is checked when it
+    is read.
 
     Attributes:
-        format: Of the file.
-        made_with: Versions that decide bits.
-        cluster: Name of the mesh file; empty for the devices that were there.
-        batch_size: Examples of a global batch.
-        microbatch_size: Examples of a microbatch.
-        devices: Those that take part.
-        axes: Mesh axes inside a copy of the model; none where a copy has one device.
-        replicas: Copies of the model.
-        pipeline: Its stages, where `stage` is the first of the axes.
-        parameters: How each parameter lies over its copy's devices between steps.
-        sums: How gradients are added up.
-        precision: Dtypes of the computation.
-        placement: Kinds of memory.
-        prediction: Of time and memory; None where nothing is known.
-        runners_up: Next best plans, the fastest first.
+        format: The version of the file's format.
+        made_with: The versions that decide bits.
+        cluster: The name of the mesh file; empty for the devices that were there.
+        batch_size: The examples of a global batch.
+        microbatch_size: The examples of a microbatch.
+        devices: The devices that take part.
+        axes: The mesh axes inside a copy of the model; none where a copy has one device.
+        replicas: The copies of the model, with their devices and their work.
+        pipeline: The stages and their schedule, where `stage` is the first of the axes.
+        parameters: The layout of each parameter over its copy's devices between steps.
+        sums: The way gradients are added up.
+        precision: The dtypes of the computation.
+        placement: The kinds of memory, and what stays in it.
+        prediction: The time and memory of a step; None where nothing is known.
+        runners_up: The next best plans of a search, the fastest first.
         reasons: Why, and what is estimated, in words.
 
     Example:
-        >>> plan = hxla.Plan.from_json(text)
-        >>> print(plan.explain())
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((4, 1024), "float32")}
+        >>> graph = hxla.trace(model, lambda model, batch: model(batch["x"]).mean(), batch)
+        >>> plan = hxla.make_plan(graph, 2, batch_size=32)
+        >>> plan.write("plan.json")
+        >>> other = hxla.Plan.read("plan.json").with_counts((5, 3))
+        >>> print(*plan.diff(other), sep="\n")
+        replicas.0.num_microbatches: 4 here, 5 there
+        replicas.1.num_microbatches: 4 here, 3 there
+        >>> plan.numerics == other.numerics
+        True
     """
 
     format: Literal[1] = 1
@@ -89,32 +106,32 @@ class Plan(PlanValue):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Microbatches of each copy of the model in a step."""
+        """The microbatches of each copy of the model in a step."""
         return tuple(replica.num_microbatches for replica in self.replicas)
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a global batch."""
+        """The microbatches of a global batch."""
         return self.batch_size // self.microbatch_size
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Mesh axes inside a copy of the model, by name."""
+        """The mesh axes inside a copy of the model, by name."""
         return {axis.name: axis.size for axis in self.axes}
 
     @property
     def num_stages(self) -> int:
-        """Stages of each copy of the model; 1 without a pipeline."""
+        """The stages of each copy of the model; 1 without a pipeline."""
         return self.axis_sizes.get(STAGE_AXIS, 1)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """The bytes of all parameters."""
         return sum(layout.num_bytes for layout in self.parameters)
 
     @property
     def device_parameter_bytes(self) -> int:
-        """Bytes of one device's part of the parameters."""
+        """The bytes of one device's part of the parameters."""
         sizes = self.axis_sizes
         return sum(p.num_bytes // math.prod(p.cuts(sizes)) for p in self.parameters)
 
@@ -126,7 +143,7 @@ class Plan(PlanValue):
 
     @property
     def stage_names(self) -> tuple[tuple[str, ...], ...]:
-        """The same for the stages of each copy."""
+        """Short names of the stages of each copy, likewise."""
         kinds = {device.rank: device.kind for device in self.devices}
         size = math.prod(axis.size for axis in self.axes) // self.num_stages
         return tuple(
@@ -141,6 +158,13 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        Of a schedule only this enters: whether weight gradients are operations of their own, as in
+        `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
+
+        A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
+        contractions by the threads of a process, and more than two devices of one copy add floats
+        in another order inside a process than between processes. On CPUs the law is for processes
+        of one form, such as those of `hxla run`, each with a device and a thread.
         """
         text = json.dumps(self._deciding(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -172,6 +196,7 @@ class Plan(PlanValue):
             found["keep"] = (
                 [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
             )
+            found["has_weight"] = self.pipeline.has_weight
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found
@@ -184,7 +209,13 @@ class Plan(PlanValue):
     # -- other plans -----------------------------------------------------------------------------
 
     def with_counts(self, counts: tuple[int, ...]) -> "Plan":
-        """The plan with other counts of microbatches; its prediction falls away.
+        """Give the copies of the model other counts of microbatches; the prediction falls away.
+
+        Args:
+            counts: The microbatches of each copy in a step.
+
+        Returns:
+            Another plan, of equal `numerics` where the sums are exact and the devices alike.
 
         Raises:
             PlanError: If they do not add up to `num_microbatches`.
@@ -196,10 +227,16 @@ class Plan(PlanValue):
         return self.replaced(replicas=replicas, prediction=None)
 
     def replaced(self, **fields: Any) -> "Plan":
-        """The plan with other fields, checked like any.
+        """Make a plan with other fields, checked like any.
+
+        Args:
+            fields: The fields by their names.
+
+        Returns:
+            Another plan.
 
         Raises:
-            PlanError: With every fault.
+            PlanError: If the fields do not go together, with every fault.
         """
         return self.checked(
             {name: getattr(self, name) for name in type(self).model_fields} | fields
@@ -207,36 +244,48 @@ class Plan(PlanValue):
 
     @classmethod
     def checked(cls, fields: Mapping[str, Any]) -> "Plan":
-        """A plan of these fields.
+        """Make a plan of fields.
+
+        Args:
+            fields: All fields without a default, by their names.
+
+        Returns:
+            The plan.
 
         Raises:
-            PlanError: With every fault.
+            PlanError: If they do not go together, with every fault.
         """
         try:
             return cls(**fields)
         except pydantic.ValidationError as error:
-            raise PlanError(_written(error)) from None
+            raise refusal(faults_of(error)) from None
 
     # -- files -----------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The plan as JSON, complete."""
+        """Write the plan as JSON, complete."""
         return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """Read what `to_json` wrote, or what a person made of it.
 
+        Args:
+            text: The JSON.
+
+        Returns:
+            The plan.
+
         Raises:
             PlanError: If the text is no plan: every fault, with its key and the reason.
         """
-        try:
-            return cls.model_validate_json(text)
-        except pydantic.ValidationError as error:
-            raise PlanError(_written(error)) from None
+        return from_json(cls, text)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file.
+
+        Args:
+            path: The path of the file; one that is there is replaced.
 
         Raises:
             PlanError: If the file cannot be written.
@@ -250,6 +299,12 @@ class Plan(PlanValue):
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan from a file.
+
+        Args:
+            path: The path of the file.
+
+        Returns:
+            The plan.
 
         Raises:
             PlanError: If there is none that can be read, or it is no plan.
@@ -267,16 +322,19 @@ class Plan(PlanValue):
     # -- words and pictures ----------------------------------------------------------------------
 
     def diff(self, other: "Plan") -> tuple[str, ...]:
-        """What `other` decides otherwise, a line for each key; predictions are left out.
+        """Say what another plan decides otherwise, a line for each key; predictions are left out.
+
+        Args:
+            other: The other plan.
 
         Returns:
-            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; nothing if the plans
-            decide the same.
+            Lines such as `replicas.0.num_microbatches: 9 here, 8 there`; none if the plans decide
+            the same.
         """
-        return tuple(_differences(_plain(self), _plain(other), ""))
+        return tuple(differences(self.decisions.model_dump(), other.decisions.model_dump()))
 
     def explain(self) -> str:
-        """The plan in words: what each copy and each device does, its time and memory, and why."""
+        """Tell the plan in words: what each copy and device does, its time and memory, and why."""
         axes = " x ".join(str(n) for n in (len(self.replicas), *self.axis_sizes.values()))
         names = " x ".join(("data", *self.axis_sizes))
         sums = f"{self.sums.kind} sums"
@@ -346,7 +404,14 @@ class Plan(PlanValue):
             yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
 
     def compare(self, other: "Plan") -> str:
-        """Both plans side by side, in words."""
+        """Set both plans side by side, in words.
+
+        Args:
+            other: The plan of the second column.
+
+        Returns:
+            Some lines of text.
+        """
         rows = [
             ("cluster", *(p.cluster or "here" for p in (self, other))),
             ("devices in use", *(str(len(p.devices)) for p in (self, other))),
@@ -414,36 +479,3 @@ def _predicted_rows(*plans: Plan) -> Iterator[tuple[str, str, str]]:
     yield "gap", f"{a.gap:.1%}", f"{b.gap:.1%}"
     most = [max((d.memory_bytes for d in k.devices), default=0.0) / 2**30 for k in (a, b)]
     yield "fullest device", f"{most[0]:.2f} GiB", f"{most[1]:.2f} GiB"
-
-
-def _written(error: pydantic.ValidationError) -> str:
-    lines = []
-    for failure in error.errors():
-        if failure["type"] == "value_error":  # of `faults`, a line each
-            lines += [f"  {line}" for line in str(failure["ctx"]["error"]).splitlines()]
-            continue
-        key = ".".join(map(str, failure["loc"])) or "the file"
-        given = "" if failure["type"] == "missing" else f", not {str(failure['input'])[:60]!r}"
-        lines.append(f"  {key}: {failure['msg']}{given}")
-    return "this is no plan that can be run:\n" + "\n".join(lines)
-
-
-def _plain(plan: Plan) -> Any:
-    return plan.decisions.model_dump(exclude={"prediction", "runners_up", "reasons"})
-
-
-def _differences(a: Any, b: Any, key: str) -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for name in dict.fromkeys((*a, *b)):
-            yield from _differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
-    elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and key != "spec":
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            named = x.get("name", i) if isinstance(x, dict) else i
-            yield from _differences(x, y, f"{key}.{named}")
-    elif a != b:
-        yield f"{key}: {_brief(a)} here, {_brief(b)} there"
-
-
-def _brief(value: Any) -> str:
-    text = f"{len(value)} entries" if isinstance(value, tuple) and len(value) > 8 else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -53,14 +53,14 @@ class _RuleFileTable(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule.
+    """One sharding rule.
 
     Attributes:
-        path: Regular expression that must be found in the parameter's path, from the start of a
+        path: The regular expression that must be found in the parameter's path, from the start of a
             path component; None for a logical rule.
-        logical: Name of a logical axis; None for a path rule.
-        rank: Dimensions that the parameter must have; None: any.
-        axes: For each of the parameter's last dimensions the mesh axes that cut it.
+        logical: The name of a logical axis; None for a path rule.
+        rank: The number of dimensions that the parameter must have; None: any.
+        axes: The mesh axes that cut each of the parameter's last dimensions.
     """
 
     path: str | None = None
@@ -80,9 +80,9 @@ class Resolved:
     Attributes:
         dims: For each parameter, mesh axis to the dimension it cuts; only axes larger than one.
         matched: For each parameter the rule that decided, or None.
-        unmatched: Paths of large parameters that no rule names: whole on every device.
-        conflicts: Parameters that a later rule would have cut in another way, in words.
-        unused: Rules that named no parameter.
+        unmatched: The paths of large parameters that no rule names: whole on every device.
+        conflicts: The parameters that a later rule would have cut in another way, in words.
+        unused: The rules that named no parameter.
     """
 
     dims: tuple[Mapping[str, int], ...]
@@ -92,7 +92,7 @@ class Resolved:
     unused: tuple[str, ...]
 
     def report(self) -> tuple[str, ...]:
-        """What a user should read, one line each."""
+        """Say what a user should read, one line each."""
         lines = [f"no rule for {path}: whole on every device" for path in self.unmatched]
         lines += [f"first match wins: {conflict}" for conflict in self.conflicts]
         return tuple(lines)
@@ -103,9 +103,9 @@ class RuleSet:
     """Rules in their order: the first that matches a parameter decides.
 
     Attributes:
-        name: Of the set.
-        description: Which models it is for.
-        rules: In order.
+        name: The name of the set.
+        description: The models it is for.
+        rules: The rules in order.
     """
 
     name: str
@@ -122,15 +122,18 @@ class RuleSet:
         """Apply the rules to parameters.
 
         Args:
-            names: Path of each parameter, `blocks/0/mlp/up/kernel`.
-            shapes: Shape of each.
-            axes: Mesh axes and their sizes. Usual axes that are missing count as size one.
-            logical: Logical names of each parameter's dimensions, from Flax's metadata.
+            names: The path of each parameter, `blocks/0/mlp/up/kernel`.
+            shapes: The shape of each.
+            axes: The mesh axes and their sizes. Usual axes that are missing count as size one.
+            logical: The logical names of each parameter's dimensions, from Flax's metadata.
+
+        Returns:
+            What each parameter's cut is, and what a user should know of it.
 
         Raises:
-            AnnotationError: For a rule that names an unknown axis, has more entries than the
-                parameter has dimensions, cuts a dimension that does not divide, or uses an axis
-                twice; all of them at once.
+            AnnotationError: If a rule names an unknown axis, has more entries than the parameter
+                has dimensions, cuts a dimension that does not divide, or uses an axis twice; all of
+                them at once.
         """
         problems: list[str] = []
         for rule in self.rules:
@@ -222,10 +225,19 @@ def load_rules(name_or_path: str) -> RuleSet:
     """Read a rule set.
 
     Args:
-        name_or_path: Name of a built-in set (`decoder`, `encoder`, ...) or path of a TOML file.
+        name_or_path: The name of a built-in set (`decoder`, `encoder`, ...) or the path of a TOML
+            file.
+
+    Returns:
+        The rules in their order.
 
     Raises:
         ConfigError: If there is none, or it has unknown keys or wrong values, all at once.
+
+    Example:
+        >>> import hxla
+        >>> hxla.load_rules("decoder").rules[0].axes
+        (('fsdp',), ('tensor',), ())
     """
     path = _catalog.find("rules", name_or_path)
     try:

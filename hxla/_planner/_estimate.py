@@ -42,9 +42,9 @@ def layer_times(
     sizes: Sequence[LayerSize],
     profile: Profile | None,
     *,
-    state_factor: float,
-    sent_bytes: Sequence[float],
-    link: Link | None,
+    state_factor: float = 1.0,
+    sent_bytes: Sequence[float] = (),
+    link: Link | None = None,
 ) -> tuple[np.ndarray, str]:
     """[3, L] Seconds of every layer's forward, backward and update; how they are known, in words.
 
@@ -57,7 +57,8 @@ def layer_times(
         sizes: Of the layers on one device of the group.
         profile: Measured times, if there are any.
         state_factor: Bytes kept per byte of parameters.
-        sent_bytes: Per layer, what one device of the group sends in a forward and backward.
+        sent_bytes: Per layer, what one device of the group sends in a forward and backward; empty:
+            nothing.
         link: Between the devices of the group.
 
     Raises:
@@ -78,7 +79,7 @@ def layer_times(
         seconds = np.array([(t.forward, t.backward, t.update) for t in found]).T
     if own not in known:
         seconds /= tensor if found is not None else 1
-        if link is not None:
+        if link is not None and len(sent_bytes):
             seconds[:2] += np.array(sent_bytes) / 2 / link.bytes_per_second
     if alternative.recompute:
         seconds[1] += seconds[0]

@@ -30,29 +30,37 @@ def make_plan(
     reduction: Literal["exact", "float"] = "exact",
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Lay a traced loss over devices that need not be here.
+    """Lay a traced loss over devices that need not be here, as annotated or asked; no search.
 
     Args:
-        graph: From `hxla.trace`, over one microbatch.
-        cluster: How many devices, or which; None: those that the mesh takes.
-        mesh: Mesh axes and sizes, such as `{"data": 4, "tensor": 2}`; None: the model's annotations
-            say how devices are used.
-        rules: Rule set, or the name or file of one, that says what the inner axes cut.
-        stages: Of a pipeline, or the shares of the work of each.
-        batch_size: Examples of a global batch; None: one microbatch for each copy of the model.
-        reduction: `exact` or `float`.
+        graph: The loss, traced by `hxla.trace` for one microbatch.
+        cluster: The number of devices, or a described cluster, or a mesh file or its name; None: as
+            many devices as the mesh takes.
+        mesh: The mesh axes and sizes, such as `{"data": 4, "tensor": 2}`; None: the model's
+            annotations say how devices are used.
+        rules: The rule set, or the name or file of one, that says what the inner axes cut.
+        stages: The number of stages of a pipeline, or the share of the work of each.
+        batch_size: The examples of a global batch; None: one microbatch for each copy of the model.
+        reduction: The form of the sums of gradients, `exact` or `float`.
         config: Further settings.
 
     Returns:
         The plan; `print(plan.explain())` shows it.
 
     Raises:
-        ConfigError: Arguments that contradict each other.
+        ConfigError: If arguments contradict each other.
+        MeshError: If a mesh file cannot be read.
         PlanError: If the devices do not fit the annotations, or nothing explains an axis.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
 
     Example:
-        >>> print(hxla.make_plan(hxla.trace(model, loss, batch), 8).explain())
+        >>> import hxla, jax
+        >>> from flax import nnx
+        >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+        >>> batch = {"x": jax.ShapeDtypeStruct((16, 1024), "float32")}
+        >>> graph = hxla.trace(model, lambda model, batch: model(batch["x"]).mean(), batch)
+        >>> hxla.make_plan(graph, 8).counts
+        (1, 1, 1, 1, 1, 1, 1, 1)
     """
     settings = as_config(config)
     if cluster is None:

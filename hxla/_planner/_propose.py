@@ -263,7 +263,7 @@ def _chain(
             sizes,
             profile,
             state_factor=work.state_factor,
-            sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), (0.0,) * len(sizes)),
+            sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), ()),
             link=inside,
         )
         reasons.append(how)

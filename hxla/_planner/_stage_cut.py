@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from .._graph._graph import Graph
 from .._graph._segments import segments
-from .._profile._profile import LayerTime
 from .._profile._segment_times import layer_sizes
 from ._axes import shard_graph
 from ._best_pipeline import best_pipeline
@@ -36,7 +35,7 @@ class StageCut:
 def best_cut(
     graph: Graph,
     request: PipelineRequest,
-    times: Mapping[int, Sequence[LayerTime]],
+    times: Mapping[int, np.ndarray],
     *,
     memory_bytes: Mapping[int, int | None],
     num_microbatches: int,
@@ -48,7 +47,7 @@ def best_cut(
     Args:
         graph: Traced.
         request: How many.
-        times: Of the graph's segments on each device.
+        times: [2, L] Seconds of the segments' forward and backward on each device.
         memory_bytes: Of each device; None: taken to be enough.
         num_microbatches: Of a global batch.
         optimizer_bytes: Of the optimizer's state for the whole model.
@@ -60,7 +59,7 @@ def best_cut(
     chain = segments(graph, request.most_segments)
     sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
     num = request.num
-    seconds = {d: np.array([(t.forward, t.backward) for t in own]) for d, own in times.items()}
+    seconds = {d: own[:2].T for d, own in times.items()}
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]
     # Several pipelines share one cut: that of a pipeline whose stages are each the mean of theirs,
     # after each has its larger memories first, for earlier stages keep more.

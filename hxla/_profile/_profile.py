@@ -1,8 +1,10 @@
 """A model as the planner sees it: a chain of layers, their sizes and their measured times."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from .._core._errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -10,10 +12,10 @@ class LayerSize:
     """Sizes of one layer on one device of a tensor-parallel group.
 
     Attributes:
-        parameter_bytes: Parameters that the device holds.
-        output_bytes: Of one microbatch's output, what the next layer is sent.
-        stash_bytes: What one microbatch's backward keeps from its forward.
-        flops: Forward operations of one microbatch (0: not known).
+        parameter_bytes: The bytes of the parameters that the device holds.
+        output_bytes: The bytes of one microbatch's output, what the next layer is sent.
+        stash_bytes: The bytes that one microbatch's backward keeps from its forward.
+        flops: The forward operations of one microbatch (0: not known).
     """
 
     parameter_bytes: float
@@ -27,10 +29,11 @@ class LayerTime:
     """Seconds of one layer on one device, for one microbatch.
 
     Attributes:
-        forward: Forward, with the collectives of tensor parallelism inside.
-        backward: Backward, the same.
-        update: Optimizer update of the device's parameters, once a step.
-        measured: False if estimated from operations and bytes (roofline).
+        forward: The seconds of the forward, with the collectives of tensor parallelism inside.
+        backward: The seconds of the backward, likewise.
+        update: The seconds of the update of the device's parameters, once a step.
+        measured: Whether it was measured; else it is estimated from operations and bytes
+            (roofline).
     """
 
     forward: float
@@ -41,12 +44,12 @@ class LayerTime:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Setting:
-    """What a layer's time was measured for.
+    """What the times of a profile were measured for.
 
     Attributes:
-        kind: Model name of the device.
-        microbatch_size: Examples.
-        tensor: Devices of one tensor-parallel group, all of this kind and in one node.
+        kind: The kind of the device, as `Device.label` says.
+        microbatch_size: The examples of a microbatch.
+        tensor: The devices of one tensor-parallel group, all of this kind and in one node.
     """
 
     kind: str
@@ -56,18 +59,20 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A chain of layers with the sizes and times that are known.
+    """A model as a chain of layers, with the sizes and times that are known.
 
     Attributes:
-        model: Name, or fingerprint of the traced program.
-        layers: Names, in the order of the chain.
-        sizes: (microbatch size, tensor) to one size per layer.
-        times: Setting to one time per layer.
-        reductions: Devices that train together (see `together_key`) to the seconds of a step that
-            are neither microbatches nor updates: the sum of gradients over all of them, and what
-            the training loop does besides.
+        model: The name, or fingerprint of the traced program.
+        layers: The names of the layers, in the order of the chain.
+        sizes: (microbatch size, tensor) to one size for each layer.
+        times: Setting to one time for each layer.
+        reductions: The kinds of devices that train together, sorted and joined by ` + `, to the
+            seconds of a step that are neither microbatches nor updates: the sum of gradients over
+            all of them, and what the training loop does besides.
         peaks: Setting to the bytes that a whole copy needs on the device without the inputs of its
             microbatches: state, sums, and what the compiled programs say of themselves.
+        num_segments: The most layers that were asked for, of which a chain may have fewer (0: as
+            many as there are).
     """
 
     model: str
@@ -76,12 +81,34 @@ class Profile:
     times: Mapping[Setting, tuple[LayerTime, ...]]
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
+    num_segments: int = 0
+
+    @property
+    def most_segments(self) -> int:
+        """The number to ask for to get the same layers again."""
+        return self.num_segments or len(self.layers)
+
+    def check(self, layers: Sequence[str]) -> None:
+        """Refuse to speak of another chain.
+
+        Args:
+            layers: The names of that chain's layers.
+
+        Raises:
+            PlanError: If its layers are other ones.
+        """
+        if self.layers != tuple(layers):
+            raise PlanError(
+                f"the profile has the segments {', '.join(self.layers)}, the loss now has "
+                f"{', '.join(layers)}: measure it again with hxla profile"
+            )
 
     def to_table(self) -> dict[str, Any]:
-        """As lists and dictionaries, for JSON."""
+        """Write it as lists and dictionaries, for JSON."""
         return {
             "model": self.model,
             "layers": list(self.layers),
+            "num_segments": self.num_segments,
             "sizes": [
                 {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
                 for (b, t), own in sorted(self.sizes.items())
@@ -99,7 +126,19 @@ class Profile:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Profile":
-        """Read what `to_table` made; raises KeyError, TypeError or ValueError for anything else."""
+        """Read what `to_table` made.
+
+        Args:
+            table: The lists and dictionaries.
+
+        Returns:
+            The profile.
+
+        Raises:
+            KeyError: If a key is missing.
+            TypeError: If a value is of another type.
+            ValueError: If a number is none.
+        """
         return cls(
             model=str(table["model"]),
             layers=tuple(map(str, table["layers"])),
@@ -115,6 +154,7 @@ class Profile:
             },
             reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
+            num_segments=int(table.get("num_segments", 0)),
         )
 
 

@@ -30,15 +30,23 @@ def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> Profile:
-    """Read what `dump_profile` wrote.
+    """Read measured times that `hxla profile` wrote.
 
     Args:
-        path: Of the file.
-        model: What the profile must be of; None: of any model.
+        path: The path of the file.
+        model: The model that the profile must be of; None: any.
+
+    Returns:
+        The profile.
 
     Raises:
         PlanError: If the file cannot be read, is of another version or model, or holds times that
             are no times: every fault with its key.
+
+    Example:
+        >>> import hxla
+        >>> hxla.load_profile("missing.json")
+        PlanError: profile missing.json cannot be read: No such file or directory
     """
     file = pathlib.Path(path)
     try:

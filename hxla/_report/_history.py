@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from .._plan._plan import Plan
 
+#: A metric over the global batch: one number, or one for each example where they are kept.
 MetricValue: TypeAlias = float | tuple[float, ...]
 
 
@@ -19,15 +20,15 @@ class StepRecord:
     """One training step.
 
     Attributes:
-        step: Number of the step, from 0.
-        loss: Mean loss of the global batch, before the step's update.
+        step: The number of the step, from 0.
+        loss: The mean loss of the global batch, before the step's update.
         metrics: The user's own metrics, merged over the global batch as `hxla.metric` says; a
             concatenation is a tuple with one number for each example.
-        seconds: Wall time of the step, as this process saw it.
-        num_examples: Examples in the global batch.
-        num_tokens: Tokens in the global batch (0 if the batch holds no integer sequences).
-        counts: Microbatches that each device ran.
-        busy_seconds: Seconds that each device computed in this step (microbatches and update).
+        seconds: The wall time of the step, as this process saw it.
+        num_examples: The examples in the global batch.
+        num_tokens: The tokens in the global batch (0 if the batch holds no integer sequences).
+        counts: The microbatches that each copy of the model ran.
+        busy_seconds: The seconds that each copy computed in this step (microbatches and update).
         redone: How often the step was redone after an overflow of the fixed-point range.
         skipped: Whether the update was skipped because a gradient was not finite.
     """
@@ -45,13 +46,21 @@ class StepRecord:
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """Seconds of the step in which each device waited for the others."""
+        """The seconds of the step in which each copy waited for the others."""
         return tuple(max(0.0, self.seconds - busy) for busy in self.busy_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """One evaluation: `step` is the number of updates the evaluated parameters have had."""
+    """One evaluation.
+
+    Attributes:
+        step: The updates that the evaluated parameters have had.
+        loss: The mean loss over the data.
+        metrics: The user's own metrics over the data, as of a `StepRecord`.
+        num_examples: The examples of the data.
+        seconds: The wall time of the evaluation.
+    """
 
     step: int
     loss: float
@@ -65,11 +74,12 @@ class Rebalance:
     """One change of the microbatch counts.
 
     Attributes:
-        step: First step that ran with the new counts.
-        before: Counts before.
-        after: Counts after.
+        step: The first step that ran with the new counts.
+        before: The counts before.
+        after: The counts after.
         reason: Why, in words.
-        expected_gain: Predicted step time before over after, minus one (0.25: a quarter faster).
+        expected_gain: The predicted step time before over after, minus one (0.25: a quarter
+            faster).
         achieved_gain: The same ratio as measured, None until enough steps have run.
     """
 
@@ -86,12 +96,13 @@ class History:
     """All records of one run, in order.
 
     Attributes:
-        device_names: One name per device, in the order of `counts`.
-        steps: One record per training step of this run (not of the run it resumed).
-        evaluations: One record per evaluation.
-        rebalances: One record per change of counts.
-        num_compilations: XLA compilations after the first completed step.
-        plans: Those that ran: the first one, and one for each change of counts.
+        device_names: The names of the copies of the model, in the order of `counts`.
+        steps: One record for each training step of this run (not of the run it resumed).
+        evaluations: One record for each evaluation.
+        rebalances: One record for each change of counts.
+        num_compilations: The XLA compilations after the first completed step.
+        plans: The plans that ran, by the first step of each: one to begin with, one for each resume
+            and one for each change of counts. Those before a resume come from its checkpoint.
     """
 
     device_names: tuple[str, ...]
@@ -99,4 +110,4 @@ class History:
     evaluations: tuple[EvalRecord, ...] = ()
     rebalances: tuple[Rebalance, ...] = ()
     num_compilations: int = 0
-    plans: tuple[Plan, ...] = ()
+    plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)

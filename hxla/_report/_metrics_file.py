@@ -19,6 +19,7 @@ from .._core._errors import ConfigError
 from ._history import EvalRecord, Rebalance, StepRecord, scalars
 
 FILE_NAME = "metrics.jsonl"
+_KINDS = {StepRecord: "step", EvalRecord: "eval", Rebalance: "rebalance"}
 
 
 class MetricsWriter:
@@ -33,12 +34,7 @@ class MetricsWriter:
             `tensorboardX` is not installed.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        tensorboard: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = False) -> None:
         # Before the file: a run that is refused leaves nothing behind.
         make_events = _event_writer() if tensorboard else None
         self._path = pathlib.Path(folder) / FILE_NAME
@@ -57,43 +53,19 @@ class MetricsWriter:
             self._file.close()
             raise
 
-    def step(self, record: StepRecord) -> None:
-        """Append one training step.
+    def write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
+        """Append a record; a change of counts again once its achieved gain is known.
 
         Args:
-            record: The step.
+            record: What happened.
 
         Raises:
             ConfigError: The file can no longer be written (a full disk).
         """
-        self._line({"kind": "step", **dataclasses.asdict(record)})
-        if self._events is not None:
-            self._scalars(record.step, _step_scalars(record))
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Append one evaluation.
-
-        Args:
-            record: The evaluation.
-
-        Raises:
-            ConfigError: The file can no longer be written (a full disk).
-        """
-        self._line({"kind": "eval", **dataclasses.asdict(record)})
-        if self._events is not None:
-            metrics = {f"eval/{key}": value for key, value in scalars(record.metrics).items()}
-            self._scalars(record.step, {"eval/loss": record.loss, **metrics})
-
-    def rebalance(self, record: Rebalance) -> None:
-        """Append a change of counts; append it again once its achieved gain is known.
-
-        Args:
-            record: The change.
-
-        Raises:
-            ConfigError: The file can no longer be written (a full disk).
-        """
-        self._line({"kind": "rebalance", **dataclasses.asdict(record)})
+        self._line({"kind": _KINDS[type(record)], **dataclasses.asdict(record)})
+        if self._events is not None and not isinstance(record, Rebalance):
+            for tag, value in _scalars(record).items():
+                self._events.add_scalar(tag, value, global_step=record.step)
 
     def close(self) -> None:
         """Close the files. More calls do nothing."""
@@ -117,11 +89,6 @@ class MetricsWriter:
                 f"{self._path} can no longer be written: {error.strerror or error}. "
                 "Make room and resume from the last checkpoint"
             ) from error
-
-    def _scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        assert self._events is not None
-        for tag, value in scalars.items():
-            self._events.add_scalar(tag, value, global_step=step)
 
 
 def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
@@ -160,9 +127,13 @@ def _event_writer() -> Callable[[str], Any]:
     return tensorboardX.SummaryWriter
 
 
-def _step_scalars(record: StepRecord) -> dict[str, float]:
-    out = {"train/loss": record.loss, "speed/step_seconds": record.seconds}
-    out |= {f"train/{key}": value for key, value in scalars(record.metrics).items()}
+def _scalars(record: StepRecord | EvalRecord) -> dict[str, float]:
+    which = "train" if isinstance(record, StepRecord) else "eval"
+    out = {f"{which}/{key}": value for key, value in scalars(record.metrics).items()}
+    out[f"{which}/loss"] = record.loss
+    if isinstance(record, EvalRecord):
+        return out
+    out["speed/step_seconds"] = record.seconds
     if record.seconds:
         out["speed/examples_per_second"] = record.num_examples / record.seconds
         if record.num_tokens:

@@ -1,7 +1,6 @@
 """HTML pages that need nothing from outside: no network, no script of others."""
 
 import contextlib
-import dataclasses
 import html
 import os
 import pathlib
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from .._core._errors import HxlaError
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
-_CSS = """
+CSS = """
 :root { color-scheme: light dark; --ink: #1f2430; --muted: #626b7a; --grid: #e2e5ea;
   --paper: #ffffff; --page: #f6f7f9; --busy: #2f6fdb; --idle: #d3d9e2; --mark: #b4552d;
   --k0: #2f6fdb; --k1: #e39a1d; --k2: #2a9d78; --k3: #7fa9ea; --k4: #c8508f; --k5: #7a5bd0;
@@ -62,37 +61,15 @@ td .stack { height: 1rem; min-width: 8rem; margin: .25rem 0; }
   font-size: .92rem; }
 .legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
   margin-right: .45rem; }
-.k0 { background: var(--k0); fill: var(--k0); } .k1 { background: var(--k1); fill: var(--k1); }
-.k2 { background: var(--k2); fill: var(--k2); } .k3 { background: var(--k3); fill: var(--k3); }
-.k4 { background: var(--k4); fill: var(--k4); } .k5 { background: var(--k5); fill: var(--k5); }
-.k6 { background: var(--k6); fill: var(--k6); } .k7 { background: var(--k7); fill: var(--k7); }
 .idle { background: var(--idle); fill: var(--idle); }
 .hatch { background: repeating-linear-gradient(45deg, var(--k7) 0 3px, var(--paper) 3px 6px); }
-.drawn { background: #ffffff; border-radius: 6px; }
 @media print { body { padding: 0; background: none; } section { border: 0; padding: 0; } }
 """
+CSS += "".join(f".k{i} {{ background: var(--k{i}); fill: var(--k{i}); }}\n" for i in range(8))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A picture for a page.
-
-    Attributes:
-        svg: An `<svg>` element that needs nothing from outside.
-        caption: What to see in it, in words.
-    """
-
-    svg: str
-    caption: str
-
-
-class _Markup(str):
-    """HTML that is not escaped again."""
-
-
-def markup(text: str) -> str:
-    """HTML as a cell of a table."""
-    return _Markup(text)
+class Markup(str):
+    """HTML that is not escaped again, as a cell of a table."""
 
 
 def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
@@ -111,7 +88,7 @@ def page(title: str, lead: str, parts: Sequence[str], *, css: str = "") -> str:
         # The browser itself then refuses whatever a page might load.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">\n"
-        f'<title>{head}</title>\n<link rel="icon" href="data:,">\n<style>{_CSS}{css}</style>\n'
+        f'<title>{head}</title>\n<link rel="icon" href="data:,">\n<style>{CSS}{css}</style>\n'
         f'</head>\n<body>\n<main>\n<h1>{head}</h1>\n<p class="lead">{lead}</p>\n'
         + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"
@@ -133,21 +110,14 @@ def tiles(found: Sequence[tuple[str, str, str]]) -> str:
     return f'<section>\n<dl class="tiles">\n{cells}\n</dl>\n</section>'
 
 
-def figure(picture: Picture) -> str:
-    """A picture with its caption."""
-    text = html.escape(picture.caption)
-    svg = picture.svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
+def figure(svg: str, caption: str) -> str:
+    """A picture that needs nothing from outside, and in words what to see in it."""
+    text = html.escape(caption)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
     return f"<figure>\n{svg}\n<figcaption>{text}</figcaption>\n</figure>"
 
 
-def box(
-    color: str,
-    place: tuple[float, float, float, float],
-    *,
-    said: str,
-    label: str = "",
-    above: str = "",
-) -> str:
+def box(color: str, place: tuple[float, float, float, float], *, said: str, label: str = "") -> str:
     """A rectangle of an SVG picture.
 
     Args:
@@ -155,13 +125,12 @@ def box(
         place: Left, top, width and height, in pixels.
         said: What a pointer over it shows.
         label: What stands in its middle.
-        above: What is drawn between the two, as SVG.
     """
     x, y, width, height = place
     text = f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{html.escape(label)}</text>'
     return (
         f'<g><title>{html.escape(said)}</title><rect class="{color}" x="{x:.1f}" y="{y:.1f}" '
-        f'width="{width:.1f}" height="{height:.1f}"/>{above}{text if label else ""}</g>'
+        f'width="{width:.1f}" height="{height:.1f}"/>{text if label else ""}</g>'
     )
 
 
@@ -202,14 +171,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
 
     Args:
         heads: Of the columns, as plain text.
-        rows: Cells, as plain text or as `markup`.
+        rows: Cells, as plain text or as `Markup`.
         left: Columns that hold words; all others hold numbers.
     """
     used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
 
     def cell(tag: str, column: int, text: str, scope: str = "") -> str:
         style = "" if column in left else ' class="n"'
-        inside = text if isinstance(text, _Markup) else html.escape(text)
+        inside = text if isinstance(text, Markup) else html.escape(text)
         return f"<{tag}{scope}{style}>{inside}</{tag}>"
 
     def part(some: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """What a pipeline's step should take, by the measured times of its pieces, and what one took."""
 
+import ast
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,9 @@ from .._lower._pipeline_times import PieceTimes
 from .._schedule._replay import Timeline
 from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
 from .._schedule._ticks import measured_timeline, replay_ticks
-from .._schedule._timeline import draw, perfetto
+from .._schedule._timeline import perfetto
+from ._lanes import lanes_of_timeline
+from ._lanes_picture import write_picture
 
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
@@ -40,32 +42,24 @@ class PredictedStep:
 
 def to_text(measured: Mapping[int, PieceTimes]) -> str:
     """One process's measurements by replica, for the others."""
-    rows = [
-        {
-            "replica": replica,
-            "seconds": [[kind, part, s] for (kind, part), s in m.seconds.items()],
-            "meeting": list(m.meeting_seconds.items()),
-            "fixed": m.fixed_seconds,
-        }
-        for replica, m in measured.items()
-    ]
-    return json.dumps(rows)
+    return repr({replica: dataclasses.asdict(times) for replica, times in measured.items()})
 
 
 def from_texts(texts: Sequence[str]) -> dict[int, PieceTimes]:
     """What all processes measured, by replica: each stage by its own, the rest by the slowest."""
     found: dict[int, PieceTimes] = {}
     for text in texts:
-        for row in json.loads(text):
-            own = {(kind, part): s for kind, part, s in row["seconds"]}
-            before = found.get(row["replica"])
-            meetings = dict(before.meeting_seconds) if before else {}
-            for b, took in row["meeting"]:
-                meetings[b] = max(took, meetings.get(b, 0.0))
-            found[row["replica"]] = PieceTimes(
-                seconds=own if before is None else before.seconds | own,
-                meeting_seconds=meetings,
-                fixed_seconds=max(row["fixed"], before.fixed_seconds if before else 0.0),
+        for replica, fields in ast.literal_eval(text).items():
+            own = PieceTimes(**fields)
+            before = found.get(replica, own)
+            slowest = {
+                b: max(took, before.meeting_seconds.get(b, 0.0))
+                for b, took in own.meeting_seconds.items()
+            }
+            found[replica] = PieceTimes(
+                seconds=before.seconds | own.seconds,
+                meeting_seconds=before.meeting_seconds | slowest,
+                fixed_seconds=max(own.fixed_seconds, before.fixed_seconds),
             )
     return found
 
@@ -148,7 +142,7 @@ def write(
         for which, timeline in lines.items():
             path = folder / f"pipeline{replica}-{which}.svg"
             title = f"pipeline {replica}, {which}: {timeline.makespan_seconds:.4g} s"
-            draw(timeline, path, names=labels, title=title)
+            write_picture(lanes_of_timeline(timeline, labels, title=title), path)
             path.with_suffix(".perfetto.json").write_text(perfetto(timeline, labels))
             pictures[f"Pipeline {replica}, {which}"] = path
     return pictures

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._core._format import plural, si, span
 from ._history import History
-from ._page import Picture
+from ._page import figure as page_figure
 from ._run_summary import names_of, num_units
 
 #: Name of the CSS variable and colour on white.
@@ -30,7 +30,7 @@ _MAX_BANDS = 12  # devices with a band of their own
 _MAX_LABELLED_MARKS = 15
 
 
-def loss_picture(history: History) -> Picture:
+def loss_picture(history: History) -> str:
     """Training and evaluation loss over steps."""
     with _figure() as (figure, ax):
         x, y = _xy([(r.step, r.loss) for r in history.steps])
@@ -55,7 +55,7 @@ def loss_picture(history: History) -> Picture:
         return _picture(figure, "loss", caption)
 
 
-def counts_picture(history: History) -> Picture:
+def counts_picture(history: History) -> str:
     """Microbatches of each device over steps, stacked, with the changes marked."""
     with _figure() as (figure, ax):
         num_devices = max(len(r.counts) for r in history.steps)
@@ -80,7 +80,7 @@ def counts_picture(history: History) -> Picture:
     return _picture(figure, "counts", caption)
 
 
-def speed_picture(history: History) -> Picture:
+def speed_picture(history: History) -> str:
     """Tokens or examples per second over steps."""
     with _figure() as (figure, ax):
         unit = "tokens" if any(r.num_tokens for r in history.steps) else "examples"
@@ -105,13 +105,11 @@ def _figure() -> Iterator[tuple[Any, Any]]:
         "font.size": 9.5,
         "axes.edgecolor": MUTED,
         "axes.labelcolor": MUTED,
-        "axes.linewidth": 0.8,
         "axes.facecolor": "none",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
         "axes.grid.axis": "y",
-        "axes.axisbelow": True,
         "legend.fontsize": 8.5,
         "text.color": INK,
         "xtick.color": MUTED,
@@ -129,7 +127,7 @@ def _figure() -> Iterator[tuple[Any, Any]]:
         yield figure, figure.subplots()
 
 
-def _picture(figure: Any, prefix: str, caption: str) -> Picture:
+def _picture(figure: Any, prefix: str, caption: str) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
@@ -142,7 +140,7 @@ def _picture(figure: Any, prefix: str, caption: str) -> Picture:
     svg = re.sub(r"font(-family)?: ?(?P<size>[\d.]+px )?[^;\"]*'[^;\"]*", _own_font, svg)
     for color, name in CSS_COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
-    return Picture(svg=svg, caption=caption)
+    return page_figure(svg, caption)
 
 
 def _own_font(match: re.Match[str]) -> str:
@@ -188,8 +186,8 @@ def _changes(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    array = np.array(points, dtype=np.float64).reshape(-1, 2)
-    return array[:, 0], array[:, 1]
+    x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return x, y
 
 
 def _text(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -48,25 +49,17 @@ class Summary:
     Attributes:
         unit: What is counted, `tokens` or `examples`.
         num_units: How many of them were trained on, repetitions included.
-        seconds: Wall time of all steps.
         whole: All steps but the first, which may include compilation; the counts are the last
             step's, and steps on another number of devices are left out.
         before: The first steps with the first counts, without the very first step.
         after: The last steps with the last counts; the same as `before` if counts never moved.
-        final_loss: Loss of the last step.
-        redone_steps: Steps that were redone at least once.
-        skipped_steps: Steps whose update was skipped.
     """
 
     unit: str
     num_units: int
-    seconds: float
     whole: Phase
     before: Phase
     after: Phase
-    final_loss: float
-    redone_steps: tuple[int, ...]
-    skipped_steps: tuple[int, ...]
 
     @property
     def moved(self) -> bool:
@@ -85,23 +78,15 @@ def num_units(record: StepRecord) -> int:
     return record.num_tokens or record.num_examples
 
 
-def summarise(history: History) -> Summary | None:
-    """The figures of a run.
-
-    Args:
-        history: The run.
-
-    Returns:
-        Its figures, or None if it has no steps.
-    """
+def summarise(history: History) -> Summary:
+    """The figures of a run of at least one step."""
     steps = history.steps
-    if not steps:
-        return None
     # The very first step may include compilation; with no other there is no choice.
     warm = steps[1:] or steps
     comparable = [r for r in warm if len(r.counts) == len(steps[-1].counts)]
     comparable = comparable or [steps[-1]]
-    first = _leading(comparable)
+    first_counts = comparable[0].counts
+    same = itertools.takewhile(lambda r: r.counts == first_counts, comparable[:_PHASE_STEPS])
     last = comparable[-_PHASE_STEPS:]
     # A device without work is given some for one step now and then: not the counts of the run.
     usual = collections.Counter(r.counts for r in last).most_common(1)[0][0]
@@ -110,22 +95,10 @@ def summarise(history: History) -> Summary | None:
     return Summary(
         unit="tokens" if any(r.num_tokens for r in steps) else "examples",
         num_units=sum(map(num_units, steps)),
-        seconds=sum(r.seconds for r in steps),
         whole=_phase(comparable, steps[-1].counts),
-        before=_phase(first, first[0].counts) if first[0].counts != usual else after,
+        before=_phase(list(same), first_counts) if first_counts != usual else after,
         after=after,
-        final_loss=steps[-1].loss,
-        redone_steps=tuple(r.step for r in steps if r.redone),
-        skipped_steps=tuple(r.step for r in steps if r.skipped),
     )
-
-
-def _leading(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The first steps, as far as they share their counts."""
-    end = 1
-    while end < min(len(records), _PHASE_STEPS) and records[end].counts == records[0].counts:
-        end += 1
-    return list(records[:end])
 
 
 def _phase(records: Sequence[StepRecord], counts: tuple[int, ...]) -> Phase:

@@ -15,6 +15,7 @@ from .._plan._plan import Plan
 from .._plan._plan_parts import DevicePrediction, Prediction
 from .._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
 
+#: `measured`, `even`, or the microbatches of each copy of the model in a step.
 Counts = Literal["measured", "even"] | Sequence[int]
 
 

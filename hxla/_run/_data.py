@@ -8,7 +8,7 @@ is a function of seed, epoch and step alone.
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from .._core._errors import DataError
 from .._core._types import PyTree
+from .._plan._plan import Plan
 from ._sample_order import shuffled
 
 _KINDS = (
@@ -369,3 +370,23 @@ class Loader:
             del self._pending[key]
         self.start(step + 1, ids)
         return batches
+
+
+def cut_batch(batch: PyTree, ids: Sequence[range], plan: Plan) -> list[list[PyTree]]:
+    """Microbatches of a global batch for each local copy of the model.
+
+    Raises:
+        DataError: If it is malformed, or no global batch.
+    """
+    size, fetch = eval_batches(batch, plan.microbatch_size)
+    if size != plan.batch_size:
+        raise DataError(f"the batch holds {size} examples, batch_size is {plan.batch_size}")
+    return [[fetch(i) for i in own] for own in ids]
+
+
+def num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
+    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
+    some = next((b for own in batches for b in own), None)
+    leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
+    sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
+    return max(sizes, default=0) * num_microbatches

@@ -28,7 +28,7 @@ from ._session import Session
 from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
-Path = str | os.PathLike[str]
+PLAN_VARIABLE = "HXLA_PLAN"  # of hxla run --plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,33 +38,47 @@ class Job:
     Args:
         model: An `nnx.Module` instance (updated in place), a function without arguments that makes
             one (its arrays are then made where they are to lie, never whole on a device that does
-            not hold them), or an unbound `flax.linen.Module`. For plans, an abstract module of
+            not hold them), or an unbound `flax.linen.Module`. For plans an abstract module of
             `nnx.eval_shape` will do.
-        data: A pytree of arrays, a sequence, a Grain dataset, a callable from index to example, or
-            an iterable of global batches. For plans, a pytree of `jax.ShapeDtypeStruct` will do.
-        loss: `loss(model, batch)`, returning a scalar (the mean over its microbatch), per-example
-            losses, or `(losses, weights)`; optionally followed by a dictionary of metrics. The
-            gradient is that of the global batch's mean. Linen modules come bound.
+        data: A pytree of arrays with examples in the leading dimension, a sequence of examples, a
+            Grain dataset, a callable from index to example, or an iterable of global batches. For
+            plans a pytree of `jax.ShapeDtypeStruct` will do.
+        loss: A function `loss(model, batch)` that returns a scalar (the mean over its microbatch),
+            per-example losses of shape [microbatch, ...], or `(losses, weights)`; optionally
+            followed by a dictionary of metrics. The gradient is that of the global batch's mean.
+            Linen modules come bound.
         optimizer: Any optax transformation; it sees the model's own parameter tree.
-        batch_size: Examples of a global batch; never changes with the hardware.
-        seed: Root of sample order, dropout and initialisation.
+        batch_size: The examples of a global batch; it never changes with the hardware.
+        seed: The root of sample order, dropout and initialisation.
         shuffle: Whether random-access data is shuffled anew each epoch.
-        num_examples: Of a callable that is to have epochs.
-        variables: Initial variables of a Linen module; initialised from `seed` if None.
-        rngs: Names of the random streams that a Linen module asks for.
-        eval_loss: Loss for evaluation; default `loss`. NNX models are in evaluation mode.
-        nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
-        default: `hxla.replicate(...)` or `hxla.split(...)` for what no annotation covers.
-        patterns: Which dimensions of an equation can be cut together; add your own with
+        num_examples: The number of examples of a callable that is to have epochs.
+        variables: The initial variables of a Linen module; initialised from `seed` if None.
+        rngs: The names of the random streams that a Linen module asks for.
+        eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
+        nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
+        default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
+            covers.
+        patterns: The ways in which equations can be cut; add your own with
             `hxla.PATTERNS.with_pattern`.
-        config: Further settings: an `hxla.Config`, dictionaries, or a `.toml` or `.json` file.
+        config: Further settings: an `hxla.Config`, nested dictionaries, or the path of a `.toml` or
+            `.json` file.
+
+    Raises:
+        ConfigError: If an argument is of the wrong kind.
 
     Example:
-        >>> job = hxla.Job(model, data, loss, optax.adam(1e-3), batch_size=256)
-        >>> plan = job.plan()
-        >>> with job.open(plan, steps=100) as session:
-        ...     for record in session:
-        ...         print(record.loss)
+        >>> import hxla, numpy as np, optax
+        >>> from flax import nnx
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> plan = job.plan(microbatch_size=2)
+        >>> with job.open(plan, steps=3) as session:
+        ...     losses = [record.loss for record in session]
+        >>> losses[0] > losses[-1]
+        True
     """
 
     model: Any
@@ -82,7 +96,7 @@ class Job:
     nonfinite: Literal["stop", "skip"] = "stop"
     default: Strategy | None = None
     patterns: Patterns = PATTERNS
-    config: Config | Mapping[str, Any] | Path | None = None
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.nonfinite not in ("stop", "skip"):
@@ -98,7 +112,19 @@ class Job:
         return TracedJob(**fields, eval_loss=eval_loss, settings=settings)
 
     def graph(self, microbatch_size: int) -> Graph:
-        """The loss traced for microbatches of a size; `print` shows its TaskGraphs."""
+        """Trace the loss for microbatches of a size; nothing is computed.
+
+        Args:
+            microbatch_size: The examples of a microbatch.
+
+        Returns:
+            The graph; `print` shows its TaskGraphs.
+
+        Raises:
+            AnnotationError: If scopes overlap, or an equation runs programs in a way hxla does not
+                know.
+            LossError: If the loss returns another form.
+        """
         return self._traced.graph(microbatch_size)
 
     def plan(
@@ -106,7 +132,7 @@ class Job:
         cluster: Cluster | str | None = None,
         *,
         auto: bool | None = None,
-        profile: Profile | Path | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
         microbatch_size: int | None = None,
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
         rules: str | RuleSet | None = None,
@@ -116,34 +142,44 @@ class Job:
     ) -> Plan:
         """Make a plan: by the model's annotations, by what the arguments say, or by search.
 
+        Under `hxla run --plan FILE` the plan for the devices that are here is that of the file.
+
         Args:
-            cluster: A described cluster, or a mesh file or its name, that need not be here; None:
+            cluster: A described cluster that need not be here, or a mesh file or its name; None:
                 the devices that are here.
-            auto: Search for the fastest plan. On devices that are here every segment is measured
-                first; for a described cluster, times are those of `profile` or estimated. Default:
-                for a described cluster without `mesh` and `stages`, and where `auto.auto_parallel`
-                is set.
-            profile: Measured times for the search, of `hxla profile`.
-            microbatch_size: Examples of a microbatch; measured and chosen if None.
+            auto: Whether to search for the fastest plan. For the devices that are here every
+                segment of the model is timed first, on each kind of device; for a described cluster
+                times are those of `profile` or estimated. By default a search is made for a
+                described cluster where neither arguments nor annotations say how to share the
+                model, and for the devices that are here where `auto.auto_parallel` is set.
+            profile: The measured times for the search and for the cut of stages, or the file of
+                them that `hxla profile` wrote.
+            microbatch_size: The examples of a microbatch; measured and chosen if None.
             mesh: A mesh, or its axes and their sizes, with an axis `data` for copies of the model,
                 inner axes (`tensor`, ...) that rules or annotations cut, and `stage` for pipelines;
-                default: every device, used as annotated.
-            rules: Rule set, or the name or file of one, that says what the inner axes cut.
-            stages: Cut the model into a pipeline: so many stages of work that suits their devices,
-                or one number per stage, the shares of the work.
-            counts: Microbatches of each copy of the model: `measured` and `even` plans begin with
-                even ones, which a session moves if they are measured; or one number per copy.
-            reduction: `exact`, or `float` for float32 sums whose bits depend on the spread.
+                by default every device is used as annotated.
+            rules: The rule set, or the name or file of one, that says what the inner axes cut.
+            stages: The number of stages of a pipeline, whose work then suits their devices, or one
+                number for each stage, its share of the work.
+            counts: The microbatches of each copy of the model. `measured` and `even` plans begin
+                with even ones, which a session moves if it balances; a sequence gives one for each
+                copy.
+            reduction: The form of the sums of gradients: `exact`, or `float` for float32 sums whose
+                bits depend on the spread.
 
         Returns:
-            The plan; `print(plan.explain())` shows it.
+            The plan; `print(plan.explain())` shows it, runners-up of a search included.
 
         Raises:
-            ConfigError: Arguments that contradict each other or cannot be met.
-            MeshError: Devices that cannot be used.
+            ConfigError: If arguments contradict each other, or the model is annotated and a search
+                is asked for.
+            MeshError: If there are devices that cannot be used.
             PlanError: If nothing fits the devices.
             AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+            LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
+        if cluster is None and (file := os.environ.get(PLAN_VARIABLE)):
+            return Plan.read(file)
         wishes = Wishes(
             microbatch_size=microbatch_size,
             mesh=mesh,
@@ -152,37 +188,42 @@ class Job:
             counts=counts,
             reduction=reduction,
         )
-        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0]
+        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0].plan
 
     def open(
         self,
-        plan: Plan | Path,
+        plan: Plan | str | os.PathLike[str],
         *,
         steps: int | None = None,
         balance: bool = False,
         mesh: jax.sharding.Mesh | None = None,
-        checkpoint_dir: Path | None = None,
-        run_dir: Path | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
         tensorboard: bool = False,
     ) -> Session:
         """Open a session: compile the plan's programs, put the state in its places, warm up.
 
         Args:
-            plan: For these devices, or a file of one.
-            steps: Updates in all, after which iterating over the session ends.
+            plan: The plan, or a file of one, for the devices that are here.
+            steps: The updates in all, after which iterating over the session ends; None: no end is
+                known, and only `Session.step` trains.
             balance: Whether counts follow measured times; else they stay those of the plan.
-            mesh: That the plan was made with, if it was one of jax's: the plan numbers its devices.
-            checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
-            run_dir: Folder for `metrics.jsonl` and `report.html`; nothing is written if None.
-            tensorboard: Also write TensorBoard events to `run_dir`.
+            mesh: The `jax.sharding.Mesh` that the plan was made with, if it was made with one: the
+                plan numbers its devices.
+            checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
+            run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
+            tensorboard: Whether to write TensorBoard events to `run_dir` too.
 
         Returns:
             The session, a context manager.
 
         Raises:
-            PlanError: If the plan is for another model, batch, cluster or version: every
-                difference.
-            CheckpointError: A folder that cannot be written, or a checkpoint of another run.
+            ConfigError: If the model is shapes only and no checkpoint holds its arrays,
+                `tensorboard` lacks a `run_dir`, or `hxla run --plan` was given another plan.
+            PlanError: If the plan is for another model, batch, cluster or version, with every
+                difference, or does not fit the memory.
+            CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+            LaunchError: If this is one of several processes and they have not joined.
         """
         job = self._traced
         _capture.offer(job, Wishes())
@@ -190,6 +231,12 @@ class Job:
         if tensorboard and run_dir is None:
             raise ConfigError("tensorboard=True needs a run_dir to write to")
         found = plan if isinstance(plan, Plan) else Plan.read(plan)
+        file = os.environ.get(PLAN_VARIABLE)
+        if file and found.decisions != Plan.read(file).decisions:
+            raise ConfigError(
+                f"hxla run --plan {file}, but the script opens another plan: open job.plan(), "
+                "which then is that of the file, or start the script without --plan"
+            )
         options = SessionOptions(
             steps=steps,
             balance=job.settings.balance if balance else None,

@@ -8,13 +8,12 @@ from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import ConfigError, LaunchError
 from .._launch._join import uninitialised_cluster
-from .._plan._plan import Plan
 from .._profile._profile import Profile
 from .._profile._profile_file import load_profile
 from .._profile._segment_times import model_name
 from . import _capture
 from ._planning import Wishes, plan_for
-from ._search_plan import SearchWishes, auto_plan, search_plan
+from ._search_plan import FoundPlan, SearchWishes, auto_plan, search_plan
 from ._traced_job import TracedJob
 
 
@@ -25,40 +24,48 @@ def make_plan(
     *,
     auto: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
-) -> tuple[Plan, bool]:
+    search: SearchWishes | None = None,
+) -> tuple[FoundPlan, bool]:
     """A plan, and whether its counts may follow measured times: see `Job.plan`."""
     _capture.offer(job, wishes)
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    mesh = wishes.mesh
+    mesh, size = wishes.mesh, wishes.microbatch_size
     fixed = mesh is not None or wishes.stages is not None or wishes.rules is not None
     if auto is None:
-        auto = not fixed and (described is not None or job.settings.auto.auto_parallel)
+        auto = not fixed and (
+            job.settings.auto.auto_parallel
+            if described is None
+            else not _is_annotated(job, size or max(1, job.batch_size // len(described.devices)))
+        )
     if described is None:
         check_joined()
-    if not auto:
-        if described is not None:
-            return plan_for(job, wishes, described, None)
-        devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
-        return plan_for(job, wishes, job.cluster(devices), devices)
-    if fixed:
-        raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
-    sums, size = job.sums(wishes.reduction), wishes.microbatch_size
-    balance = wishes.counts == "measured"
-    if described is None and profile is None:
-        return auto_plan(job, job.all_devices(), sums=sums, size=size), balance
     if isinstance(profile, str | os.PathLike):
         profile = load_profile(profile, model=model_name(job.functional(size or 1).params))
+    if not auto:
+        devices = None
+        if described is None:
+            devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
+        target = described or job.cluster(devices or ())
+        plan, balance = plan_for(job, wishes, target, devices, profile)
+        return FoundPlan(plan=plan), balance
+    if fixed:
+        raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
+    sums, balance = job.sums(wishes.reduction), wishes.counts == "measured"
+    if described is None and profile is None:
+        return FoundPlan(plan=auto_plan(job, job.all_devices(), sums=sums, size=size)), balance
     target = described or job.cluster(job.all_devices())
-    found = search_plan(
-        job,
-        target,
-        profile,
-        SearchWishes(),
-        sums=sums,
-        size=size,
-        all_devices=described is None,
-    )
-    return found.plan, balance
+    here = described is None
+    search = search or SearchWishes()
+    return search_plan(
+        job, target, profile, search, sums=sums, size=size, all_devices=here
+    ), balance
+
+
+def _is_annotated(job: TracedJob, size: int) -> bool:
+    """Whether annotations or settings say how devices share the model."""
+    tasks = job.graph(size).task_graphs
+    annotated = any(t.strategy == "split" or t.device_count for t in tasks)
+    return annotated or job.settings.auto.num_stages is not None
 
 
 def check_joined() -> None:

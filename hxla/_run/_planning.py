@@ -16,15 +16,17 @@ from .._lower._options import compiler_options
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
-from .._planner._axes import Axes
+from .._planner._axes import Axes, shard_graph
 from .._planner._complete import complete
+from .._planner._counts import best_counts
+from .._planner._estimate import Alternative, layer_times
 from .._planner._microbatch_sizes import best_size, candidate_sizes
 from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
 from .._planner._structures import Structure, grid_of, pipelined, structure_of
-from .._profile._profile import LayerTime
-from .._profile._segment_times import measure
-from ._counts_of_plan import Counts, asked_counts
+from .._profile._profile import Profile
+from .._profile._segment_times import layer_sizes, measure
+from ._counts_of_plan import Counts, asked_counts, predicted
 from ._pipeline_watch import share_cores
 from ._session import Session
 from ._session_values import SessionOptions
@@ -103,6 +105,7 @@ def plan_for(
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
+    profile: Profile | None = None,
 ) -> tuple[Plan, bool]:
     """The plan that the user's wishes mean, and whether its counts may follow measured times.
 
@@ -111,6 +114,7 @@ def plan_for(
         wishes: Of the user.
         cluster: Its devices.
         devices: Those devices, if they are here to be measured.
+        profile: Times that were measured before.
 
     Raises:
         ConfigError: Wishes that contradict each other or cannot be met.
@@ -120,8 +124,9 @@ def plan_for(
     size = size_asked(job, wishes.microbatch_size)
     num_devices = len(cluster.devices)
     graph = job.graph(size or max(1, job.batch_size // num_devices))
-    structure, fractions = _structure(job, graph, wishes, cluster, devices)
+    structure = _structure(job, graph, wishes, cluster, devices)
     num, counts = len(structure.replicas), wishes.counts
+    fractions: tuple[float, ...] = ()
     reasons: list[str] = []
     local = [d for d in devices or () if d.process_index == jax.process_index()]
     several = structure.axes and len(local) > len(structure.replicas[0])
@@ -139,13 +144,18 @@ def plan_for(
         check_even(request, job.batch_size // size, num, counts)
         if request.needs_even_counts:
             counts = "even" if counts == "measured" else counts
+        if wishes.mesh is None:
+            structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
+    elif profile is not None and structure.axes:
+        reasons.append("the profile is of a model on one device: not used")
+    timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
         check_enough(job.batch_size, size, num)
 
     def make(size: int, reasons: Sequence[str]) -> Plan:
         own = job.graph(size)
         sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
-        return complete(
+        plan = complete(
             own,
             structure,
             cluster=cluster,
@@ -157,17 +167,25 @@ def plan_for(
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
             reasons=(*reasons, *said),
         )
+        return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     balance = counts == "measured"
     if size is not None:
         return make(size, reasons), balance
-    if devices is None:
+    if devices is None and timed is None:
         return make(candidate_sizes(job.batch_size, num)[0], reasons), balance
     measured: dict[int, tuple[float, ...]] = {}
     plans = {}
-    for candidate in candidate_sizes(job.batch_size, num):
+    sizes = candidate_sizes(job.batch_size, num)
+    if timed is not None:
+        sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    for candidate in sizes:
         plans[candidate] = make(candidate, ())
-        measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
+        known = plans[candidate].prediction
+        if timed is not None and known is not None:
+            measured[candidate] = known.microbatch_seconds
+        elif devices is not None:
+            measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
         winner, steps = best_size(job.batch_size, measured)
     reasons += [
         f"microbatch_size={winner} chosen: predicted step "
@@ -192,16 +210,13 @@ def _structure(
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
-) -> tuple[Structure, tuple[float, ...]]:
-    """How the devices share the model, and the measured shares of the stages' work."""
+) -> Structure:
+    """How the devices share the model."""
     settings = job.settings
     stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
     request = asked(stages, settings.pipeline)
     axes, grid = _mesh(wishes.mesh, cluster, devices)
-    structure = structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
-    if structure.pipeline is None or axes is not None or not request.is_asked:
-        return structure, ()
-    return _measured_cut(job, graph, structure, request, wishes, cluster, devices)
+    return structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
 
 
 def _mesh(
@@ -221,31 +236,39 @@ def _mesh(
     return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
 
 
-def _measured_cut(
+def _cut(
     job: TracedJob,
-    graph: Graph,
     structure: Structure,
-    request: PipelineRequest,
+    size: int,
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
+    profile: Profile | None,
 ) -> tuple[Structure, tuple[float, ...]]:
-    """Pipelines cut by the times of their devices, where these say something."""
+    """Pipelines cut by the times of their devices, where these say something.
+
+    Returns:
+        With the shares of the stages' work, if it is measured.
+    """
+    request, graph, sums = structure.pipeline, job.graph(size), job.sums(wishes.reduction)
     if (
-        devices is None
+        request is None
+        or not request.is_asked
         or wishes.counts == "even"
         or request.shares is not None
         or request.num_chunks > 1
-        or share_cores(devices)
+        or (profile is None and (devices is None or share_cores(devices)))
     ):
         return structure, ()
-    sums = job.sums(wishes.reduction)
-    size = next(graph.values[v].shape[0] for v in graph.batch_values)
-    texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
-    times: dict[int, list[LayerTime]] = {}
-    for text in texts:
-        for device, rows in json.loads(text).items():
-            times[int(device)] = [LayerTime(forward=f, backward=b, update=0.0) for f, b in rows]
+    times: dict[int, np.ndarray] = {}
+    if profile is not None:
+        request = dataclasses.replace(request, num_segments=profile.most_segments)
+        times |= _profiled(profile, graph, size, cluster)
+    elif devices is not None:
+        texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
+        for text in texts:
+            for rank, rows in json.loads(text).items():
+                times[int(rank)] = np.array(rows).T
     cut = best_cut(
         graph,
         request,
@@ -257,6 +280,28 @@ def _measured_cut(
     )
     structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
     return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions
+
+
+def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
+    """[3, L] Seconds of the segments on each device, as a profile has them."""
+    chain = segments(graph, profile.most_segments)
+    profile.check([segment.name for segment in chain])
+    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    return {
+        rank: layer_times(device, Alternative(size), sizes, profile)[0]
+        for rank, device in enumerate(cluster.devices)
+    }
+
+
+def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan whose copies have a device each, with the counts that suit a profile's times."""
+    times = _profiled(profile, graph, plan.microbatch_size, cluster)
+    own = [times[rank] for replica in plan.replicas for rank in replica.devices]
+    seconds = [float(copy[:2].sum()) for copy in own]
+    fixed = [float(copy[2].sum()) for copy in own]
+    plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
+    known = predicted(plan, seconds, fixed, memory_bytes=0.0, cluster=cluster)
+    return plan.replaced(prediction=known)
 
 
 def _measured_segments(

@@ -88,6 +88,7 @@ def profile(job: TracedJob, size: int | None, reduction: str, request: ProfileRe
         mine = Profile(
             model=model,
             layers=tuple(s.name for s in chain),
+            num_segments=request.num_segments,
             sizes={},
             times={},
             reductions={together_key(labels): trial.rest_seconds},

@@ -4,11 +4,15 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from .._core._errors import ConfigError
+from .._core._format import shares
 from .._plan._plan import Plan
 from .._report._history import EvalRecord, History, Rebalance, StepRecord, scalars
 from .._report._metrics_file import MetricsWriter
+from .._report._page import write
 from .._report._progress import Progress
-from .._report._run_report import terminal_report, write_report
+from .._report._run_page import html_report
+from .._report._run_report import terminal_report
 
 
 class Recorder:
@@ -62,17 +66,17 @@ class Recorder:
         self._steps.append(record)
         self._progress.update(record)
         if self._metrics is not None:
-            self._metrics.step(record)
+            self._metrics.write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
         """Take in a move of counts."""
         self._rebalances.append(change)
         self.log(
-            f"step {change.step}: counts {_shown(change.before)} -> {_shown(change.after)}, "
+            f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
             f"{change.reason}; expected gain {change.expected_gain:.0%}"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def settled(self, step: int, change: Rebalance) -> None:
         """Take in what a move of counts has gained."""
@@ -80,11 +84,11 @@ class Recorder:
             if earlier.step == change.step:
                 self._rebalances[i] = change
         self.log(
-            f"step {step}: counts {_shown(change.after)} gained {change.achieved_gain:.0%} "
+            f"step {step}: counts {shares(change.after)} gained {change.achieved_gain:.0%} "
             f"(expected {change.expected_gain:.0%})"
         )
         if self._metrics is not None:
-            self._metrics.rebalance(change)
+            self._metrics.write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Take in an evaluation."""
@@ -93,13 +97,13 @@ class Recorder:
         numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
         if self._metrics is not None:
-            self._metrics.evaluation(record)
+            self._metrics.write(record)
 
-    def history(self, plans: tuple[Plan, ...]) -> History:
+    def history(self, plans: Mapping[int, Plan]) -> History:
         """All of it so far.
 
         Args:
-            plans: That ran, in order.
+            plans: That ran, by their first step.
         """
         return History(
             device_names=self._names,
@@ -115,18 +119,10 @@ class Recorder:
         self._progress.close()
         if not self._is_main or not history.steps:
             return
-        print(terminal_report(history, title="hxla"))
+        print(terminal_report(history))
         if self._run_dir is not None:
             path = self._run_dir / "report.html"
-            write_report(
-                path,
-                history,
-                title=self._run_dir.name,
-                notes={"Plan": plan.explain()},
-                pictures=pictures,
-            )
+            notes = {"Plan": plan.explain()}
+            page = html_report(history, title=self._run_dir.name, notes=notes, pictures=pictures)
+            write(path, page, ConfigError)
             print(f"report: {path}")
-
-
-def _shown(counts: tuple[int, ...]) -> str:
-    return "/".join(map(str, counts))

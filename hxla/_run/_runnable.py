@@ -1,49 +1,121 @@
 """Whether a plan is for this job, these devices and these versions."""
 
+import re
+from collections.abc import Iterator
+
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
+from .._graph._graph import Graph
+from .._graph._parts import graph_of
+from .._graph._segments import segments_at
+from .._plan._layout import dtype_name
 from .._plan._plan import Plan
 from .._planner._complete import versions_for
+from ._traced_job import TracedJob
+
+_MOST_LINES = 20  # of one sort of difference
+_LINE = re.compile(r":\d+")  # of a source file; it moves when a comment is written
 
 
-def check_runnable(plan: Plan, cluster: Cluster, batch_size: int, devices: Devices) -> None:
+def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Devices) -> None:
     """Refuse a plan for something else.
 
     Raises:
-        PlanError: With every difference: batch, devices, versions.
+        PlanError: With every difference: batch, versions, devices, parameters, stages.
+        LaunchError: If processes have different plans.
     """
-    faults = []
+    job.agree("plan", plan.decisions.to_json())
+    graph = job.graph(plan.microbatch_size)
+    lines = []
+    for sort in (
+        _of_job(plan, job.batch_size, cluster),
+        _of_devices(plan, cluster, devices),
+        _of_parameters(plan, graph),
+        _of_stages(plan, graph),
+    ):
+        found = [f"  {fault}" for fault in sort]
+        more = len(found) - _MOST_LINES
+        lines += found[:_MOST_LINES] + ([f"  and {more} more of this sort"] if more > 0 else [])
+    if lines:
+        raise PlanError(
+            "the plan is for something else:\n"
+            + "\n".join(lines)
+            + "\nmake a plan for this, with hxla plan or Job.plan, or edit these fields"
+        )
+
+
+def _of_job(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
     if plan.batch_size != batch_size:
-        faults.append(f"batch_size: {plan.batch_size} in the plan, {batch_size} in the job")
-    for device in plan.devices:
-        if device.rank >= len(cluster.devices):
-            faults.append(
-                f"devices: the plan uses device {device.rank}, there are {len(cluster.devices)}"
-            )
-        elif cluster.devices[device.rank].label != device.kind:
-            own = cluster.devices[device.rank].label
-            faults.append(f"devices.{device.rank}: {device.kind} in the plan, {own} here")
+        yield f"batch_size: {plan.batch_size} in the plan, {batch_size} in the job"
     here = versions_for(cluster)
-    for name in ("hxla", "jax", "jaxlib", "processor"):
+    for name in type(here).model_fields:
         planned, own = getattr(plan.made_with, name), getattr(here, name)
         if planned != own:
-            faults.append(f"made_with.{name}: {planned} in the plan, {own} here")
-    planned = {d.rank for d in plan.devices}
-    started = {i: d for i, d in enumerate(devices) if d is not None}
-    missing = sorted(planned - started.keys())
-    if missing and not faults:
-        faults.append(f"devices: no process was started for {missing}")
-    used = {d.process_index for i, d in started.items() if i in planned}
-    idle = sorted({d.process_index for d in started.values()} - used)
-    if idle and not faults:
-        faults.append(
+            yield f"made_with.{name}: {planned} in the plan, {own} here"
+
+
+def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:
+    used, num = set(), len(cluster.devices)
+    beyond = [device.rank for device in plan.devices if device.rank >= num]
+    if beyond:
+        yield f"devices: the plan uses {', '.join(map(str, beyond))}, here are 0 to {num - 1}"
+    for device in plan.devices:
+        if device.rank >= num:
+            continue
+        own, here = cluster.devices[device.rank].label, devices[device.rank]
+        if own != device.kind:
+            yield f"devices.{device.rank}: {device.kind} in the plan, {own} here"
+        if here is None:
+            yield f"devices.{device.rank}: no process was started for it"
+        else:
+            used.add(here.process_index)
+    idle = sorted({d.process_index for d in devices if d is not None} - used)
+    if idle:
+        yield (
             f"devices: processes {idle} have no part in the plan; hxla run --plan starts only "
             "those that have"
         )
-    if faults:
-        raise PlanError(
-            "the plan is for something else:\n"
-            + "\n".join(f"  {fault}" for fault in faults)
-            + "\nmake a plan for this, with hxla plan or Job.plan, or edit these fields"
+
+
+def _of_parameters(plan: Plan, graph: Graph) -> Iterator[str]:
+    own = {
+        name: (graph.values[v].shape, dtype_name(graph.values[v].dtype))
+        for name, v in zip(graph.param_names, graph.param_values, strict=True)
+    }
+    planned = {p.name: (p.shape, p.dtype) for p in plan.parameters}
+    for name in dict.fromkeys((*planned, *own)):
+        here, there = (_array(known.get(name)) for known in (own, planned))
+        if here != there:
+            yield f"parameters.{name}: {there} in the plan, {here} in the model"
+    if planned == own and list(planned) != list(own):
+        yield f"parameters: in another order than the model's, which is {', '.join(own)}"
+    num_tasks = {len(axis.roles) for axis in plan.axes if axis.roles} - {len(graph.task_graphs)}
+    if num_tasks:
+        yield (
+            f"axes: {num_tasks.pop()} TaskGraphs have roles in the plan, the model has "
+            f"{len(graph.task_graphs)}"
         )
+
+
+def _array(known: tuple[tuple[int, ...], str] | None) -> str:
+    return "none" if known is None else f"{known[1]}{list(known[0])}"
+
+
+def _of_stages(plan: Plan, graph: Graph) -> Iterator[str]:
+    if plan.pipeline is None:
+        return
+    planned = plan.pipeline.segments
+    try:
+        chain = segments_at(graph_of(graph, plan.pipeline.cut_by), [s.first for s in planned[1:]])
+    except PlanError as error:
+        yield f"pipeline.cut_by: {error}"
+        return
+    for i, (segment, own) in enumerate(zip(planned, chain, strict=True)):
+        if not own.ops:
+            yield f"pipeline.segments.{i}: the loss has no equation {segment.first}"
+        elif _LINE.sub("", segment.name) != _LINE.sub("", own.name):
+            yield (
+                f"pipeline.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
+                f"the plan, {own.name!r} in the loss"
+            )

@@ -56,7 +56,7 @@ class SearchWishes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """A plan by search.
+    """A plan, and what a search knows of it.
 
     Attributes:
         plan: The best.
@@ -64,7 +64,7 @@ class FoundPlan:
     """
 
     plan: Plan
-    timelines: Mapping[int, Timeline]
+    timelines: Mapping[int, Timeline] = dataclasses.field(default_factory=dict)
 
 
 def search_plan(
@@ -101,9 +101,11 @@ def search_plan(
     some = min(max(_MEASURED_SEGMENTS, 2 * len(cluster.devices)), _MOST_SEGMENTS)
     num_segments = wishes.num_segments or some
     if profile is not None:
-        num_segments = len(profile.layers)
+        num_segments = profile.most_segments
     tensors = _tensors(wishes.tensors, cluster)
     work, said = chain_work(job, sizes, tensors, num_segments, sums)
+    if profile is not None:
+        profile.check(work.layers)
     found, timelines = propose(
         work,
         cluster,
@@ -136,9 +138,7 @@ def auto_plan(
     sizes = _sizes(job, (), size_asked(job, size), len(devices))
     profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
     found = search_plan(job, cluster, profile, wishes, sums=sums, size=size, all_devices=True)
-    plan = found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
-    job.agree("plan", plan.decisions.to_json())
-    return plan
+    return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
 
 
 def _linked(job: TracedJob, cluster: Cluster, devices: tuple[jax.Device, ...]) -> Cluster:

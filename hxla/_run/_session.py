@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._cluster._job_devices import Devices
 from .._core._errors import CheckpointError, ConfigError, NonFiniteError
@@ -34,12 +33,12 @@ from ._counts_of_plan import (
     share_of,
     shared_numbers,
 )
-from ._data import Loader, eval_batches
+from ._data import Loader, cut_batch, eval_batches, num_tokens
 from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder
 from ._runnable import check_runnable
-from ._session_values import Result, SessionOptions
+from ._session_values import Result, SessionOptions, plans_from_table, plans_to_table
 from ._signals import Preempted, Termination
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
@@ -52,17 +51,30 @@ _STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to
 class Session:
     """A plan that runs: made by `Job.open`, used in a `with` statement.
 
-    Iterating trains to the last step and gives a record of each.
+    Iterating trains to the last step and gives a record of each. A user's own loop may call `step`
+    instead, with batches of its own. Every process of a job makes the same calls in the same order.
 
     Attributes:
-        plan: The present one; a re-balance makes another.
-        step_number: Updates done.
+        plan: The present plan; a re-balance makes another, with other counts.
+        step_number: The updates done.
 
     Example:
-        >>> with job.open(plan, steps=100) as session:
-        ...     for record in session:
-        ...         print(record.step, record.loss)
-        ...     print(session.result().sha256)
+        >>> import hxla, numpy as np, optax
+        >>> from flax import nnx
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
+        >>> def loss(model, batch):
+        ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        >>> job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+        >>> with job.open(job.plan(microbatch_size=1), checkpoint_dir="checkpoints") as session:
+        ...     for _ in range(3):
+        ...         record = session.step(data)
+        ...     whole = session.gather(session.state.params)
+        ...     evaluation = session.evaluate(data)
+        ...     session.save()
+        ...     result = session.result()
+        >>> evaluation.loss < record.loss, result.step
+        (True, 3)
     """
 
     def __init__(
@@ -83,12 +95,13 @@ class Session:
             self._stopping = 0.0
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
-            check_runnable(plan, self._cluster, job.batch_size, devices)
+            check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
             self._is_tight = on_cpu and plan.placement.sums == "released"
             if self._is_tight:
                 keep_heap_small()
             self._checkpoints = self._open_checkpoints(plan.microbatch_size)
+            self._plans: dict[int, Plan] = {}
             resumed = self._resumed_step(plan)
             start = options.first_step if resumed is None else resumed
             self.step_number = self._first_step = start
@@ -101,7 +114,9 @@ class Session:
             self._stepper = Stepper(self._programs, self._store)
             self._stack.callback(self._stepper.close)
             self._batch = job.first_batch(start, plan.microbatch_size)
-            own = self._stepper.warm_up(self._batch, repeats=3 if options.balance else 0)
+            own = self._stepper.warm_up(
+                self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
+            )
             seconds = shared_numbers(self._reducer, own) if options.balance else None
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             limits = count_limits(plan, self._cluster, self.memory_bytes, self._batch)
@@ -115,7 +130,7 @@ class Session:
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             said = self._watch_pipelines.measure(self._batch, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
-            self._plans = [self.plan]
+            self._plans[start] = self.plan
             self._recorder = self._records(start)
             self._stack.callback(self._recorder.close)
             self._loader: Loader | None = None
@@ -179,7 +194,7 @@ class Session:
         wrong = [
             f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
             for key, value in self._meta(plan).items()
-            if key != "plan" and meta.get(key) != value
+            if meta.get(key) != value
         ]
         folder, last = self._options.checkpoint_dir, self._options.steps
         if wrong:
@@ -193,6 +208,7 @@ class Session:
                 f"{folder} holds step {latest}, beyond the {last} asked: raise steps or use "
                 "another checkpoint_dir"
             )
+        self._plans = plans_from_table(meta.get("plans", ()), until=latest)
         return latest
 
     def _meta(self, plan: Plan) -> dict[str, Any]:
@@ -202,7 +218,6 @@ class Session:
             "microbatch_size": plan.microbatch_size,
             "seed": self._job.seed,
             "reduction": plan.sums.kind,
-            "plan": plan.decisions.to_json(),
         }
 
     def _fill_store(self) -> None:
@@ -276,7 +291,7 @@ class Session:
         step, counts = self.step_number, self.plan.counts
         ids = own_ids(counts, self._reducer)
         self._beat(step, "data")
-        batches = self._loaded(step, ids) if batch is None else self._cut(batch, ids)
+        batches = self._loaded(step, ids) if batch is None else cut_batch(batch, ids, self.plan)
         self._beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
@@ -320,21 +335,6 @@ class Session:
         loaded = iter(self._loader.get(step, range(ids[0].start, ids[-1].stop)))
         return [[next(loaded) for _ in own] for own in ids]
 
-    def _cut(self, batch: PyTree, ids: Sequence[range]) -> list[list[PyTree]]:
-        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-        if sizes != {(self.plan.batch_size,)}:
-            shown = ", ".join(str(s[0] if s else "a scalar") for s in sorted(sizes))
-            raise ConfigError(
-                f"the batch has leading dimensions {shown}, each must be the global batch's "
-                f"{self.plan.batch_size}"
-            )
-        size = self.plan.microbatch_size
-
-        def cut(i: int) -> PyTree:
-            return jax.tree.map(lambda x: np.asarray(x)[i * size : (i + 1) * size], batch)
-
-        return [[cut(i) for i in own] for own in ids]
-
     def _recorded(
         self,
         step: int,
@@ -353,7 +353,7 @@ class Session:
             metrics=outcome.metrics,
             seconds=now - self._began,
             num_examples=self.plan.batch_size,
-            num_tokens=_num_tokens(batches, self.plan.num_microbatches),
+            num_tokens=num_tokens(batches, self.plan.num_microbatches),
             counts=counts,
             busy_seconds=tuple(b + u for b, u in busy),
             redone=outcome.redone,
@@ -372,7 +372,7 @@ class Session:
 
     def _rebalance(self, change: Rebalance) -> None:
         self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        self._plans.append(self.plan)
+        self._plans[change.step] = self.plan
         self._recorder.rebalanced(change)
 
     def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
@@ -397,13 +397,11 @@ class Session:
 
     @property
     def state(self) -> State:
-        """The state as it lies; the next step overwrites its arrays."""
+        """The state as it lies, whose arrays the next step overwrites; `gather` makes the whole."""
         return self._store.state(self.step_number)
 
     def gather(self, tree: PyTree) -> PyTree:
-        """Whole arrays of `state` in host memory, one after another.
-
-        Every process must call this at the same step.
+        """Make arrays of `state` whole in host memory, one after another.
 
         Args:
             tree: Any part of `state`.
@@ -415,14 +413,17 @@ class Session:
 
     @property
     def history(self) -> History:
-        """All records so far."""
-        return self._recorder.history(tuple(self._plans))
+        """The records so far."""
+        return self._recorder.history(dict(self._plans))
 
     def evaluate(self, data: Any) -> EvalRecord:
-        """Mean loss and metrics over a data set, the same for every spread of the work.
+        """Find the mean loss and metrics over a data set, the same for every spread of the work.
 
         Args:
-            data: Any kind that a job takes but an unbounded one.
+            data: The data, of any kind that a job takes but an unbounded one.
+
+        Returns:
+            The record of the evaluation.
 
         Raises:
             DataError: If it is empty or of no known kind.
@@ -445,7 +446,7 @@ class Session:
         return record
 
     def save(self) -> None:
-        """Write a checkpoint in the background; every process must call this at the same step.
+        """Write a checkpoint in the background: each process writes the parts that it owns.
 
         Raises:
             ConfigError: If the session was opened without a `checkpoint_dir`.
@@ -456,13 +457,18 @@ class Session:
         if self._saved != self.step_number:
             self._beat(self.step_number, "checkpoint")
             self._stepper.wait()
-            self._checkpoints.save(self.step_number, self._store.saved(), self._meta(self.plan))
+            meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
+            self._checkpoints.save(self.step_number, self._store.saved(), meta)
             self._saved = self.step_number
             if self._is_tight:
                 self._checkpoints.wait()
 
     def result(self) -> Result:
-        """The trained model and what happened; writes the last checkpoint and the report."""
+        """Write the last checkpoint and the report, and give the model its trained variables.
+
+        Returns:
+            The trained model and state, the history, the plan and the SHA-256 of the state.
+        """
         self._beat(self.step_number, "finishing")
         if self._checkpoints is not None:
             self.save()
@@ -485,11 +491,3 @@ class Session:
             plan=self.plan,
             sha256=sha256,
         )
-
-
-def _num_tokens(batches: Sequence[Sequence[PyTree]], num_microbatches: int) -> int:
-    """Entries of the largest integer matrix of a global batch: its tokens, if it has any."""
-    some = next((b for own in batches for b in own), None)
-    leaves = [x for x in jax.tree.leaves(some) if hasattr(x, "dtype")]
-    sizes = [x.size for x in leaves if x.ndim == 2 and np.issubdtype(x.dtype, np.integer)]
-    return max(sizes, default=0) * num_microbatches

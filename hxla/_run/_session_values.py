@@ -1,7 +1,9 @@
 """How a session is opened, and what it leaves."""
 
 import dataclasses
+import json
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._core._config import BalanceConfig
@@ -16,14 +18,14 @@ class Result:
 
     Attributes:
         model: The NNX model that was passed, updated in place; or the Linen module.
-        state: Trained variables in the user's own tree (an `nnx.State`, or Linen's variables). They
-            lie as training held them: on one device where a copy of the model had one.
-        opt_state: State of the optimizer, likewise.
-        step: Updates done in all, those before a resume included.
-        history: What happened.
+        state: The trained variables in the user's own tree (an `nnx.State`, or Linen's variables).
+            They lie as training held them: on one device where a copy of the model had one.
+        opt_state: The state of the optimizer, likewise.
+        step: The updates done in all, those before a resume included.
+        history: The records of this run.
         plan: The plan of the last step.
-        sha256: Of the bytes of parameters, other variables and optimizer state: equal means equal
-            to the last bit.
+        sha256: The SHA-256 of the bytes of parameters, other variables and optimizer state, 64
+            hexadecimal digits: equal means equal to the last bit.
     """
 
     model: Any
@@ -56,3 +58,28 @@ class SessionOptions:
     tensorboard: bool = False
     first_step: int = 0
     is_trial: bool = False
+
+
+def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
+    """Plans by their first step, for JSON: after a re-balance its counts only."""
+    rows: list[dict[str, Any]] = []
+    before: Plan | None = None
+    for step, plan in plans.items():
+        row: dict[str, Any] = {"plan": json.loads(plan.decisions.to_json())}
+        if before is not None and all(".num_microbatches:" in line for line in before.diff(plan)):
+            row = {"counts": plan.counts}
+        rows.append({"first_step": step, **row})
+        before = plan
+    return rows
+
+
+def plans_from_table(rows: Iterable[Mapping[str, Any]], *, until: int) -> dict[int, Plan]:
+    """What `plans_to_table` wrote, of the steps before one."""
+    plans: dict[int, Plan] = {}
+    for row in rows:
+        if "plan" in row:
+            plan = Plan.from_json(json.dumps(row["plan"]))
+        else:
+            plan = plan.with_counts(row["counts"])
+        plans[row["first_step"]] = plan
+    return {step: plan for step, plan in plans.items() if step < until}

@@ -70,6 +70,7 @@ def short_profile(
             Profile(
                 model=model_name(model.params),
                 layers=tuple(s.name for s in chain),
+                num_segments=num_segments,
                 sizes={(size, 1): own_sizes},
                 times={
                     Setting(label, size): tuple(

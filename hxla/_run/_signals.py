@@ -10,7 +10,11 @@ from .._core._types import EXIT_PREEMPTED
 class Preempted(SystemExit):
     """SIGTERM arrived: the step at hand was finished and, with a checkpoint folder, saved.
 
-    A script that does not catch it ends with exit code 75: run it again to resume.
+    It is a `SystemExit`: a script that does not catch it ends with exit code 75, and run again it
+    resumes.
+
+    Attributes:
+        step: The updates done.
     """
 
     def __init__(self, step: int):

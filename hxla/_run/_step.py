@@ -66,6 +66,7 @@ class Stepper:
         self._sums: list[DeviceSums | None] = [None] * num
         self._placed: list[jax.Array | None] = [None] * num  # the scales on each replica
         self._next_exponents = store.exponents
+        self._settles = False  # whether a step is to take scales from itself
         self._totals: tuple[Any, Any] = ((), ())
         # Watched from threads: the main one goes on handing out microbatches meanwhile.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
@@ -78,22 +79,28 @@ class Stepper:
 
     # -- before the first step -------------------------------------------------------------------
 
-    def warm_up(self, batch: PyTree, *, repeats: int) -> list[float]:
+    def warm_up(self, batch: PyTree, *, repeats: int, has_scales: bool = False) -> list[float]:
         """Run everything once, take the first scales, and time a microbatch on each replica.
 
         Args:
             batch: Microbatch 0 of step 0, the same on every process.
             repeats: Timed runs after the first.
+            has_scales: Whether the store has those of a checkpoint, which are kept: with others,
+                elements far below their tensor's largest would be rounded elsewhere.
 
         Returns:
             Seconds of a microbatch on each local replica, the median.
         """
         runners = self._programs.runners
         unit = runners[0].unit
-        for _ in range(2 if self._contribution.is_exact else 1):  # again with scales that fit
+        seeks = self._contribution.is_exact and not has_scales
+        for _ in range(1 + seeks):  # again with scales that fit
             for i in range(len(runners)):
                 self._run(i, 0, range(unit), [batch] * unit)
-            self._adopt_scales()
+            if seeks:
+                self._adopt_scales()
+        # How many microbatches a pipeline warms up with depends on its schedule.
+        self._settles = seeks and isinstance(runners[0], Pipeline)
         self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._held())
         self._totals = (), ()
         # A pipeline's time for one microbatch says little: most of it is bubble.
@@ -122,8 +129,6 @@ class Stepper:
         return found
 
     def _adopt_scales(self) -> None:
-        if not self._contribution.is_exact:
-            return
         peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
         all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
         all_peaks[jax.process_index()] = peaks_T
@@ -172,10 +177,12 @@ class Stepper:
             outcome, maxima = self._accumulate_once(step, ids, batches, stop, redone, on_reduce)
             if outcome.nonfinite or not self._contribution.is_exact:
                 return outcome
-            if not _exact.out_of_window(self._store.exponents, maxima, bits).any():
-                self._next_exponents = self._fitting(maxima)
+            own, fitting = self._store.exponents, self._fitting(maxima)
+            fits = not _exact.out_of_window(own, maxima, bits).any()
+            if fits and not (self._settles and (own != fitting).any()):
+                self._next_exponents, self._settles = fitting, False
                 return outcome
-            self._set_exponents(self._fitting(maxima))
+            self._set_exponents(fitting)
         raise AssertionError("a redo with scales taken from the step itself fits")
 
     def _accumulate_once(

@@ -153,13 +153,8 @@ class TracedJob:
             LaunchError: With a short diff against process 0.
         """
         if jax.process_count() > 1:
-            _coordination.same_everywhere(
-                what,
-                text,
-                rank=jax.process_index(),
-                num_processes=jax.process_count(),
-                timeout_seconds=self.settings.watchdog.progress_timeout_seconds,
-            )
+            seconds = self.settings.watchdog.progress_timeout_seconds
+            _coordination.same_everywhere(what, text, timeout_seconds=seconds)
 
     def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
         """Those that are here, by rank; of a mesh only its own."""
@@ -234,10 +229,8 @@ class TracedJob:
             keys, _ = model.init_arguments
             example = self.first_batch(start, size)
             model = dataclasses.replace(model, init_arguments=(keys, example))
-        communication, num_groups = (
-            self.settings.communication,
-            (self.settings.optimizer.num_apply_groups),
-        )
+        communication = self.settings.communication
+        num_groups = self.settings.optimizer.num_apply_groups
         num_params = max(len(jax.tree.leaves(model.params)), 1)
         if num_groups > num_params:
             raise ConfigError(

@@ -18,14 +18,13 @@ from .._plan._rules import RuleSet, load_rules
 from .._report._history import StepRecord
 from ._counts_of_plan import Counts
 from ._data import num_steps
-from ._job import Job
+from ._job import PLAN_VARIABLE, Job
 from ._make_plan import make_plan
 from ._planning import Wishes
 from ._session import Session
 from ._session_values import Result
 
-PLAN_VARIABLE = "HXLA_PLAN"
-
+#: Called after each step on every process; True ends training after the next step.
 Callback = Callable[[StepRecord, Session], bool | None]
 
 
@@ -63,80 +62,93 @@ def train(
     callbacks: Sequence[Callback] = (),
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Train a Flax model on every device of the job; the same bits however the work is spread.
+    """Train a Flax model on every device of the job, to the same bits however the work is spread.
 
     The global batch is cut into microbatches of one shape. Each device runs as many as its
     measured speed is worth, and the gradients are summed exactly, so the trained parameters depend
     on the arguments below and on `plan.numerics`, and on nothing else: not on the number of
     devices, their speeds, or how often work moved between them.
 
+    This is `Job`, `Job.plan`, `Job.open` and a loop over the session; `examples/08_own_loop.py`
+    writes them out.
+
     Args:
-        model: See `Job`, as for `data`, `loss`, `optimizer`, `batch_size`, `seed`, `shuffle`,
-            `num_examples`, `variables`, `rngs`, `nonfinite`, `default`, `patterns`, `eval_loss` and
-            `config`.
-        data: See `Job`.
-        loss: See `Job`.
-        optimizer: See `Job`.
-        batch_size: Examples of a global batch.
-        steps: Updates in all. Give either this or `epochs`.
-        epochs: Passes over the data.
-        plan: What runs: a plan, a file of one, or `auto`, the best that a search finds for the
-            devices that are here; None: what the next five arguments and the model's annotations
-            mean. A plan's counts stay unless `counts="measured"` is given with it.
-        microbatch_size: See `Job.plan`, as for `mesh`, `rules`, `stages` and `reduction`.
-        mesh: See `Job.plan`.
-        rules: See `Job.plan`.
-        stages: See `Job.plan`.
-        counts: `measured` (the default: counts follow the devices), `even`, or one per copy of the
-            model.
-        reduction: See `Job.plan`.
-        seed: See `Job`.
-        shuffle: See `Job`.
-        num_examples: See `Job`.
-        variables: See `Job`.
-        rngs: See `Job`.
-        nonfinite: See `Job`.
-        default: See `Job`.
-        patterns: See `Job`.
-        eval_data: Data to evaluate on; any kind that `data` takes but an unbounded one.
-        eval_loss: See `Job`.
-        eval_every: Steps between evaluations; default: only after the last step.
-        checkpoint_dir: Folder for checkpoints. If it holds one, training resumes from it.
-        checkpoint_every: Steps between checkpoints; default: only at the end and on SIGTERM.
-        run_dir: Folder for `metrics.jsonl` and `report.html`; nothing is written if None.
-        tensorboard: Also write TensorBoard events to `run_dir`.
-        callbacks: Called on every process as `callback(record, session)` after each step; True from
-            any process ends training after the next step.
-        config: See `Job`.
+        model: The model, see `Job`; so are `data`, `loss`, `optimizer`, `batch_size`, `seed`,
+            `shuffle`, `num_examples`, `variables`, `rngs`, `nonfinite`, `default`, `patterns`,
+            `eval_loss` and `config` below.
+        data: The training data, see `Job`.
+        loss: The loss of a microbatch, see `Job`.
+        optimizer: The optax transformation, see `Job`.
+        batch_size: The examples of a global batch, which is one update.
+        steps: The updates in all, those before a resume included. Give either this or `epochs`.
+        epochs: The passes over the data in all.
+        plan: The plan that runs, or a file of one. `"auto"` stands for the best plan that a search
+            finds for the devices that are here, by a short profile of them. None stands for what
+            the next five arguments and the model's annotations say, or for `"auto"` where these say
+            nothing and `auto.auto_parallel` is set; the plan of `hxla run --plan` takes the place
+            of both. The counts of a given plan stay unless `counts="measured"` is passed with it.
+        microbatch_size: The examples of a microbatch, see `Job.plan`; so are `mesh`, `rules`,
+            `stages` and `reduction` below.
+        mesh: The mesh axes and their sizes, see `Job.plan`.
+        rules: The rule set for the inner axes of the mesh, see `Job.plan`.
+        stages: The number of stages of a pipeline or their shares of the work, see `Job.plan`.
+        counts: The microbatches of each copy of the model: `measured` (the default) lets them
+            follow the devices, `even` keeps them even, and a sequence gives one for each copy.
+        reduction: The form of the sums of gradients, see `Job.plan`.
+        seed: The root of sample order, dropout and initialisation.
+        shuffle: Whether random-access data is shuffled anew each epoch.
+        num_examples: The number of examples of a callable that is to have epochs.
+        variables: The initial variables of a Linen module.
+        rngs: The names of the random streams that a Linen module asks for.
+        nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
+        default: The annotation of what no scope covers.
+        patterns: The ways in which equations can be cut.
+        eval_data: The data to evaluate on, of any kind that `data` takes but an unbounded one.
+        eval_loss: The loss for evaluation; default `loss`.
+        eval_every: The steps between evaluations; by default only the last step is followed by one.
+        checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
+        checkpoint_every: The steps between checkpoints; by default one is written only at the end
+            and on SIGTERM.
+        run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
+        tensorboard: Whether to write TensorBoard events to `run_dir` too.
+        callbacks: Functions that every process calls as `callback(record, session)` after each
+            step. They see the state as it lies, in `session.state`, and `session.gather` makes
+            parts of it whole. True from any process ends training after the next step.
+        config: Further settings: an `hxla.Config`, nested dictionaries, or the path of a `.toml` or
+            `.json` file.
 
     Returns:
-        The trained model and state, the history and the plan.
+        The trained model and state, the history, the plan of the last step, and the SHA-256 of
+        the state.
 
     Raises:
-        ConfigError: Arguments that contradict each other or cannot be met.
-        DataError: Data that is malformed or shorter than asked.
-        LossError: A loss of another form.
-        MeshError: Devices that cannot be used.
-        PlanError: Nothing fits the devices, or the plan is for something else.
-        NonFiniteError: A gradient was not finite and `nonfinite="stop"`.
-        CheckpointError: A folder that cannot be written, or a checkpoint of another run.
+        ConfigError: If arguments contradict each other or cannot be met.
+        DataError: If the data is malformed or shorter than asked.
+        LossError: If the loss returns another form.
+        MeshError: If there are devices that cannot be used.
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        PlanError: If nothing fits the devices, or the plan is for something else.
+        NonFiniteError: If a gradient was not finite and `nonfinite="stop"`.
+        CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+        LaunchError: If this is one of several processes and they have not joined.
         Preempted: After SIGTERM, once a checkpoint is written; uncaught, the script ends with 75.
 
     Example:
-        >>> import jax, numpy as np, optax, hxla
+        >>> import hxla, numpy as np, optax
         >>> from flax import nnx
-        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8.0, dtype=np.float32)}
+        >>> data = {"x": np.eye(8, dtype=np.float32), "y": np.arange(8, dtype=np.float32)}
         >>> def loss(model, batch):
         ...     return (model(batch["x"])[:, 0] - batch["y"]) ** 2
         >>> model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-        >>> result = hxla.train(model, data, loss, optax.sgd(0.1), batch_size=8,
-        ...                     microbatch_size=1, steps=3)
-        >>> result.step
-        3
+        >>> result = hxla.train(
+        ...     model, data, loss, optax.sgd(0.1), batch_size=8, microbatch_size=1, steps=3
+        ... )
+        >>> result.step, len(result.sha256)
+        (3, 64)
 
     References:
-        Jia et al., "Whale", USENIX ATC 2022 (load balance over unlike devices).
-        Li et al., "EasyScale", SC 2023 (logical workers with an identity of their own).
+        Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (load balance over unlike devices);
+        Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity of their own).
     """
     every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
     _check_arguments(steps, epochs, every, checkpoint_dir, eval_data)
@@ -199,7 +211,7 @@ def _plan(
 ) -> tuple[Plan, bool]:
     """The plan to run, and whether its counts follow measured times."""
     file = os.environ.get(PLAN_VARIABLE)
-    if file and plan is not None:
+    if file and plan not in (None, "auto"):
         raise ConfigError(f"hxla run --plan {file}, but the script has plan={plan!r}: give one")
     plan = file or plan
     if plan is None or plan == "auto":
@@ -209,7 +221,8 @@ def _plan(
             counts=counts if counts is not None else "measured",
             **asked,
         )
-        return make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
+        made, moves = make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
+        return made.plan, moves
     given = [name for name, value in asked.items() if value not in (None, "exact")]
     if given and not file:
         raise ConfigError(f"{', '.join(given)}: the plan says that already, leave it out")

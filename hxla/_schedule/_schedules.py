@@ -25,10 +25,10 @@ class Action:
     """One thing that a stage does in a tick.
 
     Attributes:
-        kind: `forward`, `backward`, or `weight`. In a schedule that has `weight`, `backward` is
-            only the gradient of the input, and `weight` that of the parameters.
-        microbatch: Which microbatch of the replica.
-        chunk: Which of the stage's chunks of the model.
+        kind: The kind: `forward`, `backward`, or `weight`. In a schedule that has `weight`,
+            `backward` is only the gradient of the input, and `weight` that of the parameters.
+        microbatch: The microbatch of the replica, from 0.
+        chunk: The stage's chunk of the model, from 0.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class Schedule:
     """Who does what in which tick.
 
     Attributes:
-        name: Of the kind of schedule.
-        num_stages: Stages.
-        num_microbatches: Microbatches of one replica in a step.
-        num_chunks: Chunks of the model on each stage.
-        table_TS: An operation or None (idle) per tick and stage.
+        name: The name of the kind of schedule.
+        num_stages: The number of stages.
+        num_microbatches: The microbatches of one replica in a step.
+        num_chunks: The chunks of the model on each stage.
+        table_TS: The action of each stage in each tick, or None where it waits.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """Length of the table."""
+        """The length of the table."""
         return len(self.table_TS)
 
     @property
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The operations of each stage in their order, without idle ticks."""
+        """The actions of each stage in their order, without idle ticks."""
         return tuple(
             tuple(op for tick in self.table_TS if (op := tick[stage]) is not None)
             for stage in range(self.num_stages)
@@ -73,12 +73,12 @@ class Schedule:
 
     @property
     def has_weight(self) -> bool:
-        """Whether weight gradients are operations of their own."""
+        """Whether weight gradients are actions of their own."""
         return any(op is not None and op.kind == WEIGHT for tick in self.table_TS for op in tick)
 
     @property
     def peak_stash(self) -> tuple[int, ...]:
-        """Per stage, the most chunk activations kept at once.
+        """For each stage the most chunk activations kept at once.
 
         One is kept from its forward until its last use: the backward, or where the schedule has
         it the weight gradient.
@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the table: idle ticks over all."""
+        """The idle share of the table: idle ticks over all."""
         idle = sum(op is None for tick in self.table_TS for op in tick)
         return idle / (self.num_ticks * self.num_stages)
 
@@ -262,20 +262,29 @@ def from_rows(
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
-    """A schedule by its name.
+    """Make a schedule by its name.
 
     Args:
-        name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
-        num_stages: Stages.
-        num_microbatches: Microbatches of one replica in a step.
-        num_chunks: Chunks of the model on each stage; more than 1 for `interleaved` only.
+        name: The name: `gpipe`, `1f1b`, `interleaved` or `zb-h1`.
+        num_stages: The number of stages.
+        num_microbatches: The microbatches of one replica in a step.
+        num_chunks: The chunks of the model on each stage; more than 1 for `interleaved` only.
+
+    Returns:
+        The schedule, a table of ticks and stages.
 
     Raises:
-        PlanError: An unknown name, with the known ones, or numbers that the schedule cannot take.
+        PlanError: If the name is unknown, or the schedule cannot take the numbers.
 
     Example:
-        >>> make_schedule("1f1b", 2, 2).written
+        >>> import hxla
+        >>> hxla.make_schedule("1f1b", 2, 2).written
         (('F0', ''), ('F1', 'F0'), ('', 'B0'), ('B0', 'F1'), ('', 'B1'), ('B1', ''))
+
+    References:
+        Huang et al., "GPipe", NeurIPS 2019, section 2.3; Narayanan et al., "Efficient Large-Scale
+        Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2 (1F1B,
+        interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2 (zb-h1).
     """
     if name == "interleaved":
         return interleaved(num_stages, num_microbatches, num_chunks)
@@ -298,24 +307,26 @@ def schedule_from_table(
     name: str = "own",
     stash_limits_S: Sequence[int] | None = None,
 ) -> Schedule:
-    """A schedule of your own.
+    """Read a schedule of your own.
 
     Args:
         table_TS: What each stage does in each tick: `F2` the forward of microbatch 2, `B2` its
             backward, `W2` its weight gradient, each with `.1` for the stage's chunk 1, and `""`
-            where it waits. With any `W`, a `B` is only the gradient of the input. Microbatches
-            and chunks are counted from 0.
-        name: What to call it in reports.
+            where it waits. With any `W`, a `B` is only the gradient of the input. Microbatches and
+            chunks are counted from 0.
+        name: The name in reports.
         stash_limits_S: The most chunk activations that each stage may keep (default: any number).
 
     Returns:
         The schedule, validated.
 
     Raises:
-        PlanError: With every failure, see `validate`.
+        PlanError: If it cannot run, with every failure: its tick, stage and microbatch, and what to
+            change.
 
     Example:
-        >>> schedule_from_table([["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]).num_ticks
+        >>> import hxla
+        >>> hxla.schedule_from_table([["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]).num_ticks
         4
     """
     failures: list[str] = []

@@ -1,6 +1,10 @@
 """A step in time, measured or predicted: what each device does when."""
 
+import collections
 import dataclasses
+from collections.abc import Sequence
+
+from .._schedule._replay import Timeline
 
 COMPUTATION, COLLECTIVE, TRANSFER = "computation", "collective", "transfer"
 
@@ -14,6 +18,7 @@ class Bar:
         kind: `computation`, `collective` or `transfer` if it was measured.
         label: What it is, as the HLO names it if it was measured.
         program: Name of the HLO module, if it was measured.
+        chunk: Of the stage that it works on.
         start_seconds: From the start of the step.
         end_seconds: The same.
     """
@@ -22,6 +27,7 @@ class Bar:
     kind: str
     label: str
     program: str = ""
+    chunk: int = 0
     start_seconds: float
     end_seconds: float
 
@@ -40,17 +46,26 @@ class Lanes:
         names: Of the lanes: devices, or stages.
         bars: By start, within each lane.
         note: What it was read from, in a sentence.
+        end_seconds: Of the step, where it is later than the last bar's.
     """
 
     title: str
     names: tuple[str, ...]
     bars: tuple[Bar, ...]
     note: str = ""
+    end_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Until the last bar ends."""
-        return max((bar.end_seconds for bar in self.bars), default=0.0)
+        """Until the step ends."""
+        return max([self.end_seconds, *(bar.end_seconds for bar in self.bars)])
+
+    def mean_seconds(self) -> dict[tuple[str, str, str], float]:
+        """Seconds of what has a label, a kind and a program, the mean over lanes."""
+        out: dict[tuple[str, str, str], float] = collections.defaultdict(float)
+        for bar in self.bars:
+            out[bar.label, bar.kind, bar.program] += bar.seconds / len(self.names)
+        return out
 
     def busy_seconds(self, lane: int, kind: str) -> float:
         """Time in which a lane has at least one bar of a kind."""
@@ -60,3 +75,33 @@ class Lanes:
                 busy += bar.end_seconds - max(bar.start_seconds, until)
                 until = bar.end_seconds
         return busy
+
+
+def lanes_of_timeline(
+    timeline: Timeline, names: Sequence[str] = (), *, title: str, end_seconds: float = 0.0
+) -> Lanes:
+    """A pipeline's step as lanes, one for each stage.
+
+    Args:
+        timeline: The step.
+        names: Of the stages; none: their numbers.
+        title: What it is, in words.
+        end_seconds: Of the step, where it is later than the timeline's: reduction and update.
+    """
+    bars = [
+        Bar(
+            lane=e.stage,
+            kind=e.kind,
+            label=str(e.microbatch),
+            chunk=e.chunk,
+            start_seconds=e.start_seconds,
+            end_seconds=e.end_seconds,
+        )
+        for e in (*timeline.events, *timeline.sends)
+    ]
+    return Lanes(
+        title=title,
+        names=tuple(names) or tuple(f"stage {stage}" for stage in range(timeline.num_stages)),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start_seconds)),
+        end_seconds=end_seconds,
+    )

@@ -1,0 +1,78 @@
+"""Trains the model of examples/gpt.py in turns of a step: what several benchmarks start.
+
+It runs with hxla 0.1.0 too, so that two commits can be compared.
+"""
+
+import argparse
+import inspect
+import json
+import pathlib
+import sys
+
+import jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", help="of the turns")
+parser.add_argument("--turns", type=int, required=True, help="steps after the first one")
+parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--microbatch-size", type=int, default=2, help="0: as hxla chooses")
+parser.add_argument("--counts", default="measured", help="measured, or even")
+parser.add_argument("--reduction", default="exact")
+parser.add_argument("--tensor", type=int, help="cut the model over so many devices, by rules")
+parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
+args = parser.parse_args()
+if args.tensor:
+    jax.config.update("jax_num_cpu_devices", args.tensor)
+
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+from gpt import GPT, library, loss  # noqa: E402
+from turns import take_turn  # noqa: E402
+
+import hxla  # noqa: E402
+
+
+def wait_for_turn(record, seen):
+    """After a step, once its update is done; `seen` is a session, or the state of 0.1.0."""
+    state = getattr(seen, "state", seen)
+    jax.block_until_ready((state.params, state.opt_state))
+    take_turn(args.folder, jax.process_index())
+
+
+options = {
+    "counts" if "counts" in inspect.signature(hxla.train).parameters else "split": args.counts
+}
+if args.tensor:
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    options["mesh"] = jax.make_mesh((1, args.tensor), ("data", "tensor"), axis_types=axes)
+    options["rules"] = "decoder"
+if args.stages:
+    shares = [float(x) for x in args.stages.split(",")]
+    options["stages"] = shares if len(shares) > 1 else int(shares[0])
+result = hxla.train(
+    GPT(nnx.Rngs(0)),
+    library(),
+    loss,
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
+    batch_size=args.batch_size,
+    microbatch_size=args.microbatch_size or None,
+    steps=args.turns + 1,
+    reduction=args.reduction,
+    callbacks=[wait_for_turn],
+    **options,
+)
+if jax.process_index() == 0:
+    prediction = getattr(result.plan, "prediction", None)
+    told = {
+        "hxla": hxla.__file__,
+        "sha256": result.sha256,
+        "losses": [round(step.loss, 4) for step in result.history.steps],
+        "microbatch_size": getattr(result.plan, "microbatch_size", args.microbatch_size),
+        "counts": [step.counts for step in result.history.steps],
+        "reasons": result.plan.reasons,
+        "predicted_seconds": prediction.step_seconds if prediction else 0.0,
+        "bound_seconds": prediction.bound_seconds if prediction else 0.0,
+    }
+    print("RESULT " + json.dumps(told))

@@ -1,0 +1,228 @@
+"""Compiles what a plan runs for H100s that are not here, and prints what the programs hold.
+
+    python tests/gpu_programs.py PLAN
+
+A process of its own, because XLA reads its flags and the plugin its environment when they start:
+see `test_gpu_compile.py`, which starts it.
+"""
+
+import json
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_parts"))
+
+import gpt
+import gpu_jobs
+
+import hxla
+from hxla._lower._lower import Programs, lower
+
+NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
+GIB = 80
+# Fields of `stream_executor::GpuDeviceInfoProto`, which CUDA's runtime calls `cudaDeviceProp`.
+# Figures: NVIDIA, "H100 Tensor Core GPU Architecture" (2022), tables of the SXM5 card; 3.35 TB/s by
+# the "H100 Tensor Core GPU" data sheet. Limits: NVIDIA, "CUDA C++ Programming Guide", table
+# "Technical Specifications per Compute Capability", 9.0; what a block may use of a core's shared
+# memory without opting in is 48 KiB on all.
+_NAME = "NVIDIA H100 80GB HBM3"
+_TARGET = f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: {48 * 2**10}
+  shared_memory_per_block_optin: {227 * 2**10}
+  shared_memory_per_core: {228 * 2**10}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  core_count: 132
+  fpus_per_core: 128
+  l2_cache_size: {50 * 2**20}
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3350000000000
+  device_memory_size: {GIB * 2**30}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{_NAME}"
+"""
+
+
+def cards(num: int) -> tuple[jax.Device, ...]:
+    """Some of four cards in one machine."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET, topology="1x1x4"
+    )
+    return tuple(topology.devices)[:num]
+
+
+def small_gpt() -> hxla.Job:
+    """Of a GPT whose arrays nobody made."""
+    sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
+    data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return hxla.Job(model, data, gpt.loss, optimizer, batch_size=NUM * SIZE)
+
+
+def large_gpt() -> hxla.Job:
+    """What benchmarks/gpu_parts/gpt_run.py trains."""
+    size = gpu_jobs.SIZES["124m"]
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    model = nnx.eval_shape(size.make)
+    return hxla.Job(model, data, size.loss, gpu_jobs.gpt_optimizer(), batch_size=NUM * SIZE)
+
+
+def perceptron() -> hxla.Job:
+    """What benchmarks/gpu_parts/dispatch.py trains."""
+    shapes = {"x": (64, 32), "y": (64, 10)}
+    data = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
+    model = nnx.eval_shape(gpu_jobs.perceptron)
+    return hxla.Job(model, data, gpu_jobs.squares, optax.adam(1e-3), batch_size=NUM * SIZE)
+
+
+PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
+    "data": (small_gpt, {"mesh": {"data": 2}}),
+    "data, float sums": (small_gpt, {"mesh": {"data": 2}, "reduction": "float"}),
+    "tensor": (small_gpt, {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"}),
+    "pipeline": (small_gpt, {"mesh": {"data": 2, "stage": 2}}),
+    "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),
+    "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
+    "perceptron": (perceptron, {"mesh": {"data": 1}}),
+}
+
+
+def lowered(job: hxla.Job, wishes: dict[str, Any]) -> Programs:
+    """The programs of one of the plans."""
+    num = math.prod(wishes["mesh"].values())
+    card = hxla.Device(kind=_NAME, memory_bytes=GIB * 2**30)
+    cluster = hxla.Cluster(name="", devices=(card,) * num)
+    plan = job.plan(cluster, auto=False, microbatch_size=SIZE, **wishes)
+    return lower(job._traced.training(SIZE, 0), job.graph(SIZE), plan, cards(num))
+
+
+def compiled(programs: Programs) -> dict[str, Any]:
+    """The programs of the first replica and of the sums, by name; all are compiled and adopted."""
+    made: list[Any] = []
+
+    def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
+        made.extend(map(compile_one, lowered))
+        return made
+
+    programs.compile(over)
+    sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
+    own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
+    found = dict(zip([*sums, "update", *own], made, strict=False))
+    return found
+
+
+def evaluation(programs: Programs) -> Any:
+    """The program that evaluates a microbatch of the small GPT."""
+    params, aux, _ = programs._shapes(0)
+    batch = {"text": programs._whole(0, (SIZE, LENGTH + 1), np.int32)}
+    return programs.evaluation._run.lower(params, aux, np.int32(0), batch).compile()
+
+
+def predicted_bytes(job: hxla.Job) -> float:
+    """Of a card that trains it alone, as a plan says where nothing was measured or compiled.
+
+    Rates: NVIDIA, "H100 Tensor Core GPU" data sheet, dense.
+    """
+    rate = hxla.Rate(dtype="float32", flops_per_second=67e12, source="data sheet")
+    card = hxla.Device(
+        kind=_NAME, memory_bytes=GIB * 2**30, rates=(rate,), memory_bytes_per_second=3.35e12
+    )
+    cluster = hxla.Cluster(name="one", devices=(card,))
+    [device] = job.plan(cluster, microbatch_size=SIZE).prediction.devices
+    return device.memory_bytes
+
+
+def plain_step() -> Any:
+    """The loop that hxla is compared with, compiled for one card."""
+    size, sharding = gpu_jobs.SIZES["tiny"], SingleDeviceSharding(cards(1)[0])
+    graphdef, params, rest = nnx.split(nnx.eval_shape(size.make), nnx.Param, ...)
+    optimizer = gpu_jobs.gpt_optimizer()
+    shapes = params, jax.eval_shape(optimizer.init, params)
+    here = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (*shapes, {"text": jax.ShapeDtypeStruct((NUM, SIZE, size.length + 1), np.int32)}),
+    )
+    return gpu_jobs.scanned(graphdef, rest, size.loss, optimizer).lower(*here).compile()
+
+
+def _dtypes(collective: Any) -> str:
+    """Those that travel together; an array is written `f32[8,16]` or `2 x f32[8,16]`."""
+    return "+".join(sorted({re.sub(r"\d+ x |\[.*", "", array) for array in collective.arrays}))
+
+
+def _racing_scatters(text: str) -> Iterator[str]:
+    """Scatters whose order of additions is anybody's: of floats, to indices that may be equal."""
+    for line in text.splitlines():
+        is_scatter = re.search(r"= \(?(f32|bf16|f16)\S* scatter\(", line)
+        if is_scatter and "unique_indices=true" not in line:
+            yield line.strip()[:200]
+
+
+def told(program: Any) -> dict[str, Any]:
+    """What a compiled program holds."""
+    found = hxla.inspect(program).main
+    text, stats = program.as_text(), program.memory_analysis()
+    return {
+        "collectives": sorted(
+            {f"{c.kind} of {_dtypes(c)} over {c.over}" for c in found.collectives}
+        ),
+        "transfers": [t.kind for t in found.transfers],
+        "problems": list(found.problems),
+        "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+        "racing_scatters": list(_racing_scatters(text)),
+        "argument_bytes": stats.argument_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "donated_bytes": stats.alias_size_in_bytes,
+    }
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's part."""
+    leaves = jax.tree.leaves(tree)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves
+    )
+
+
+def main() -> None:
+    make, wishes = PLANS[sys.argv[1]]
+    job = make()
+    programs = lowered(job, wishes)
+    found = {k: told(program) for k, program in compiled(programs).items()}
+    params, aux, opt_state = programs._shapes(0)
+    facts = {"state_bytes": _bytes((params, aux, opt_state)), "param_bytes": _bytes(params)}
+    if make is small_gpt and not programs.pipelines:
+        found["evaluation"] = told(evaluation(programs))
+    if make is large_gpt:
+        facts["memory_bytes"] = programs.memory_bytes(facts["state_bytes"])
+        facts["predicted_bytes"] = predicted_bytes(job)
+    if make is perceptron:
+        facts["plain"] = told(plain_step())
+    print(json.dumps(facts | {"programs": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Benchmarks use hxla as its users do: by its public names."""
+
+import ast
+import json
+import pathlib
+import re
+
+import pytest
+
+import hxla
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+KNOWN = {name for name in vars(hxla) if not name.startswith("_")} | {"__file__"}
+
+
+def private_uses(text):
+    """Lines that use anything of hxla that is not a public name."""
+    tree, found = ast.parse(text), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            wrong = [a.name for a in node.names if a.name.startswith("hxla.")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hxla":
+            wrong = [node.module] if node.module != "hxla" else []
+            wrong += [a.name for a in node.names if a.name not in KNOWN]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            wrong = [node.attr] if node.value.id == "hxla" and node.attr not in KNOWN else []
+        else:
+            wrong = []
+        found += [f"line {node.lineno}: {name}" for name in wrong]
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_benchmark_builds_on_public_names_only(file):
+    assert private_uses(file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import hxla._run._step",
+        "import hxla.testing",
+        "from hxla._lower import _exact",
+        "from hxla import _core",
+        "from hxla import Proposal",
+        "import hxla\nhxla._run._step.Stepper",
+        "import hxla\nhxla.set_default_strategy(None)",
+    ],
+)
+def test_what_is_not_public_is_found(text):
+    assert len(private_uses(text)) >= 1
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.stem
+)
+def test_a_result_carries_its_commit_and_date(file):
+    measured = json.loads(file.read_text())["measured"]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", measured["commit"])
+    assert re.match(r"20\d\d-\d\d-\d\d", measured["date"])
