@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._factors import PATTERNS, Factor, fits, reshape_groups
+from hxla._graph._factors import PATTERNS, Factor, fits
 from hxla._graph._operations import leaves
 from hxla._graph._trace import trace_sums
 from hxla._planner._assign import assign
@@ -126,9 +126,18 @@ def test_every_factor_leaves_the_result_unchanged():
     )
 
 
-def test_reshape_groups_line_up_products():
-    assert reshape_groups((6, 4), (2, 3, 4)) == [([0], [0, 1]), ([1], [2])]
-    assert reshape_groups((2, 12), (8, 3)) == [([0, 1], [0, 1])]
+@pytest.mark.parametrize(
+    ("before", "after", "pairs"),
+    [
+        ((6, 4), (2, 3, 4), [(0, 0), (1, 2)]),
+        ((2, 12), (8, 3), [(0, 0)]),
+        ((1, 6, 1, 4), (6, 4, 1), [(1, 0), (3, 1)]),
+        ((0, 4), (4, 0), []),
+    ],
+)
+def test_dimensions_of_a_reshape_line_up_by_products(before, after, pairs):
+    found = PATTERNS.factors("reshape", [before], [after], {"dimensions": None})
+    assert [(f.operands[0], f.results[0]) for f in found] == pairs
 
 
 def test_a_users_pattern_takes_the_place_of_the_built_in_one():

@@ -12,6 +12,8 @@ References:
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -238,44 +240,18 @@ def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict)
     return _dims_of_first(ins, outs, ((source.get(out), out) for out in range(len(outs[0]))))
 
 
-def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Smallest groups of dimensions of equal size on both sides, in order."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        left, right = [], []
-        a = b = 1
-        if i < len(before):
-            left.append(i)
-            a = before[i]
-            i += 1
-        if j < len(after):
-            right.append(j)
-            b = after[j]
-            j += 1
-        while a != b:
-            if (a < b and i < len(before)) or j >= len(after):
-                left.append(i)
-                a *= before[i]
-                i += 1
-            else:
-                right.append(j)
-                b *= after[j]
-                j += 1
-        groups.append((left, right))
-    return groups
+def _by_what_lies_before(shape: Shape) -> dict[int, int]:
+    """Dimensions larger than one, by the product of those before them."""
+    before = itertools.accumulate((1, *shape), operator.mul)
+    return {size: d for d, size in zip(range(len(shape)), before, strict=False) if shape[d] != 1}
 
 
 def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
-    before, after = ins[0], outs[0]
-    if params.get("dimensions") is not None or 0 in before:
+    if params.get("dimensions") is not None or 0 in ins[0]:
         return []
-    # Dimensions of size one belong to no group; what is left lines up by products.
-    here = [d for d, n in enumerate(before) if n != 1]
-    there = [d for d, n in enumerate(after) if n != 1]
-    groups = reshape_groups(tuple(before[d] for d in here), tuple(after[d] for d in there))
-    pairs = ((here[left[0]], there[right[0]]) for left, right in groups if left and right)
-    return _dims_of_first(ins, outs, pairs)
+    # Two dimensions with as much before them begin at the same places of the array.
+    here, there = _by_what_lies_before(ins[0]), _by_what_lies_before(outs[0])
+    return _dims_of_first(ins, outs, ((d, there[at]) for at, d in here.items() if at in there))
 
 
 def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
