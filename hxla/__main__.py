@@ -25,8 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
-    run.add_argument("script", help="Python script, followed by its own arguments")
-    run.add_argument("arguments", nargs=argparse.REMAINDER)
     devices = commands.add_parser("devices", help="what is here, how fast it is, and how joined")
     devices.add_argument("--measure", action="store_true", help="time products, copies and links")
     devices.add_argument("--write", metavar="FILE", help="write a mesh file of it")
@@ -36,8 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     profile.add_argument("--microbatch-sizes", type=_sizes, default=(), metavar="1,2,4")
     profile.add_argument("--segments", type=int, default=8, help="most parts of the model")
     profile.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
-    profile.add_argument("script", help="Python script, followed by its own arguments")
-    profile.add_argument("arguments", nargs=argparse.REMAINDER)
     plan = commands.add_parser("plan", help="plan a script's training for any cluster")
     plan.add_argument("--mesh", required=True, help="mesh file, or the name of a built-in one")
     plan.add_argument("--compare", metavar="MESH", help="another mesh to set beside it")
@@ -54,8 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
-    plan.add_argument("script", help="Python script, followed by its own arguments")
-    plan.add_argument("arguments", nargs=argparse.REMAINDER)
+    for command in (run, profile, plan):
+        command.add_argument("script", help="Python script, followed by its own arguments")
+        command.add_argument("arguments", nargs=argparse.REMAINDER)
     inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
     inspect.add_argument("dump", help="folder of hxla run --dump or of XLA, or a file of it")
     inspect.add_argument("--axes", type=_axes, default=None, metavar="data=2,tensor=4")
@@ -75,21 +72,21 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "inspect":
             _inspect(args)
             return 0
-        command = [args.script, *args.arguments]
+        script = [args.script, *args.arguments]
         if args.command == "profile":
-            return _profile(args, command)
+            return _profile(args, script)
         if args.command == "plan":
-            return _plan(args, command)
+            return _plan(args, script)
         if cluster_in_sight() and args.mesh is None and args.n is None:
             if args.dump is not None:  # other tasks write into it too
                 rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
                 os.environ |= _launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
             if args.plan is not None:
                 os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
-            run_script(command)  # one task per accelerator is running already
+            run_script(script)  # one task per accelerator is running already
             return 0
         return _launcher.run(
-            command,
+            script,
             mesh=args.mesh,
             number=args.n,
             plan=args.plan,
@@ -141,18 +138,19 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
             own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
         return _launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
     from ._run._capture import job_of
-    from ._run._profiling import ProfileRequest, profile
-
-    request = ProfileRequest(
-        file=os.path.abspath(args.write),
-        microbatch_sizes=args.microbatch_sizes,
-        num_segments=args.segments,
-    )
+    from ._run._profiling import profile
 
     def work() -> None:
         try:
             job, wishes = job_of(command)
-            profile(job, wishes.microbatch_size, wishes.reduction, request)
+            profile(
+                job,
+                wishes.microbatch_size,
+                wishes.reduction,
+                file=os.path.abspath(args.write),
+                microbatch_sizes=args.microbatch_sizes,
+                num_segments=args.segments,
+            )
         except HxlaError as error:
             sys.exit(f"hxla: {error}")
 
@@ -163,11 +161,12 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
 def _plan(args: argparse.Namespace, command: list[str]) -> int:
     import jax
 
-    from ._run._commands import PlanRequest, plan_script
+    from ._run._commands import plan_script
     from ._run._search_plan import SearchWishes
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
-    request = PlanRequest(
+    plan_script(
+        command,
         meshes=(args.mesh,) if args.compare is None else (args.mesh, args.compare),
         profile=args.profile,
         write=args.write,
@@ -181,7 +180,6 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
             recompute=not args.no_recompute,
         ),
     )
-    plan_script(request, command)
     return 0
 
 

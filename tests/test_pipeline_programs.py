@@ -69,7 +69,7 @@ def build(num_microbatches, num_stages=4, reduction="exact", **how):
     )
     [pipeline] = made.runners
     params = pipeline.replica.put_tree(weights(), list(pipeline.spec.slots.specs))
-    compiled = [program.compile() for program in made._lowered_runner(0)]
+    compiled = [program.compile() for program in made._lowered(0)[1:]]
     pipeline.adopt(compiled)
     return Programs(pipeline, params, compiled)
 
@@ -122,7 +122,8 @@ def own_bytes(made, num_microbatches):
     """Memory of the ticks but what the batch, its table and its losses take."""
     ticks = made.pipeline.spec.schedule(num_microbatches).num_ticks
     table = ticks * made.pipeline.spec.slots.num_stages * 8 * 4
-    return made.pipeline.memory_bytes() - num_microbatches * (SIZE * WIDTH * 4 + 2 * 4) - table
+    needed = made.pipeline.kept_bytes + made.pipeline.memory_bytes(0)
+    return needed - num_microbatches * (SIZE * WIDTH * 4 + 2 * 4) - table
 
 
 @pytest.mark.slow

@@ -146,7 +146,11 @@ def job_cluster(
         not.
     """
     own = {
-        rank: [_kind(device), _memory(device), platform.node()]
+        rank: [
+            device_kind(device),
+            (device.memory_stats() or {}).get("bytes_limit"),
+            platform.node(),
+        ]
         for rank, device in enumerate(devices)
         if device is not None and device.process_index == jax.process_index()
     }
@@ -169,11 +173,3 @@ def job_cluster(
         ),
         nodes=tuple(Node(name=host) for host in hosts),
     )
-
-
-def _kind(device: jax.Device) -> str:
-    return "cpu" if device.platform == "cpu" else device_kind(device)
-
-
-def _memory(device: jax.Device) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")

@@ -4,7 +4,6 @@ import difflib
 import itertools
 import json
 import tomllib
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import pydantic
 
 from .._core import _catalogue as _catalog
 from .._core._errors import MeshError
+from .._core._faults import fault
 from ._cluster import Cluster, Device, Link, Node, Rate, Speed
 
 
@@ -200,32 +200,10 @@ def _times_ten_to(power: int, value: float) -> float:
 
 
 def _fault(failure: Any) -> str:
-    path = ".".join(map(str, failure["loc"]))
-    if failure["type"] == "extra_forbidden":
-        known = _keys_beside(failure["loc"])
-        near = difflib.get_close_matches(str(failure["loc"][-1]), known, n=1, cutoff=0)
-        return f"{path}: unknown key, did you mean {near[0]!r}?"
-    if failure["type"] == "missing":
-        return f"{path}: missing, add it"
     if failure["type"] == "list_type" and failure["loc"][-1] in ("device", "node", "link"):
+        path = ".".join(map(str, failure["loc"]))
         return f"{path}: one table where several may be, write [[{path}]]"
-    message = failure["msg"].removeprefix("Value error, ")
-    found = failure["input"]
-    return f"{path}: {message}" + ("" if isinstance(found, dict | list) else f", found {found!r}")
-
-
-def _keys_beside(path: Sequence[int | str]) -> list[str]:
-    model: Any = _MeshFileTable
-    for key in path[:-1]:
-        if key in model.model_fields:
-            model = _model_in(model.model_fields[key].annotation) or model
-    return list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, _Table):
-        return annotation
-    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+    return fault(failure, _MeshFileTable)
 
 
 def _tables(value: Any) -> list[Mapping[str, Any]]:

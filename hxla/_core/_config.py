@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import pydantic
 
 from ._errors import ConfigError
+from ._faults import fault
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = "DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE NUM_PROCESSES PROCESS_ID"
@@ -189,15 +190,8 @@ def as_config(
     except pydantic.ValidationError as error:
         lines = []
         for failure in error.errors():
-            path = ".".join(map(str, failure["loc"]))
             source = sources.get(tuple(map(str, failure["loc"][:2])))
-            where = f" (from {source})" if source else ""
-            if failure["type"] == "extra_forbidden":
-                known = _keys_beside(failure["loc"])
-                near = difflib.get_close_matches(str(failure["loc"][-1]), known, n=1, cutoff=0)
-                lines.append(f"  {path}: unknown key, did you mean {near[0]!r}?")
-            else:
-                lines.append(f"  {path}{where}: {failure['msg']}, not {failure['input']!r}")
+            lines.append("  " + fault(failure, Config, f" (from {source})" if source else ""))
         raise ConfigError("config has errors:\n" + "\n".join(lines)) from None
 
 
@@ -234,10 +228,3 @@ def _typed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _keys_beside(path: tuple[int | str, ...]) -> list[str]:
-    model: Any = Config
-    for key in path[:-1]:
-        model = model.model_fields[str(key)].annotation
-    return list(model.model_fields)

@@ -240,18 +240,18 @@ def _broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: dict)
     return _dims_of_first(ins, outs, ((source.get(out), out) for out in range(len(outs[0]))))
 
 
-def _by_what_lies_before(shape: Shape) -> dict[int, int]:
-    """Dimensions larger than one, by the product of those before them."""
-    before = itertools.accumulate((1, *shape), operator.mul)
-    return {size: d for d, size in zip(range(len(shape)), before, strict=False) if shape[d] != 1}
-
-
 def _reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
     if params.get("dimensions") is not None or 0 in ins[0]:
         return []
-    # Two dimensions with as much before them begin at the same places of the array.
-    here, there = _by_what_lies_before(ins[0]), _by_what_lies_before(outs[0])
-    return _dims_of_first(ins, outs, ((d, there[at]) for at, d in here.items() if at in there))
+    # Two dimensions begin alike where as many elements lie outside of them.
+    here, there = _by_outer_size(ins[0]), _by_outer_size(outs[0])
+    return _dims_of_first(ins, outs, ((here[n], there[n]) for n in here if n in there))
+
+
+def _by_outer_size(shape: Shape) -> dict[int, int]:
+    """Dimensions above size one, by the product of those before them."""
+    outer = itertools.accumulate(shape, operator.mul, initial=1)
+    return {n: d for d, (n, size) in enumerate(zip(outer, shape, strict=False)) if size > 1}
 
 
 def _transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._jax._jaxpr import ClosedJaxpr
@@ -69,6 +70,12 @@ class Graph:
         from ._task_graph_picture import draw_task_graphs
 
         draw_task_graphs(self.task_graphs, path)
+
+
+def shapes_of(graph: Graph, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of some values of a graph, as jax has them."""
+    known = (graph.values[v] for v in values)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in known]
 
 
 def rows_read(graph: Graph) -> dict[int, int]:

@@ -34,13 +34,17 @@ class ArrayPlacement:
     carry: Callable[[Sequence[int], list[Any]], list[Any]] = _as_they_are
 
 
+#: As jax leaves them.
+AS_THEY_ARE = ArrayPlacement()
+
+
 def run_graph(
     graph: Graph,
     params: PyTree,
     aux: PyTree,
     key: jax.Array,
     batch: PyTree,
-    placement: ArrayPlacement | None = None,
+    place: ArrayPlacement,
 ) -> list[Any]:
     """The results of a traced `run(params, aux, key, batch)`, flat."""
     env: Env = dict(graph.consts)
@@ -51,22 +55,21 @@ def run_graph(
         (graph.batch_values, batch),
     ):
         env.update(zip(numbers, jax.tree.leaves(tree), strict=True))
-    run_ops(graph.ops, env, placement)
+    run_ops(graph.ops, env, place)
     return [read(env, v) for v in graph.result_values]
 
 
 def run_ops(
-    ops: Sequence[Op], env: Env, placement: ArrayPlacement | None = None, prefix: str = ""
+    ops: Sequence[Op], env: Env, place: ArrayPlacement = AS_THEY_ARE, prefix: str = ""
 ) -> None:
     """Run operations, adding what they make to `env`.
 
     Args:
         ops: In order.
         env: Numbers of values to arrays, those that the operations read.
-        placement: Where arrays are to lie; None: as jax leaves them.
+        place: Where arrays are to lie.
         prefix: Name stack around the caller, part of every operation's own.
     """
-    place = placement or ArrayPlacement()
     for op in ops:
         operands = place.operands(op, [read(env, v) for v in op.inputs])
         # The equation brings its own names; those of an inlined jit around it are missing.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._graph import Graph
-from ._interpreter import ArrayPlacement, Env, read, run_ops
+from ._interpreter import AS_THEY_ARE, ArrayPlacement, Env, read, run_ops
 from ._segments import Segment, in_task_order, segments_at
 
 
@@ -65,27 +65,21 @@ def graph_of(graph: Graph, cut_by: str) -> Graph:
     return in_task_order(graph) if cut_by == "annotations" else graph
 
 
-def has_gradient(graph: Graph, value: int) -> bool:
-    """Whether a gradient flows back through a value that crosses."""
-    return graph.values[value].differentiable
-
-
 def run_part(
-    graph: Graph, part: ChainPart, placement: ArrayPlacement | None = None
+    graph: Graph, part: ChainPart, place: ArrayPlacement = AS_THEY_ARE
 ) -> Callable[[Sequence[Any], Sequence[Any], Env], list[Any]]:
     """`(params, inputs, given) -> outputs`, of the last part the program's results.
 
     `params` are the arrays of `part.segment.params`, `inputs` those of `part.inputs`; `given` holds
-    the batch, other variables and the random key by number. `placement` is that of `run_ops`.
+    the batch, other variables and the random key by number. `place` is that of `run_ops`.
     """
-    place = placement or ArrayPlacement()
 
     def run(params: Sequence[Any], inputs: Sequence[Any], given: Env) -> list[Any]:
         env: Env = dict(graph.consts)
         numbers = [graph.param_values[p] for p in part.segment.params]
         for own, arrays in ((given, given.values()), (part.inputs, inputs), (numbers, params)):
             env.update(zip(own, place.carry(tuple(own), list(arrays)), strict=True))
-        run_ops(part.segment.ops, env, placement)
+        run_ops(part.segment.ops, env, place)
         if part.is_last:
             return [read(env, v) for v in graph.result_values]
         return place.carry(part.outputs, [env[v] for v in part.outputs])

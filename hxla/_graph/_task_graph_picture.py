@@ -4,7 +4,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from ._task_graphs import TaskGraph, short
+from .._core._format import si
+from ._task_graphs import TaskGraph
 
 _COLOURS = {"replicate": "#dbe9f6", "split": "#fbe3d0"}
 _MAX_SHOWN = 24
@@ -38,13 +39,13 @@ def draw_task_graphs(task_graphs: Sequence[TaskGraph], path: str | os.PathLike[s
         axes.text(0.35, top - 0.27, f"{task.index}  {task.label}", fontsize=10, weight="bold")
         axes.text(0.35, top - 0.58, _facts(task), fontsize=8, color="#333333")
         axes.barh(top - 0.4, 2.6 * task.flops / largest, left=7.1, height=0.22, color="#5b87b5")
-        axes.text(7.1, top - 0.19, f"{short(task.flops)} FLOPs", fontsize=8, va="bottom")
+        axes.text(7.1, top - 0.19, f"{si(task.flops)} FLOPs", fontsize=8, va="bottom")
         if i + 1 < len(shown):
             arrow = dict(arrowstyle="->", color="#555555")
             axes.annotate("", (3.5, top - 1.05), (3.5, top - 0.78), arrowprops=arrow)
-            axes.text(3.65, top - 0.97, f"{short(task.output_bytes)}B", fontsize=8)
+            axes.text(3.65, top - 0.97, f"{si(task.output_bytes)}B", fontsize=8)
     rest = len(task_graphs) - len(shown)
-    flops = short(sum(t.flops for t in task_graphs))
+    flops = si(sum(t.flops for t in task_graphs))
     title = f"{len(task_graphs)} TaskGraphs, {flops} FLOPs forward"
     axes.set_title(title + (f" (the first {_MAX_SHOWN})" if rest else ""), fontsize=10)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +56,8 @@ def _facts(task: TaskGraph) -> str:
     where = pathlib.Path(task.source).name if task.source else ""
     parts = [
         f"{task.num_equations} equations",
-        f"{len(task.params)} parameters, {short(task.param_bytes)}B",
-        f"activations {short(task.activation_bytes)}B",
+        f"{len(task.params)} parameters, {si(task.param_bytes)}B",
+        f"activations {si(task.activation_bytes)}B",
         where,
     ]
     return "   ".join(p for p in parts if p)

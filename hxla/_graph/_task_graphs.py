@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from .._core._format import si
 from .._model._annotations import Scope, written
 from ._operations import Input, Op, Value, leaves, origins
 
@@ -143,9 +144,9 @@ def table(task_graphs: Sequence[TaskGraph]) -> str:
             str(t.num_equations),
             str(len(t.params)),
             str(len(t.shared_params)),
-            short(t.param_bytes),
-            short(t.flops),
-            short(t.activation_bytes),
+            si(t.param_bytes),
+            si(t.flops),
+            si(t.activation_bytes),
         )
         for t in task_graphs
     ]
@@ -156,11 +157,3 @@ def table(task_graphs: Sequence[TaskGraph]) -> str:
         return "  ".join([first, *(f"{x:>{w}}" for x, w in zip(row[2:], widths[2:], strict=True))])
 
     return "\n".join(line(r) for r in (head, *rows))
-
-
-def short(value: float) -> str:
-    """A number with its thousands as a letter: 24.1M."""
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{letter}"
-    return f"{value:.0f}"

@@ -149,28 +149,14 @@ def trace_sums(
         raise AnnotationError(
             f"default={default!r}: pass hxla.replicate(...), hxla.split(...) or None"
         )
+    key = jax.eval_shape(jax.random.key, 0)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, _key_shape(), batch)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, key, batch)
     )
     closed = jax.make_jaxpr(run)(*shapes)
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
     graph = _Tracer(closed, counts, leaf_names(params), default, patterns).graph()
     return dataclasses.replace(graph, param_logical=logical)
-
-
-def _key_shape() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-@dataclasses.dataclass
-class _Draft:
-    """A value while the program is read."""
-
-    aval: Any
-    param: int | None = None
-    batch_dim: int | None = None
-    differentiable: bool = False
-    task: int | None = None
 
 
 class _Tracer:
@@ -183,18 +169,35 @@ class _Tracer:
         patterns: Patterns,
     ):
         self._default = default
-        self._drafts: list[_Draft] = []
+        self._values: list[Value] = []
+        self._task_of: list[int | None] = []  # of each value
         self._closed = closed
         self._counts = counts
         self._names = names
         self._patterns = patterns
         self._tasks: dict[tuple[Scope, ...], int] = {}
-        self._of_op: list[int | None] = []  # task of each leaf, in the order of execution
         self._consts: list[tuple[int, Any]] = []
 
-    def _new(self, aval: Any, **fields: Any) -> int:
-        self._drafts.append(_Draft(aval, **fields))
-        return len(self._drafts) - 1
+    def _new(
+        self,
+        aval: Any,
+        *,
+        param: int | None = None,
+        batch_dim: int | None = None,
+        differentiable: bool = False,
+        task: int | None = None,
+    ) -> int:
+        self._task_of.append(task)
+        self._values.append(
+            Value(
+                shape=tuple(aval.shape),
+                dtype=aval.dtype,
+                param=param,
+                batch_dim=batch_dim,
+                differentiable=differentiable and _inexact(aval),
+            )
+        )
+        return len(self._values) - 1
 
     def graph(self) -> Graph:
         jaxpr = self._closed.jaxpr
@@ -209,7 +212,7 @@ class _Tracer:
                     var.aval,
                     param=i if kind == 0 else None,
                     batch_dim=0 if kind == 3 else None,
-                    differentiable=kind == 0 and _inexact(var.aval),
+                    differentiable=kind == 0,
                 )
                 env[var] = number
                 group.append(number)
@@ -218,16 +221,7 @@ class _Tracer:
         ops = self._walk(jaxpr, env, "", 1)
         results = tuple(self._read(env, v) for v in jaxpr.outvars)
         ops = self._resolve(ops)
-        values = tuple(
-            Value(
-                shape=tuple(d.aval.shape),
-                dtype=d.aval.dtype,
-                param=d.param,
-                batch_dim=d.batch_dim,
-                differentiable=d.differentiable,
-            )
-            for d in self._drafts
-        )
+        values = tuple(self._values)
         keys = list(self._tasks) or [()]
         return Graph(
             task_graphs=make_task_graphs(
@@ -301,13 +295,12 @@ class _Tracer:
         num_consts, num_carry = scan_counts(eqn) if kind == "scan" else (0, 0)
         first_slice = num_consts + num_carry if kind == "scan" else None
         numbers = []
-        flows = any(self._drafts[v].differentiable for v in inputs if isinstance(v, int))
+        flows = any(self._values[v].differentiable for v in inputs if isinstance(v, int))
         for i, (var, outer) in enumerate(zip(inner.jaxpr.invars, inputs, strict=True)):
             sliced = first_slice is not None and i >= first_slice
-            numbers.append(self._stand_in(var.aval, outer, sliced))
-            if num_consts <= i < num_consts + num_carry and flows:
-                # What starts as zeros is something else in the next iteration.
-                self._drafts[numbers[-1]].differentiable = _inexact(var.aval)
+            # What starts as zeros is something else in the next iteration.
+            carried = num_consts <= i < num_consts + num_carry and flows
+            numbers.append(self._stand_in(var.aval, outer, sliced=sliced, flows=carried))
         inside: dict[Any, Input] = dict(zip(inner.jaxpr.invars, numbers, strict=True))
         start = len(self._consts)
         self._add_consts(inner, inside)
@@ -319,7 +312,7 @@ class _Tracer:
         outputs = []
         for i, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
             stacked = kind == "scan" and i >= num_carry
-            outputs.append(self._stand_in(var.aval, value, sliced=False, stacked=stacked))
+            outputs.append(self._stand_in(var.aval, value, stacked=stacked))
             env[var] = outputs[-1]
         return Op(
             eqn=eqn,
@@ -335,20 +328,28 @@ class _Tracer:
             times=times,
         )
 
-    def _stand_in(self, aval: Any, of: Input, sliced: bool, stacked: bool = False) -> int:
+    def _stand_in(
+        self,
+        aval: Any,
+        of: Input,
+        *,
+        sliced: bool = False,
+        stacked: bool = False,
+        flows: bool = False,
+    ) -> int:
         """The same array under another number: inside and outside a body."""
         if not isinstance(of, int):
-            return self._new(aval)
-        draft = self._drafts[of]
-        dim = draft.batch_dim
+            return self._new(aval, differentiable=flows)
+        value = self._values[of]
+        dim = value.batch_dim
         if dim is not None:
             dim += stacked - sliced
         return self._new(
             aval,
-            param=draft.param,
+            param=value.param,
             batch_dim=dim if dim is None or dim >= 0 else None,
-            differentiable=draft.differentiable,
-            task=draft.task,
+            differentiable=flows or value.differentiable,
+            task=self._task_of[of],
         )
 
     def _leaf(
@@ -360,30 +361,29 @@ class _Tracer:
         times: int,
         task: int | None,
     ) -> Op:
-        drafts = [self._drafts[v] for v in inputs if isinstance(v, int)]
+        numbers = [v for v in inputs if isinstance(v, int)]
+        operands = [self._values[v] for v in numbers]
         if (
             task is None
             and eqn.primitive.name in UNITS
-            and any(d.param is not None for d in drafts)
+            and any(x.param is not None for x in operands)
         ):
             task = self._tasks.setdefault((_DEFAULT,), len(self._tasks))
         elif task is None:
-            known = [d.task for d in drafts if d.task is not None]
+            known = [task for v in numbers if (task := self._task_of[v]) is not None]
             task = known[-1] if known else None
         in_shapes = [tuple(v.aval.shape) for v in eqn.invars]
         out_shapes = [tuple(v.aval.shape) for v in eqn.outvars]
         factors = self._patterns.factors(eqn.primitive.name, in_shapes, out_shapes, eqn.params)
-        view = eqn.primitive.name in _VIEWS and len(drafts) == 1
+        view = eqn.primitive.name in _VIEWS and len(operands) == 1
         stops = eqn.primitive.name == "stop_gradient"
         outputs = []
         for i, var in enumerate(eqn.outvars):
             number = self._new(
                 var.aval,
-                param=drafts[0].param if view else None,
-                batch_dim=_batch_dim(factors, inputs, i, self._drafts),
-                differentiable=not stops
-                and any(d.differentiable for d in drafts)
-                and _inexact(var.aval),
+                param=operands[0].param if view else None,
+                batch_dim=_batch_dim(factors, inputs, i, self._values),
+                differentiable=not stops and any(x.differentiable for x in operands),
                 task=task,
             )
             outputs.append(number)
@@ -468,10 +468,10 @@ def _outer(key: tuple[Scope, ...]) -> tuple[int, Scope]:
 
 
 def _batch_dim(
-    factors: Sequence[Any], inputs: tuple[Input, ...], output: int, drafts: Sequence[_Draft]
+    factors: Sequence[Any], inputs: tuple[Input, ...], output: int, values: Sequence[Value]
 ) -> int | None:
     for factor in factors:
         for v, dim in zip(inputs, factor.operands, strict=True):
-            if isinstance(v, int) and dim is not None and drafts[v].batch_dim == dim:
+            if isinstance(v, int) and dim is not None and values[v].batch_dim == dim:
                 return factor.results[output]
     return None

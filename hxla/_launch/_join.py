@@ -1,6 +1,7 @@
 """Join the processes of a job; `python -m hxla._launch script.py` runs a script in one."""
 
 import ctypes
+import functools
 import os
 import runpy
 import signal
@@ -111,12 +112,13 @@ def run_joined(work: Callable[[], None]) -> None:
         os._exit(code)
 
 
+def run_as_main(command: Sequence[str]) -> None:
+    """Run a script with its arguments as Python would."""
+    sys.argv = list(command)
+    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def run_script(command: Sequence[str]) -> None:
     """Join, and run a script with its arguments as `__main__`."""
-
-    def work() -> None:
-        sys.argv = list(command)
-        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-        runpy.run_path(command[0], run_name="__main__")
-
-    run_joined(work)
+    run_joined(functools.partial(run_as_main, command))

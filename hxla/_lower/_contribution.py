@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._graph._graph import Graph
+from .._graph._graph import Graph, shapes_of
 from .._plan._plan_parts import SumsForm
 from . import _exact
 
@@ -85,12 +85,8 @@ def tensors_of(graph: Graph, names: Sequence[str]) -> Tensors:
         graph: Of the loss.
         names: Paths of its parameters and then of its other variables.
     """
-
-    def shapes(numbers: Sequence[int]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        values = (graph.values[v] for v in numbers)
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values)
-
-    return Tensors(shapes(graph.param_values), shapes(graph.aux_values), tuple(names))
+    params, aux = shapes_of(graph, graph.param_values), shapes_of(graph, graph.aux_values)
+    return Tensors(tuple(params), tuple(aux), tuple(names))
 
 
 def at_least_1d(shape: Sequence[int]) -> tuple[int, ...]:

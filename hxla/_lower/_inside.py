@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from .._core._errors import PlanError
 from .._core._types import PyTree
 from .._jax._cpu_dots import row_major
+from .._plan._layout import names_of
 from .._plan._sharding import place_in
-from .._plan._stage_storage import names_of
 from ._contribution import peak_bits
 
 

@@ -22,7 +22,6 @@ from .._model._loss import num_columns
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
-from .._plan._plan_parts import PlannedPipeline
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
 from .._planner._complete import inner_axes
@@ -98,19 +97,15 @@ class Programs:
             aux=aux,
             opt_state=opt_state_specs(training.optimizer, model.params, specs),
         )
-        columns, make = num_columns(graph.metrics), _microbatches
-        if plan.pipeline is not None:
-            make = functools.partial(_pipeline, plan.pipeline)
-        self.contribution, runner = make(
-            training, graph, plan, self.tensors, sharded, columns, len(replicas)
-        )
+        make = _microbatches if plan.pipeline is None else _pipeline
+        self.contribution, runner = make(training, graph, plan, self.tensors, sharded)
         rows = {graph.param_names.index(s.name): s.most_rows for s in plan.sums.sparse}
         self.reducer = Reducer(
             replicas,
             self.contribution,
             self.tensors,
             [*specs, *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f)],
-            row_shape=(plan.num_microbatches, columns),
+            row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
             rows=rows,
             # Those of a pipeline are made from what its stages keep.
             release=plan.placement.sums == "released" or plan.pipeline is not None,
@@ -159,9 +154,7 @@ class Programs:
         """
         if self._compiled_updates:
             return
-        lowered = [
-            [self._lowered_update(i), *self._lowered_runner(i)] for i in range(len(self.runners))
-        ]
+        lowered = [self._lowered(i) for i in range(len(self.runners))]
         sums = self.reducer.lower()
         # Of pipelines, processes must agree on every program.
         text = itertools.chain(*lowered) if self.pipelines else lowered[0][1:]
@@ -206,32 +199,22 @@ class Programs:
     def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
-
-        def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replica.sharding(spec))
-
         opt_state = jax.eval_shape(self.training.optimizer.init, model.params)
         return (
-            list(map(like, jax.tree.leaves(model.params), self._specs.params)),
-            list(map(like, jax.tree.leaves(model.aux), self._specs.aux)),
-            jax.tree.map(like, opt_state, self._specs.opt_state),
+            list(map(replica.like, jax.tree.leaves(model.params), self._specs.params)),
+            list(map(replica.like, jax.tree.leaves(model.aux), self._specs.aux)),
+            jax.tree.map(replica.like, opt_state, self._specs.opt_state),
         )
 
-    def _whole(self, i: int, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = self.reducer.local[i].sharding(P())
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
-
-    def _lowered_runner(self, i: int) -> list[Any]:
-        params, aux, _ = self._shapes(i)
-        exponents = self._whole(i, (len(self.tensors.floats),), np.int32)
-        return self.runners[i].lower(params, aux, exponents)
-
-    def _lowered_update(self, i: int) -> Any:
+    def _lowered(self, i: int) -> list[Any]:
+        """The update of a local replica and the programs of its microbatches, not compiled."""
         params, aux, opt_state = self._shapes(i)
+        scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
+        exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        exponents = self._whole(i, (len(self.tensors.floats),), np.int32)
-        weight = np.float32(1)
-        return self._updates[i].lower(params, opt_state, aux, totals, ints, exponents, weight)
+        arguments = params, opt_state, aux, totals, ints, exponents, np.float32(1)
+        update = self._updates[i].lower(*arguments)
+        return [update, *self.runners[i].lower(params, aux, exponents)]
 
 
 def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:
@@ -271,8 +254,6 @@ def _microbatches(
     plan: Plan,
     tensors: Tensors,
     sharded: Sharded | None,
-    columns: int,
-    num_replicas: int,
 ) -> Made:
     contribution = Contribution.of(plan.sums, plan.num_microbatches)
     spec = MicrobatchSpec(
@@ -280,26 +261,24 @@ def _microbatches(
         tensors=tensors,
         contribution=contribution,
         num_microbatches=plan.num_microbatches,
-        num_columns=columns,
+        num_columns=num_columns(graph.metrics),
         seed=training.seed,
         mean=training.mean,
         clip_norm=training.clip_norm if training.clip_before else None,
         sharded=sharded,
     )
-    batch = _batch_shapes(graph)
-    return contribution, lambda replica: Microbatches(spec, replica, batch)
+    return contribution, lambda replica: Microbatches(spec, replica)
 
 
 def _pipeline(
-    planned: PlannedPipeline,
     training: Training,
     graph: Graph,
     plan: Plan,
     tensors: Tensors,
     sharded: Sharded | None,
-    columns: int,
-    num_replicas: int,
 ) -> Made:
+    planned = plan.pipeline
+    assert planned is not None
     ordered = graph_of(graph, planned.cut_by)
     parts = parts_of(ordered, planned.points)
     contribution = Contribution.of(plan.sums, num_terms(parts, plan.num_microbatches))
@@ -328,18 +307,12 @@ def _pipeline(
         most=max(plan.counts) if is_even else num,
         unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
         num_microbatches=num,
-        num_columns=columns,
+        num_columns=num_columns(graph.metrics),
         seed=training.seed,
         recompute=planned.recompute,
         sharded=sharded,
     )
-    batch = _batch_shapes(graph)
-    return contribution, lambda replica: Pipeline(spec, replica, batch)
-
-
-def _batch_shapes(graph: Graph) -> list[jax.ShapeDtypeStruct]:
-    values = (graph.values[v] for v in graph.batch_values)
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    return contribution, lambda replica: Pipeline(spec, replica)
 
 
 def _digest(text: str) -> str:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
-from .._graph._graph import Graph
+from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import row_major, uncrossed
 from .._jax._jaxpr import as_function
 from .._plan._sharding import Sharded
@@ -71,27 +71,24 @@ class Microbatches:
     Args:
         spec: What to run.
         replica: Its devices.
-        batch: One microbatch, arrays or shapes.
     """
 
     unit = 1  # it takes any number of microbatches
     kept_bytes = 0  # between steps
 
-    def __init__(self, spec: MicrobatchSpec, replica: Replica, batch: PyTree):
+    def __init__(self, spec: MicrobatchSpec, replica: Replica):
         self._spec, self._replica = spec, replica
-        self._batch_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         self._batch_specs = None if spec.sharded is None else spec.sharded.batch_specs()
-        platform = replica.devices[0].platform
-        shardings = _sums_shardings(spec, replica) if spec.sharded is not None else None
+        zeros = functools.partial(_zeros, spec)
+        self._sums = _placed(jax.eval_shape(zeros), _sums_specs(spec), replica)
+        shardings = jax.tree.map(lambda x: x.sharding, self._sums)
         self._program = jax.jit(
             _program(spec, replica),
             donate_argnums=2,
-            compiler_options=compiler_options(platform, spec.contribution.form),
-            out_shardings=(shardings, None) if shardings is not None else None,
+            compiler_options=compiler_options(replica.devices[0].platform, spec.contribution.form),
+            out_shardings=None if spec.sharded is None else (shardings, None),
         )
-        self._zeros = jax.jit(
-            functools.partial(_zeros, spec), out_shardings=shardings or replica.sharding(P())
-        )
+        self._zeros = jax.jit(zeros, out_shardings=shardings)
         self._compiled: Any = None
 
     def empty(self) -> DeviceSums:
@@ -100,10 +97,10 @@ class Microbatches:
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation."""
-        sums = _placed(jax.eval_shape(self._zeros), _sums_specs(self._spec), self._replica)
-        batch = _placed(self._batch_shapes, self._batch_specs, self._replica)
+        shapes = shapes_of(self._spec.graph, self._spec.graph.batch_values)
+        batch = _placed(shapes, self._batch_specs, self._replica)
         where = np.zeros(3, np.int32)
-        return [self._program.lower(list(params), list(aux), sums, exponents, where, batch)]
+        return [self._program.lower(list(params), list(aux), self._sums, exponents, where, batch)]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
@@ -167,21 +164,10 @@ def _sums_specs(spec: MicrobatchSpec) -> list[P]:
     return [P(), P(), *each, *[P()] * len(spec.tensors.others)]
 
 
-def _sums_shardings(spec: MicrobatchSpec, replica: Replica) -> DeviceSums:
-    treedef = jax.tree.structure(jax.eval_shape(functools.partial(_zeros, spec)))
-    return jax.tree.unflatten(treedef, [replica.sharding(s) for s in _sums_specs(spec)])
-
-
 def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     each = specs or [P()] * len(leaves)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replica.sharding(s))
-            for x, s in zip(leaves, each, strict=True)
-        ],
-    )
+    return jax.tree.unflatten(treedef, map(replica.like, leaves, each))
 
 
 def _loss(spec: MicrobatchSpec, replica: Replica) -> Callable[..., list[Any]]:

@@ -27,10 +27,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS, PyTree
+from .._graph._graph import shapes_of
 from .._schedule._schedules import Schedule
 from . import _actions
 from ._actions import FIELDS
@@ -48,23 +48,20 @@ class Pipeline:
     Args:
         spec: What to run.
         replica: Its devices; the first axis is that of the stages.
-        batch: One microbatch, for shapes.
 
     Attributes:
         timed: Whether `run` waits after each tick to take its time; the results are the same.
         times: Start and end of each tick of the last `run`, if it was timed.
     """
 
-    def __init__(self, spec: PipelineSpec, replica: Replica, batch: PyTree):
+    def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
         self.unit = spec.unit
         self.replica = replica
         self.program = PipelineProgram(spec, replica)
         self._mesh = replica.mesh
         self._options = compiler_options(replica.devices[0].platform, spec.contribution.form)
-        self._batch_shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(batch)
-        ]
+        self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
         slots, tensors = spec.slots, spec.tensors
         num_parts, num_aux = spec.contribution.form.num_parts, sum(tensors.is_float)
@@ -113,7 +110,7 @@ class Pipeline:
             axis_names=names,
             check_vma=False,
         )
-        ins, outs = map_specs(lambda s: NamedSharding(self._mesh, s), (ins, outs))
+        ins, outs = map_specs(self.replica.sharding, (ins, outs))
         return jax.jit(
             mapped,
             in_shardings=ins,
@@ -125,18 +122,13 @@ class Pipeline:
     def _carry(self) -> Carry:
         """What the last step left; at first nothing, so that lowering needs no device."""
         if self._state is None:
-            self._state = self._zeros()
-        return self._state
-
-    def _zeros(self) -> Carry:
-        shapes = self.program.shapes()
-        make = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=map_specs(
-                lambda s: NamedSharding(self._mesh, s), self.program.carry_specs
-            ),
-        )
-        return make()  # type: ignore[no-any-return]
+            shapes = self.program.shapes()
+            make = jax.jit(
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                out_shardings=map_specs(self.replica.sharding, self.program.carry_specs),
+            )
+            self._state = make()
+        return self._state  # type: ignore[no-any-return]
 
     def run(
         self,
@@ -171,7 +163,7 @@ class Pipeline:
         spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
         times = []
         for span in spans:
-            where = self._put(np.array([step, ids.start, *span], np.int32))
+            where = self.replica.put(np.array([step, ids.start, *span], np.int32))
             start = time.perf_counter()
             carry, tick = ticks(slots, list(aux), carry, *fixed, where, batch)
             if self.timed:
@@ -197,7 +189,7 @@ class Pipeline:
         fill, ticks, finish = self._compiled
         slots = fill(list(params))
         stacked = self._stack([batch])
-        where = self._put(np.array([0, 0, 0, 1], np.int32))
+        where = self.replica.put(np.array([0, 0, 0, 1], np.int32))
 
         def run_tick(table_TSF: np.ndarray) -> Callable[[], Any]:
             placed = self._padded(table_TSF)
@@ -224,11 +216,7 @@ class Pipeline:
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: filling slots, ticks, collecting sums."""
         spec = self.spec
-
-        def like(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self._mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
+        like = self.replica.like
         state = jax.tree.map(like, self.program.shapes(), self.program.carry_specs)
         slots = [
             like(jax.ShapeDtypeStruct((spec.slots.num_stages, *s.shape), s.dtype), p)
@@ -279,10 +267,7 @@ class Pipeline:
     def _padded(self, table_TSF: np.ndarray) -> jax.Array:
         padded = np.zeros((self._num_ticks, *table_TSF.shape[1:]), np.int32)
         padded[: len(table_TSF)] = table_TSF
-        return self._put(padded)
-
-    def _put(self, x: np.ndarray) -> jax.Array:
-        return self.replica.put(x)
+        return self.replica.put(padded)
 
     def _stack(self, batches: Sequence[PyTree]) -> list[jax.Array]:
         leaves = [jax.tree.leaves(b) for b in batches]
@@ -291,7 +276,7 @@ class Pipeline:
             stacked = np.zeros((self.spec.most, *like.shape), like.dtype)
             for k, own in enumerate(leaves):
                 stacked[k] = own[i]
-            out.append(self._put(stacked))
+            out.append(self.replica.put(stacked))
         return out
 
 

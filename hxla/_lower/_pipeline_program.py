@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
 from .._graph._graph import Graph
-from .._graph._interpreter import Env
+from .._graph._interpreter import AS_THEY_ARE, Env
 from .._graph._parts import ChainPart
 from .._plan._sharding import Sharded
 from .._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
@@ -120,8 +120,8 @@ class PipelineProgram:
         on_cpu = replica.devices[0].platform == "cpu"
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = Inside(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
-        placement = spec.sharded.placement(replica.mesh) if spec.sharded is not None else None
-        self.stages = [StagePart(spec.graph, part, placement, on_cpu=on_cpu) for part in spec.parts]
+        place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
+        self.stages = [StagePart(spec.graph, part, place, on_cpu=on_cpu) for part in spec.parts]
         self._float_aux = spec.tensors.is_float
         self.halves = spec.schedule(spec.unit).has_weight
         self.programs = self._shared()

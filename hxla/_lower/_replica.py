@@ -65,6 +65,10 @@ class Replica:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 
+    def like(self, x: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
+        """The shape of an array as it lies here; whole on every device without a spec."""
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(spec or P()))
+
     def put(self, x: Any, spec: P | None = None) -> jax.Array:
         """A host array on this replica, whole on every device if no spec says otherwise."""
         if not self.axes:

@@ -11,7 +11,6 @@ Legend of shape suffixes: S stages.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,16 +59,6 @@ class Slots:
     slots: tuple[Slot, ...]
     of: tuple[Mapping[int, int], ...]
     specs: tuple[P, ...]
-
-    @property
-    def padding(self) -> float:
-        """Share of the slots' bytes that hold no parameter."""
-        sizes = [math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in self.slots]
-        total = sum(sizes) * self.num_stages
-        used = sum(
-            n * sum(p is not None for p in s.params) for n, s in zip(sizes, self.slots, strict=True)
-        )
-        return 1 - used / total if total else 0.0
 
     def fill(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """The slots of this stage from its pieces of all parameters; inside a `shard_map`.

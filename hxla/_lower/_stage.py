@@ -6,16 +6,16 @@ Everything is a pure function of arrays; buffers, ticks and permutes are the pip
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._graph._graph import Graph
+from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import ArrayPlacement, Env
-from .._graph._parts import ChainPart, has_gradient, run_part
+from .._graph._parts import ChainPart, run_part
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._jax._min_cut import Halves, halve
@@ -41,8 +41,8 @@ class Crossing:
 
 def crossing(graph: Graph, values: Sequence[int]) -> Crossing:
     """Of the values that cross a boundary."""
-    shapes = [jax.ShapeDtypeStruct(graph.values[v].shape, graph.values[v].dtype) for v in values]
-    floats = tuple(i for i, v in enumerate(values) if has_gradient(graph, v))
+    shapes = shapes_of(graph, values)
+    floats = tuple(i for i, v in enumerate(values) if graph.values[v].differentiable)
     return Crossing(
         values=tuple(values),
         words=Words.like(shapes),
@@ -57,7 +57,7 @@ class StagePart:
     Args:
         graph: Traced.
         part: Of the chain.
-        placement: Where arrays lie on a stage's devices; None: it has one.
+        place: Where arrays lie on a stage's devices.
         on_cpu: Whether dots are written as a CPU likes them.
     """
 
@@ -65,9 +65,9 @@ class StagePart:
         self,
         graph: Graph,
         part: ChainPart,
-        placement: ArrayPlacement | None = None,
+        place: ArrayPlacement,
         *,
-        on_cpu: bool = False,
+        on_cpu: bool,
     ):
         self.part = part
         self._on_cpu = on_cpu
@@ -76,11 +76,7 @@ class StagePart:
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
         self._given = (*graph.aux_values, *graph.batch_values, graph.key_value)
-        self._run = run_part(graph, part, placement)
-
-    def _like(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-        known = self._graph.values
-        return [jax.ShapeDtypeStruct(known[v].shape, known[v].dtype) for v in values]
+        self._run = run_part(graph, part, place)
 
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:
@@ -95,12 +91,13 @@ class StagePart:
 
     @functools.cached_property
     def _shapes(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
-        return (
-            self._like(self._graph.param_values[p] for p in self.params),
-            self._like(self.part.inputs),
-            self._like(self._given),
-            self._like(self.below.values[i] for i in self.below.floats),
+        own = (
+            [self._graph.param_values[p] for p in self.params],
+            self.part.inputs,
+            self._given,
+            [self.below.values[i] for i in self.below.floats],
         )
+        return tuple(shapes_of(self._graph, values) for values in own)
 
     @functools.cached_property
     def _passes(self) -> Halves:

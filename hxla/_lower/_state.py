@@ -1,7 +1,6 @@
 """The state of training as a value."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,15 +30,3 @@ class State:
     aux: PyTree
     opt_state: PyTree
     exponents: np.ndarray
-
-
-def leaf_bits(x: Any) -> jax.Array:
-    """The bits of an array as unsigned integers of its width."""
-    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if x.dtype == jax.numpy.bool_:
-        return x.astype(jax.numpy.uint32)
-    if jax.numpy.issubdtype(x.dtype, jax.numpy.complexfloating):
-        x = jax.numpy.stack([x.real, x.imag])
-    width = max(8 * x.dtype.itemsize, 8)
-    return jax.lax.bitcast_convert_type(x, jax.numpy.dtype(f"uint{min(width, 32)}"))

@@ -21,8 +21,9 @@ from .._model._functional import Functional
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options
 from ._replica import Replica
-from ._state import State, leaf_bits
+from ._state import State
 from ._sum import Reducer
+from ._words import Words
 
 Gather = Callable[[str, str], tuple[str, ...]]
 
@@ -210,7 +211,7 @@ class Store:
             x[0] if self._is_alone else self._reducer.over_all(x, s)
             for x, s in zip(columns, specs, strict=True)
         ]
-        return self._tree(arrays, self.exponents)
+        return self._tree(arrays)
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
@@ -219,7 +220,7 @@ class Store:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s))
             for x, s in zip(self._shapes, specs, strict=True)
         ]
-        return self._tree(arrays, self.exponents)
+        return self._tree(arrays)
 
     def load(self, tree: PyTree) -> None:
         """Take over a state in the form of `wanted`."""
@@ -241,13 +242,13 @@ class Store:
             return self._reducer.replicas[0].sharding(spec)
         return NamedSharding(self._reducer.mesh, spec)
 
-    def _tree(self, arrays: Sequence[Any], exponents: np.ndarray) -> PyTree:
+    def _tree(self, arrays: Sequence[Any]) -> PyTree:
         held = self._held(arrays)
         return {
             "params": jax.tree.unflatten(self._param_def, held.params),
             "aux": jax.tree.unflatten(self._aux_def, held.aux),
             "opt_state": held.opt_state,
-            "exponents": exponents,
+            "exponents": self.exponents,
         }
 
 
@@ -257,7 +258,7 @@ def _bytes(x: Any) -> Any:
 
 def _checksums(leaves: Sequence[jax.Array]) -> jax.Array:
     """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
-    return jax.numpy.stack([leaf_bits(x).astype(jax.numpy.uint32).sum() for x in leaves])
+    return jax.numpy.stack([Words.like([x]).pack([x]).sum() for x in leaves])
 
 
 def _shardings(replica: Replica, specs: PyTree) -> PyTree:

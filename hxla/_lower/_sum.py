@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS, PyTree
+from .._plan._layout import names_of
 from .._plan._stage_storage import piece_shape
 from ._contribution import Contribution, DeviceSums, Tensors, at_least_1d, peaks_to_maxima
 from ._replica import Replica
@@ -471,9 +472,7 @@ def _as_bits(x: jax.Array) -> jax.Array:
 
 def _stacked(spec: P) -> P:
     """The spec of the arrays of all replicas, one after another in the first dimension."""
-    first = spec[0] if len(spec) else None
-    inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    return P((DATA_AXIS, *inner), *spec[1:])
+    return P((DATA_AXIS, *names_of(spec[0] if len(spec) else None)), *spec[1:])
 
 
 def _flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:

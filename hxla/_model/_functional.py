@@ -22,6 +22,9 @@ from .._core._types import PyTree
 #: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
 Loss = Callable[[Any, Any], Any]
 
+# How jax reaches the array in an NNX variable.
+_OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
+
 #: Random streams that a Linen module is given if nothing else is said.
 RNGS = ("params", "dropout")
 
@@ -71,15 +74,12 @@ def tree_bytes(tree: PyTree) -> int:
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
     """The path of every leaf, as `block/attn/kernel`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(
-        "/".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))))
-            for k in path
-            if not (isinstance(k, jax.tree_util.GetAttrKey) and k.name in ("value", "raw_value"))
-        )
-        for path, _ in paths
-    )
+
+    def name(path: Sequence[Any]) -> str:
+        keys = (k for k in path if k not in _OF_VARIABLES)
+        return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+    return tuple(name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:
@@ -177,17 +177,11 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
             stream = jax.random.fold_in(key, i)
             stream = jax.random.split(stream, leaf.shape) if leaf.shape else stream
             data = jax.random.key_data(stream)
-            fresh.append(jax.random.wrap_key_data(data, impl=_key_impl(leaf)))
+            impl = jax.random.key_impl(jnp.empty((), leaf.dtype))  # a leaf may be a shape only
+            fresh.append(jax.random.wrap_key_data(data, impl=impl))
         else:
             fresh.append(jnp.zeros_like(leaf))
     return jax.tree.unflatten(treedef, fresh)
-
-
-def _key_impl(leaf: Any) -> Any:
-    """The random algorithm of a key, which may be a shape only."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
 
 
 def from_linen(

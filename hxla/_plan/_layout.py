@@ -1,8 +1,8 @@
 """How one array of the state lies over the devices."""
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -64,9 +64,14 @@ class Layout(PlanValue):
         return next((d for d, names in enumerate(self.spec) if axis in names), None)
 
 
-def to_spec(spec: tuple[tuple[str, ...], ...]) -> P:
+def names_of(part: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def to_spec(spec: Sequence[Sequence[str]]) -> P:
     """As jax has it, without empty dimensions at the end."""
-    parts = [None if not names else names[0] if len(names) == 1 else names for names in spec]
+    parts = [None if not names else names[0] if len(names) == 1 else tuple(names) for names in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)
@@ -74,8 +79,7 @@ def to_spec(spec: tuple[tuple[str, ...], ...]) -> P:
 
 def from_spec(spec: P, rank: int) -> tuple[tuple[str, ...], ...]:
     """As a plan has it: one tuple of mesh axes for each of `rank` dimensions."""
-    parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec]
-    return (*parts, *[()] * (rank - len(parts)))
+    return (*map(names_of, spec), *[()] * (rank - len(spec)))
 
 
 def dtype_name(dtype: object) -> str:

@@ -412,16 +412,9 @@ class Plan(PlanValue):
         Returns:
             Some lines of text.
         """
-        rows = [
-            ("cluster", *(p.cluster or "here" for p in (self, other))),
-            ("devices in use", *(str(len(p.devices)) for p in (self, other))),
-            *((f"data x {'inner axes'}", *(_shape(p) for p in (self, other))),),
-            ("microbatch size", *(str(p.microbatch_size) for p in (self, other))),
-            ("microbatches", *(_short(p.counts) for p in (self, other))),
-            *_predicted_rows(self, other),
-        ]
-        width = max(len(row[1]) for row in rows)
-        lines = [f"{name:<17} {a:>{width}}  {b}" for name, a, b in rows]
+        a, b = (dict(_facts(plan)) for plan in (self, other))
+        width = max(map(len, a.values()))
+        lines = [f"{name:<17} {a[name]:>{width}}  {b[name]}" for name in a if name in b]
         steps = [p.prediction.step_seconds if p.prediction else 0.0 for p in (self, other)]
         if all(steps):
             lines.append(f"the second is {steps[0] / steps[1]:.2f}x as fast as the first")
@@ -461,21 +454,18 @@ def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
     return f"{kind}{numbers}" + (f"@{share}" if share else "")
 
 
-def _shape(plan: Plan) -> str:
-    return " x ".join(str(n) for n in (len(plan.replicas), *plan.axis_sizes.values()))
-
-
-def _short(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} copies"
-
-
-def _predicted_rows(*plans: Plan) -> Iterator[tuple[str, str, str]]:
-    a, b = (plan.prediction or Prediction() for plan in plans)
-    if not a.step_seconds or not b.step_seconds:
-        return
-    rates = [p.batch_size / k.step_seconds for p, k in zip(plans, (a, b), strict=True)]
-    yield "predicted step", f"{a.step_seconds:.4g} s", f"{b.step_seconds:.4g} s"
-    yield "examples/s", f"{rates[0]:.4g}", f"{rates[1]:.4g}"
-    yield "gap", f"{a.gap:.1%}", f"{b.gap:.1%}"
-    most = [max((d.memory_bytes for d in k.devices), default=0.0) / 2**30 for k in (a, b)]
-    yield "fullest device", f"{most[0]:.2f} GiB", f"{most[1]:.2f} GiB"
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What `Plan.compare` sets side by side."""
+    counts, known = plan.counts, plan.prediction
+    yield "cluster", plan.cluster or "here"
+    yield "devices in use", str(len(plan.devices))
+    yield "data x inner axes", " x ".join(map(str, (len(counts), *plan.axis_sizes.values())))
+    yield "microbatch size", str(plan.microbatch_size)
+    few = len(counts) <= 16
+    yield "microbatches", ", ".join(map(str, counts)) if few else f"{len(counts)} copies"
+    if known is not None and known.step_seconds:
+        yield "predicted step", f"{known.step_seconds:.4g} s"
+        yield "examples/s", f"{plan.batch_size / known.step_seconds:.4g}"
+        yield "gap", f"{known.gap:.1%}"
+        fullest = max((d.memory_bytes for d in known.devices), default=0.0)
+        yield "fullest device", f"{fullest / 2**30:.2f} GiB"

@@ -21,38 +21,7 @@ AXES = ("data", "fsdp", "tensor", "expert", "stage", "sequence")
 _LARGE = 1 << 16  # elements from which an unmatched parameter is worth a word
 
 
-class _RuleTable(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    path: str | None = None
-    logical: str | None = None
-    rank: int | None = pydantic.Field(None, ge=0)
-    axes: list[str | list[str]] | str = []
-    source: str | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _one_subject(self) -> "_RuleTable":
-        if (self.path is None) == (self.logical is None):
-            raise ValueError("a rule has either `path` or `logical`")
-        if self.logical is not None and not isinstance(self.axes, str):
-            raise ValueError("a rule for a logical axis names one mesh axis, axes = 'tensor'")
-        if self.path is not None and isinstance(self.axes, str):
-            raise ValueError(
-                "a rule for a path lists one entry per dimension, axes = ['', 'tensor']"
-            )
-        return self
-
-
-class _RuleFileTable(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    name: str
-    description: str = ""
-    rule: list[_RuleTable] = pydantic.Field(min_length=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(pydantic.BaseModel):
     """One sharding rule.
 
     Attributes:
@@ -61,12 +30,45 @@ class Rule:
         logical: The name of a logical axis; None for a path rule.
         rank: The number of dimensions that the parameter must have; None: any.
         axes: The mesh axes that cut each of the parameter's last dimensions.
+        source: The source of the rule.
     """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     path: str | None = None
     logical: str | None = None
-    rank: int | None = None
-    axes: tuple[tuple[str, ...], ...]
+    rank: int | None = pydantic.Field(None, ge=0, strict=True)
+    axes: tuple[tuple[str, ...], ...] = ()
+    source: str | None = None
+
+    @pydantic.field_validator("path")
+    @classmethod
+    def _is_pattern(cls, path: str | None) -> str | None:
+        try:
+            re.compile(path or "")
+        except re.error as error:
+            raise ValueError(f"{path!r} is no pattern: {error}") from None
+        return path
+
+    @pydantic.field_validator("axes", mode="before")
+    @classmethod
+    def _as_in_a_file(cls, axes: Any, info: pydantic.ValidationInfo) -> Any:
+        """There an axis stands for itself, and an empty string for none."""
+        if isinstance(axes, str):
+            if info.data.get("path") is not None:
+                raise ValueError("a path's rule lists one entry per dimension, ['', 'tensor']")
+            axes = [axes]
+        elif isinstance(axes, list) and info.data.get("logical") is not None:
+            raise ValueError("a logical axis's rule names one mesh axis, 'tensor'")
+        if not isinstance(axes, list | tuple):
+            return axes
+        return [list(filter(None, [entry])) if isinstance(entry, str) else entry for entry in axes]
+
+    @pydantic.model_validator(mode="after")
+    def _has_one_subject(self) -> "Rule":
+        if (self.path is None) == (self.logical is None):
+            raise ValueError("a rule has either `path` or `logical`")
+        return self
 
     def __str__(self) -> str:
         subject = f"path {self.path!r}" if self.path is not None else f"logical {self.logical!r}"
@@ -98,19 +100,22 @@ class Resolved:
         return tuple(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RuleSet:
+class RuleSet(pydantic.BaseModel):
     """Rules in their order: the first that matches a parameter decides.
 
     Attributes:
         name: The name of the set.
         description: The models it is for.
-        rules: The rules in order.
+        rules: The rules in order; a file has one table `rule` for each.
     """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     name: str
     description: str = ""
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = pydantic.Field(
+        min_length=1, validation_alias=pydantic.AliasChoices("rule", "rules")
+    )
 
     def resolve(
         self,
@@ -241,31 +246,9 @@ def load_rules(name_or_path: str) -> RuleSet:
     """
     path = _catalog.find("rules", name_or_path)
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text())
-        file = _RuleFileTable.model_validate(table)
-        for i, rule in enumerate(file.rule):
-            try:
-                re.compile(rule.path or "")
-            except re.error as error:
-                raise ValueError(f"rule.{i}.path: {rule.path!r} is no pattern: {error}") from None
+        return RuleSet.model_validate(tomllib.loads(path.read_text()))
     except pydantic.ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError(f"rule set {path} has errors:\n" + "\n".join(lines)) from None
-    except ValueError as error:  # of TOML, too
+    except ValueError as error:  # of TOML
         raise ConfigError(f"rule set {path}: {error}") from None
-    return RuleSet(
-        name=file.name,
-        description=file.description,
-        rules=tuple(
-            Rule(path=r.path, logical=r.logical, rank=r.rank, axes=_groups(r.axes))
-            for r in file.rule
-        ),
-    )
-
-
-def _groups(axes: list[str | list[str]] | str) -> tuple[tuple[str, ...], ...]:
-    entries = [axes] if isinstance(axes, str) else axes
-    return tuple(
-        tuple(entry) if isinstance(entry, list) else ((entry,) if entry else ())
-        for entry in entries
-    )

@@ -24,6 +24,7 @@ from .._graph._factors import UNITS
 from .._graph._graph import Graph
 from .._graph._interpreter import ArrayPlacement, run_graph
 from .._graph._operations import Op, leaves, origins
+from ._layout import to_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,7 @@ def spec(rank: int, states: Mapping[str, int | None]) -> P:
     for axis, dim in states.items():
         if dim is not None:
             dims[dim].append(axis)
-    parts = [None if not names else names[0] if len(names) == 1 else tuple(names) for names in dims]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return P(*parts)
+    return to_spec(dims)
 
 
 def place_in(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
@@ -192,7 +190,7 @@ class Sharded:
         Args:
             mesh: Its axes are automatic.
         """
-        return functools.partial(run_graph, self.graph, placement=self.placement(mesh))
+        return functools.partial(run_graph, self.graph, place=self.placement(mesh))
 
     def placement(self, mesh: Mesh) -> ArrayPlacement:
         """Where the graph's operations find and leave their arrays.

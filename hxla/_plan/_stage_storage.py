@@ -7,16 +7,11 @@ nothing of stages.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
-
-
-def names_of(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+from ._layout import from_spec, names_of, to_spec
 
 
 def piece_shape(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -53,26 +48,18 @@ def storage_specs(
 
 def without_stages(spec: P) -> tuple[P, int | None]:
     """How the devices of a stage cut a parameter, and the dimension that stages cut besides."""
-    parts, dim = [], None
-    for d, part in enumerate(spec):
-        names = names_of(part)
-        if STAGE_AXIS in names:
-            dim = d
-            names = tuple(n for n in names if n != STAGE_AXIS)
-        parts.append(None if not names else names[0] if len(names) == 1 else names)
-    while parts and parts[-1] is None:
-        parts.pop()
-    return P(*parts), dim
+    parts = from_spec(spec, len(spec))
+    dim = next((d for d, names in enumerate(parts) if STAGE_AXIS in names), None)
+    return to_spec([[n for n in names if n != STAGE_AXIS] for names in parts]), dim
 
 
 def _also_cut(spec: P, dim: int | None) -> P:
     """The spec with each device's part cut over stages in a dimension."""
     if dim is None:
         return spec
-    parts = [*spec, *[None] * (dim + 1 - len(spec))]
-    names = (*names_of(parts[dim]), STAGE_AXIS)
-    parts[dim] = names if len(names) > 1 else STAGE_AXIS
-    return P(*parts)
+    parts = [*from_spec(spec, max(len(spec), dim + 1))]
+    parts[dim] = (*parts[dim], STAGE_AXIS)
+    return to_spec(parts)
 
 
 @functools.cache

@@ -38,13 +38,9 @@ class Balancer:
         self._config = config
         self.counts = counts
         self._limits = limits
-        window = config.window_steps
-        self._seconds = [collections.deque([s] if s else [], window) for s in seconds or counts]
-        if not seconds:
-            self._seconds = [collections.deque(maxlen=window) for _ in counts]
-        self._fixed: list[collections.deque[float]] = [
-            collections.deque(maxlen=window) for _ in counts
-        ]
+        known = [[s] if s else [] for s in seconds or [0.0] * len(counts)]
+        self._seconds = [collections.deque(own, config.window_steps) for own in known]
+        self._fixed = [collections.deque[float](maxlen=config.window_steps) for _ in counts]
         self._agreeing = 0
         self._parked = [0] * len(counts)
         self._recent: collections.deque[float] = collections.deque(maxlen=config.patience_steps)

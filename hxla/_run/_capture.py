@@ -1,13 +1,10 @@
 """A script run for the job it describes: `hxla plan` and `hxla profile` stop it at the first."""
 
-import contextlib
 import contextvars
-import os
-import runpy
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .._core._errors import ConfigError
+from .._launch._join import run_as_main
 from ._planning import Wishes
 from ._traced_job import TracedJob
 
@@ -28,15 +25,6 @@ def offer(job: TracedJob, wishes: Wishes) -> None:
         raise Captured(job, wishes)
 
 
-@contextlib.contextmanager
-def _capturing() -> Iterator[None]:
-    token = _is_wanted.set(True)
-    try:
-        yield
-    finally:
-        _is_wanted.reset(token)
-
-
 def job_of(command: Sequence[str]) -> tuple[TracedJob, Wishes]:
     """The first job that a script plans, opens or trains, and what it asks of its plan.
 
@@ -46,11 +34,11 @@ def job_of(command: Sequence[str]) -> tuple[TracedJob, Wishes]:
     Raises:
         ConfigError: If the script ends without one.
     """
-    sys.argv = list(command)
-    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    token = _is_wanted.set(True)
     try:
-        with _capturing():
-            runpy.run_path(command[0], run_name="__main__")
+        run_as_main(command)
     except Captured as found:
         return found.job, found.wishes
+    finally:
+        _is_wanted.reset(token)
     raise ConfigError(f"{command[0]} ended without a call of hxla.train, Job.plan or Job.open")

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
+from jax.tree_util import keystr
 
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
@@ -25,25 +27,12 @@ _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 def _plain(tree: PyTree) -> dict[str, Any]:
     """Leaves by their path in the user's tree, as nested names joined by dots."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    out: dict[str, Any] = {}
-    for path, leaf in leaves:
-        name = ".".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
-        )
-        out[name.replace("/", "_")] = leaf
-    return out
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {keystr(path, simple=True, separator=".").replace("/", "_"): x for path, x in leaves}
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in flat.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    return unflatten_dict(flat, sep=".")  # type: ignore[no-any-return]
 
 
 def _restore_args(leaf: Any) -> Any:
@@ -178,7 +167,8 @@ class Checkpoints:
                 of another shape or dtype, by its path.
         """
         self.wait()
-        found, wanted = self._shapes(step), _plain(like)
+        metadata = self._manager.item_metadata(step)["tree"]
+        found, wanted = _plain(getattr(metadata, "tree", metadata)), _plain(like)
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
@@ -201,10 +191,6 @@ class Checkpoints:
         )
         leaves = _plain(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
-
-    def _shapes(self, step: int) -> dict[str, Any]:
-        metadata = self._manager.item_metadata(step)["tree"]
-        return _plain(getattr(metadata, "tree", metadata))
 
     def wait(self) -> None:
         """Until everything is on disk.

@@ -3,8 +3,6 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import pydantic
-
 from .._plan._plan import Plan
 from .._report._lanes import lanes_of_timeline
 from .._report._lanes_picture import write_picture
@@ -15,52 +13,44 @@ from ._make_plan import make_plan
 from ._search_plan import SearchWishes
 
 
-class PlanRequest(pydantic.BaseModel):
-    """`hxla plan`.
-
-    Attributes:
-        meshes: Clusters to plan for; two are compared.
-        profile: Measured times.
-        write: File for the first cluster's plan.
-        draw: Folder for pictures and traces.
-        search: What is searched.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    meshes: tuple[str, ...] = pydantic.Field(min_length=1, max_length=2)
-    profile: str | None = None
-    write: str | None = None
-    draw: str | None = None
-    search: SearchWishes = SearchWishes()
-
-
-def plan_script(request: PlanRequest, command: Sequence[str]) -> None:
+def plan_script(
+    command: Sequence[str],
+    *,
+    meshes: Sequence[str],
+    search: SearchWishes,
+    profile: str | None = None,
+    write: str | None = None,
+    draw: str | None = None,
+) -> None:
     """Plan what a script would train; print, write, draw.
 
     A script that says how its devices share the model, by annotations, a mesh or stages, is planned
     so; any other by search.
 
     Args:
-        request: For what, and where to.
         command: A Python script and its arguments.
+        meshes: Clusters to plan for; two are compared.
+        search: What is searched.
+        profile: Measured times.
+        write: File for the first cluster's plan.
+        draw: Folder for pictures and traces.
 
     Raises:
         HxlaError: If the script has no job, or nothing fits.
     """
     job, wishes = job_of(command)
     plans = []
-    for mesh in request.meshes:
-        found, _ = make_plan(job, mesh, wishes, profile=request.profile, search=request.search)
+    for mesh in meshes:
+        found, _ = make_plan(job, mesh, wishes, profile=profile, search=search)
         plans.append(found.plan)
         print(f"{found.plan.cluster}: {found.plan.explain()}")
-        if request.draw is not None:
-            _draw(pathlib.Path(request.draw), found.plan, found.timelines)
+        if draw is not None:
+            _draw(pathlib.Path(draw), found.plan, found.timelines)
     if len(plans) == 2:
         print(plans[0].compare(plans[1]))
-    if request.write is not None:
-        plans[0].write(request.write)
-        print(f"written: {request.write}")
+    if write is not None:
+        plans[0].write(write)
+        print(f"written: {write}")
 
 
 def _draw(folder: pathlib.Path, plan: Plan, timelines: Mapping[int, Timeline]) -> None:

@@ -86,12 +86,7 @@ class _Arrays:
         return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
 
     def example(self) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (1, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-            ),
-            self._data,
-        )
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), self._data)
 
 
 class _Examples:
@@ -111,11 +106,8 @@ class _Examples:
                     f"example {int(i)} has another structure than example {int(indices[0])}: "
                     f"{jax.tree.structure(example)} and {jax.tree.structure(first)}"
                 )
-            for (path, leaf), other in zip(
-                jax.tree_util.tree_flatten_with_path(example)[0],
-                jax.tree.leaves(first),
-                strict=True,
-            ):
+            leaves = jax.tree_util.tree_leaves_with_path(example)
+            for (path, leaf), other in zip(leaves, jax.tree.leaves(first), strict=True):
                 if leaf.shape != other.shape:
                     raise DataError(
                         f"example {int(i)}: {_name(path)} has shape {leaf.shape}, in example "
@@ -277,20 +269,17 @@ def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
     return epochs * source.num_examples // batch_size
 
 
-def eval_batches(
-    data: Any, microbatch_size: int, num_examples: int | None = None
-) -> tuple[int, Callable[[int], PyTree]]:
+def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
     """One pass in order; the last microbatch may be shorter.
 
     Args:
         data: Any kind of data but an unbounded one; an iterable is read whole.
         microbatch_size: Examples of all but the last microbatch.
-        num_examples: Of a callable.
 
     Returns:
         The number of examples, and a function from microbatch id to microbatch.
     """
-    reader = _reader(data, num_examples)
+    reader = _reader(data, None)
     if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         batches = [jax.tree.map(np.asarray, batch) for batch in data]
         if not batches:
@@ -349,7 +338,7 @@ class Loader:
             for index, own in zip(ids, zip(*parts, strict=True), strict=True)
         }
 
-    def start(self, step: int, ids: range) -> None:
+    def start(self, step: int, ids: Sequence[int]) -> None:
         """Begin to load a step's microbatches and those of the steps after it."""
         for ahead in range(step, min(step + self._depth, self._num_steps)):
             missing = [index for index in ids if (ahead, index) not in self._pending]
@@ -357,7 +346,7 @@ class Loader:
                 loading = self._pool.submit(self._load, ahead, missing)
                 self._pending |= dict.fromkeys([(ahead, index) for index in missing], loading)
 
-    def get(self, step: int, ids: range) -> list[PyTree]:
+    def get(self, step: int, ids: Sequence[int]) -> list[PyTree]:
         """Microbatches of a step, in the order of ids; those of later steps go on loading.
 
         Raises:

@@ -12,7 +12,6 @@ from .._cluster._cluster import Cluster
 from .._core._errors import ConfigError, PlanError
 from .._graph._graph import Graph, rows_read
 from .._graph._segments import segments
-from .._lower._options import compiler_options
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
@@ -21,15 +20,16 @@ from .._planner._complete import complete
 from .._planner._counts import best_counts
 from .._planner._estimate import Alternative, layer_times
 from .._planner._microbatch_sizes import best_size, candidate_sizes
-from .._planner._pipeline_request import PipelineRequest, asked, check_even, microbatch_size
+from .._planner._pipeline_request import asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
 from .._planner._structures import Structure, grid_of, pipelined, structure_of
-from .._profile._profile import Profile
-from .._profile._segment_times import layer_sizes, measure
+from .._profile._profile import Profile, Setting
+from .._profile._segment_times import layer_sizes
 from ._counts_of_plan import Counts, asked_counts, predicted
 from ._pipeline_watch import share_cores
 from ._session import Session
 from ._session_values import SessionOptions
+from ._short_profile import segment_profile
 from ._traced_job import TracedJob
 
 
@@ -124,7 +124,12 @@ def plan_for(
     size = size_asked(job, wishes.microbatch_size)
     num_devices = len(cluster.devices)
     graph = job.graph(size or max(1, job.batch_size // num_devices))
-    structure = _structure(job, graph, wishes, cluster, devices)
+    stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
+    asked_stages = asked(stages, job.settings.pipeline)
+    axes, grid = _mesh(wishes.mesh, cluster, devices)
+    structure = structure_of(
+        graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
+    )
     num, counts = len(structure.replicas), wishes.counts
     fractions: tuple[float, ...] = ()
     reasons: list[str] = []
@@ -204,21 +209,6 @@ def _microbatch_seconds(
         return trial.balancer.seconds
 
 
-def _structure(
-    job: TracedJob,
-    graph: Graph,
-    wishes: Wishes,
-    cluster: Cluster,
-    devices: tuple[jax.Device, ...] | None,
-) -> Structure:
-    """How the devices share the model."""
-    settings = job.settings
-    stages = wishes.stages if wishes.stages is not None else settings.auto.num_stages
-    request = asked(stages, settings.pipeline)
-    axes, grid = _mesh(wishes.mesh, cluster, devices)
-    return structure_of(graph, cluster, settings.cluster, request, axes, grid, wishes.rules)
-
-
 def _mesh(
     mesh: Mesh | Mapping[str, int] | None,
     cluster: Cluster,
@@ -265,10 +255,14 @@ def _cut(
         request = dataclasses.replace(request, num_segments=profile.most_segments)
         times |= _profiled(profile, graph, size, cluster)
     elif devices is not None:
-        texts = job.gather("segments", _measured_segments(job, graph, request, sums, size, devices))
-        for text in texts:
-            for rank, rows in json.loads(text).items():
-                times[int(rank)] = np.array(rows).T
+        own = {}
+        for rank, device in enumerate(devices):
+            if device.process_index == jax.process_index():
+                setting = Setting(cluster.devices[rank].label, size)
+                found = segment_profile(job, setting, request.most_segments, device, sums)
+                own[rank] = [(t.forward, t.backward) for t in found.times[setting]]
+        for text in job.gather("segments", json.dumps(own)):
+            times |= {int(rank): np.array(rows).T for rank, rows in json.loads(text).items()}
     cut = best_cut(
         graph,
         request,
@@ -302,32 +296,6 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
     known = predicted(plan, seconds, fixed, memory_bytes=0.0, cluster=cluster)
     return plan.replaced(prediction=known)
-
-
-def _measured_segments(
-    job: TracedJob,
-    graph: Graph,
-    request: PipelineRequest,
-    sums: SumsForm,
-    size: int,
-    devices: tuple[jax.Device, ...],
-) -> str:
-    """The segments' times on this process's devices, as text for the other processes."""
-    model, batch = job.functional(size), job.first_batch(0, size)
-    found = {}
-    for rank, device in enumerate(devices):
-        if device.process_index == jax.process_index():
-            times = measure(
-                graph,
-                segments(graph, request.most_segments),
-                params=model.params,
-                aux=model.aux,
-                batch=batch,
-                device=device,
-                options=compiler_options(device.platform, sums),
-            )
-            found[rank] = [(t.forward, t.backward) for t in times]
-    return json.dumps(found)
 
 
 def _check_clip(job: TracedJob) -> None:

@@ -1,56 +1,45 @@
 """`hxla profile`: the segments of a job's model, measured on its devices and by training steps."""
 
 import dataclasses
-import json
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
-import pydantic
 
 from .._core._config import BalanceConfig
 from .._core._errors import PlanError
-from .._graph._graph import Graph
-from .._graph._segments import Segment, segments
-from .._lower._options import compiler_options
-from .._planner._axes import shard_graph
+from .._graph._segments import segments
 from .._planner._microbatch_sizes import candidate_sizes
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
-from .._profile._segment_times import layer_sizes, measure, model_name
+from .._profile._segment_times import model_name
 from ._planning import Wishes, check_enough, plan_for, size_asked
 from ._session import Session
 from ._session_values import SessionOptions
+from ._short_profile import everywhere, segment_profile
 from ._traced_job import TracedJob
 from ._trial import MOST_STEPS, Observer, Trial
 
 
-class ProfileRequest(pydantic.BaseModel):
-    """`hxla profile`.
-
-    Attributes:
-        file: Profile to write, and to resume from.
-        microbatch_sizes: To measure; empty: those that the planner would try.
-        num_segments: Most segments of the chain.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    file: str
-    microbatch_sizes: tuple[pydantic.PositiveInt, ...] = ()
-    num_segments: pydantic.PositiveInt = 8
-
-
-def profile(job: TracedJob, size: int | None, reduction: str, request: ProfileRequest) -> None:
+def profile(
+    job: TracedJob,
+    size: int | None,
+    reduction: str,
+    *,
+    file: str,
+    microbatch_sizes: Sequence[int],
+    num_segments: int,
+) -> None:
     """Measure, write, and say where; every process of the job takes part.
 
     Args:
         job: What is trained.
         size: Examples of a microbatch, if the job's script says.
         reduction: `exact` or `float`.
-        request: What to measure.
+        file: Profile to write, and to resume from.
+        microbatch_sizes: To measure; empty: those that the planner would try.
+        num_segments: Most segments of the chain.
 
     Raises:
         PlanError: If a copy of the model takes several devices, or the file is of another model.
@@ -58,7 +47,7 @@ def profile(job: TracedJob, size: int | None, reduction: str, request: ProfileRe
     devices = job.all_devices()
     cluster = job.cluster(devices)
     asked = size_asked(job, size)
-    sizes = tuple(sorted(request.microbatch_sizes)) or (
+    sizes = tuple(sorted(microbatch_sizes)) or (
         (asked,) if asked else tuple(sorted(candidate_sizes(job.batch_size, len(devices))))
     )
     for own_size in sizes:
@@ -68,16 +57,14 @@ def profile(job: TracedJob, size: int | None, reduction: str, request: ProfileRe
     rank = next(i for i, d in enumerate(devices) if d.process_index == jax.process_index())
     model = model_name(job.functional(sizes[0]).params)
     found: Profile | None = None
-    if pathlib.Path(request.file).exists():
-        found = load_profile(request.file, model=model)
-    batches = {b: job.first_batch(0, b) for b in sizes}  # trials may read an iterable past them
+    if pathlib.Path(file).exists():
+        found = load_profile(file, model=model)
     next_step = 0
-    for own_size, batch in batches.items():
-        graph = job.graph(own_size)
-        chain = segments(graph, request.num_segments)
+    for own_size in sizes:
+        chain = segments(job.graph(own_size), num_segments)
         if found is not None and len(found.layers) != len(chain):
             raise PlanError(
-                f"profile {request.file} has {len(found.layers)} segments, now there are "
+                f"profile {file} has {len(found.layers)} segments, now there are "
                 f"{len(chain)}: use the same number, or write to another file"
             )
         if found is not None and not _is_new(found, labels, own_size):
@@ -88,29 +75,26 @@ def profile(job: TracedJob, size: int | None, reduction: str, request: ProfileRe
         mine = Profile(
             model=model,
             layers=tuple(s.name for s in chain),
-            num_segments=request.num_segments,
+            num_segments=num_segments,
             sizes={},
             times={},
             reductions={together_key(labels): trial.rest_seconds},
         )
         mine = merge_profiles([*([found] if found is not None else []), mine])
         if setting not in mine.times:
-            whole = layer_sizes(graph, chain, shard_graph(graph, (), {}))
-            alone = _measured(job, graph, chain, batch, devices[rank], setting, reduction)
-            times = _scaled(alone, whole, trial, rank)
-            mine = dataclasses.replace(
-                mine,
-                sizes={**mine.sizes, (own_size, 1): whole},
-                times={**mine.times, setting: times},
-                peaks={**mine.peaks, setting: trial.peak_bytes},
-            )
-        parts = job.gather("profile", json.dumps(mine.to_table()))
-        found = merge_profiles(Profile.from_table(json.loads(p)) for p in parts)
+            told = _progress(setting, len(chain))
+            sums = job.sums(reduction)
+            alone = segment_profile(job, setting, num_segments, devices[rank], sums, told)
+            scaled = _scaled(alone.times[setting], alone.sizes[own_size, 1], trial, rank)
+            peaks = {setting: trial.peak_bytes}
+            alone = dataclasses.replace(alone, times={setting: scaled}, peaks=peaks)
+            mine = merge_profiles([mine, alone])
+        found = everywhere(job, mine)
         if jax.process_index() == 0:
-            dump_profile(found, request.file)  # after each size: an interrupted run resumes
+            dump_profile(found, file)  # after each size: an interrupted run resumes
     assert found is not None
     if jax.process_index() == 0:
-        _show(found, request.file)
+        _show(found, file)
 
 
 def _trial(job: TracedJob, size: int, reduction: str, start: int) -> Trial:
@@ -178,32 +162,9 @@ def _scaled(
     )
 
 
-def _measured(
-    job: TracedJob,
-    graph: Graph,
-    chain: Sequence[Segment],
-    batch: Any,
-    device: jax.Device,
-    setting: Setting,
-    reduction: str,
-) -> tuple[LayerTime, ...]:
-    """The segments on one device, with progress on stderr."""
-
-    def said(num: int) -> None:
-        where = f"{setting.kind}, microbatch of {setting.microbatch_size}"
-        print(f"{where}: {num} of {len(chain)} segments", file=sys.stderr, flush=True)
-
-    model = job.functional(setting.microbatch_size)
-    return measure(
-        graph,
-        chain,
-        params=model.params,
-        aux=model.aux,
-        batch=batch,
-        device=device,
-        options=compiler_options(device.platform, job.sums(reduction)),
-        done=said,
-    )
+def _progress(setting: Setting, num: int) -> Callable[[int], None]:
+    where = f"{setting.kind}, microbatch of {setting.microbatch_size}"
+    return lambda done: print(f"{where}: {done} of {num} segments", file=sys.stderr, flush=True)
 
 
 def _show(profile: Profile, file: str) -> None:

@@ -61,12 +61,15 @@ class Recorder:
         """Tell the user."""
         self._progress.log(text)
 
+    def _write(self, record: StepRecord | EvalRecord | Rebalance) -> None:
+        if self._metrics is not None:
+            self._metrics.write(record)
+
     def step(self, record: StepRecord) -> None:
         """Take in a step."""
         self._steps.append(record)
         self._progress.update(record)
-        if self._metrics is not None:
-            self._metrics.write(record)
+        self._write(record)
 
     def rebalanced(self, change: Rebalance) -> None:
         """Take in a move of counts."""
@@ -75,8 +78,7 @@ class Recorder:
             f"step {change.step}: counts {shares(change.before)} -> {shares(change.after)}, "
             f"{change.reason}; expected gain {change.expected_gain:.0%}"
         )
-        if self._metrics is not None:
-            self._metrics.write(change)
+        self._write(change)
 
     def settled(self, step: int, change: Rebalance) -> None:
         """Take in what a move of counts has gained."""
@@ -87,8 +89,7 @@ class Recorder:
             f"step {step}: counts {shares(change.after)} gained {change.achieved_gain:.0%} "
             f"(expected {change.expected_gain:.0%})"
         )
-        if self._metrics is not None:
-            self._metrics.write(change)
+        self._write(change)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Take in an evaluation."""
@@ -96,8 +97,7 @@ class Recorder:
         told = {"loss": record.loss, **scalars(record.metrics)}
         numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
         self.log(f"step {record.step}: evaluation  {numbers}")
-        if self._metrics is not None:
-            self._metrics.write(record)
+        self._write(record)
 
     def history(self, plans: Mapping[int, Plan]) -> History:
         """All of it so far.

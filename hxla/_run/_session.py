@@ -4,6 +4,7 @@ another.
 
 import contextlib
 import functools
+import itertools
 import math
 import pathlib
 import time
@@ -331,8 +332,7 @@ class Session:
                     depth=self._job.settings.data.prefetch_steps,
                 )
             )
-        # Local replicas take consecutive runs of microbatches, so together they are one.
-        loaded = iter(self._loader.get(step, range(ids[0].start, ids[-1].stop)))
+        loaded = iter(self._loader.get(step, list(itertools.chain(*ids))))
         return [[next(loaded) for _ in own] for own in ids]
 
     def _recorded(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -13,7 +13,7 @@ from .._lower._options import compiler_options
 from .._model._functional import tree_bytes
 from .._plan._plan_parts import SumsForm
 from .._planner._axes import shard_graph
-from .._profile._profile import LayerTime, Profile, Setting
+from .._profile._profile import Profile, Setting
 from .._profile._profile_file import merge_profiles
 from .._profile._segment_times import layer_sizes, measure, model_name
 from ._traced_job import TracedJob
@@ -47,43 +47,63 @@ def short_profile(
     """
     own = next(d for d in devices if d.process_index == jax.process_index())
     label = cluster.devices[devices.index(own)].label
-    model = job.functional(sizes[0])
     rate = copy_bytes_per_second(own, _COPIED_BYTES)
-    param_bytes = max(tree_bytes(model.params), 1)
+    param_bytes = max(tree_bytes(job.functional(sizes[0]).params), 1)
     # Of a byte of parameters: itself and the optimizer's state are read and written, sums read.
     touched = 2 + sums.num_parts + 2 * job.optimizer_bytes(sizes[0]) / param_bytes
     found: list[Profile] = []
     for size in sizes:
-        graph = job.graph(size)
-        chain = segments(graph, num_segments)
-        own_sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
-        times = measure(
-            graph,
-            chain,
-            params=job.functional(size).params,
-            aux=job.functional(size).aux,
-            batch=job.first_batch(0, size),
-            device=own,
-            options=compiler_options(own.platform, sums),
+        alone = segment_profile(job, Setting(label, size), num_segments, own, sums)
+        [(setting, times)], [whole] = alone.times.items(), alone.sizes.values()
+        updated = tuple(
+            dataclasses.replace(t, update=touched * s.parameter_bytes / rate)
+            for t, s in zip(times, whole, strict=True)
         )
-        found.append(
-            Profile(
-                model=model_name(model.params),
-                layers=tuple(s.name for s in chain),
-                num_segments=num_segments,
-                sizes={(size, 1): own_sizes},
-                times={
-                    Setting(label, size): tuple(
-                        with_update(t, touched * s.parameter_bytes / rate)
-                        for t, s in zip(times, own_sizes, strict=True)
-                    )
-                },
-            )
-        )
-    texts = job.gather("short profile", json.dumps(merge_profiles(found).to_table()))
+        found.append(dataclasses.replace(alone, times={setting: updated}))
+    return everywhere(job, merge_profiles(found))
+
+
+def segment_profile(
+    job: TracedJob,
+    setting: Setting,
+    num_segments: int,
+    device: jax.Device,
+    sums: SumsForm,
+    done: Callable[[int], None] = lambda _: None,
+) -> Profile:
+    """What each segment takes on one device of this process, updates left out.
+
+    Args:
+        job: To measure.
+        setting: What the times are of.
+        num_segments: Most segments of the chain.
+        device: Where.
+        sums: How gradients are added up.
+        done: Called with the number of segments measured so far.
+    """
+    graph, model = job.graph(setting.microbatch_size), job.functional(setting.microbatch_size)
+    chain = segments(graph, num_segments)
+    times = measure(
+        graph,
+        chain,
+        params=model.params,
+        aux=model.aux,
+        batch=job.first_batch(0, setting.microbatch_size),
+        device=device,
+        options=compiler_options(device.platform, sums),
+        done=done,
+    )
+    whole = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    return Profile(
+        model=model_name(model.params),
+        layers=tuple(s.name for s in chain),
+        num_segments=num_segments,
+        sizes={(setting.microbatch_size, 1): whole},
+        times={setting: times},
+    )
+
+
+def everywhere(job: TracedJob, own: Profile) -> Profile:
+    """What all processes have measured, known to each of them."""
+    texts = job.gather("profile", json.dumps(own.to_table()))
     return merge_profiles(Profile.from_table(json.loads(text)) for text in texts)
-
-
-def with_update(time: LayerTime, seconds: float) -> LayerTime:
-    """A layer's times with that of its update."""
-    return dataclasses.replace(time, update=seconds)

@@ -66,6 +66,10 @@ class TracedJob:
     default: Strategy | None
     patterns: Patterns
     settings: Config
+    _models: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
+    _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
+    _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
+    _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -83,16 +87,16 @@ class TracedJob:
 
     @functools.cached_property
     def _example(self) -> PyTree:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
-            self.source.example(),
-        )
+        return self.source.example()
 
     def shapes(self, size: int) -> PyTree:
         """Shapes of a microbatch of a size."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._example
-        )
+
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct((size, *x.shape[1:]), dtype)
+
+        return jax.tree.map(shape, self._example)
 
     def batch_bytes(self, size: int) -> int:
         """Bytes of a microbatch of a size."""
@@ -101,10 +105,6 @@ class TracedJob:
     def first_batch(self, step: int, size: int) -> PyTree:
         """The first examples of the global batch of a step."""
         return self.source.fetch(step, np.arange(size))
-
-    @functools.cached_property
-    def _models(self) -> dict[int, Functional]:
-        return {}
 
     def functional(self, size: int) -> Functional:
         """The model as pure functions, for microbatches of a size."""
@@ -119,10 +119,6 @@ class TracedJob:
                 rngs=self.rngs,
             )
         return self._models[size]
-
-    @functools.cached_property
-    def _graphs(self) -> dict[int, Graph]:
-        return {}
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size."""
@@ -182,10 +178,6 @@ class TracedJob:
     def _described(self) -> Cluster | None:
         file = os.environ.get("HXLA_MESH")
         return load_cluster(file) if file else None
-
-    @functools.cached_property
-    def _clusters(self) -> dict[Devices, Cluster]:
-        return {}
 
     def cluster(self, devices: Devices) -> Cluster:
         """What is known of devices that are here, the same on every process."""
@@ -247,10 +239,6 @@ class TracedJob:
             num_groups=num_groups,
         )
 
-    @functools.cached_property
-    def _lowered(self) -> dict[Any, Programs]:
-        return {}
-
     def programs(
         self,
         plan: Plan,
@@ -289,10 +277,5 @@ def _without_counts(plan: Plan) -> Plan:
         plan.pipeline.schedule == "interleaved" or not isinstance(plan.pipeline.schedule, str)
     ):
         return plan.decisions
-    first, *others = plan.replicas
-    counts = [plan.num_microbatches, *[0] * len(others)]
-    replicas = tuple(
-        replica.model_copy(update={"num_microbatches": count})
-        for replica, count in zip((first, *others), counts, strict=True)
-    )
-    return plan.decisions.model_copy(update={"replicas": replicas})
+    none = [0] * (len(plan.replicas) - 1)
+    return plan.decisions.with_counts((plan.num_microbatches, *none))

@@ -9,12 +9,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from .._core._types import EXIT_WATCHDOG
 from .._jax import _coordination
 
 _PREFIX = "hxla/beat/"
+_INTERVAL_SECONDS = 0.5  # between beats
 
 
 class Watchdog:
@@ -25,8 +25,6 @@ class Watchdog:
         num_processes: All of them.
         heartbeat_timeout_seconds: A process that has not answered for so long is dead or frozen.
         progress_timeout_seconds: A job that lives but has not moved for so long is stuck.
-        interval_seconds: Between beats.
-        on_failure: Called with the message instead of ending the process.
     """
 
     def __init__(
@@ -36,13 +34,9 @@ class Watchdog:
         num_processes: int,
         heartbeat_timeout_seconds: float,
         progress_timeout_seconds: float,
-        interval_seconds: float = 0.5,
-        on_failure: Callable[[str], None] | None = None,
     ):
         self._rank, self._num = rank, num_processes
         self._heartbeat, self._progress = heartbeat_timeout_seconds, progress_timeout_seconds
-        self._interval = interval_seconds
-        self._on_failure = on_failure or _end
         self._now: tuple[int, str] = (-1, "starting")
         self._count = 0
         self._end = threading.Event()
@@ -78,7 +72,7 @@ class Watchdog:
             return
 
     def _exchange(self) -> None:
-        while not self._end.wait(self._interval):
+        while not self._end.wait(_INTERVAL_SECONDS):
             self._publish()
             try:
                 entries = _coordination.entries(_PREFIX)
@@ -97,7 +91,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._end.wait(self._interval):
+        while not self._end.wait(_INTERVAL_SECONDS):
             now = time.monotonic()
             if now - last > self._heartbeat / 2:
                 # This process itself was stopped: judge the others only by what comes from now on.
@@ -107,7 +101,7 @@ class Watchdog:
             message = self._judge(now)
             if message and not self._end.is_set():
                 self._end.set()
-                self._on_failure(f"hxla watchdog: {message}; ending the job (exit code 76)")
+                _end(f"hxla watchdog: {message}; ending the job (exit code 76)")
 
     def _judge(self, now: float) -> str | None:
         if self._rank and now - self._answered > self._heartbeat:
