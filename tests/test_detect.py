@@ -4,6 +4,7 @@ The command runs for real, without a driver. Where cards are needed, functions o
 are replaced by ones that answer as NVML does.
 """
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -15,7 +16,8 @@ import pynvml
 import pytest
 
 from hxla import MeshError, load_cluster
-from hxla._cluster._detect import Measured, describe, detect
+from hxla._cluster._cluster import Rate
+from hxla._cluster._detect import describe, detect
 from hxla._cluster._job_devices import device_kind
 from hxla._cluster._mesh_file import dump_cluster
 from hxla._launch._launcher import num_gpus
@@ -182,7 +184,7 @@ def test_cards_that_jax_does_not_see_are_described_by_nvml(monkeypatch, tmp_path
     assert wires[0, 1] == ("NV2", 50e9)
     # PCIe 4.0 x8: 16 GT/s on 8 lanes, 128 of 130 bits.
     assert wires[0, 2] == ("PHB", pytest.approx(16e9 * 8 / 8 * 128 / 130))
-    cluster = describe(here, None, "three")
+    cluster = describe(here, "three")
     assert cluster.link(0, 1).bytes_per_second == pytest.approx(15.75e9, rel=1e-3)
     assert load_cluster_from(tmp_path, dump_cluster(cluster)) == cluster
 
@@ -230,12 +232,18 @@ def test_like_devices_are_described_alike_by_their_median(monkeypatch, tmp_path)
     here = detect(2)
     bandwidths = {(0, 1): 5e10, (0, 2): 1e10, (1, 2): 9e9}
     curves = {pair: ((4096.0, 1e8), (1e8, b)) for pair, b in bandwidths.items()}
-    measured = Measured(
-        flops_per_second=tuple({"float32": rate} for rate in (1.234567e13, 1.2e13, 9e12)),
-        memory_bytes_per_second=(1.8e12, 1.7e12, 9e11),
-        curves=curves,
-    )
-    cluster = describe(here, measured, "three")
+    figures = ((1.234567e13, 1.8e12), (1.2e13, 1.7e12), (9e12, 9e11))
+    measured = [
+        device.model_copy(
+            update={
+                "rates": (Rate(dtype="float32", flops_per_second=rate, source="measured"),),
+                "memory_bytes_per_second": memory,
+            }
+        )
+        for device, (rate, memory) in zip(here.devices, figures, strict=True)
+    ]
+    here = dataclasses.replace(here, devices=tuple(measured), curves=curves)
+    cluster = describe(here, "three")
     rates = [d.rate("float32").flops_per_second for d in cluster.devices]
     assert rates == [1.217e13, 1.217e13, 9e12]
     assert [d.memory_bytes_per_second for d in cluster.devices] == [1.75e12, 1.75e12, 9e11]
@@ -247,7 +255,7 @@ def test_like_devices_are_described_alike_by_their_median(monkeypatch, tmp_path)
 def test_the_files_of_two_machines_make_one_cluster(monkeypatch, tmp_path):
     Cards(monkeypatch)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
-    first = dump_cluster(describe(detect(2), None, "both"))
+    first = dump_cluster(describe(detect(2), "both"))
     second = first.partition("\n")[2].replace('"node"', '"other"').replace("GPU-0", "GPU-9")
     link = "[[link]]\ngigabytes_per_second = 1\n"
     cluster = load_cluster_from(tmp_path, first + second + link)

@@ -20,6 +20,7 @@ from ._mesh_file import dump_cluster
 
 _MAX_COPY_BYTES = 2**28  # beyond any cache
 _SHOWN_LINKS = 28  # of eight devices
+_SOURCE = f"hxla devices --measure, jax {jax.__version__}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Here:
         wires: Between devices by their position, as far as a driver tells.
         handles: JAX's devices in the same order; empty if JAX does not see them.
         notes: What a user should know.
+        curves: By pair of devices, measured (message bytes, bytes per second); empty if not.
     """
 
     devices: tuple[Device, ...]
@@ -39,21 +41,9 @@ class Here:
     wires: tuple[_nvml.Wire, ...] = ()
     handles: tuple[jax.Device, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """How fast the devices of a machine are.
-
-    Attributes:
-        flops_per_second: Of each device, by dtype.
-        memory_bytes_per_second: Of each device.
-        curves: By pair of devices, (message bytes, bytes per second).
-    """
-
-    flops_per_second: tuple[Mapping[str, float], ...]
-    memory_bytes_per_second: tuple[float, ...]
-    curves: Mapping[tuple[int, int], tuple[tuple[float, float], ...]]
+    curves: Mapping[tuple[int, int], tuple[tuple[float, float], ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 def command(*, measured: bool, write: str | None) -> None:
@@ -67,13 +57,13 @@ def command(*, measured: bool, write: str | None) -> None:
         raise MeshError(f"{path} exists: remove it, or write to another file")
     with _like_a_process_of_hxla_run(alone=measured) as num_cores:
         here = detect(num_cores)
-        speeds = measure(here) if measured else None
-    _show(here, speeds)
+        here = measure(here) if measured else here
+    _show(here)
     for note in here.notes:
         print(f"hxla: {note}", file=sys.stderr)
     if path is not None:
         try:
-            path.write_text(dump_cluster(describe(here, speeds, path.stem)))
+            path.write_text(dump_cluster(describe(here, path.stem)))
         except OSError as error:
             raise MeshError(f"{path} cannot be written: {error.strerror}") from None
         print(f"wrote {path}")
@@ -186,8 +176,8 @@ def _memory_of_machine() -> tuple[int, int]:
     return min(limits), min(*limits, memory["MemAvailable:"])
 
 
-def measure(here: Here) -> Measured:
-    """Time products, copies and links of the devices that JAX sees.
+def measure(here: Here) -> Here:
+    """The devices that JAX sees, with the times of products, copies and links.
 
     Raises:
         MeshError: If it sees none.
@@ -197,54 +187,51 @@ def measure(here: Here) -> Measured:
     dtypes = ["float32", "bfloat16"]
     if here.handles[0].platform != "cpu":
         dtypes += ["tensorfloat32", "float16"]
-    rates, memory = [], []
+    devices = []
     with Console(stderr=True).status("") as status:
         for i, (handle, free) in enumerate(zip(here.handles, here.free_bytes, strict=True)):
             status.update(f"measuring device {i + 1} of {len(here.handles)}")
-            rates.append({t: _hardware.matmul_flops_per_second(handle, t) for t in dtypes})
+            rates = [(t, _hardware.matmul_flops_per_second(handle, t)) for t in dtypes]
             # A card passes over less than that while it is told what to do.
             most = _MAX_COPY_BYTES * (1 if handle.platform == "cpu" else 8)
             size = min(most, (free or 8 * most) // 8)
-            memory.append(_hardware.copy_bytes_per_second(handle, size))
+            known = {
+                "rates": tuple(
+                    Rate(dtype=dtype, flops_per_second=rate, measured=True, source=_SOURCE)
+                    for dtype, rate in rates
+                ),
+                "memory_bytes_per_second": _hardware.copy_bytes_per_second(handle, size),
+                "source": f"{here.devices[i].source}; bandwidth: {_SOURCE}",
+            }
+            devices.append(here.devices[i].model_copy(update=known))
         curves = {}
         for i, j in itertools.combinations(range(len(here.handles)), 2):
             status.update(f"measuring the link between devices {i} and {j}")
             curves[i, j] = _hardware.link_curve(here.handles[i], here.handles[j])
-    return Measured(
-        flops_per_second=tuple(rates), memory_bytes_per_second=tuple(memory), curves=curves
-    )
+    return dataclasses.replace(here, devices=tuple(devices), curves=curves)
 
 
-def describe(here: Here, measured: Measured | None, name: str) -> Cluster:
+def describe(here: Here, name: str) -> Cluster:
     """The cluster that a mesh file of this machine says.
 
     Like devices get the median of their measured figures, so that a plan may treat them alike. The
     node has one link, which is the slowest of any two of its devices.
     """
-    source = f"hxla devices --measure, jax {jax.__version__}"
-    devices = list(here.devices)
-    if measured is not None:
-        kinds = [device.kind for device in devices]
-        for i, device in enumerate(devices):
-            like = [j for j, kind in enumerate(kinds) if kind == device.kind]
-            rates = tuple(
-                Rate(
-                    dtype=dtype,
-                    flops_per_second=_median(measured.flops_per_second[j][dtype] for j in like),
-                    measured=True,
-                    source=source,
-                )
-                for dtype in measured.flops_per_second[i]
+    devices = []
+    for device in here.devices:
+        like = [other for other in here.devices if other.kind == device.kind]
+        rates = [
+            rate.model_copy(
+                update={"flops_per_second": _median(d.rates[i].flops_per_second for d in like)}
             )
-            bandwidth = _median(measured.memory_bytes_per_second[j] for j in like)
-            devices[i] = device.model_copy(
-                update={
-                    "rates": rates,
-                    "memory_bytes_per_second": bandwidth,
-                    "source": f"{device.source}; bandwidth: {source}",
-                }
-            )
-    link = _slowest(here, measured, source) if len(devices) > 1 else None
+            for i, rate in enumerate(device.rates)
+        ]
+        bandwidth = device.memory_bytes_per_second
+        if bandwidth is not None:
+            bandwidth = _median(d.memory_bytes_per_second or 0.0 for d in like)
+        known = {"rates": tuple(rates), "memory_bytes_per_second": bandwidth}
+        devices.append(device.model_copy(update=known))
+    link = _slowest(here) if len(devices) > 1 else None
     return Cluster(
         name=name,
         devices=tuple(devices),
@@ -252,15 +239,15 @@ def describe(here: Here, measured: Measured | None, name: str) -> Cluster:
     )
 
 
-def _slowest(here: Here, measured: Measured | None, source: str) -> Link | None:
-    if measured is not None:
-        curve = min(measured.curves.values(), key=lambda curve: curve[-1][1])
+def _slowest(here: Here) -> Link | None:
+    if here.curves:
+        curve = min(here.curves.values(), key=lambda curve: curve[-1][1])
         points = tuple((size, _round(rate)) for size, rate in curve)
         return Link(
             bytes_per_second=points[-1][1],
             latency_seconds=_round(curve[0][0] / curve[0][1]),
             curve=points,
-            source=f"{source}: copies between two devices of one process",
+            source=f"{_SOURCE}: copies between two devices of one process",
         )
     wires = [wire for wire in here.wires if wire.bytes_per_second]
     if len(wires) < len(here.devices) * (len(here.devices) - 1) // 2:
@@ -278,31 +265,31 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _show(here: Here, measured: Measured | None) -> None:
+def _show(here: Here) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    dtypes = list(measured.flops_per_second[0]) if measured else []
+    rates = here.devices[0].rates
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "device", "memory", "free", *(f"{t} TFLOP/s" for t in dtypes)):
+    for heading in ("", "device", "memory", "free", *(f"{r.dtype} TFLOP/s" for r in rates)):
         table.add_column(heading, justify="left" if heading == "device" else "right")
-    if measured:
+    if rates:
         table.add_column("memory GB/s", justify="right")
     for i, (device, free) in enumerate(zip(here.devices, here.free_bytes, strict=True)):
         cells = [str(i), device.kind, _gib(device.memory_bytes), _gib(free)]
-        if measured:
-            cells += [f"{measured.flops_per_second[i][t] / 1e12:.4g}" for t in dtypes]
-            cells.append(f"{measured.memory_bytes_per_second[i] / 1e9:.4g}")
+        cells += [f"{rate.flops_per_second / 1e12:.4g}" for rate in device.rates]
+        if device.memory_bytes_per_second is not None:
+            cells.append(f"{device.memory_bytes_per_second / 1e9:.4g}")
         table.add_row(*cells)
     console.print(table)
-    links = [line for _, line in sorted(_link_lines(here, measured))]
+    links = [line for _, line in sorted(_link_lines(here))]
     for line in links[:_SHOWN_LINKS]:
         console.print(line, highlight=False)
     if len(links) > _SHOWN_LINKS:
         console.print(f"and {len(links) - _SHOWN_LINKS} faster links")
 
 
-def _link_lines(here: Here, measured: Measured | None) -> Iterator[tuple[float, str]]:
+def _link_lines(here: Here) -> Iterator[tuple[float, str]]:
     """Each link and its bandwidth."""
     wires = {wire.cards: wire for wire in here.wires}
     for i, j in itertools.combinations(range(len(here.devices)), 2):
@@ -310,8 +297,8 @@ def _link_lines(here: Here, measured: Measured | None) -> Iterator[tuple[float, 
         rate = (wire.bytes_per_second if wire else None) or 0.0
         parts = [f"{i} - {j}"] + ([wire.name] if wire else [])
         parts += [f"{rate / 1e9:.4g} GB/s by its wires"] if rate else []
-        if measured is not None:
-            curve = measured.curves[i, j]
+        if here.curves:
+            curve = here.curves[i, j]
             rate = curve[-1][1]
             latency = curve[0][0] / curve[0][1]
             parts.append(f"{rate / 1e9:.4g} GB/s and {latency * 1e6:.3g} us measured")

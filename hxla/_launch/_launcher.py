@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -16,9 +17,10 @@ from typing import IO
 from .._cluster import _nvml
 from .._cluster._cluster import Cluster, Device
 from .._cluster._mesh_file import load_cluster
+from .._core._catalogue import find
 from .._core._errors import HxlaError, LaunchError
 from .._plan._plan import Plan
-from ._throttle import Throttle, make_throttle, pack
+from ._throttle import Cgroup, Throttle, make_throttle, pack
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -215,16 +217,13 @@ class _Processes:
             start_new_session=True,
         )
         self._janitor.write(f"{process.pid}\n".encode())
-        self._janitor.flush()
         throttle = None
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
         if device.core_share is not None:
             throttle, how = make_throttle(process.pid, rank, device.core_share)
-            folder = getattr(throttle, "folder", None)
-            if folder is not None:
-                self._janitor.write(f"{folder}\n".encode())
-                self._janitor.flush()
+            if isinstance(throttle, Cgroup):
+                self._janitor.write(f"{throttle.folder}\n".encode())
             print(
                 f"hxla: rank {rank} has {device.core_share:g} of core {core}, by {how}",
                 file=sys.stderr,
@@ -247,24 +246,20 @@ class _Processes:
         prefix = f"[{rank}] ".encode()
         terminal = out.isatty()
         pending = b""
-        while chunk := os.read(pipe.fileno(), 65536):
-            pending += chunk
-            start = 0
-            for i, byte in enumerate(pending):
-                if byte not in b"\r\n":
-                    continue
-                line = prefix + pending[start:i]
-                live = byte == 13 and terminal
-                clear = b"\r\x1b[2K" if terminal else b""
-                with self._lock:
-                    out.write(clear + line + (b"" if live else b"\n"))
-                    out.flush()
-                start = i + 1
-            pending = pending[start:]
-        if pending:
+        clear = b"\r\x1b[2K" if terminal else b""
+
+        def write(line: bytes) -> None:
             with self._lock:
-                out.write(prefix + pending + b"\n")
+                out.write(line)
                 out.flush()
+
+        while chunk := os.read(pipe.fileno(), 65536):
+            *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
+            for line in lines:
+                live = terminal and line.endswith(b"\r")
+                write(clear + prefix + line[:-1] + (b"" if live else b"\n"))
+        if pending:
+            write(prefix + pending + b"\n")
 
     # -- signals -----------------------------------------------------------------------------
 
@@ -332,8 +327,9 @@ class _Processes:
                     if code and failed is None:
                         failed = rank, code
                         deadline = time.monotonic() + self._grace
-                        self._say(f"rank {rank} {_how(code)}")
-                        if code not in (75,):  # all ranks checkpoint and leave together
+                        with self._lock:
+                            print(f"hxla: rank {rank} {_how(code)}", file=sys.stderr, flush=True)
+                        if code != 75:  # all ranks checkpoint and leave together
                             self._send(signal.SIGTERM)
                 if failed and time.monotonic() > deadline:
                     self._send(signal.SIGKILL)
@@ -346,10 +342,6 @@ class _Processes:
         if failed is None:
             return 0
         return failed[1] if failed[1] > 0 else 128 - failed[1]
-
-    def _say(self, text: str) -> None:
-        with self._lock:
-            print(f"hxla: {text}", file=sys.stderr, flush=True)
 
     def _kill_all(self) -> None:
         for child in self._children:
@@ -396,8 +388,6 @@ def _environment(
     }
     flags = env.get("XLA_FLAGS", "")
     if mesh is not None:
-        from .._core._catalogue import find
-
         env["HXLA_MESH"] = str(find("meshes", mesh))
     if device.kind == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
@@ -465,7 +455,7 @@ def _start_janitor() -> IO[bytes]:
     The launcher has ended everything itself by then, unless it was killed.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", _JANITOR], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", _JANITOR], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
     return process.stdin

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from .._core._errors import LaunchError
 
@@ -15,47 +14,37 @@ _PERIOD_MICROSECONDS = 20_000  # short, so that a share holds within a microbatc
 _PREFIX = "hxla-"
 
 
-class Throttle(Protocol):
-    """Holds one process group to a share of a core."""
+class Cgroup:
+    """The CPU quota of a cgroup: of the v1 cpu controller, or of the unified hierarchy (v2)."""
 
-    def set_share(self, share: float) -> None:
-        """Change the share."""
-
-    def close(self) -> None:
-        """Lift the limit and remove what was made for it."""
-
-
-class CgroupV1:
-    """`cpu.cfs_quota_us` of a cgroup of the v1 cpu controller."""
-
-    def __init__(self, parent: pathlib.Path, name: str, pid: int):
-        self.folder = parent / name
-        self.folder.mkdir()
-        (self.folder / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
-        (self.folder / "cgroup.procs").write_text(str(pid))
+    def __init__(self, folder: pathlib.Path, version: int, pid: int):
+        self.folder = folder
+        self._version = version
+        folder.mkdir()
+        if version == 1:
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
+        (folder / "cgroup.procs").write_text(str(pid))
 
     def set_share(self, share: float) -> None:
         """Change the share; 1 lifts the limit."""
-        quota = -1 if share >= 1 else int(share * _PERIOD_MICROSECONDS)
-        (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
+        quota = int(share * _PERIOD_MICROSECONDS)
+        if self._version == 1:
+            (self.folder / "cpu.cfs_quota_us").write_text(str(quota if share < 1 else -1))
+        else:
+            limit = f"{quota if share < 1 else 'max'} {_PERIOD_MICROSECONDS}"
+            (self.folder / "cpu.max").write_text(limit)
 
     def close(self) -> None:
-        """Remove the cgroup, once its processes are gone."""
-        remove_cgroup(self.folder)
-
-
-class CgroupV2(CgroupV1):
-    """`cpu.max` of a cgroup of the unified hierarchy."""
-
-    def __init__(self, parent: pathlib.Path, name: str, pid: int):
-        self.folder = parent / name
-        self.folder.mkdir()
-        (self.folder / "cgroup.procs").write_text(str(pid))
-
-    def set_share(self, share: float) -> None:
-        """Change the share; 1 lifts the limit."""
-        quota = "max" if share >= 1 else str(int(share * _PERIOD_MICROSECONDS))
-        (self.folder / "cpu.max").write_text(f"{quota} {_PERIOD_MICROSECONDS}")
+        """Remove the cgroup; its processes may take a moment to be gone."""
+        for _ in range(50):
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.02)
+            else:
+                return
 
 
 class DutyCycle:
@@ -93,34 +82,21 @@ class DutyCycle:
             os.killpg(self._pid, signal.SIGCONT)
 
 
-def remove_cgroup(folder: pathlib.Path) -> None:
-    """Remove a cgroup; its processes may take a moment to be gone."""
-    for _ in range(50):
-        try:
-            folder.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return
+Throttle = Cgroup | DutyCycle  # holds one process group to a share of a core
 
 
-def cgroup_parent() -> tuple[type[CgroupV1], pathlib.Path] | None:
-    """Where a cgroup with a CPU limit may be made, and of which kind; None if nowhere."""
-    places: list[tuple[type[CgroupV1], pathlib.Path, str]] = []
+def cgroup_parent() -> tuple[int, pathlib.Path] | None:
+    """Where a cgroup with a CPU limit may be made, and of which version; None if nowhere."""
+    root = pathlib.Path("/sys/fs/cgroup")
+    places: list[tuple[int, pathlib.Path, str]] = []
     for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
+        own = path.lstrip("/")
         if "cpu" in controllers.split(","):
-            for mount in ("cpu", "cpu,cpuacct"):
-                place = pathlib.Path("/sys/fs/cgroup") / mount / relative
-                places.append((CgroupV1, place, "cpu.cfs_quota_us"))
+            places += [(1, root / x / own, "cpu.cfs_quota_us") for x in ("cpu", "cpu,cpuacct")]
         elif not controllers:
-            for mount in (".", "unified"):
-                place = pathlib.Path("/sys/fs/cgroup") / mount / relative
-                places.append((CgroupV2, place, "cpu.max"))
-    for kind, place, knob in places:
+            places += [(2, root / x / own, "cpu.max") for x in (".", "unified")]
+    for version, place, knob in places:
         probe = place / f"{_PREFIX}{os.getpid()}-probe"
         try:
             probe.mkdir()
@@ -128,7 +104,7 @@ def cgroup_parent() -> tuple[type[CgroupV1], pathlib.Path] | None:
             continue
         try:
             if os.access(probe / knob, os.W_OK):
-                return kind, place
+                return version, place
         finally:
             probe.rmdir()
     return None
@@ -154,10 +130,10 @@ def make_throttle(pid: int, rank: int, share: float) -> tuple[Throttle, str]:
     if place is None:
         throttle, how = DutyCycle(pid), "a stop/continue cycle, for no cgroup may be written"
     else:
-        kind, parent = place
+        version, parent = place
         remove_stale(parent)
-        throttle = kind(parent, f"{_PREFIX}{os.getpid()}-{rank}", pid)
-        how = f"a cgroup {'v1' if kind is CgroupV1 else 'v2'} quota"
+        throttle = Cgroup(parent / f"{_PREFIX}{os.getpid()}-{rank}", version, pid)
+        how = f"a cgroup v{version} quota"
     throttle.set_share(share)
     return throttle, how
 

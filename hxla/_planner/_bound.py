@@ -61,13 +61,11 @@ class Alive:
         first: [W] Least period of each interval.
         last: [W] Longest.
         shallow: Depths of pipelines of fewer microbatches than stages that such a plan can have.
-        excess: [W] Microbatches that a pipeline can run more than its devices are worth.
     """
 
     first: Array
     last: Array
     shallow: frozenset[int]
-    excess: Array = dataclasses.field(default_factory=lambda: np.zeros(0))
 
 
 class Bound:
@@ -197,7 +195,6 @@ class Bound:
                     shallow=frozenset(
                         d for d, e in shallow.items() if others + e[num - 1] >= wanted
                     ),
-                    excess=own[kept],
                 )
         return alive
 

@@ -11,6 +11,11 @@ from ._chain import Chain, ReplicaSort
 
 Array = np.ndarray
 
+_OF_LAYERS = (
+    *("forward_seconds", "backward_seconds", "update_seconds"),
+    *("parameter_bytes", "stash_bytes"),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
@@ -140,40 +145,34 @@ def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[ReplicaSo
 
 def _faults(chain: Chain) -> Iterator[str]:
     groups, num_layers = chain.groups, len(chain.output_bytes)
-    if not groups or not any(g.num_devices > 0 for g in groups):
+    if not any(g.num_devices > 0 for g in groups):
         yield "there are no devices: give a Group with num_devices of at least 1"
     if chain.num_microbatches < 1:
         yield f"num_microbatches is {chain.num_microbatches}: give at least one"
     if not num_layers:
         yield "there are no layers: output_bytes is empty"
+    rows = [
+        ("output_bytes", chain.output_bytes, num_layers, "layers"),
+        ("state_factor", [chain.state_factor], 1, "chain"),
+        ("workspace_bytes", [chain.workspace_bytes], 1, "chain"),
+    ]
     for g in groups:
-        if g.num_devices < 0:
-            yield f"{g.kind}: num_devices is {g.num_devices}: give how many there are"
         if not (math.isfinite(g.memory_bytes) and g.memory_bytes > 0):
             yield f"{g.kind}: memory_bytes is {g.memory_bytes}: give what a device may use"
-        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
-            yield from _row(f"{g.kind}: {name}", getattr(g, name), num_layers)
-        for name in ("parameter_bytes", "stash_bytes"):
-            yield from _row(f"{g.kind}: {name}", getattr(g, name), num_layers)
-        for layer, x in enumerate(np.add(g.forward_seconds[:num_layers], 0.0)):
-            if x == 0:
-                yield f"{g.kind}: forward_seconds[{layer}] is 0: no layer takes no time"
-    yield from _row("output_bytes", chain.output_bytes, num_layers)
-    yield from _row("state_factor", [chain.state_factor], 1)
-    yield from _row("workspace_bytes", [chain.workspace_bytes], 1)
-    if chain.reduce_seconds:
-        yield from _row("reduce_seconds", chain.reduce_seconds, len(groups), "groups")
+        if 0 in g.forward_seconds:
+            at = g.forward_seconds.index(0)
+            yield f"{g.kind}: forward_seconds[{at}] is 0: no layer takes no time"
+        rows += [(f"{g.kind}: {x}", getattr(g, x), num_layers, "layers") for x in _OF_LAYERS]
     for name in ("send_seconds", "send_latency_seconds"):
         matrix = getattr(chain, name)
         if matrix and len(matrix) != len(groups):
             yield f"{name} has {len(matrix)} rows for {len(groups)} groups: give one per group"
-        for i, row in enumerate(matrix):
-            yield from _row(f"{name}[{i}]", row, len(groups), "groups")
-
-
-def _row(where: str, row: Sequence[float], num: int, what: str = "layers") -> Iterator[str]:
-    if len(row) != num:
-        yield f"{where} has {len(row)} values for {num} {what}: give one for each"
-    for i, x in enumerate(row):
-        if not (math.isfinite(x) and x >= 0):
-            yield f"{where}[{i}] is {x}: measure it again"
+        rows += [(f"{name}[{i}]", row, len(groups), "groups") for i, row in enumerate(matrix)]
+    if chain.reduce_seconds:
+        rows.append(("reduce_seconds", chain.reduce_seconds, len(groups), "groups"))
+    for where, row, num, what in rows:
+        if len(row) != num:
+            yield f"{where} has {len(row)} values for {num} {what}: give one for each"
+        for i, x in enumerate(row):
+            if not (math.isfinite(x) and x >= 0):
+                yield f"{where}[{i}] is {x}: measure it again"

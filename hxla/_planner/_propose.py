@@ -15,7 +15,6 @@ from ._search import Found, search
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
-_NUM_RANKED = 1000  # all: stages may be limited afterwards
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 
@@ -124,12 +123,7 @@ def propose(
         fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
         return fits and num_stages <= (max_stages or num_stages)
 
-    found = search(
-        chains,
-        time_budget_seconds=time_budget_seconds,
-        num_ranked=_NUM_RANKED,
-        can_run=can_run,
-    )
+    found = search(chains, time_budget_seconds=time_budget_seconds, can_run=can_run)
     ranked = [f for f in found.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
     if not ranked:
         raise PlanError(

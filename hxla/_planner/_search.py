@@ -79,7 +79,6 @@ def search(
     *,
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
-    num_ranked: int = 8,
     can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
@@ -97,7 +96,6 @@ def search(
         time_budget_seconds: Where it runs out, what is known by then is returned; but never before
             there is a plan.
         good_enough: Certified gap at which the search may end.
-        num_ranked: Most plans to return.
         can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
             for those that are.
 
@@ -137,7 +135,7 @@ def search(
     ]
     plans.sort(key=lambda found: found.staging.step_seconds)
     return Searched(
-        ranked=tuple(plans[:num_ranked]),
+        ranked=tuple(plans),
         bound_seconds=min(goal.fastest, *(s.bound_seconds for s in feasible.values())),
         exhausted=exhausted,
         infeasible=infeasible,
@@ -293,14 +291,9 @@ class _Search:
                 alive = self.bound.refute(seconds, self._prices, alive, ratio=_ROUGH)
             self._raise(left - set(alive), seconds)
             left &= set(alive)
-        # By turns those of the best plans and those where all devices might run most.
-        rooms = {num: self._room(found, num) for num, found in self._known.items()}
-        for i, num in enumerate(sorted(rooms, key=lambda num: (-rooms[num], num))):
+        # By turns those of the best plans and those of the fewest stages.
+        for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
-
-    def _room(self, alive: Alive, num: int) -> float:
-        excess = float(alive.excess.max(initial=0.0))
-        return excess * (sum(self._t.num_devices) // num)
 
     def urgency(self) -> tuple[float, float]:
         """Which chain to work on: the one with the least first (infinity: none is needed)."""

@@ -7,6 +7,7 @@ its microbatch: a forward needs the forward of the part before, a backward that 
 Shape legend: T ticks, S stages, P parts (S times chunks).
 """
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -134,10 +135,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
         Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2.1 (with a flush).
     """
     _check(num_stages, num_microbatches)
-    order_F = [Action(FORWARD, m) for m in range(num_microbatches)]
-    order_B = [Action(BACKWARD, m) for m in range(num_microbatches)]
-    warm_up = [num_stages - 1 - s for s in range(num_stages)]
-    return from_rows("1f1b", [_alternate(order_F, order_B, w) for w in warm_up])
+    return _alternating("1f1b", num_stages, num_microbatches, 1)
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -157,6 +155,11 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
             f"{num_microbatches} microbatches over {num_stages} interleaved stages leave "
             f"{num_microbatches % num_stages} over; use a multiple of {num_stages}"
         )
+    return _alternating("interleaved", num_stages, num_microbatches, num_chunks)
+
+
+def _alternating(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """On each stage some forwards to warm up, then forwards and backwards by turns."""
     total = num_microbatches * num_chunks
 
     def order(kind: str, chunk_of: Callable[[int], int]) -> list[Action]:
@@ -178,8 +181,12 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
         else num_stages - s - 1
         for s in range(num_stages)
     ]
-    rows = [_alternate(order_F, order_B, min(w, total)) for w in warm_up]
-    return from_rows("interleaved", rows, num_chunks)
+    rows = []
+    for first in (min(w, total) for w in warm_up):
+        pairs = zip(order_F[first:], order_B, strict=False)
+        steady = itertools.chain.from_iterable(pairs)
+        rows.append([*order_F[:first], *steady, *order_B[total - first :]])
+    return from_rows(name, rows, num_chunks)
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -192,67 +199,56 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2: the bubble is
         (S - 1) (t_F + t_B - t_W).
     """
-    _check(num_stages, num_microbatches)
     rows = one_f_one_b(num_stages, num_microbatches).rows
-    done: dict[tuple[int, Action], int] = {}
-    position = [0] * num_stages
-    count = [{FORWARD: 0, BACKWARD: 0, WEIGHT: 0} for _ in range(num_stages)]
-    table: list[tuple[Action | None, ...]] = []
-    while any(c[WEIGHT] < num_microbatches for c in count):
-        tick: list[Action | None] = []
-        for s, c in enumerate(count):
-            # Forwards and backwards keep the order of 1F1B; a weight gradient goes where the next
-            # of them cannot run yet, or would keep more than S microbatches.
-            choice = None
-            if position[s] < len(rows[s]):
-                op = rows[s][position[s]]
-                full = op.kind == FORWARD and c[FORWARD] - c[WEIGHT] >= num_stages
-                need = needs(op, s, num_stages)
-                if not full and (need is None or done.get(need, len(table)) < len(table)):
-                    choice = op
-            if choice is None and c[WEIGHT] < c[BACKWARD]:
-                choice = Action(WEIGHT, c[WEIGHT])
-            tick.append(choice)
-        for s, ran in enumerate(tick):
-            if ran is not None:
-                done[s, ran] = len(table)
-                count[s][ran.kind] += 1
-                position[s] += ran.kind != WEIGHT
-        table.append(tuple(tick))
-    return Schedule(
-        name="zb-h1",
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_chunks=1,
-        table_TS=tuple(table),
-    )
+    return from_rows("zb-h1", rows, fill_with_weights=True)
 
 
-def from_rows(name: str, rows: Sequence[Sequence[Action]], num_chunks: int = 1) -> Schedule:
+def from_rows(
+    name: str,
+    rows: Sequence[Sequence[Action]],
+    num_chunks: int = 1,
+    *,
+    fill_with_weights: bool = False,
+) -> Schedule:
     """The table in which every operation takes one tick and starts as early as it can.
+
+    Args:
+        name: Of the schedule.
+        rows: What each stage does, in order.
+        num_chunks: Chunks of the model on each stage.
+        fill_with_weights: Whether each backward of the rows leaves a weight gradient, which goes
+            where the next operation of the row cannot run yet, or would make the stage keep more
+            microbatches than there are stages.
 
     Raises:
         PlanError: If the rows wait for one another in a circle, naming the first operations.
     """
     num_stages = len(rows)
-    done: dict[tuple[int, Action], int] = {}
-    position = [0] * num_stages
+    left = [collections.deque(row) for row in rows]
+    weights: list[collections.deque[Action]] = [collections.deque() for _ in rows]
+    kept = [0] * num_stages
+    done: set[tuple[int, Action]] = set()
     table: list[tuple[Action | None, ...]] = []
-    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
-        tick: list[Action | None] = [None] * num_stages
-        for s, row in enumerate(rows):
-            if position[s] < len(row):
-                op = row[position[s]]
-                need = needs(op, s, num_stages, num_chunks)
-                if need is None or done.get(need, len(table)) < len(table):
-                    tick[s] = op
+    while any(left) or any(weights):
+        tick: list[Action | None] = []
+        for s, row in enumerate(left):
+            need = needs(row[0], s, num_stages, num_chunks) if row else None
+            full = fill_with_weights and kept[s] >= num_stages
+            if row and (need is None or need in done) and not (full and row[0].kind == FORWARD):
+                tick.append(row[0])
+            else:
+                tick.append(weights[s][0] if weights[s] else None)
         if not any(tick):
-            waiting = [row[p] for p, row in zip(position, rows, strict=True) if p < len(row)]
+            waiting = [row[0] for row in left if row]
             raise PlanError(f"schedule {name} cannot go on: its stages wait with {waiting}")
         for s, ran in enumerate(tick):
-            if ran is not None:
-                done[s, ran] = len(table)
-                position[s] += 1
+            if ran is None:
+                continue
+            done.add((s, ran))
+            (left if left[s] and left[s][0] == ran else weights)[s].popleft()
+            kept[s] += (ran.kind == FORWARD) - (ran.kind == WEIGHT)
+            if fill_with_weights and ran.kind == BACKWARD:
+                weights[s].append(Action(WEIGHT, ran.microbatch))
         table.append(tuple(tick))
     return Schedule(
         name=name,
@@ -464,13 +460,6 @@ def _raise(name: str, failures: Sequence[str]) -> None:
     if failures:
         lines = "".join(f"\n  {failure}" for failure in failures)
         raise PlanError(f"schedule {name} cannot run (ticks and stages count from 0):{lines}")
-
-
-def _alternate(order_F: list[Action], order_B: list[Action], warm_up: int) -> list[Action]:
-    warm_up = min(warm_up, len(order_F))
-    steady = len(order_F) - warm_up
-    pairs = zip(order_F[warm_up:], order_B[:steady], strict=True)
-    return [*order_F[:warm_up], *(op for pair in pairs for op in pair), *order_B[steady:]]
 
 
 def _check(num_stages: int, num_microbatches: int) -> None:

@@ -1,5 +1,6 @@
 """A replayed schedule as a trace for Perfetto."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -49,18 +50,7 @@ def from_perfetto(text: str) -> tuple[Timeline, tuple[str, ...]]:
             for r in records
             if r["ph"] == "M" and r["name"] == "thread_name" and r["tid"] % 2 == 0
         }
-        events = [
-            Event(
-                stage=r["tid"] // 2,
-                kind=r["cat"],
-                microbatch=r["args"]["microbatch"],
-                chunk=r["args"]["chunk"],
-                start_seconds=r["ts"] * 1e-6,
-                end_seconds=(r["ts"] + r["dur"]) * 1e-6,
-            )
-            for r in records
-            if r["ph"] == "X"
-        ]
+        events = [Event(**r["args"]) for r in records if r["ph"] == "X"]
         stages = tuple(names[stage] for stage in range(len(names)))
     except (ValueError, KeyError, TypeError) as error:
         raise PlanError(f"this is no timeline that hxla plan wrote: {error!r}") from error
@@ -80,5 +70,5 @@ def _record(event: Event) -> dict[str, object]:
         "cat": event.kind,
         "ts": event.start_seconds * 1e6,
         "dur": (event.end_seconds - event.start_seconds) * 1e6,
-        "args": {"microbatch": event.microbatch, "chunk": event.chunk},
+        "args": dataclasses.asdict(event),
     }
