@@ -177,11 +177,17 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
             stream = jax.random.fold_in(key, i)
             stream = jax.random.split(stream, leaf.shape) if leaf.shape else stream
             data = jax.random.key_data(stream)
-            impl = jax.random.key_impl(jnp.empty((), leaf.dtype))  # a leaf may be a shape only
-            fresh.append(jax.random.wrap_key_data(data, impl=impl))
+            fresh.append(jax.random.wrap_key_data(data, impl=_key_impl(leaf)))
         else:
             fresh.append(jnp.zeros_like(leaf))
     return jax.tree.unflatten(treedef, fresh)
+
+
+def _key_impl(leaf: Any) -> Any:
+    """The random algorithm of a key, which may be a shape only; a trace sees nothing of it."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
 
 
 def from_linen(
