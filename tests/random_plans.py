@@ -304,7 +304,7 @@ class Outcome:
     losses: dict[int, float]
 
 
-def trials(form, num_sets=3, each=3):
+def trials(form, num_sets=2, each=4):
     """`num_sets` sets of programs, `each` trials of each, and two on real processes."""
     rng = random.Random(str(form))
     found = []
@@ -451,7 +451,8 @@ class Processes:
     def __init__(self, num, folder):
         self.num, self._folder, self._asked = num, folder, 0
         flags = f"--xla_force_host_platform_device_count={MOST_DEVICES // num}"
-        settings = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        # Several devices of a process wait for each other in collectives: each takes threads.
+        settings = {"XLA_FLAGS": flags, "NPROC": "8", "PYTHONPATH": str(ROOT)}
         self._said = open(folder / "said", "w")  # noqa: SIM115
         command = [sys.executable, "-m", "hxla", "run", "-n", str(num), __file__, str(folder)]
         command.append(str(os.getpid()))

@@ -393,7 +393,8 @@ def _environment(
         env["JAX_PLATFORMS"] = "cpu"
         # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
         # cores that a process may use would change bits.
-        env.setdefault("NPROC", "1")
+        if "xla_force_host_platform_device_count" not in flags:
+            env.setdefault("NPROC", "1")
         wanted: tuple[str, ...] = (
             "--xla_cpu_multi_thread_eigen=false",
             # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
