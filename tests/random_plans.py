@@ -309,7 +309,7 @@ def trials(form, num_sets=2, each=4):
     rng = random.Random(str(form))
     found = []
     can_be_four = not form.counts and MOST_DEVICES % (form.stages * form.tensor) == 0
-    processes = rng.choice((2, 4)) if can_be_four else 2
+    processes = rng.choice((2, 4)) if can_be_four else max(2, form.stages)
     for number in range(num_sets + 1):
         is_real = number == num_sets
         used = processes if is_real else 1
@@ -339,7 +339,8 @@ def _draw_set(form, rng, number, processes):
     copies = rng.randint(min(2, most), most) if number else 1
     copies = len(form.counts) or (most if processes > 1 else copies)
     ranks = rng.sample(range(copies * width), copies * width)
-    while processes > 1 and len({rank * processes // MOST_DEVICES for rank in ranks}) < processes:
+    each = MOST_DEVICES // processes
+    while processes > 1 and len({rank // each for rank in ranks}) < processes:
         ranks = rng.sample(range(MOST_DEVICES), copies * width)
     groups = [tuple(ranks[i * width : (i + 1) * width]) for i in range(copies)]
     unit, draw = 1, functools.partial(_draw_counts, rng, form.num_microbatches, copies)
