@@ -124,7 +124,7 @@ print("\n" + gpt.write(result.model, "def ", 600, temperature=0.6))
 figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=150)
 bars, losses = figure.subplots(1, 2)
 for row, name in enumerate(("even", "planned")):
-    for d, device in enumerate(("1.0 core", "0.33 core")):
+    for d, device in enumerate(plan.replica_names):
         count = records[name][-1].counts[d]
         label = f"{name}, {device}: {count} microbatches"
         busy, seconds = median_seconds(name, d), median_seconds(name)
