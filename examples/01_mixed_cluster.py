@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 import hxla
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--compared-steps", type=int, default=6)
+parser.add_argument("--steps", type=int, default=160)
+parser.add_argument("--compared-steps", type=int, default=5)
 parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/demo"))
 args = parser.parse_args()
 args.folder.mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ class SmallGPT(gpt.GPT):
 
 text = gpt.library()["text"]
 seen, held_out = {"text": text[:-512]}, {"text": text[-512:]}  # the last files of the alphabet
-rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, -(-args.steps // 10), args.steps)
+rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, -(-args.steps // 10), args.steps)
 job = hxla.Job(
     SmallGPT(nnx.Rngs(0)),
     seen,
     gpt.loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)),
-    batch_size=96,  # of 128 bytes: enough work to hide an update and an exchange of every step
+    batch_size=144,  # of 128 bytes: enough work to hide an update and an exchange of every step
 )
 plan = job.plan(microbatch_size=4)  # counts are even as long as nothing is measured
 num = plan.num_microbatches
