@@ -461,6 +461,11 @@ class Processes:
             command, stdout=self._said, stderr=self._said, env=os.environ | settings
         )
 
+    @property
+    def has_ended(self):
+        """Whether a plan failed in them: the next one needs others."""
+        return self._launcher.poll() is not None
+
     def run(self, form, trial, folder=None):
         """What each process ends with."""
         number, self._asked = self._asked, self._asked + 1
@@ -475,7 +480,7 @@ class Processes:
         new.rename(self._folder / str(number))
         found = [self._folder / f"{number}.{rank}" for rank in range(self.num)]
         while not all(path.exists() for path in found):
-            if self._launcher.poll() is not None:
+            if self.has_ended:
                 raise AssertionError((self._folder / "said").read_text()[-6000:])
             time.sleep(0.02)
         answers = [json.loads(path.read_text()) for path in found]

@@ -40,7 +40,7 @@ def processes(tmp_path_factory):
     started = {}
 
     def of(num):
-        if num not in started:
+        if num not in started or started[num].has_ended:
             started[num] = Processes(num, tmp_path_factory.mktemp(f"processes{num}"))
         return started[num]
 

@@ -51,6 +51,8 @@ class PipelineWatch:
         fractions = plan.prediction.stage_fractions if plan.prediction is not None else ()
         lines = []
         for replica, times in sorted(_pipeline_report.from_texts(texts).items()):
+            if not plan.counts[replica]:
+                continue  # it has no step
             found = _pipeline_report.predict(some, times, plan.counts[replica], fractions)
             self._predicted[replica] = found
             lines.append(_pipeline_report.explain(replica, found, times))
