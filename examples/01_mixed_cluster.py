@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 import hxla
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=160)
+parser.add_argument("--steps", type=int, default=140)
 parser.add_argument("--compared-steps", type=int, default=5)
 parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/demo"))
 args = parser.parse_args()
@@ -67,7 +67,7 @@ job = hxla.Job(
     seen,
     gpt.loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1)),
-    batch_size=144,  # of 128 bytes: enough work to hide an update and an exchange of every step
+    batch_size=160,  # of 128 bytes: enough work to hide an update and an exchange of every step
 )
 plan = job.plan(microbatch_size=4)  # counts are even as long as nothing is measured
 num = plan.num_microbatches
@@ -119,7 +119,7 @@ verdict = "identical" if is_same else "DIFFERENT"
 print(f"parameters      {verdict} after {args.compared_steps} steps")
 for name, found in hashes.items():
     print(f"  {name:8} {found}")
-print("\n" + gpt.write(result.model, "def ", 600, temperature=0.6))
+print("\n" + gpt.write(result.model, "class ", 500, temperature=0.7))
 
 figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=150)
 bars, losses = figure.subplots(1, 2)
