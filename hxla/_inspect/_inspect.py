@@ -11,7 +11,7 @@ import jax
 from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import InspectError
-from .._plan._rules import RuleSet, load_rules
+from .._plan._rules import RuleSet, as_rules
 from ._analyze import Hints, analyze
 from ._compiled import read_compiled
 from ._hlo_text import read_module
@@ -62,7 +62,7 @@ def inspect(
     hints = Hints(
         mesh=_axes(mesh),
         cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
-        rules=load_rules(rules) if isinstance(rules, str) else rules,
+        rules=as_rules(rules),
         owners=owners or {},
     )
     # Millions of small objects that live until the end would be walked again and again.

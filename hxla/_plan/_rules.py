@@ -226,6 +226,11 @@ def _matches(rule: Rule, name: str, rank: int) -> bool:
     return re.search(rf"(?:^|/)(?:{rule.path})", name) is not None
 
 
+def as_rules(rules: str | RuleSet | None) -> RuleSet | None:
+    """A rule set that may be given by its name or file."""
+    return load_rules(rules) if isinstance(rules, str) else rules
+
+
 def load_rules(name_or_path: str) -> RuleSet:
     """Read a rule set.
 

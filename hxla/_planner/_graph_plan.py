@@ -13,7 +13,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
-from .._plan._rules import RuleSet, load_rules
+from .._plan._rules import RuleSet, as_rules
 from ._complete import complete
 from ._pipeline_request import asked
 from ._structures import grid_of, structure_of
@@ -81,7 +81,7 @@ def make_plan(
         asked(stages, settings.pipeline),
         axes,
         grid,
-        load_rules(rules) if isinstance(rules, str) else rules,
+        as_rules(rules),
     )
     size = graph.values[graph.batch_values[0]].shape[0]
     return complete(

@@ -18,7 +18,7 @@ from .._graph._graph import Graph
 from .._model._annotations import Strategy
 from .._model._functional import RNGS, Loss
 from .._plan._plan import Plan
-from .._plan._rules import RuleSet, load_rules
+from .._plan._rules import RuleSet, as_rules
 from .._profile._profile import Profile
 from . import _capture
 from ._counts_of_plan import Counts
@@ -183,7 +183,7 @@ class Job:
         wishes = Wishes(
             microbatch_size=microbatch_size,
             mesh=mesh,
-            rules=load_rules(rules) if isinstance(rules, str) else rules,
+            rules=as_rules(rules),
             stages=stages,
             counts=counts,
             reduction=reduction,

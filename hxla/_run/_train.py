@@ -14,7 +14,7 @@ from .._graph._factors import PATTERNS, Patterns
 from .._model._annotations import Strategy
 from .._model._functional import RNGS, Loss
 from .._plan._plan import Plan
-from .._plan._rules import RuleSet, load_rules
+from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
 from ._counts_of_plan import Counts
 from ._data import num_steps
@@ -217,7 +217,7 @@ def _plan(
     if plan is None or plan == "auto":
         rules = asked.pop("rules")
         wishes = Wishes(
-            rules=load_rules(rules) if isinstance(rules, str) else rules,
+            rules=as_rules(rules),
             counts=counts if counts is not None else "measured",
             **asked,
         )
