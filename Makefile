@@ -7,6 +7,9 @@ WORKERS ?= 2
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
 	pipeline_programs.py)
+# XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one. Make reads the
+# names a target needs when it comes to the target: this line stands above them.
+GPU_COMPILER = $(VENV)/gpu-compiler
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
@@ -50,8 +53,6 @@ bench: $(STAMP)
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
-# XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one.
-GPU_COMPILER = $(VENV)/gpu-compiler
 $(GPU_COMPILER): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
 		"jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')" \
