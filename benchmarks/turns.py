@@ -87,6 +87,41 @@ def take_turn(folder: str, rank: int) -> None:
         mine.read(1)
 
 
+def turns_of_steps(
+    make: Callable[[], tuple[Callable[[int], Any], Callable[[], Any]]],
+    folder: str,
+    *,
+    num_turns: int,
+    num_steps: int,
+) -> dict[str, Any]:
+    """What a process alone in its job does: a first step, then turns of some steps.
+
+    Args:
+        make: Makes a step, which takes its number and returns its loss, perhaps before it is done,
+            and a function that waits until all is done.
+        folder: Of the process's job.
+        num_turns: Turns to take.
+        num_steps: Steps of a turn.
+
+    Returns:
+        Seconds of a step in each turn, seconds until the first was done, last losses of turns.
+    """
+    begun = time.perf_counter()
+    step, wait = make()
+    losses = [float(step(0))]
+    wait()
+    ready, seconds = time.perf_counter() - begun, []
+    for turn in range(num_turns):
+        take_turn(folder, 0)
+        begun = time.perf_counter()
+        for n in range(num_steps):
+            found = step(1 + turn * num_steps + n)
+        wait()
+        seconds.append((time.perf_counter() - begun) / num_steps)
+        losses.append(float(found))
+    return {"seconds_per_step": seconds, "seconds_to_first_step": ready, "losses": losses}
+
+
 class Turns:
     """One job's side of the one who gives the turns.
 

@@ -25,7 +25,7 @@ from ._core._errors import InspectError
 from ._core._format import num_bytes as size
 from ._inspect._inspect import inspect
 from ._inspect._inspection import Inspection
-from ._inspect._program import Collective
+from ._inspect._program import Buffer, Collective, Fusion
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -96,9 +96,15 @@ def assert_at_most(
 
     Raises:
         AssertionError: If a block has more, listing them.
-        InspectError: If `axis` is given and the axes are not known.
+        InspectError: If `axis` is given and the axes are not known, or `each` finds no block.
     """
     found = inspect(step, *args)
+    modules = _modules(found)
+    if not any(re.search(each, module) for module in modules):
+        raise InspectError(
+            f"each={each!r} finds no block, so nothing would be limited; the programs' modules: "
+            + ", ".join(sorted(modules - {""})[:20])
+        )
     blocks: dict[str, list[Collective]] = {}
     for collective in _select(found, kind, axis=axis):
         block = re.search(each, collective.origin.module)
@@ -210,6 +216,20 @@ def _select(found: Inspection, kind: str, **where: str | None) -> list[Collectiv
     if where["axis"] is not None and missing:
         raise InspectError(f"the axes of collectives are not known: {'; '.join(sorted(missing))}")
     return [c for program in found.programs for c in program.select(kind, **where)]
+
+
+def _modules(found: Inspection) -> set[str]:
+    """Module paths of all that is known of programs; empty for what no module made."""
+    modules = {""}
+    for program in found.programs:
+        buffers = program.memory.buffers if program.memory is not None else ()
+        parts: list[Collective | Fusion | Buffer] = [
+            *program.collectives,
+            *program.fusions,
+            *buffers,
+        ]
+        modules |= {part.origin.module for part in parts}
+    return modules
 
 
 def _listed(collectives: list[Collective]) -> str:

@@ -44,6 +44,8 @@ def test_a_limit_for_each_block():
         limit(step("linen"), number=0, each=r"blocks/\w+")
     with pytest.raises(AssertionError, match="in the program where at most 0"):
         limit(step("linen"), number=0)
+    with pytest.raises(hxla.InspectError, match=r"Block.*finds no block.*blocks/down"):
+        limit(step("linen"), number=0, each=r"Block_\d+")
 
 
 def test_gathers_of_parameters():

@@ -9,7 +9,6 @@ import argparse
 import json
 import pathlib
 import sys
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -17,7 +16,7 @@ import gpu_jobs
 import jax
 import numpy as np
 from flax import nnx
-from turns import take_turn
+from turns import turns_of_steps
 
 import hxla
 
@@ -39,15 +38,19 @@ def batch(n):
     return {"text": text[rows]}
 
 
+def wait(state):
+    jax.block_until_ready(jax.tree.leaves(state))
+
+
 def ours():
-    """A step, and what to wait for."""
+    """A step, and a wait until all is done."""
     job = hxla.Job(size.make(), {"text": text}, size.loss, optimizer, batch_size=num * args.micro)
     session = job.open(job.plan(microbatch_size=args.micro, reduction=args.kind))
-    return lambda n: session.step(batch(n)).loss, lambda: session.state.params
+    return lambda n: session.step(batch(n)).loss, lambda: wait(session.state.params)
 
 
 def plain():
-    """A step, and what to wait for."""
+    """A step, and a wait until all is done."""
     graphdef, params, rest = nnx.split(size.make(), nnx.Param, ...)
     state = [params, optimizer.init(params)]
     run = gpu_jobs.scanned(graphdef, rest, size.loss, optimizer)
@@ -59,27 +62,17 @@ def plain():
         last.append(found)
         return found
 
-    return step, lambda: state
+    return step, lambda: wait(state)
 
 
-begun = time.perf_counter()
-step, state = plain() if args.kind == "plain" else ours()
-losses = [float(step(0))]
-jax.block_until_ready(jax.tree.leaves(state()))
-ready, seconds = time.perf_counter() - begun, []
-for turn in range(args.rounds):
-    take_turn(args.turns, 0)
-    begun = time.perf_counter()
-    for n in range(args.steps):
-        found = step(1 + turn * args.steps + n)
-    jax.block_until_ready(jax.tree.leaves(state()))
-    seconds.append((time.perf_counter() - begun) / args.steps)
-    losses.append(float(found))
-told = {
-    "seconds_per_step": seconds,
+taken = turns_of_steps(
+    plain if args.kind == "plain" else ours,
+    args.turns,
+    num_turns=args.rounds,
+    num_steps=args.steps,
+)
+told = taken | {
     "tokens_per_step": num * args.micro * size.length,
     "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-    "seconds_to_first_step": ready,
-    "losses": losses,
 }
 args.out.write_text(json.dumps(told))

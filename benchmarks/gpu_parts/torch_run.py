@@ -8,7 +8,6 @@ import argparse
 import json
 import pathlib
 import sys
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from turns import take_turn
+from turns import turns_of_steps
 
 # As in gpu_jobs.py: vocabulary, length, width, heads, layers, microbatches.
 SIZES = {"124m": (50304, 1024, 768, 12, 12, 8), "tiny": (64, 16, 32, 2, 1, 2)}
@@ -97,23 +96,11 @@ def wait():
         torch.cuda.synchronize()
 
 
-begun = time.perf_counter()
-losses = [float(step(0))]
-wait()
-ready, seconds = time.perf_counter() - begun, []
-for turn in range(args.rounds):
-    take_turn(args.turns, 0)
-    begun = time.perf_counter()
-    for n in range(args.steps):
-        found = step(1 + turn * args.steps + n)
-    wait()
-    seconds.append((time.perf_counter() - begun) / args.steps)
-    losses.append(float(found))
-told = {
-    "seconds_per_step": seconds,
+taken = turns_of_steps(
+    lambda: (step, wait), args.turns, num_turns=args.rounds, num_steps=args.steps
+)
+told = taken | {
     "tokens_per_step": M * MICRO * T,
     "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-    "seconds_to_first_step": ready,
-    "losses": losses,
 }
 args.out.write_text(json.dumps(told))
