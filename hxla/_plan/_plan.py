@@ -389,18 +389,22 @@ class Plan(PlanValue):
             yield f"  sent by a device for a microbatch: {known.sent_bytes:,.0f} bytes"
         kinds = {device.rank: device.kind for device in self.devices}
         timed = any(d.compute_seconds for d in known.devices)
-        told = [d for d in known.devices if timed or d.capacity_bytes]
-        for i, d in enumerate(told):
+        shown = [d for d in known.devices if timed or d.capacity_bytes]
+        for i, d in enumerate(shown):
             if i == _MOST_LINES:
-                yield f"  and {len(told) - i} more devices"
+                yield f"  and {len(shown) - i} more devices"
                 return
             of = f" of {d.capacity_bytes / 2**30:.2f} GiB" if d.capacity_bytes else ""
             spent = ""
             if timed:
-                spent = (
-                    f"  compute {d.compute_seconds:.3g} s, wait {d.wait_seconds:.3g} s, "
-                    f"reduce {d.reduction_seconds:.3g} s, update {d.update_seconds:.3g} s"
-                )
+                told = {
+                    "compute": d.compute_seconds,
+                    "wait": d.wait_seconds,
+                    "reduce": d.reduction_seconds,
+                    "update": d.update_seconds,
+                }
+                # Sums of floats that should cancel leave something far below a microsecond.
+                spent = "  " + ", ".join(f"{k} {round(s, 6):.3g} s" for k, s in told.items())
             yield f"  {d.rank:>4} {kinds[d.rank]}  {d.memory_bytes / 2**30:.2f} GiB{of}{spent}"
 
     def compare(self, other: "Plan") -> str:

@@ -70,6 +70,12 @@ def complete(
         if structure.rules is not None:
             resolved = resolve_rules(graph, structure.rules, structure.inner)
             dims, warnings = resolved.dims, resolved.report()
+            if not any(dims):
+                over = ", ".join(f"{name}={size}" for name, size in structure.inner)
+                said.append(
+                    f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
+                    "device of a copy holds all parameters and computes the same"
+                )
         sharded = shard_graph(graph, structure.inner, structure.roles, dims, warnings)
         specs = sharded.param_specs()
         said += sharded.explain()

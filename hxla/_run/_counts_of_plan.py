@@ -1,5 +1,6 @@
 """Microbatch counts of a session, by measured times and memory, and what they predict."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -32,6 +33,22 @@ def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...
         if replica.is_led_here:
             row[replica.index] = number
     return tuple(float(s) for s in reducer.exchange(row))
+
+
+def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:
+    """Seconds of each replica where those of like devices get their mean.
+
+    A few measured microbatches differ by chance, so like devices are to start alike; those that are
+    not alike after all show it in their first steps.
+
+    Args:
+        seconds: Of a microbatch on each replica.
+        plan: Says of what kind their devices are.
+    """
+    kinds = {device.rank: device.kind for device in plan.devices}
+    own = [tuple(kinds[rank] for rank in replica.devices) for replica in plan.replicas]
+    alike = {kind: [s for s, k in zip(seconds, own, strict=True) if k == kind] for kind in own}
+    return tuple(statistics.mean(alike[kind]) for kind in own)
 
 
 def count_limits(

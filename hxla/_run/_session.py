@@ -30,6 +30,7 @@ from ._counts_of_plan import (
     check_limits,
     count_limits,
     own_ids,
+    pooled,
     predicted,
     share_of,
     shared_numbers,
@@ -118,7 +119,9 @@ class Session:
             own = self._stepper.warm_up(
                 self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
             )
-            seconds = shared_numbers(self._reducer, own) if options.balance else None
+            seconds = None
+            if options.balance:
+                seconds = pooled(shared_numbers(self._reducer, own), plan)
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             limits = count_limits(plan, self._cluster, self.memory_bytes, self._batch)
             counts = plan.counts
