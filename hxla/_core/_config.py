@@ -32,7 +32,8 @@ class BalanceConfig(_Section):
     window_steps: int = pydantic.Field(9, ge=1)
     """Steps whose median is a device's speed."""
     retry_steps: int = pydantic.Field(50, ge=1)
-    """Steps after which a device without microbatches is tried again."""
+    """Steps after which a device without microbatches is tried again, and counts that did not pay
+    are no longer avoided."""
 
 
 class WatchdogConfig(_Section):
