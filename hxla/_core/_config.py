@@ -43,6 +43,8 @@ class WatchdogConfig(_Section):
     """A process that has not answered for so long is dead or frozen."""
     progress_timeout_seconds: float = pydantic.Field(600.0, gt=0)
     """A job that lives but has not moved for so long is stuck; compilation counts."""
+    compare_steps: int = pydantic.Field(100, ge=1)
+    """Steps after which the copies of the state are compared, by a checksum."""
 
 
 class CheckpointConfig(_Section):

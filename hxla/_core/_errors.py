@@ -9,7 +9,7 @@ HxlaError
 ├── PlanError         no plan fits, or a plan is for something else
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
 ├── CheckpointError   a checkpoint folder, or a checkpoint of another run
-├── LaunchError       starting, joining or throttling processes
+├── LaunchError       starting, joining or throttling processes, or processes that disagree
 └── InspectError      what is to be inspected
 
 `hxla.Preempted` is no error but a `SystemExit`: SIGTERM came, and the script should end.
@@ -53,7 +53,7 @@ class CheckpointError(HxlaError):
 
 
 class LaunchError(HxlaError):
-    """Processes could not be started, joined or throttled."""
+    """Processes could not be started, joined or throttled, or do not agree."""
 
 
 class InspectError(HxlaError):

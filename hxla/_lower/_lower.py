@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -133,7 +131,6 @@ class Programs:
             replica=replicas[0],
             sums=plan.sums,
         )
-        self.text = ""
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
@@ -146,19 +143,25 @@ class Programs:
         training = self.training
         return Store(training.model, training.optimizer, self.reducer, self._specs, self.plan.sums)
 
-    def compile(self, over: Callable[..., Any] = map) -> None:
+    def compile(
+        self,
+        over: Callable[..., Any] = map,
+        check: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> None:
         """Compile ahead all that a step runs, so that no step waits for a compiler.
 
         Args:
             over: Like `map`, perhaps on several threads.
+            check: Is given the text of each program by its name, before any is compiled.
         """
         if self._compiled_updates:
             return
         lowered = [self._lowered(i) for i in range(len(self.runners))]
         sums = self.reducer.lower()
-        # Of pipelines, processes must agree on every program.
-        text = itertools.chain(*lowered) if self.pipelines else lowered[0][1:]
-        self.text = _digest("".join(program.as_text() for program in (*sums, *text)))
+        if check is not None:
+            # Of pipelines, processes must agree on every program.
+            checked = lowered if self.pipelines else lowered[:1]
+            check({"program of the sums": _text(sums)} | dict(_named_texts(checked)))
         flat = iter(over(lambda program: program.compile(), itertools.chain(sums, *lowered)))
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
         for runner, programs in zip(self.runners, lowered, strict=True):
@@ -315,7 +318,13 @@ def _pipeline(
     return contribution, lambda replica: Pipeline(spec, replica)
 
 
-def _digest(text: str) -> str:
-    """The text of programs for comparison: that of a large model is megabytes."""
-    operations = re.findall(r"= \"?(stablehlo\.\w+|call \S+)", text)
-    return "\n".join([hashlib.sha256(text.encode()).hexdigest(), *operations])
+def _named_texts(lowered: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str]]:
+    """The texts of what `Programs` lowered for some replicas."""
+    for i, (update, *own) in enumerate(lowered):
+        of = f" of replica {i}" if i else ""
+        yield f"update program{of}", _text([update])
+        yield f"microbatch program{of}", _text(own)
+
+
+def _text(programs: Sequence[Any]) -> str:
+    return "".join(program.as_text() for program in programs)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
-from .._model._functional import Functional
+from .._model._functional import Functional, leaf_names
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options
 from ._replica import Replica
@@ -96,6 +96,7 @@ class Store:
         )
         self.exponents = np.zeros(num_tensors, np.int32)
         self.held: list[Held] = []
+        self._checksums = jax.jit(_checksums)
 
     # -- how it begins ---------------------------------------------------------------------------
 
@@ -156,15 +157,9 @@ class Store:
 
     def _agree(self) -> None:
         """Every copy of the model takes over what of the first one differs, bit for bit."""
-        num = len(self._reducer.replicas)
-        if num == 1 or not self._shapes:
+        if len(self._reducer.replicas) == 1 or not self._shapes:
             return
-        rows = np.zeros((num, len(self._shapes)), np.uint32)
-        for replica, held in zip(self._reducer.local, self.held, strict=True):
-            checksums = np.asarray(jax.jit(_checksums)(held.leaves()))
-            if replica.is_led_here:
-                rows[replica.index] = checksums
-        rows = self._reducer.exchange(rows)
+        rows = self.checksums()
         different = np.flatnonzero((rows != rows[0]).any(axis=0))
         specs = self._specs.leaves()
         leaves = [held.leaves() for held in self.held]
@@ -174,6 +169,27 @@ class Store:
                 own[i] = replica.put(host, specs[i])
         if different.size:
             self.held = [self._held(own) for own in leaves]
+
+    def checksums(self) -> np.ndarray:
+        """uint32[copies, leaves]: sums of all bits of each copy's arrays, known to every process.
+
+        Every process calls this, and waits for its devices. Arrays that a copy has cut are summed
+        over its devices.
+        """
+        rows = np.zeros((len(self._reducer.replicas), len(self._shapes)), np.uint32)
+        # What is added up inside a copy must not meet what is under way.
+        jax.block_until_ready([held.leaves() for held in self.held])
+        for replica, held in zip(self._reducer.local, self.held, strict=True):
+            checksums = np.asarray(self._checksums(held.leaves()))
+            if replica.is_led_here:
+                rows[replica.index] = checksums
+        return self._reducer.exchange(rows)
+
+    def leaf_names(self) -> tuple[str, ...]:
+        """Of the arrays of `Held.leaves`, in words."""
+        names = leaf_names(self._model.params), leaf_names(self._model.aux)
+        of_optimizer = (f"optimizer state {n}" for n in leaf_names(self._opt_shapes))
+        return *names[0], *names[1], *of_optimizer
 
     def _held(self, leaves: Sequence[jax.Array]) -> Held:
         num, end = len(self._specs.params), len(self._specs.params) + len(self._specs.aux)

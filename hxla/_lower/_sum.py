@@ -331,6 +331,11 @@ class Reducer:
         )
 
     @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica the processes that hold it."""
+        return tuple(tuple(sorted({d.process_index for d in r.devices})) for r in self.replicas)
+
+    @property
     def _is_single(self) -> bool:
         return len(self.replicas) == 1 and not self._inner
 

@@ -223,7 +223,7 @@ class Job:
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
             CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
-            LaunchError: If this is one of several processes and they have not joined.
+            LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
         job = self._traced
         _capture.offer(job, Wishes())

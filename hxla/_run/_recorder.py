@@ -13,6 +13,39 @@ from .._report._page import write
 from .._report._progress import Progress
 from .._report._run_page import html_report
 from .._report._run_report import terminal_report
+from ._step import Outcome
+
+
+def step_record(
+    step: int,
+    outcome: Outcome,
+    plan: Plan,
+    *,
+    seconds: float,
+    tokens: int,
+) -> StepRecord:
+    """What happened in a step.
+
+    Args:
+        step: Number of the step.
+        outcome: Of it.
+        plan: That ran.
+        seconds: From the end of the step before.
+        tokens: Of the global batch.
+    """
+    busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
+    return StepRecord(
+        step=step,
+        loss=outcome.loss,
+        metrics=outcome.metrics,
+        seconds=seconds,
+        num_examples=plan.batch_size,
+        num_tokens=tokens,
+        counts=plan.counts,
+        busy_seconds=tuple(b + u for b, u in busy),
+        redone=outcome.redone,
+        skipped=bool(outcome.nonfinite),
+    )
 
 
 class Recorder:

@@ -12,10 +12,24 @@ from .._graph._segments import segments_at
 from .._plan._layout import dtype_name
 from .._plan._plan import Plan
 from .._planner._complete import versions_for
+from ._agreement import facts_of_plan, facts_of_versions
+from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
 _MOST_LINES = 20  # of one sort of difference
 _LINE = re.compile(r":\d+")  # of a source file; it moves when a comment is written
+
+
+def agree_on_asked(plan: Plan, job: TracedJob, options: SessionOptions) -> None:
+    """Refuse to open a session that other processes open otherwise.
+
+    Raises:
+        LaunchError: On every process: arguments, settings, versions and decisions that differ.
+    """
+    job.agree(
+        "arguments",
+        lambda: {**job.facts(), **options.facts(), **facts_of_versions(), **facts_of_plan(plan)},
+    )
 
 
 def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Devices) -> None:
@@ -23,9 +37,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
 
     Raises:
         PlanError: With every difference: batch, versions, devices, parameters, stages.
-        LaunchError: If processes have different plans.
     """
-    job.agree("plan", plan.decisions.to_json())
     graph = job.graph(plan.microbatch_size)
     lines = []
     for sort in (

@@ -24,8 +24,10 @@ from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._planner._counts import best_counts
 from .._report._history import EvalRecord, History, Rebalance, StepRecord
+from ._agreement import facts_of_data
 from ._balancer import Balancer
 from ._checkpoints import Checkpoints
+from ._copies import CopiesCheck
 from ._counts_of_plan import (
     check_limits,
     count_limits,
@@ -38,8 +40,8 @@ from ._counts_of_plan import (
 from ._data import Loader, cut_batch, eval_batches, num_tokens
 from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
-from ._recorder import Recorder
-from ._runnable import check_runnable
+from ._recorder import Recorder, step_record
+from ._runnable import agree_on_asked, check_runnable
 from ._session_values import Result, SessionOptions, plans_from_table, plans_to_table
 from ._signals import Preempted, Termination
 from ._step import Outcome, Stepper
@@ -97,6 +99,7 @@ class Session:
             self._stopping = 0.0
             self._watchdog = self._watch()
             self._beat(-1, "compiling and measuring")
+            agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
             self._is_tight = on_cpu and plan.placement.sums == "released"
@@ -108,14 +111,18 @@ class Session:
             start = options.first_step if resumed is None else resumed
             self.step_number = self._first_step = start
             self._saved = resumed
+            self._batch = job.first_batch(start, plan.microbatch_size)
+            job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
             pool = self._stack.enter_context(ThreadPoolExecutor(2 * len(plan.devices)))
             self._programs = job.programs(plan, devices, pool.map, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
             self._fill_store()
             self._stepper = Stepper(self._programs, self._store)
+            self._copies = CopiesCheck(
+                self._store, self._reducer.ranks, job.settings.watchdog.compare_steps
+            )
             self._stack.callback(self._stepper.close)
-            self._batch = job.first_batch(start, plan.microbatch_size)
             own = self._stepper.warm_up(
                 self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
             )
@@ -191,7 +198,7 @@ class Session:
 
     def _resumed_step(self, plan: Plan) -> int | None:
         latest = self._checkpoints.latest() if self._checkpoints is not None else None
-        self._job.agree("checkpoint to resume from", str(latest))
+        self._job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
         if latest is None or self._checkpoints is None:
             return None
         meta = self._checkpoints.meta(latest)
@@ -292,10 +299,12 @@ class Session:
             DataError: If the data ends, or the batch has another size.
             Preempted: After SIGTERM on any process, once a checkpoint is written.
         """
-        step, counts = self.step_number, self.plan.counts
-        ids = own_ids(counts, self._reducer)
+        step = self.step_number
+        ids = own_ids(self.plan.counts, self._reducer)
         self._beat(step, "data")
         batches = self._loaded(step, ids) if batch is None else cut_batch(batch, ids, self.plan)
+        if batch is not None and (step == self._first_step or self._copies.is_due(step)):
+            self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
         self._beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
@@ -316,8 +325,9 @@ class Session:
             self._stepper.update(outcome)
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
-        record = self._recorded(step, counts, outcome, batches)
+        record = self._recorded(step, outcome, batches)
         self.step_number = step + 1
+        self._copies.stepped(self.step_number)
         if outcome.stop == _LEAVE:
             self._leave()
         if outcome.stop:
@@ -341,7 +351,6 @@ class Session:
     def _recorded(
         self,
         step: int,
-        counts: tuple[int, ...],
         outcome: Outcome,
         batches: Sequence[Sequence[PyTree]],
     ) -> StepRecord:
@@ -349,19 +358,9 @@ class Session:
         if self._options.balance:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
         now = time.perf_counter()
-        busy = zip(outcome.busy_seconds, outcome.update_seconds, strict=True)
-        record = StepRecord(
-            step=step,
-            loss=outcome.loss,
-            metrics=outcome.metrics,
-            seconds=now - self._began,
-            num_examples=self.plan.batch_size,
-            num_tokens=num_tokens(batches, self.plan.num_microbatches),
-            counts=counts,
-            busy_seconds=tuple(b + u for b, u in busy),
-            redone=outcome.redone,
-            skipped=bool(outcome.nonfinite),
-        )
+        tokens = num_tokens(batches, self.plan.num_microbatches)
+        seconds = now - self._began
+        record = step_record(step, outcome, self.plan, seconds=seconds, tokens=tokens)
         self._began = now
         self._recorder.step(record)
         if change is not None:
@@ -434,6 +433,8 @@ class Session:
         self._beat(self.step_number, "evaluation")
         began = time.perf_counter()
         size, fetch = eval_batches(data, self.plan.microbatch_size)
+        facts = {"examples of the evaluation": str(size)}
+        self._job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
         num = math.ceil(size / self.plan.microbatch_size)
         share = share_of(num, self.plan.counts)
         loss, metrics = self._stepper.evaluate(num, own_ids(share, self._reducer), fetch)
@@ -459,6 +460,7 @@ class Session:
             raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
         if self._saved != self.step_number:
             self._beat(self.step_number, "checkpoint")
+            self._copies.compare(self.step_number)
             self._stepper.wait()
             meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
             self._checkpoints.save(self.step_number, self._store.saved(), meta)
@@ -473,6 +475,7 @@ class Session:
             The trained model and state, the history, the plan and the SHA-256 of the state.
         """
         self._beat(self.step_number, "finishing")
+        self._copies.compare(self.step_number)
         if self._checkpoints is not None:
             self.save()
             self._checkpoints.wait()

@@ -59,6 +59,16 @@ class SessionOptions:
     first_step: int = 0
     is_trial: bool = False
 
+    def facts(self) -> dict[str, str]:
+        """What processes must have alike, by name; only the first one writes to `run_dir`."""
+        return {
+            "steps": str(self.steps),
+            "counts follow the devices": str(self.balance is not None),
+            "checkpoint_dir": str(self.checkpoint_dir),
+            "run_dir": "none" if self.run_dir is None else "given",
+            "first step": str(self.first_step),
+        }
+
 
 def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
     """Plans by their first step, for JSON: after a re-balance its counts only."""

@@ -26,6 +26,7 @@ from .._model._annotations import Strategy
 from .._model._functional import Functional, Loss, functional, tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
+from ._agreement import Facts, agree, flat
 from ._data import Source, as_source
 
 
@@ -135,6 +136,15 @@ class TracedJob:
         """Bytes of the optimizer's state for the whole model."""
         return tree_bytes(jax.eval_shape(self.optimizer.init, self.functional(size).params))
 
+    def facts(self) -> dict[str, str]:
+        """What processes must have alike of the arguments and settings, by name."""
+        names = ("batch_size", "seed", "shuffle", "rngs", "nonfinite", "default")
+        return {
+            **{name: str(getattr(self, name)) for name in names},
+            "number of examples": str(self.source.num_examples),
+            **flat("config", self.settings.model_dump(mode="json")),
+        }
+
     # -- the devices -----------------------------------------------------------------------------
 
     def gather(self, what: str, text: str) -> tuple[str, ...]:
@@ -142,15 +152,20 @@ class TracedJob:
         seconds = self.settings.watchdog.progress_timeout_seconds
         return _coordination.gather(what, text, timeout_seconds=seconds)
 
-    def agree(self, what: str, text: str) -> None:
-        """Refuse to go on where processes disagree.
+    def agree(self, what: str, facts: Callable[[], Facts]) -> None:
+        """Refuse to go on, on every process, where processes disagree.
+
+        Args:
+            what: Name of the comparison; each process makes it equally often.
+            facts: Makes what is compared, by name; not called in a job of one process.
 
         Raises:
-            LaunchError: With a short diff against process 0.
+            LaunchError: With every difference, and which ranks have which value.
         """
         if jax.process_count() > 1:
             seconds = self.settings.watchdog.progress_timeout_seconds
-            _coordination.same_everywhere(what, text, timeout_seconds=seconds)
+            differing = functools.partial(_coordination.differing, timeout_seconds=seconds)
+            agree(what, facts(), differing)
 
     def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:
         """Those that are here, by rank; of a mesh only its own."""
@@ -265,8 +280,9 @@ class TracedJob:
         if key not in self._lowered:
             size = plan.microbatch_size
             programs = lower(self.training(size, 0), self.graph(size), plan, devices)
-            programs.compile(over)
-            self.agree("lowered program", programs.text)
+            is_alone = jax.process_count() == 1
+            check = None if is_alone else lambda texts: self.agree("programs", lambda: texts)
+            programs.compile(over, check)
             self._lowered[key] = programs
         return self._lowered[key]
 

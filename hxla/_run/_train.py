@@ -130,7 +130,7 @@ def train(
         PlanError: If nothing fits the devices, or the plan is for something else.
         NonFiniteError: If a gradient was not finite and `nonfinite="stop"`.
         CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
-        LaunchError: If this is one of several processes and they have not joined.
+        LaunchError: If this is one of several processes and they have not joined, or disagree.
         Preempted: After SIGTERM, once a checkpoint is written; uncaught, the script ends with 75.
 
     Example:
@@ -176,6 +176,18 @@ def train(
         "stages": stages,
         "reduction": reduction,
     }
+    job._traced.agree(
+        "arguments of train",
+        lambda: {
+            **job._traced.facts(),
+            **{name: str(value) for name, value in asked.items()},
+            **{name: str(value) for name, value in every.items()},
+            "steps": str(steps),
+            "epochs": str(epochs),
+            "counts": str(counts),
+            "eval_data": "none" if eval_data is None else "given",
+        },
+    )
     chosen, balance = _plan(job, plan, counts, asked)
     if steps is None:
         source = job._traced.source
