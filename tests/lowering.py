@@ -9,6 +9,7 @@ from hxla._cluster._cluster import Cluster, Device
 from hxla._graph._trace import trace_sums
 from hxla._lower._lower import Training, lower
 from hxla._model._functional import Functional
+from hxla._model._optimizer import Optimizer
 from hxla._plan._plan_parts import SumsForm
 from hxla._planner._complete import complete
 from hxla._planner._pipeline_request import PipelineRequest
@@ -63,6 +64,9 @@ def programs(
         sums=SumsForm(kind=reduction),
     )
     asked = Training(
-        model=functional(params, aux), optimizer=optimizer or optax.sgd(1.0), seed=0, **training
+        model=functional(params, aux),
+        optimizer=Optimizer(optimizer or optax.sgd(1.0)),
+        seed=0,
+        **training,
     )
     return lower(asked, graph, plan, tuple(jax.devices()[: len(cluster.devices)]))

@@ -65,7 +65,7 @@ def update(optimizer, num_groups, **options):
         **options,
     )
     sums = np.random.default_rng(0).normal(size=NUM * SIDE * SIDE).astype(np.float32)
-    others = [sums], [], np.zeros(NUM, np.int32), np.float32(2)
+    others = [sums], [], np.zeros(NUM, np.int32), np.float32(2), np.float32(1)
     arguments = params, optimizer.init(params), [], *others
     return made._updates[0].lower(*arguments).compile(), arguments
 

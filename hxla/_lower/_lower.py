@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
@@ -17,6 +16,7 @@ from .._graph._parts import graph_of, parts_of
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
+from .._model._optimizer import Optimizer
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
@@ -53,7 +53,7 @@ class Training:
     """
 
     model: Functional
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     seed: int
     mean: bool = True
     clip_norm: float | None = None
@@ -215,7 +215,7 @@ class Programs:
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        arguments = params, opt_state, aux, totals, ints, exponents, np.float32(1)
+        arguments = params, opt_state, aux, totals, ints, exponents, *[np.float32(1)] * 2
         update = self._updates[i].lower(*arguments)
         return [update, *self.runners[i].lower(params, aux, exponents)]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._model._functional import Functional, leaf_names
+from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options
 from ._replica import Replica
@@ -75,7 +75,7 @@ class Store:
     def __init__(
         self,
         model: Functional,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         reducer: Reducer,
         specs: StateSpecs,
         sums: SumsForm,
@@ -281,37 +281,23 @@ def _shardings(replica: Replica, specs: PyTree) -> PyTree:
     return jax.tree.map(replica.sharding, specs, is_leaf=lambda s: isinstance(s, P))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """A parameter's shape and spec, as one leaf of a tree."""
-
-    shape: tuple[int, ...]
-    spec: P
-
-
-def opt_state_specs(
-    optimizer: optax.GradientTransformation, params: PyTree, specs: Sequence[P]
-) -> PyTree:
+def opt_state_specs(optimizer: Optimizer, params: PyTree, specs: Sequence[P]) -> PyTree:
     """Leaves of the optimizer's state lie as the parameter of their shape that they belong to.
+
+    A leaf belongs to the parameter with whose path its own path ends; of several, to the one with
+    the longest path.
 
     Args:
         optimizer: The user's own.
         params: Arrays or shapes.
         specs: PartitionSpec of each parameter.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    like = jax.tree.unflatten(
-        treedef, [_Like(tuple(x.shape), spec) for x, spec in zip(leaves, specs, strict=True)]
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    own = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
 
-    def of_leaf(x: Any, like: _Like) -> _Like:
-        return like if tuple(x.shape) == like.shape else _Like((), P())
+    def spec_of(path: tuple[Any, ...], x: Any) -> P:
+        ends = (path[i:] for i in range(len(path) + 1))
+        shape, spec = next((own[end] for end in ends if end in own), (None, P()))
+        return spec if x.shape == shape else P()
 
-    found = optax.tree_utils.tree_map_params(
-        optimizer,
-        of_leaf,
-        jax.eval_shape(optimizer.init, params),
-        like,
-        transform_non_params=lambda _: _Like((), P()),
-    )
-    return jax.tree.map(lambda x: x.spec, found, is_leaf=lambda x: isinstance(x, _Like))
+    return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, params))

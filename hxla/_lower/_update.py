@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._jax._grouping import balanced, in_groups
+from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
@@ -33,7 +34,7 @@ class UpdateSpec:
         buckets: Those of the `Reducer`.
     """
 
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     param_tree: Any
     tensors: Tensors
     contribution: Contribution
@@ -50,10 +51,11 @@ def update_program(
     opt_state: PyTree,
     aux: Sequence[P],
 ) -> Any:
-    """`(params, opt_state, aux, totals, ints, exponents, weight) -> (the first three, tick)`.
+    """The program of an update, whose first three arguments are donated.
 
-    The first three are donated. `totals` are those of `Reducer.reduce`, `ints` the summed integers
-    of other variables, `weight` what the sums are divided by.
+    `(params, opt_state, aux, totals, ints, exponents, weight, value) -> (the first three, tick)`:
+    `totals` are those of `Reducer.reduce`, `ints` the summed integers
+    of other variables, `weight` what the sums are divided by, `value` the loss.
 
     Args:
         spec: What the update is made from.
@@ -73,6 +75,7 @@ def update_program(
         ints: Sequence[jax.Array],
         exponents_T: jax.Array,
         weight: jax.Array,
+        value: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
         found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
         combined = list(found)
@@ -90,7 +93,7 @@ def update_program(
             grads = clip(grads, spec.clip_norm)
         tree = jax.tree.unflatten(spec.param_tree, params)
         updates, opt_state = spec.optimizer.update(
-            jax.tree.unflatten(spec.param_tree, grads), opt_state, tree
+            jax.tree.unflatten(spec.param_tree, grads), opt_state, tree, value=value
         )
         new_params = jax.tree.leaves(optax.apply_updates(tree, updates))
         means = (sums[i] / spec.num_microbatches for i in range(num_params, len(floats)))

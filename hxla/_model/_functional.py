@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from ._keys import is_key, key_impl, keys_as_data, keys_from_data
 
 #: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
 Loss = Callable[[Any, Any], Any]
@@ -173,21 +174,14 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
     leaves, treedef = jax.tree.flatten(rngs)
     fresh = []
     for i, leaf in enumerate(leaves):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             stream = jax.random.fold_in(key, i)
             stream = jax.random.split(stream, leaf.shape) if leaf.shape else stream
             data = jax.random.key_data(stream)
-            fresh.append(jax.random.wrap_key_data(data, impl=_key_impl(leaf)))
+            fresh.append(jax.random.wrap_key_data(data, impl=key_impl(leaf)))
         else:
             fresh.append(jnp.zeros_like(leaf))
     return jax.tree.unflatten(treedef, fresh)
-
-
-def _key_impl(leaf: Any) -> Any:
-    """The random algorithm of a key, which may be a shape only; a trace sees nothing of it."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
 
 
 def from_linen(
@@ -284,18 +278,47 @@ def functional(
         ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
     """
     if isinstance(model, nn.Module):
-        return from_linen(
+        made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
+        return _with_key_data(made)
     make = None
     if callable(model) and not isinstance(model, nnx.Module | type):
         make, model = model, nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-        return from_nnx(model, loss, eval_loss, make=make, seed=seed)
+        return _with_key_data(from_nnx(model, loss, eval_loss, make=make, seed=seed))
     shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise ConfigError(
         f"model is {shown}, not a Flax module: pass an nnx.Module instance, a function that makes "
         "one, or an unbound flax.linen.Module"
+    )
+
+
+def _with_key_data(model: Functional) -> Functional:
+    """The same with the data of keys in place of those that are among the other variables."""
+    like, initialise = model.aux, model.initialise
+    if not any(map(is_key, jax.tree.leaves(like))):
+        return model
+
+    def call(run: Any) -> Any:
+        def with_keys(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            out, aux = run(params, keys_from_data(aux, like), key, batch)
+            return out, keys_as_data(aux)
+
+        return with_keys
+
+    def made(*arguments: Any) -> tuple[PyTree, PyTree]:
+        assert initialise is not None
+        params, aux = initialise(*arguments)
+        return params, keys_as_data(aux)
+
+    return dataclasses.replace(
+        model,
+        aux=keys_as_data(like),
+        train=call(model.train),
+        evaluate=call(model.evaluate),
+        finish=lambda params, aux: model.finish(params, keys_from_data(aux, like)),
+        initialise=None if initialise is None else made,
     )

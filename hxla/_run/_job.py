@@ -47,7 +47,9 @@ class Job:
             per-example losses of shape [microbatch, ...], or `(losses, weights)`; optionally
             followed by a dictionary of metrics. The gradient is that of the global batch's mean.
             Linen modules come bound.
-        optimizer: Any optax transformation; it sees the model's own parameter tree.
+        optimizer: Any optax transformation, or an `optax.MultiSteps`; it sees the model's own
+            parameter tree, and by name the `value` of the global batch's loss and its gradient
+            `grad`. One that calls the loss itself, as a line search does, is refused.
         batch_size: The examples of a global batch; it never changes with the hardware.
         seed: The root of sample order, dropout and initialisation.
         shuffle: Whether random-access data is shuffled anew each epoch.
@@ -84,7 +86,7 @@ class Job:
     model: Any
     data: Any
     loss: Loss
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | optax.MultiSteps
     _: dataclasses.KW_ONLY
     batch_size: int
     seed: int = 0

@@ -483,7 +483,8 @@ class Session:
         history = self.history
         state = self.state
         sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
-        model, trained = self._programs.training.model.finish(state.params, state.aux)
+        training = self._programs.training
+        model, trained = training.model.finish(state.params, state.aux)
         pictures = {}
         if self._options.run_dir is not None and jax.process_index() == 0:
             pictures = self._watch_pipelines.draw(pathlib.Path(self._options.run_dir), self.plan)
@@ -491,7 +492,7 @@ class Session:
         return Result(
             model=model,
             state=trained,
-            opt_state=state.opt_state,
+            opt_state=training.optimizer.restored(state.opt_state, state.params),
             step=self.step_number,
             history=history,
             plan=self.plan,

@@ -258,13 +258,15 @@ class Stepper:
     def update(self, outcome: Outcome) -> None:
         """Apply the sums of the last `accumulate`; returns before the devices are done."""
         ticks = []
-        weight = np.float32(outcome.weight if self._programs.training.mean else 1)
+        mean = self._programs.training.mean
+        weight = np.float32(outcome.weight if mean else 1)
+        value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
         begun = time.perf_counter()
         for i, (held, totals, ints) in enumerate(zip(self._store.held, *self._totals, strict=True)):
             held.params, held.opt_state, held.aux, tick = self._programs.update(
                 i,
                 *(held.params, held.opt_state, held.aux, totals, ints),
-                *(self._exponents(i), weight),
+                *(self._exponents(i), weight, value),
             )
             ticks.append(tick)
         self._totals = (), ()

@@ -24,6 +24,7 @@ from .._jax import _coordination
 from .._lower._lower import Programs, Training, lower
 from .._model._annotations import Strategy
 from .._model._functional import Functional, Loss, functional, tree_bytes
+from .._model._optimizer import Optimizer
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
 from ._agreement import Facts, agree, flat
@@ -55,7 +56,7 @@ class TracedJob:
     model: Any
     data: Any
     loss: Loss
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | optax.MultiSteps
     batch_size: int
     seed: int
     shuffle: bool
@@ -134,7 +135,9 @@ class TracedJob:
 
     def optimizer_bytes(self, size: int) -> int:
         """Bytes of the optimizer's state for the whole model."""
-        return tree_bytes(jax.eval_shape(self.optimizer.init, self.functional(size).params))
+        return tree_bytes(
+            jax.eval_shape(Optimizer(self.optimizer).init, self.functional(size).params)
+        )
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
@@ -229,7 +232,8 @@ class TracedJob:
             start: First step, whose data initialises a Linen module.
 
         Raises:
-            ConfigError: For more groups of parameters than there are parameters.
+            ConfigError: For more groups of parameters than there are parameters, or an optimizer
+                that needs what no update has.
         """
         model = self.functional(size)
         if model.init_arguments:
@@ -244,9 +248,11 @@ class TracedJob:
                 f"optimizer.num_apply_groups={num_groups} but the model has {num_params} "
                 f"parameters: use {num_params} at most"
             )
+        optimizer = Optimizer(self.optimizer)
+        optimizer.check(model.params)
         return Training(
             model=model,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             seed=self.seed,
             mean=communication.gradient == "mean",
             clip_norm=communication.clip_norm,

@@ -32,7 +32,7 @@ def train(
     model: Any,
     data: Any,
     loss: Loss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     batch_size: int,
     steps: int | None = None,
