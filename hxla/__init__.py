@@ -11,6 +11,10 @@ from ._core._config import CommunicationConfig as CommunicationConfig
 from ._core._config import OptimizerConfig as OptimizerConfig, BalanceConfig as BalanceConfig
 from ._core._config import WatchdogConfig as WatchdogConfig, CheckpointConfig as CheckpointConfig
 from ._core._config import DataConfig as DataConfig, IoConfig as IoConfig
+from ._weights._weights import Weights as Weights
+from ._weights._name_map import load_names as load_names
+from ._weights._name_map import NameMap as NameMap, TensorName as TensorName
+from ._weights._save_weights import load_weights as load_weights, save_weights as save_weights
 from ._run._train import train as train, Callback as Callback
 from ._run._job import Job as Job
 from ._run._counts_of_plan import Counts as Counts
@@ -63,5 +67,5 @@ from ._core._errors import CheckpointError as CheckpointError, ConfigError as Co
 from ._core._errors import DataError as DataError, InspectError as InspectError
 from ._core._errors import LaunchError as LaunchError, LossError as LossError
 from ._core._errors import MeshError as MeshError, NonFiniteError as NonFiniteError
-from ._core._errors import PlanError as PlanError
+from ._core._errors import PlanError as PlanError, WeightsError as WeightsError
 from ._run._signals import Preempted as Preempted

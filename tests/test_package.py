@@ -28,6 +28,7 @@ LAYERS = (
     "_jax",
     "_schedule",
     "_model",
+    "_weights",
     "_graph",
     "_cluster",
     "_plan",

@@ -1,4 +1,4 @@
-"""Find mesh files and rule sets: built in, or the user's own."""
+"""Find mesh files, rule sets and maps of names: built in, or the user's own."""
 
 import difflib
 import pathlib
@@ -7,7 +7,7 @@ from typing import Literal
 
 from ._errors import ConfigError, MeshError
 
-Kind = Literal["meshes", "rules"]
+Kind = Literal["meshes", "rules", "names"]
 
 
 def _folder(kind: Kind) -> pathlib.Path:
@@ -26,11 +26,11 @@ def find(kind: Kind, name_or_path: str) -> pathlib.Path:
     """Path of a built-in name, or of the user's own file.
 
     Args:
-        kind: `meshes` or `rules`.
+        kind: `meshes`, `rules` or `names`.
         name_or_path: A name from `names(kind)`, or a path to a TOML file.
 
     Raises:
-        MeshError: If there is neither (ConfigError for rules), with the nearest known name.
+        MeshError: If there is neither (ConfigError for others), with the nearest known name.
     """
     path = pathlib.Path(name_or_path).expanduser()
     if path.is_file():

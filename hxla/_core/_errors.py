@@ -9,6 +9,7 @@ HxlaError
 ├── PlanError         no plan fits, or a plan is for something else
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
 ├── CheckpointError   a checkpoint folder, or a checkpoint of another run
+├── WeightsError      a file of weights, or names in it that do not suit the model
 ├── LaunchError       starting, joining or throttling processes, or processes that disagree
 └── InspectError      what is to be inspected
 
@@ -50,6 +51,10 @@ class NonFiniteError(HxlaError):
 
 class CheckpointError(HxlaError):
     """A checkpoint folder cannot be used, or holds a checkpoint of another run or model."""
+
+
+class WeightsError(HxlaError):
+    """A file of weights is damaged or cannot be written, or does not suit the model."""
 
 
 class LaunchError(HxlaError):

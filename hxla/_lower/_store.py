@@ -7,7 +7,7 @@ arrays, one after another; a checkpoint gets every process's own shards.
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,12 @@ from .._core._types import PyTree
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
+from .._weights._weights import Gather, Read, filled
 from ._options import compiler_options
 from ._replica import Replica
 from ._state import State
 from ._sum import Reducer
 from ._words import Words
-
-Gather = Callable[[str, str], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +99,28 @@ class Store:
 
     # -- how it begins ---------------------------------------------------------------------------
 
-    def initialise(self, gather: Gather) -> None:
+    def initialise(self, gather: Gather, weights: Sequence[Read | None] | None = None) -> None:
         """Put the model's arrays in their places, or make them there, and the optimizer's state.
 
         Args:
             gather: Name and text to the texts of all processes.
+            weights: For each array what reads it from a file; None for one that is the model's own.
         """
-        if self._model.initialise is not None:
-            made = [self._made(r) for r in self._reducer.local]
+        num = len(self._specs.params)
+        specs = [*self._specs.params, *self._specs.aux]
+        given = list(weights) if weights is not None else [None] * len(specs)
+        if None not in given:
+            own: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
+        elif self._model.initialise is not None:
+            own = [self._made(r, given) for r in self._reducer.local]
         else:
-            made = self._placed(gather)
+            own = self._placed(gather, given)
         self.held = []
-        for replica, (params, aux) in zip(self._reducer.local, made, strict=True):
+        for replica, arrays in zip(self._reducer.local, own, strict=True):
+            for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
+                if read is not None:
+                    arrays[i] = filled(self._shapes[i].shape, replica.sharding(spec), read)
+            params, aux = arrays[:num], arrays[num:]
             init = jax.jit(
                 self._optimizer.init,
                 out_shardings=_shardings(replica, self._specs.opt_state),
@@ -121,34 +130,39 @@ class Store:
             self.held.append(Held(params=params, aux=aux, opt_state=opt_state))
         self._agree()
 
-    def _made(self, replica: Replica) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Parameters and other variables, each made where it lies."""
+    def _made(self, replica: Replica, given: Sequence[Read | None]) -> list[Any]:
+        """The model's own arrays, each made where it lies; None where there is another."""
+
+        def own(leaves: Sequence[Any]) -> list[Any]:
+            return [None if read else x for x, read in zip(leaves, given, strict=True)]
 
         def run(*arguments: Any) -> Any:
             assert self._model.initialise is not None
-            params, aux = self._model.initialise(*arguments)
-            return jax.tree.leaves(params), jax.tree.leaves(aux)
+            return own(jax.tree.leaves(self._model.initialise(*arguments)))
 
-        shardings = _shardings(replica, (self._specs.params, self._specs.aux))
+        specs = [*self._specs.params, *self._specs.aux]
+        shardings = own([replica.sharding(spec) for spec in specs])
         init = jax.jit(run, out_shardings=shardings, compiler_options=self._options)
-        return init(*self._model.init_arguments)  # type: ignore[no-any-return]
+        return list(init(*self._model.init_arguments))
 
-    def _placed(self, gather: Gather) -> list[tuple[list[jax.Array], list[jax.Array]]]:
+    def _placed(self, gather: Gather, given: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, one after another; all processes take those of process 0."""
         leaves = [*jax.tree.leaves(self._model.params), *jax.tree.leaves(self._model.aux)]
-        digests = " ".join(f"{zlib.crc32(_bytes(x)):08x}" for x in leaves)
+        own = [None if read else x for x, read in zip(leaves, given, strict=True)]
+        digests = " ".join("-" if x is None else f"{zlib.crc32(_bytes(x)):08x}" for x in own)
         found = [text.split() for text in gather("initial arrays", digests)]
         specs = [*self._specs.params, *self._specs.aux]
-        placed: list[list[jax.Array]] = [[] for _ in self._reducer.local]
-        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
-            # A true copy: steps donate their buffers, and the user's arrays must stay alive.
-            host = np.array(x, copy=True, order="C")
-            if any(row[i] != found[0][i] for row in found):
-                host = self._from_first_process(host)
-            for own, replica in zip(placed, self._reducer.local, strict=True):
-                own.append(replica.put(host, spec))
-        num = len(self._specs.params)
-        return [(own[:num], own[num:]) for own in placed]
+        placed: list[list[Any]] = [[] for _ in self._reducer.local]
+        for i, (x, spec) in enumerate(zip(own, specs, strict=True)):
+            host = None
+            if x is not None:
+                # A true copy: steps donate their buffers, and the user's arrays must stay alive.
+                host = np.array(x, copy=True, order="C")
+                if any(row[i] != found[0][i] for row in found):
+                    host = self._from_first_process(host)
+            for arrays, replica in zip(placed, self._reducer.local, strict=True):
+                arrays.append(None if host is None else replica.put(host, spec))
+        return placed
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
         if jax.process_index():

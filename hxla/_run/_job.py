@@ -20,6 +20,7 @@ from .._model._functional import RNGS, Loss
 from .._plan._plan import Plan
 from .._plan._rules import RuleSet, as_rules
 from .._profile._profile import Profile
+from .._weights._weights import Weights, as_weights
 from . import _capture
 from ._counts_of_plan import Counts
 from ._make_plan import check_joined, make_plan
@@ -56,6 +57,10 @@ class Job:
         num_examples: The number of examples of a callable that is to have epochs.
         variables: The initial variables of a Linen module; initialised from `seed` if None.
         rngs: The names of the random streams that a Linen module asks for.
+        weights: The weights to begin with instead of the model's own arrays: a `.safetensors` file,
+            the index or folder of several, or an `hxla.Weights` that also says how their names map
+            to the model's. Each device reads the slices that it holds. A resumed run goes on from
+            its checkpoint.
         eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
@@ -94,6 +99,7 @@ class Job:
     num_examples: int | None = None
     variables: PyTree | None = None
     rngs: Sequence[str] = RNGS
+    weights: str | os.PathLike[str] | Weights | None = None
     eval_loss: Loss | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     default: Strategy | None = None
@@ -111,6 +117,8 @@ class Job:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         settings = as_config(fields.pop("config"))
         eval_loss = fields.pop("eval_loss") or self.loss
+        if self.weights is not None:
+            fields["weights"] = as_weights(self.weights)
         return TracedJob(**fields, eval_loss=eval_loss, settings=settings)
 
     def graph(self, microbatch_size: int) -> Graph:
@@ -220,11 +228,13 @@ class Job:
             The session, a context manager.
 
         Raises:
-            ConfigError: If the model is shapes only and no checkpoint holds its arrays,
-                `tensorboard` lacks a `run_dir`, or `hxla run --plan` was given another plan.
+            ConfigError: If the model is shapes only and neither weights nor a checkpoint hold its
+                arrays, if `tensorboard` lacks a `run_dir`, or if `hxla run --plan` was given
+                another plan.
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
             CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+            WeightsError: If the weights are damaged or do not suit the model: all faults at once.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
         job = self._traced

@@ -24,6 +24,7 @@ from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._planner._counts import best_counts
 from .._report._history import EvalRecord, History, Rebalance, StepRecord
+from .._weights._weights import Read
 from ._agreement import facts_of_data
 from ._balancer import Balancer
 from ._checkpoints import Checkpoints
@@ -113,11 +114,12 @@ class Session:
             self._saved = resumed
             self._batch = job.first_batch(start, plan.microbatch_size)
             job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
+            weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
             pool = self._stack.enter_context(ThreadPoolExecutor(2 * len(plan.devices)))
             self._programs = job.programs(plan, devices, pool.map, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
-            self._fill_store()
+            self._fill_store(weights)
             self._stepper = Stepper(self._programs, self._store)
             self._copies = CopiesCheck(
                 self._store, self._reducer.ranks, job.settings.watchdog.compare_steps
@@ -231,16 +233,11 @@ class Session:
             "reduction": plan.sums.kind,
         }
 
-    def _fill_store(self) -> None:
+    def _fill_store(self, weights: Sequence[Read | None] | None) -> None:
         if self._saved is not None and self._checkpoints is not None:
             self._store.load(self._checkpoints.restore(self._store.wanted(), self._saved))
             return
-        if not self._programs.training.model.can_start:
-            raise ConfigError(
-                "the model is shapes only, so there is nothing to begin with: pass a function that "
-                "makes it, lambda: Model(nnx.Rngs(0)), or a checkpoint_dir that holds its arrays"
-            )
-        self._store.initialise(self._job.gather)
+        self._store.initialise(self._job.gather, weights)
 
     def _records(self, start: int) -> Recorder:
         run_dir = self._options.run_dir

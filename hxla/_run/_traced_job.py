@@ -27,6 +27,7 @@ from .._model._functional import Functional, Loss, functional, tree_bytes
 from .._model._optimizer import Optimizer
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
+from .._weights._weights import Read, Wanted, Weights, open_weights
 from ._agreement import Facts, agree, flat
 from ._data import Source, as_source
 
@@ -46,6 +47,7 @@ class TracedJob:
         num_examples: Of a callable that is to have epochs.
         variables: Initial variables of a Linen module.
         rngs: Names of a Linen module's random streams.
+        weights: Weights that training begins with, or None.
         eval_loss: Loss for evaluation.
         nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
         default: Annotation of what no scope covers.
@@ -63,6 +65,7 @@ class TracedJob:
     num_examples: int | None
     variables: PyTree | None
     rngs: Sequence[str]
+    weights: Weights | None
     eval_loss: Loss
     nonfinite: Literal["stop", "skip"]
     default: Strategy | None
@@ -221,6 +224,30 @@ class TracedJob:
             )
         kind: Literal["exact", "float"] = "exact" if reduction == "exact" else "float"
         return SumsForm(kind=kind, dtype=communication.dtype, bucket_mib=communication.bucket_mib)
+
+    def opened_weights(self, size: int) -> list[Read | None] | None:
+        """For each array of the model what reads it, or None where no weights are given.
+
+        Args:
+            size: Examples of a microbatch.
+
+        Raises:
+            WeightsError: If the files and the model do not suit each other: all faults at once.
+            ConfigError: If there is nothing to begin with.
+        """
+        model, opened = self.functional(size), None
+        wanted = [*Wanted.of(model.params), *Wanted.of(model.aux)]
+        if self.weights is not None:
+            opened = open_weights(self.weights, wanted, self.gather)
+        if model.can_start or (opened is not None and None not in opened):
+            return opened
+        fresh = [w.name for w, read in zip(wanted, opened or (), strict=False) if read is None]
+        raise ConfigError(
+            "the model is shapes only, so there is nothing to begin with"
+            + (f" for {', '.join(fresh[:5])}" if fresh else "")
+            + ": pass a function that makes it, lambda: Model(nnx.Rngs(0)), weights, or a "
+            "checkpoint_dir that holds its arrays"
+        )
 
     # -- programs --------------------------------------------------------------------------------
 

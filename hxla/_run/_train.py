@@ -16,6 +16,7 @@ from .._model._functional import RNGS, Loss
 from .._plan._plan import Plan
 from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
+from .._weights._weights import Weights
 from ._counts_of_plan import Counts
 from ._data import num_steps
 from ._job import PLAN_VARIABLE, Job
@@ -49,6 +50,7 @@ def train(
     num_examples: int | None = None,
     variables: PyTree | None = None,
     rngs: Sequence[str] = RNGS,
+    weights: str | os.PathLike[str] | Weights | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
@@ -100,6 +102,7 @@ def train(
         num_examples: The number of examples of a callable that is to have epochs.
         variables: The initial variables of a Linen module.
         rngs: The names of the random streams that a Linen module asks for.
+        weights: The weights to begin with, see `Job`.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation of what no scope covers.
         patterns: The ways in which equations can be cut.
@@ -130,6 +133,7 @@ def train(
         PlanError: If nothing fits the devices, or the plan is for something else.
         NonFiniteError: If a gradient was not finite and `nonfinite="stop"`.
         CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+        WeightsError: If the weights are damaged or do not suit the model: all faults at once.
         LaunchError: If this is one of several processes and they have not joined, or disagree.
         Preempted: After SIGTERM, once a checkpoint is written; uncaught, the script ends with 75.
 
@@ -163,6 +167,7 @@ def train(
         num_examples=num_examples,
         variables=variables,
         rngs=rngs,
+        weights=weights,
         eval_loss=eval_loss,
         nonfinite=nonfinite,
         default=default,
