@@ -239,7 +239,7 @@ def pipeline(**settings):
         ),
         (
             hxla.PlanError,
-            "a scan over layers is one",
+            r"\(a scan, .*, is one\)",
             {"stages": 4, "net": Scanned, "loss": scanned_loss},
         ),
         (

@@ -276,7 +276,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_no_devices_is_a_clear_error():
     code = (
         "import hxla, optax\n"
-        "try:\n    hxla.train(None, None, None, optax.sgd(1), batch_size=1, steps=1)\n"
+        "from flax import linen\n"
+        "try:\n"
+        "    loss = lambda model, batch: model(batch).sum()\n"
+        "    hxla.train(linen.Dense(1), None, loss, optax.sgd(1), batch_size=1, steps=1)\n"
         "except hxla.HxlaError as e:\n    print(type(e).__name__, e)"
     )
     env = os.environ | {"JAX_PLATFORMS": "cuda"}

@@ -35,6 +35,8 @@ class Graph:
         result_values: The results, places of values or literals.
         consts: The arrays that the loss closes over, each with its place.
         nested: For each TaskGraph the copies around it (`replicate(n)` around a `split`), or 1.
+        bound_axes: The axis names that the loss's collectives use, such as a BatchNorm's
+            `axis_name`; each has one member, the microbatch.
     """
 
     task_graphs: tuple[TaskGraph, ...]
@@ -52,6 +54,7 @@ class Graph:
     result_values: tuple[int | Any, ...] = dataclasses.field(repr=False)
     consts: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     nested: tuple[int, ...]
+    bound_axes: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from .._core._types import PyTree
+from .._jax._axis_names import naming_axes, with_axes
 from .._model._functional import Functional
 from .._model._loss import MetricColumns, as_sums
 from .._plan._plan_parts import SumsForm
@@ -41,11 +42,16 @@ class Evaluation:
         def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed), index)
             trees = jax.tree.unflatten(param_def, params), jax.tree.unflatten(aux_def, aux)
-            out, _ = model.evaluate(*trees, key, batch)
             size = jax.tree.leaves(batch)[0].shape[0]
-            sums = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
-            self.metrics = sums.metrics  # the same in every trace
-            return sums.row
+
+            def row(params: PyTree, aux: PyTree) -> jax.Array:
+                out, _ = model.evaluate(params, aux, key, batch)
+                sums = as_sums(out, size, mean_weight=size, padded_size=microbatch_size)
+                self.metrics = sums.metrics  # the same in every trace
+                return sums.row
+
+            axes: list[str] = []
+            return naming_axes(lambda: with_axes(row, axes)(*trees), axes)  # type: ignore[no-any-return]
 
         # What a copy of several devices has cut is gathered for its equation, and let go after it.
         options = update_options if replica.axes else compiler_options

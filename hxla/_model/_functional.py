@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from .._jax._axis_names import naming_axes, with_axes
+from ._called_loss import CalledLoss, Loss, called
+from ._given_model import as_module, check_model
 from ._keys import is_key, key_impl, keys_as_data, keys_from_data
-
-#: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
-Loss = Callable[[Any, Any], Any]
+from ._sown import CHANGED, kept_collections
 
 # How jax reaches the array in an NNX variable.
 _OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
@@ -44,7 +45,7 @@ class Functional:
         finish: `(params, aux) -> (model, state)` as `hxla.train` returns them.
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
             are arrays, or where nothing is known but shapes.
-        init_arguments: Random keys and one microbatch, of which arrays are needed to run it.
+        init_arguments: One microbatch, of which arrays are needed to run it.
     """
 
     params: PyTree
@@ -108,8 +109,8 @@ def _check_params(params: PyTree) -> None:
 
 def from_nnx(
     model: nnx.Module,
-    loss: Loss,
-    eval_loss: Loss,
+    loss: CalledLoss,
+    eval_loss: CalledLoss,
     *,
     make: Callable[[], nnx.Module] | None = None,
     seed: int = 0,
@@ -118,8 +119,8 @@ def from_nnx(
 
     Args:
         model: Left as it is until `finish`, which updates it in place. Its arrays may be shapes.
-        loss: `loss(model, batch)`.
-        eval_loss: The same, called on the model in evaluation mode.
+        loss: Called on the model in the mode in which it is given.
+        eval_loss: Called on the model in evaluation mode.
         make: Makes the module; None: its arrays are those it has.
         seed: Of the random streams of a module that was shapes only.
 
@@ -129,19 +130,21 @@ def from_nnx(
     """
     filters: Any = (nnx.Param, nnx.RngState, nnx.Intermediate, ...)
 
-    def in_mode(mode: str) -> Any:
+    def split(*, evaluating: bool) -> Any:
         clone = nnx.clone(model)
-        getattr(clone, mode)()
+        nnx.pop(clone, nnx.Intermediate)  # of earlier calls
+        if evaluating:
+            clone.eval()
         return nnx.split(clone, *filters)
 
-    graphdef_train, params, rngs, _, aux = in_mode("train")
-    graphdef_eval = in_mode("eval")[0]
+    graphdef_train, params, rngs, _, aux = split(evaluating=False)
+    graphdef_eval = split(evaluating=True)[0]
     _check_params(params)
 
-    def call(graphdef: Any, loss: Loss) -> Any:
+    def call(graphdef: Any, loss: CalledLoss) -> Any:
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
             module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
-            out = loss(module, batch)
+            out = loss(module, batch, key)
             parts: Any = nnx.split(module, *filters)
             return out, parts[4]
 
@@ -186,8 +189,8 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
 
 def from_linen(
     module: nn.Module,
-    loss: Loss,
-    eval_loss: Loss,
+    loss: CalledLoss,
+    eval_loss: CalledLoss,
     *,
     variables: PyTree | None,
     seed: int,
@@ -197,9 +200,9 @@ def from_linen(
     """Make a Linen module functional.
 
     Args:
-        module: Unbound module. `loss(model, batch)` gets it bound, so `model(batch["x"])` and
-            `model.method(...)` work as inside `nn.apply`.
-        loss: `loss(model, batch)`.
+        module: Unbound module. The loss gets it bound, so `model(batch["x"])`,
+            `model.method(...)` and `model.variables` work as inside `nn.apply`.
+        loss: The loss.
         eval_loss: The same, used for evaluation.
         variables: Initial variables, or None to initialise them by running the loss once.
         seed: Seed of the initialisation.
@@ -207,56 +210,74 @@ def from_linen(
         rngs: Names of the random streams that the module asks for.
 
     Returns:
-        Params are the collection `params`; aux is every other collection.
+        Params are the collection `params`; aux is every other collection but those that `sow`
+        fills, which begin empty in each call.
     """
-    init: Any = None
-    if variables is None:
-        first, second = jax.random.split(jax.random.key(seed), 2)
-        later = [jax.random.fold_in(jax.random.key(seed), i) for i in range(2, len(rngs))]
+
+    def initialised(example: PyTree) -> dict[str, PyTree]:
+        root = jax.random.key(seed)
+        first, second = jax.random.split(root, 2)
+        later = [jax.random.fold_in(root, i) for i in range(2, len(rngs))]
         keys = dict(zip(rngs, (first, second, *later), strict=False))
-        init = nn.init(_two_arguments(loss), module)
-        variables = jax.eval_shape(init, keys, example)
+        axes: list[str] = []
+        init = nn.init(loss, module, mutable=True)
+        return dict(naming_axes(lambda: with_axes(init, axes)(keys, example, root), axes))
+
+    def applied(loss: CalledLoss, mutable: Any = CHANGED) -> Any:
+        apply = nn.apply(loss, module, mutable=mutable)
+
+        def run(variables: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
+            return apply(variables, batch, key, rngs=keys)
+
+        return run
+
+    def left(variables: PyTree, mutable: Any) -> PyTree:
+        axes: list[str] = []
+
+        def silent(*arguments: Any) -> None:
+            loss(*arguments)
+
+        run = applied(silent, mutable)
+        key = jax.eval_shape(jax.random.key, 0)
+        return naming_axes(
+            lambda: jax.eval_shape(with_axes(run, axes), variables, key, example), axes
+        )[1]
+
+    def call(loss: CalledLoss) -> Any:
+        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            out, left = applied(loss)({"params": params, **aux}, key, batch)
+            return out, {name: left[name] for name in aux}
+
+        return run
+
+    is_made = variables is None
+    if variables is None:
+        variables = jax.eval_shape(initialised, example)
     variables = dict(variables)
     if "params" not in variables:
         raise ConfigError(
             f"variables holds the collections {sorted(variables)} but no 'params': pass what "
             "module.init returned"
         )
-    params = variables.pop("params")
+    params = variables["params"]
     _check_params(params)
-    mutable = sorted(variables)
+    kept = kept_collections(left, variables, is_whole=is_made)
 
-    def call(loss: Loss) -> Any:
-        apply = nn.apply(_two_arguments(loss), module, mutable=mutable)
-
-        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
-            return apply({"params": params, **aux}, batch, rngs=keys)
-
-        return run
-
-    def initialise(keys: Any, example: PyTree) -> tuple[PyTree, PyTree]:
-        made = dict(init(keys, example))
-        return made.pop("params"), made
+    def initialise(example: PyTree) -> tuple[PyTree, PyTree]:
+        made = initialised(example)
+        return made["params"], {name: made[name] for name in kept}
 
     return Functional(
         params=params,
-        aux=variables,
+        aux={name: variables[name] for name in kept},
         logical=_logical(nn.get_partition_spec(params)),
         train=call(loss),
         evaluate=call(eval_loss),
         finish=lambda params, aux: (module, {"params": params, **aux}),
-        initialise=None if init is None else initialise,
-        init_arguments=() if init is None else (keys, example),
+        initialise=initialise if is_made else None,
+        init_arguments=(example,) if is_made else (),
     )
-
-
-def _two_arguments(loss: Loss) -> Loss:
-    # nn.apply inspects nothing, but a callable object or partial has no __name__ for its scope.
-    def run(model: Any, batch: Any) -> Any:
-        return loss(model, batch)
-
-    return run
 
 
 def functional(
@@ -277,23 +298,17 @@ def functional(
     Raises:
         ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
     """
+    check_model(model)
+    loss, eval_loss = called(loss), called(eval_loss, "eval_loss")
     if isinstance(model, nn.Module):
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
         return _with_key_data(made)
-    make = None
-    if callable(model) and not isinstance(model, nnx.Module | type):
-        make, model = model, nnx.eval_shape(model)
-    if isinstance(model, nnx.Module):
-        if variables is not None:
-            raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-        return _with_key_data(from_nnx(model, loss, eval_loss, make=make, seed=seed))
-    shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-    raise ConfigError(
-        f"model is {shown}, not a Flax module: pass an nnx.Module instance, a function that makes "
-        "one, or an unbound flax.linen.Module"
-    )
+    model, make = as_module(model)
+    if variables is not None:
+        raise ConfigError("variables is for Linen modules: an NNX model holds its own")
+    return _with_key_data(from_nnx(model, loss, eval_loss, make=make, seed=seed))
 
 
 def _with_key_data(model: Functional) -> Functional:

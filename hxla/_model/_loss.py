@@ -180,6 +180,10 @@ def _describe(out: Any) -> str:
     return type(out).__name__
 
 
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | float | int) or hasattr(x, "dtype")
+
+
 def as_sums(
     out: Any, num_examples: int, *, mean_weight: float = 1, padded_size: int | None = None
 ) -> MicrobatchSums:
@@ -206,16 +210,24 @@ def as_sums(
     parts = out if isinstance(out, tuple) else (out,)
     if len(parts) > 1 and isinstance(parts[-1], Mapping):
         metrics, parts = parts[-1], parts[:-1]
-    if len(parts) not in (1, 2) or not all(
-        isinstance(p, jax.Array | float | int) or hasattr(p, "dtype") for p in parts
-    ):
-        raise wrong("expected one or two arrays")
+    if parts == (None,):
+        raise wrong("it lacks a return")
+    if len(parts) not in (1, 2) or not all(map(_is_array, parts)):
+        raise wrong(
+            "expected one or two arrays; what jax.value_and_grad returns is no loss, for hxla "
+            "takes the gradient itself"
+        )
     values = jnp.asarray(parts[0])
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise wrong(f"a loss must be real and floating, not {values.dtype}")
     if values.ndim == 0:
         if len(parts) == 2:
-            raise wrong("a scalar loss is a mean already and takes no weights")
+            raise wrong(
+                "a scalar loss is a mean already and takes no weights. If this is (loss, aux), as "
+                "for jax.value_and_grad(has_aux=True): numbers to record go into a dictionary, "
+                "(loss, {'accuracy': accuracy}), and neither the model's state nor its logits are "
+                "returned, for hxla keeps the state itself"
+            )
         weights = jnp.float32(mean_weight)
         loss = values.astype(jnp.float32) * weights
     else:
@@ -236,6 +248,11 @@ def as_sums(
 
     def columns_of(name: str, given: Any) -> tuple[jax.Array, MetricColumns]:
         asked = given if isinstance(given, Metric) else Metric(given)
+        if not _is_array(asked.value):
+            raise wrong(
+                f"metric {name!r} is {_describe(asked.value)}: metrics are numbers by name; the "
+                "model's state is not returned, for hxla keeps it itself"
+            )
         value = jax.lax.stop_gradient(jnp.asarray(asked.value)).astype(jnp.float32)
         if value.ndim and value.shape != weights.shape:
             raise wrong(

@@ -63,7 +63,12 @@ def complete(
         PlanError: If the plan cannot be run: every fault.
     """
     specs: list[P] = [P()] * len(graph.param_names)
-    said = list(structure.reasons)
+    said = [
+        f"axis {name!r} of the model has one member, the microbatch: what it averages or gathers "
+        f"over {name!r}, as BatchNorm does, is of {microbatch_size} examples"
+        for name in graph.bound_axes
+    ]
+    said += structure.reasons
     if structure.inner:
         dims: Sequence[Mapping[str, int]] | None = None
         warnings: tuple[str, ...] = ()

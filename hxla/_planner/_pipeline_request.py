@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsIndex
 from .._core._config import PipelineConfig
 from .._core._errors import ConfigError, PlanError
 from .._graph._graph import Graph
+from .._graph._operations import source_of
 from .._graph._parts import graph_of
 from .._graph._segments import cut_points, segments_at, task_points
 from .._plan._plan_parts import PlannedPipeline, PlannedSegment
@@ -115,10 +116,7 @@ class PipelineRequest:
             points = cut_points(graph, self.most_segments)
         chain = segments_at(graph, points)
         if len(chain) < self.num_parts:
-            raise PlanError(
-                f"the loss has {len(chain)} parts that can be told apart (a scan over layers is "
-                f"one), too few for {self.num_parts} stages: use fewer, or a loop over layers"
-            )
+            raise _too_few(graph, [segment.name for segment in chain], self)
         if self.cut is not None:
             assert sum(self.cut) == len(chain), (self.cut, len(chain))
             cut = self.cut
@@ -140,6 +138,20 @@ class PipelineRequest:
             schedule=table if isinstance(table, str) else tuple(tuple(tick) for tick in table),
             num_chunks=self.num_chunks,
         )
+
+
+def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> PlanError:
+    scans = [op for op in graph.ops if op.kind == "scan"]
+    why = f" (a scan, {source_of(scans[0].eqn)}, is one)" if scans else ""
+    remedy = f"use at most {len(names) // request.num_chunks}"
+    if len(names) == 1 and scans:
+        remedy = "write its layers as a Python loop"
+    elif len(names) < 2 * request.num_chunks:
+        remedy = "train copies of it, without stages"
+    return PlanError(
+        f"the loss has {len(names)} parts that can be told apart{why}, {', '.join(names)}: too few "
+        f"for {request.num_parts} stages; {remedy}"
+    )
 
 
 def asked(stages: int | Sequence[float] | None, config: PipelineConfig) -> PipelineRequest:

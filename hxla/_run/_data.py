@@ -6,12 +6,14 @@ is a function of seed, epoch and step alone.
 """
 
 import concurrent.futures
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._core._errors import DataError
@@ -53,6 +55,11 @@ def _is_arrays(data: Any) -> bool:
 
 def _check_dtypes(tree: PyTree, where: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise DataError(
+                f"{where}: {_name(path)} holds random keys; leave them out, and let the loss take "
+                "its key as third argument, loss(model, batch, key)"
+            )
         if leaf.dtype.kind in "OSU":
             raise DataError(
                 f"{where}: {_name(path)} has dtype {leaf.dtype}, which no device can hold; "
@@ -200,6 +207,38 @@ def _grain(data: Any, kind: str) -> bool:
     return grain is not None and isinstance(data, getattr(grain, kind))
 
 
+def _refuse_known(data: Any, name: str, batch_size: int) -> None:
+    """Say what to write instead of what is often given, and is not what it seems to be."""
+    if inspect.isgeneratorfunction(data):
+        called = f"{data.__name__}()"
+        raise DataError(f"{name} is a generator function: call it, {name}={called}")
+    if isinstance(data, type):
+        raise DataError(f"{name} is the class {data.__name__}: pass an instance of it")
+    if isinstance(data, list) and 0 < len(data) < batch_size and _is_arrays(tuple(data)):
+        sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(data)}
+        if len(sizes) == 1 and min(sizes) >= batch_size:
+            raise DataError(
+                f"{name} is a list of {len(data)} arrays of {min(sizes)} rows each, and a list is "
+                "a sequence of examples: for columns pass a tuple, (x, y), or a dictionary, "
+                "{'x': x, 'y': y}, which each batch then is too"
+            )
+    if isinstance(data, dict) and any(isinstance(x, list) for x in data.values()):
+        raise DataError(f"{name} is a dictionary of lists: make them arrays, numpy.asarray(...)")
+    if hasattr(data, "iloc") and hasattr(data, "columns"):
+        raise DataError(
+            f"{name} is a table ({type(data).__name__}): pass its columns as arrays, "
+            "{'x': table['x'].to_numpy(), ...}"
+        )
+    if callable(data) and not hasattr(data, "__getitem__"):
+        try:
+            inspect.signature(data).bind(0)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{name} is a function that cannot be called with the index of an example "
+                f"({error}); {_KINDS}"
+            ) from error
+
+
 def _reader(data: Any, num_examples: int | None) -> Any:
     """Random access to examples, or None if `data` offers none."""
     if _is_arrays(data):
@@ -234,6 +273,7 @@ def as_source(
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
     """
+    _refuse_known(data, "data", batch_size)
     reader = None if _grain(data, "MapDataset") else _reader(data, num_examples)
     if examples_per_file > 1 and (reader is None or reader.num_examples is None):
         raise DataError(
@@ -279,6 +319,7 @@ def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], 
     Returns:
         The number of examples, and a function from microbatch id to microbatch.
     """
+    _refuse_known(data, "eval_data", microbatch_size)
     reader = _reader(data, None)
     if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
         batches = [jax.tree.map(np.asarray, batch) for batch in data]

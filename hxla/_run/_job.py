@@ -10,13 +10,16 @@ import jax
 import optax
 
 from .._cluster._cluster import Cluster
+from .._core._arguments import check_whole_numbers
 from .._core._config import Config, as_config
 from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._graph._factors import PATTERNS, Patterns
 from .._graph._graph import Graph
 from .._model._annotations import Strategy
-from .._model._functional import RNGS, Loss
+from .._model._called_loss import Loss, called
+from .._model._functional import RNGS
+from .._model._given_model import check_model, check_optimizer
 from .._plan._plan import Plan
 from .._plan._rules import RuleSet, as_rules
 from .._profile._profile import Profile
@@ -44,10 +47,11 @@ class Job:
         data: A pytree of arrays with examples in the leading dimension, a sequence of examples, a
             Grain dataset, a callable from index to example, or an iterable of global batches. For
             plans a pytree of `jax.ShapeDtypeStruct` will do.
-        loss: A function `loss(model, batch)` that returns a scalar (the mean over its microbatch),
-            per-example losses of shape [microbatch, ...], or `(losses, weights)`; optionally
-            followed by a dictionary of metrics. The gradient is that of the global batch's mean.
-            Linen modules come bound.
+        loss: A function `loss(model, batch)`, or `loss(model, batch, key)` for one that needs a
+            random key, that returns a scalar (the mean over its microbatch), per-example losses of
+            shape [microbatch, ...], or `(losses, weights)`; optionally followed by a dictionary of
+            metrics. The gradient is that of the global batch's mean. Linen modules come bound, NNX
+            models in the mode in which they were given.
         optimizer: Any optax transformation, or an `optax.MultiSteps`; it sees the model's own
             parameter tree, and by name the `value` of the global batch's loss and its gradient
             `grad`. One that calls the loss itself, as a line search does, is refused.
@@ -72,6 +76,7 @@ class Job:
 
     Raises:
         ConfigError: If an argument is of the wrong kind.
+        LossError: If the loss closes over a random key or an `nnx.Rngs`.
 
     Example:
         >>> import hxla, numpy as np, optax
@@ -107,10 +112,19 @@ class Job:
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        check_model(self.model)
+        check_optimizer(self.optimizer)
+        called(self.loss)
+        called(self.eval_loss or self.loss, "eval_loss")
         if self.nonfinite not in ("stop", "skip"):
             raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop' or 'skip'")
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
-            raise ConfigError(f"batch_size={self.batch_size!r} is no whole number")
+        check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)
+        check_whole_numbers(seed=self.seed)
+        missing = [name for name in ("batch_size", "seed") if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} is None, no whole number")
+        if isinstance(self.rngs, str):
+            raise ConfigError(f"rngs={self.rngs!r} is one name: pass rngs=({self.rngs!r},)")
 
     @functools.cached_property
     def _traced(self) -> TracedJob:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._cluster._cluster import Cluster
+from .._core._arguments import check_whole_numbers
 from .._core._errors import ConfigError, PlanError
 from .._graph._graph import Graph, rows_read
 from .._graph._segments import segments
@@ -53,6 +54,15 @@ class Wishes:
     counts: Counts = "measured"
     reduction: str = "exact"
 
+    def __post_init__(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh | Mapping):
+            raise ConfigError(
+                f"mesh={self.mesh!r} is no mesh: pass its axes and their sizes, such as "
+                "{'data': 4}, or a jax.sharding.Mesh"
+            )
+        if isinstance(self.mesh, Mapping):
+            check_whole_numbers(1, **{f"mesh axis {name}": n for name, n in self.mesh.items()})
+
 
 def size_asked(job: TracedJob, size: int | None) -> int | None:
     """The microbatch size that the arguments and `pipeline.num_micro_batch` mean.
@@ -60,9 +70,8 @@ def size_asked(job: TracedJob, size: int | None) -> int | None:
     Raises:
         ConfigError: For sizes below one, or that do not divide, or disagree.
     """
+    check_whole_numbers(1, microbatch_size=size)
     batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
-    if batch_size < 1 or (size is not None and size < 1):
-        raise ConfigError(f"batch_size={batch_size} and microbatch_size={size} must be at least 1")
     if num is not None:
         if batch_size % num:
             raise ConfigError(

@@ -23,7 +23,8 @@ from .._graph._trace import trace_functional
 from .._jax import _coordination
 from .._lower._lower import Programs, Training, lower
 from .._model._annotations import Strategy
-from .._model._functional import Functional, Loss, functional, tree_bytes
+from .._model._called_loss import Loss
+from .._model._functional import Functional, functional, tree_bytes
 from .._model._optimizer import Optimizer
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
@@ -264,9 +265,8 @@ class TracedJob:
         """
         model = self.functional(size)
         if model.init_arguments:
-            keys, _ = model.init_arguments
             example = self.first_batch(start, size)
-            model = dataclasses.replace(model, init_arguments=(keys, example))
+            model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
         num_groups = self.settings.optimizer.num_apply_groups
         num_params = max(len(jax.tree.leaves(model.params)), 1)

@@ -7,12 +7,14 @@ from typing import Any, Literal
 import jax
 import optax
 
+from .._core._arguments import check_whole_numbers
 from .._core._config import Config
 from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._graph._factors import PATTERNS, Patterns
 from .._model._annotations import Strategy
-from .._model._functional import RNGS, Loss
+from .._model._called_loss import Loss
+from .._model._functional import RNGS
 from .._plan._plan import Plan
 from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
@@ -155,7 +157,7 @@ def train(
         Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity of their own).
     """
     every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
-    _check_arguments(steps, epochs, every, checkpoint_dir, eval_data)
+    _check_arguments(steps, epochs, every, checkpoint_dir, eval_data, callbacks)
     job = Job(
         model,
         data,
@@ -258,13 +260,15 @@ def _check_arguments(
     every: Mapping[str, int | None],
     checkpoint_dir: Any,
     eval_data: Any,
+    callbacks: Any,
 ) -> None:
     if (steps is None) == (epochs is None):
         raise ConfigError(f"give either steps or epochs, not steps={steps} and epochs={epochs}")
-    numbers = {"steps": steps, "epochs": epochs, **every}
-    low = [f"{k}={v}" for k, v in numbers.items() if v is not None and v < 1]
-    if low:
-        raise ConfigError(f"{', '.join(low)} must be at least 1")
+    check_whole_numbers(1, steps=steps, epochs=epochs, **every)
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise ConfigError(
+            f"callbacks={callbacks!r} is no list of functions: pass callbacks=[function]"
+        )
     if every["checkpoint_every"] is not None and checkpoint_dir is None:
         raise ConfigError(f"checkpoint_every={every['checkpoint_every']} needs a checkpoint_dir")
     if every["eval_every"] is not None and eval_data is None:
