@@ -13,7 +13,7 @@ GPU_COMPILER = $(VENV)/gpu-compiler
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test core check format bench bench-gpu clean
+.PHONY: demo test core check format chaos bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -40,6 +40,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Faults against real small jobs, about 25 seconds each: make chaos ARGS="--events 100 --seed 60"
+chaos: $(STAMP)
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 # The CPU build is enough and much smaller: pip prefers it to one of the same version without label.
 bench: $(STAMP)

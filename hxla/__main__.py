@@ -6,7 +6,7 @@ import os
 import sys
 
 from ._cluster import _detect
-from ._core._errors import HxlaError, InspectError
+from ._core._errors import HxlaError, InspectError, LaunchError
 from ._inspect._inspection import Inspection
 from ._launch import _launcher
 from ._launch._join import cluster_in_sight, run_joined, run_script
@@ -73,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
             _inspect(args)
             return 0
         script = [args.script, *args.arguments]
+        if not os.path.isfile(args.script):
+            raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
         if args.command == "profile":
             return _profile(args, script)
         if args.command == "plan":

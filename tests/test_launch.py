@@ -56,7 +56,7 @@ def test_a_failing_rank_ends_the_others_and_gives_the_exit_code(tmp_path):
     job = start(tmp_path, code, "-n", "2")
     out, err = job.communicate(timeout=120)
     assert job.returncode == 7
-    assert "rank 1 exited with code 7" in err
+    assert "hxla: rank 1 failed (sys.exit(7)) before its first step, in phase 'script'" in err
     assert "[1] last words" in out
     assert time.monotonic() - begun < 60
 
@@ -96,6 +96,108 @@ def test_sigterm_is_passed_on(tmp_path):
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert job.returncode == 75
+
+
+UP = "print('up', flush=True)\n"
+
+
+def until_up(job, num):
+    ups = 0
+    while ups < num:
+        ups += "up" in job.stdout.readline()
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_sigterm_ends_what_does_not_handle_it(number, tmp_path):
+    """jax's preemption service, where it is on, only takes note of the signal."""
+    job = start(tmp_path, "import time\n" + UP + "time.sleep(100)", "-n", number)
+    until_up(job, int(number))
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert err == "hxla: SIGTERM: ended before the first step\n"
+
+
+def test_what_does_not_end_by_sigterm_is_killed_and_named(tmp_path):
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP
+    job = start(tmp_path, code + "time.sleep(100)", "-n", "2", "--grace", "0.5")
+    until_up(job, 2)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    for rank in (0, 1):
+        assert f"hxla: rank {rank} did not end within 0.5 s" in err
+    assert all(line.startswith("hxla: ") for line in err.splitlines())
+
+
+def test_ctrl_c_ends_with_130_and_one_line(tmp_path):
+    job = start(tmp_path, "import time\n" + UP + "time.sleep(100)", "-n", "2")
+    until_up(job, 2)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (130, "hxla: interrupted before the first step\n")
+
+
+def test_a_job_whose_output_nobody_reads_ends(tmp_path):
+    code = UP + "import time\nwhile True:\n    print('x' * 1000, flush=True)\n    time.sleep(0.01)"
+    job = start(tmp_path, code, "-n", "2")
+    until_up(job, 2)
+    job.stdout.close()
+    assert job.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert (
+        job.stderr.read() == "hxla: nobody reads the output any more: ended before the first step\n"
+    )
+
+
+def test_the_users_own_lines_are_shown_and_the_rest_is_in_a_log(tmp_path):
+    code = "import os\nif os.environ['HXLA_PROCESS_ID'] == '1':\n    raise ValueError('mine')\n"
+    job = start(tmp_path, code + "import time\ntime.sleep(100)", "-n", "2")
+    _, err = job.communicate(timeout=60)
+    *traceback, blame, rest = err.splitlines()
+    assert traceback == [
+        "[1] Traceback (most recent call last):",
+        f'[1]   File "{tmp_path / "script.py"}", line 3, in <module>',
+        "[1]     raise ValueError('mine')",
+        "[1] ValueError: mine",
+    ]
+    assert blame == (
+        "hxla: rank 1 failed (ValueError: mine) before its first step, in phase 'script'; "
+        "ending the job"
+    )
+    log = pathlib.Path(rest.removeprefix("hxla: what the processes said besides is in "))
+    assert "run_joined" in (log / "rank-1.log").read_text()
+    assert job.returncode == 1
+
+
+def test_no_process_of_a_local_job_listens_to_other_machines(tmp_path):
+    code = (
+        "import ipaddress, psutil\n"
+        "from jax.experimental import multihost_utils as m\n"
+        "m.sync_global_devices('all are up')\n"
+        "for c in psutil.Process().net_connections():\n"
+        "    if c.status == 'LISTEN':\n"
+        "        ip = ipaddress.ip_address(c.laddr.ip.removeprefix('::ffff:'))\n"
+        "        print('listens to', 'itself' if ip.is_loopback else ip)\n"
+        "m.sync_global_devices('all have looked')"
+    )
+    out, err = start(tmp_path, code, "-n", "2").communicate(timeout=120)
+    told = [line for line in out.splitlines() if "listens to" in line]
+    assert set(told) == {"[0] listens to itself", "[1] listens to itself"}, err
+
+
+@pytest.mark.parametrize("command", [["run"], ["plan", "--mesh", "cpu-1.0-0.5"], ["profile"]])
+def test_a_script_that_is_not_there_is_one_line(command, tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "hxla", *command, "nothing.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == f"hxla: no script 'nothing.py' in {tmp_path}"
+    assert "Traceback" not in ran.stderr
 
 
 def test_slurm_tasks_join_in_place(tmp_path):
@@ -156,6 +258,24 @@ def test_a_throttled_process_gets_its_share(kind):
         throttle.close()
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.04, 0.001])
+def test_every_share_of_a_mesh_file_is_a_quota_that_linux_takes(share):
+    quota, period = _throttle.quota_and_period(share)
+    assert 20_000 <= period <= 1_000_000
+    assert quota == -1 if share == 1 else quota >= 1000
+    if share < 1:
+        assert quota / period == pytest.approx(share, rel=0.01)
+    child = busy_child()
+    try:
+        throttle, _ = _throttle.make_throttle(child.pid, 99, share)
+        for again in (0.9, share):
+            throttle.set_share(again)
+    finally:
+        child.kill()
+        child.wait()
+        throttle.close()
+
+
 def test_shares_are_packed_on_cores_or_refused():
     assert _throttle.pack([0.3, 0.9, 0.5, 0.2], [4, 7]) == [7, 4, 7, 7]
     with pytest.raises(LaunchError, match=r"sum to 2\.1 and do not fit on 2 cores"):
@@ -179,6 +299,9 @@ def test_a_bad_mesh_file_names_every_fault(tmp_path):
     path = tmp_path / "mesh.toml"
     path.write_text('name = "x"\n[[device]]\nkind = "cpu"\ncore_shar = 1\ncount = 0\n')
     with pytest.raises(MeshError, match=r"(?s)count.*found 0.*did you mean 'core_share'"):
+        load_cluster(str(path))
+    path.write_text('name = "x"\n[[device]]\nkind = "cpu"\ncore_share = 0.0001\n')
+    with pytest.raises(MeshError, match=r"core_share.*0\.001.*found 0\.0001"):
         load_cluster(str(path))
     path.write_text("name = ")
     with pytest.raises(MeshError, match="is not TOML"):

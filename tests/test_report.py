@@ -49,11 +49,35 @@ def test_metrics_on_disk_are_the_history(run):
     assert set(history.steps[0].metrics) == {"absolute"}
 
 
+def test_a_run_that_begins_anew_keeps_the_lines_of_the_one_before_under_another_name(
+    tmp_path, capsys
+):
+    texts = []
+    for _ in range(3):
+        hxla.train(
+            models.Dense(nnx.Rngs(0)),
+            models.regression(),
+            loss,
+            optax.adam(1e-2),
+            batch_size=24,
+            microbatch_size=3,
+            steps=2,
+            counts="even",
+            mesh=models.mesh(data=2),
+            run_dir=tmp_path,
+        )
+        texts.append((tmp_path / "metrics.jsonl").read_text())
+        assert len(texts[-1].splitlines()) == 2
+    assert (tmp_path / "metrics.1.jsonl").read_text() == texts[0]
+    assert (tmp_path / "metrics.2.jsonl").read_text() == texts[1]
+    assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().out
+
+
 def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
     text = (run[0] / "metrics.jsonl").read_bytes()
     torn = tmp_path / "metrics.jsonl"
     torn.write_bytes(text + b'{"kind": "step", "st')
-    hxla._report._metrics_file.MetricsWriter(tmp_path).close()
+    hxla._report._metrics_file.MetricsWriter(tmp_path, goes_on=True).close()
     assert torn.read_bytes() == text
 
 

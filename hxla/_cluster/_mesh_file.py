@@ -44,7 +44,7 @@ class _Speed(_Table):
 class _Device(_Table):
     kind: str = pydantic.Field(min_length=1)
     count: int = pydantic.Field(1, ge=1, le=65536)
-    core_share: float | None = pydantic.Field(None, gt=0, le=1)
+    core_share: float | None = pydantic.Field(None, ge=0.001, le=1)  # of which Linux has quotas
     memory_gib: float | None = pydantic.Field(None, ge=2**-30, allow_inf_nan=False)
     memory_gigabytes_per_second: pydantic.PositiveFloat | None = None
     rates: _Rates = _Rates()

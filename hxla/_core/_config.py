@@ -14,7 +14,7 @@ from ._errors import ConfigError
 from ._faults import fault
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
-_INTERNAL = "DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE NUM_PROCESSES PROCESS_ID"
+_INTERNAL = "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOGS NUM_PROCESSES PROCESS_ID"
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
 

@@ -17,3 +17,4 @@ STAGE_AXIS = "stage"
 #: Exit codes of a training process, documented in docs/running.md.
 EXIT_PREEMPTED = 75  # SIGTERM arrived, a checkpoint was written: run again to resume
 EXIT_WATCHDOG = 76  # a process died or stood still: the watchdog ended the job
+EXIT_INTERRUPTED = 130  # Ctrl-C, as shells have it: 128 and the number of SIGINT

@@ -20,6 +20,15 @@ def client() -> Any:
     return _distributed.global_state.client
 
 
+def leave_sigterm_alone() -> None:
+    """Keep jax from handling SIGTERM, before `jax.distributed.initialize`.
+
+    Its preemption service only takes note of the signal, so that a process outside of a session
+    could not be ended by it; inside one hxla handles the signal itself.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+
+
 def put(key: str, value: str) -> None:
     """Set a key, overwriting what it held."""
     client().key_value_set(key, value, allow_overwrite=True)

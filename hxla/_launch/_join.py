@@ -1,18 +1,26 @@
 """Join the processes of a job; `python -m hxla._launch script.py` runs a script in one."""
 
+import contextlib
 import ctypes
 import functools
 import os
 import runpy
 import signal
 import sys
-import traceback
+import time
 from collections.abc import Callable, Sequence
 
 import jax
 
 from .._core._errors import LaunchError
+from .._core._types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from .._jax import _coordination
+from .._jax._lost_peers import is_lost_peer
+from ._board import LOGS_VARIABLE, Board, Post, own_board, say
+from ._last_words import last_words, show
+
+_STAY_SECONDS = 2.0  # for others that end by themselves
+_LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
 
 _TASK_COUNTS = {
     "Slurm": "SLURM_NTASKS",
@@ -62,14 +70,19 @@ def join() -> None:
     number = int(os.environ.get("HXLA_NUM_PROCESSES", "1"))
     try:
         if number > 1:
+            address = os.environ["HXLA_COORDINATOR"]
+            _coordination.leave_sigterm_alone()
             jax.distributed.initialize(
-                os.environ["HXLA_COORDINATOR"],
+                address,
                 number,
                 int(os.environ["HXLA_PROCESS_ID"]),
                 # Our own watchdog speaks first, with the step and the phase.
                 heartbeat_timeout_seconds=100,
+                # Nothing asks who calls, so it is for this machine alone.
+                coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address),
             )
         elif cluster_in_sight() or _in_kubernetes_job():
+            _coordination.leave_sigterm_alone()
             jax.distributed.initialize()
     except RuntimeError as error:
         raise LaunchError(
@@ -93,23 +106,69 @@ def _die_with_the_launcher() -> None:
 def run_joined(work: Callable[[], None]) -> None:
     """Join, work, and leave with the exit code of what was done."""
     _die_with_the_launcher()
+    board, rank = own_board(), int(os.environ.get("HXLA_PROCESS_ID", "0"))
     code: int | str | None = 0
     try:
+        say(board, rank, phase="joining")
         join()
+        say(board, rank, phase="script")
         work()
+        say(board, rank, state="finished")
     except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        traceback.print_exc()
+        code = stop.code or 0
+        _say_exit(board, rank, code)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        say(board, rank, state="left", note="Ctrl-C")
+        if board is None:
+            print("hxla: interrupted", file=sys.stderr)
+    except BaseException as error:
         code = 1
+        is_victim = is_lost_peer(error)
+        say(board, rank, state="victim" if is_victim else "failed", note=last_words(error))
+        show(error, rank, os.environ.get(LOGS_VARIABLE), is_victim=is_victim)
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody may be reading
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if board is not None and code == 0 and board.posts().get(rank, Post()).state == "left":
+        _stay_for_the_others(board, rank, seconds=float("inf"))
+    elif board is not None and code and rank == 0:
+        _stay_for_the_others(board, rank, seconds=_STAY_SECONDS)
     if code:
         # An orderly shutdown would wait at a barrier for processes that may never come.
         os._exit(code)
+
+
+def _say_exit(board: Board | None, rank: int, code: int | str | None) -> None:
+    """Whether `sys.exit` ended all that was to be done is seen by what the others do."""
+    if board is None:
+        return
+    if code == EXIT_PREEMPTED:
+        say(board, rank, state="preempted")
+    elif code:
+        note = code.strip() if isinstance(code, str) else f"sys.exit({code})"
+        say(board, rank, state="failed", note=note, exit_code=1 if isinstance(code, str) else code)
+    elif board.posts().get(rank, Post()).state != "finished":
+        say(board, rank, state="left", note="sys.exit(0)")
+
+
+def _stay_for_the_others(board: Board, rank: int, *, seconds: float) -> None:
+    """Keep the coordination service alive, which is in rank 0, and sockets that others listen at.
+
+    With them gone the others would print errors of their own before they end. The launcher sees to
+    it that the wait has an end.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        others = [post for other, post in board.posts().items() if other != rank]
+        if all(post.state not in ("starting", "running") for post in others):
+            break
+        time.sleep(0.02)
+    if rank == 0 and len(board.posts()) > 1:
+        time.sleep(_LAST_SECONDS)
 
 
 def run_as_main(command: Sequence[str]) -> None:

@@ -1,26 +1,18 @@
 """`hxla run`: one process per accelerator, or per described device."""
 
-import contextlib
-import dataclasses
 import os
 import pathlib
-import re
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 from .._cluster import _nvml
-from .._cluster._cluster import Cluster, Device
+from .._cluster._cluster import Device
 from .._cluster._mesh_file import load_cluster
 from .._core._catalogue import find
-from .._core._errors import HxlaError, LaunchError
+from .._core._errors import LaunchError
 from .._plan._plan import Plan
-from ._throttle import Cgroup, Throttle, make_throttle, pack
+from ._processes import Processes, Start
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -31,13 +23,6 @@ _MIXED_GPU_FLAGS = (
     "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
 )
 _MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    readers: tuple[threading.Thread, ...]
-    throttle: Throttle | None
 
 
 def num_gpus() -> int:
@@ -91,13 +76,14 @@ def run(
         mesh: Built-in name or path of a mesh file.
         number: Processes to start, instead of a mesh.
         plan: File of a plan to run: only the devices that take part are started.
-        grace_seconds: Between SIGTERM and SIGKILL once a process has failed.
+        grace_seconds: From SIGTERM to SIGKILL; a process that finishes a step and saves it may
+            take longer.
         dump: New folder for what XLA makes of each program, `process-0` and so on below it.
         program: Module that runs the command in each process, and its own arguments.
 
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
-        signal's number if it was killed).
+        signal's number if it was killed), or of how the user ended the job: see docs/running.md.
     """
     asked = Plan.read(plan) if plan is not None else None
     if asked is not None and mesh is None and number is None:
@@ -110,16 +96,26 @@ def run(
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
-    if not pathlib.Path(command[0]).is_file():
-        raise LaunchError(f"no script {command[0]!r} in {os.getcwd()}")
-    return _Processes(
-        [devices[rank] for rank in ranks],
-        [*program, *command],
-        mesh,
-        ranks,
-        settings,
-        grace_seconds,
-        new_dump(dump),
+    address, folder = f"127.0.0.1:{_free_port()}", new_dump(dump)
+    chosen = [devices[rank] for rank in ranks]
+    starts = []
+    for number_here, device in enumerate(chosen):
+        env = _environment(number_here, device, chosen, mesh, address) | settings
+        if folder is not None:
+            env |= dumping(env, folder, str(number_here))
+        starts.append(Start(env=env, core_share=device.core_share))
+
+    def reread_shares() -> list[float | None]:
+        cluster = load_cluster(str(mesh))
+        if len(cluster.devices) <= max(ranks):
+            raise LaunchError(f"{mesh} now has {len(cluster.devices)} devices")
+        return [cluster.devices[rank].core_share for rank in ranks]
+
+    return Processes(
+        starts,
+        ["-m", *program, *command],
+        grace_seconds=grace_seconds,
+        reread_shares=reread_shares if mesh is not None else None,
     ).wait()
 
 
@@ -165,205 +161,6 @@ def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]
         # A program from the cache is not compiled, and what is not compiled is not dumped.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-
-
-class _Processes:
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        command: Sequence[str],
-        mesh: str | None,
-        ranks: Sequence[int],
-        settings: Mapping[str, str],
-        grace: float,
-        dump: str | None,
-    ):
-        self._ranks, self._settings = ranks, settings
-        self._dump = dump
-        self._devices = devices
-        self._mesh = mesh
-        self._grace = grace
-        self._lock = threading.Lock()
-        self._interrupts = 0
-        self._signals: list[int] = []
-        self._wake = threading.Event()
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [d.core_share for d in devices if d.core_share is not None]
-        packed = iter(pack(shares, cores)) if shares else iter(())
-        self._janitor = _start_janitor()
-        self._children: list[_Child] = []
-        address = f"127.0.0.1:{_free_port()}"
-        self._before = self._handle_signals()
-        try:
-            for rank, device in enumerate(devices):
-                core = next(packed) if device.core_share is not None else None
-                self._start(rank, device, core, command, address)
-        except BaseException:
-            self._kill_all()
-            self._tidy()
-            raise
-
-    def _start(
-        self, rank: int, device: Device, core: int | None, command: Sequence[str], address: str
-    ) -> None:
-        env = _environment(rank, device, self._devices, self._mesh, address) | dict(self._settings)
-        if self._dump is not None:
-            env |= dumping(env, self._dump, str(rank))
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._janitor.write(f"{process.pid}\n".encode())
-        throttle = None
-        if core is not None:
-            os.sched_setaffinity(process.pid, {core})
-        if device.core_share is not None:
-            throttle, how = make_throttle(process.pid, rank, device.core_share)
-            if isinstance(throttle, Cgroup):
-                self._janitor.write(f"{throttle.folder}\n".encode())
-            print(
-                f"hxla: rank {rank} has {device.core_share:g} of core {core}, by {how}",
-                file=sys.stderr,
-            )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        readers = tuple(
-            threading.Thread(target=self._forward, args=(rank, pipe, out), daemon=True)
-            for pipe, out in (
-                (process.stdout, sys.stdout.buffer),
-                (process.stderr, sys.stderr.buffer),
-            )
-        )
-        for reader in readers:
-            reader.start()
-        self._children.append(_Child(process=process, readers=readers, throttle=throttle))
-
-    def _forward(self, rank: int, pipe: IO[bytes], out: IO[bytes]) -> None:
-        """Prefix each line; one that ends in a carriage return is a live line, replaced later."""
-        prefix = f"[{rank}] ".encode()
-        terminal = out.isatty()
-        pending = b""
-        clear = b"\r\x1b[2K" if terminal else b""
-
-        def write(line: bytes) -> None:
-            with self._lock:
-                out.write(line)
-                out.flush()
-
-        while chunk := os.read(pipe.fileno(), 65536):
-            *lines, pending = re.split(rb"(?<=[\r\n])", pending + chunk)
-            for line in lines:
-                live = terminal and line.endswith(b"\r")
-                write(clear + prefix + line[:-1] + (b"" if live else b"\n"))
-        if pending:
-            write(prefix + pending + b"\n")
-
-    # -- signals -----------------------------------------------------------------------------
-
-    def _handle_signals(self) -> dict[int, object]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-
-        def handle(number: int, frame: object) -> None:
-            self._signals.append(number)
-            self._wake.set()
-
-        passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        return {number: signal.signal(number, handle) for number in passed}
-
-    def _serve_signals(self) -> None:
-        while self._signals:
-            number = self._signals.pop(0)
-            if number == signal.SIGUSR1:
-                self._reread_shares()
-                continue
-            self._interrupts += number == signal.SIGINT
-            self._send(signal.SIGKILL if self._interrupts > 1 else number)
-
-    def _reread_shares(self) -> None:
-        if self._mesh is None:
-            return
-        try:
-            cluster: Cluster = load_cluster(self._mesh)
-            if len(cluster.devices) <= max(self._ranks):
-                raise LaunchError(f"{self._mesh} now has {len(cluster.devices)} devices")
-        except HxlaError as error:
-            print(f"hxla: shares stay as they are: {error}", file=sys.stderr)
-            return
-        devices = [cluster.devices[rank] for rank in self._ranks]
-        for child, device in zip(self._children, devices, strict=True):
-            if child.throttle is not None and device.core_share is not None:
-                child.throttle.set_share(device.core_share)
-        shares = [d.core_share for d in devices]
-        print(f"hxla: core shares are now {shares}", file=sys.stderr)
-
-    def _send(self, number: int) -> None:
-        for child in self._children:
-            if child.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, number)
-                    os.killpg(child.process.pid, signal.SIGCONT)
-
-    # -- the end -----------------------------------------------------------------------------
-
-    def wait(self) -> int:
-        """Wait for all; end all when one fails."""
-        failed: tuple[int, int] | None = None
-        deadline = 0.0
-        codes: dict[int, int] = {}
-        try:
-            while len(codes) < len(self._children):
-                self._wake.wait(0.05)
-                self._wake.clear()
-                self._serve_signals()
-                for rank, child in enumerate(self._children):
-                    code = child.process.poll()
-                    if code is None or rank in codes:
-                        continue
-                    codes[rank] = code
-                    if code and failed is None:
-                        failed = rank, code
-                        deadline = time.monotonic() + self._grace
-                        with self._lock:
-                            print(f"hxla: rank {rank} {_how(code)}", file=sys.stderr, flush=True)
-                        if code != 75:  # all ranks checkpoint and leave together
-                            self._send(signal.SIGTERM)
-                if failed and time.monotonic() > deadline:
-                    self._send(signal.SIGKILL)
-        finally:
-            self._kill_all()
-            for child in self._children:
-                for reader in child.readers:
-                    reader.join(timeout=2)
-            self._tidy()
-        if failed is None:
-            return 0
-        return failed[1] if failed[1] > 0 else 128 - failed[1]
-
-    def _kill_all(self) -> None:
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):  # grandchildren too
-                os.killpg(child.process.pid, signal.SIGKILL)
-            child.process.wait()
-
-    def _tidy(self) -> None:
-        for child in self._children:
-            if child.throttle is not None:
-                child.throttle.close()
-        with contextlib.suppress(OSError):
-            self._janitor.write(b"done\n")
-            self._janitor.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}; ending the others"
-    return f"exited with code {code}; ending the others"
 
 
 # glibc gives the pages of every large buffer back and faults them in again at the next step: on a
@@ -424,39 +221,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-_JANITOR = """
-import os, signal, sys, time
-lines = sys.stdin.read().split("\\n")
-if "done" in lines:
-    sys.exit()
-for line in lines:
-    if line.isdigit():
-        try:
-            os.killpg(int(line), signal.SIGKILL)
-        except OSError:
-            pass
-for line in lines:
-    for _ in range(100 if line.startswith("/") else 0):
-        try:
-            os.rmdir(line)
-        except FileNotFoundError:
-            break
-        except OSError:
-            time.sleep(0.02)
-        else:
-            break
-"""
-
-
-def _start_janitor() -> IO[bytes]:
-    """A process that outlives the launcher and ends what it left: it reads until the pipe closes.
-
-    The launcher has ended everything itself by then, unless it was killed.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", _JANITOR], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    return process.stdin

@@ -1,6 +1,7 @@
 """Hold processes to a share of a core, to make a mixed cluster of one machine."""
 
 import contextlib
+import math
 import os
 import pathlib
 import signal
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from .._core._errors import LaunchError
 
 _PERIOD_MICROSECONDS = 20_000  # short, so that a share holds within a microbatch
+_MOST_PERIOD_MICROSECONDS = 1_000_000  # Linux's own bounds
+_LEAST_QUOTA_MICROSECONDS = 1_000
 _PREFIX = "hxla-"
 
 
@@ -21,18 +24,17 @@ class Cgroup:
         self.folder = folder
         self._version = version
         folder.mkdir()
-        if version == 1:
-            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_MICROSECONDS))
         (folder / "cgroup.procs").write_text(str(pid))
 
     def set_share(self, share: float) -> None:
         """Change the share; 1 lifts the limit."""
-        quota = int(share * _PERIOD_MICROSECONDS)
+        quota, period = quota_and_period(share)
         if self._version == 1:
-            (self.folder / "cpu.cfs_quota_us").write_text(str(quota if share < 1 else -1))
+            # Without a quota any period is allowed.
+            for name, value in (("quota", -1), ("period", period), ("quota", quota)):
+                (self.folder / f"cpu.cfs_{name}_us").write_text(str(value))
         else:
-            limit = f"{quota if share < 1 else 'max'} {_PERIOD_MICROSECONDS}"
-            (self.folder / "cpu.max").write_text(limit)
+            (self.folder / "cpu.max").write_text(f"{'max' if quota < 0 else quota} {period}")
 
     def close(self) -> None:
         """Remove the cgroup; its processes may take a moment to be gone."""
@@ -45,6 +47,18 @@ class Cgroup:
                 time.sleep(0.02)
             else:
                 return
+
+
+def quota_and_period(share: float) -> tuple[int, int]:
+    """Microseconds that a process may run, and in how many; -1: as long as it likes.
+
+    The period is the shortest, from 20 ms on, in which a small share is a quota that Linux takes.
+    """
+    if share >= 1:
+        return -1, _PERIOD_MICROSECONDS
+    period = max(_PERIOD_MICROSECONDS, math.ceil(_LEAST_QUOTA_MICROSECONDS / share))
+    period = min(period, _MOST_PERIOD_MICROSECONDS)
+    return max(round(share * period), _LEAST_QUOTA_MICROSECONDS), period
 
 
 class DutyCycle:

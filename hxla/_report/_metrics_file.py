@@ -2,11 +2,13 @@
 
 The file is strict JSON, which has no NaN: a number that is not finite is null, and the line's
 `nonfinite` lists where. It is only ever appended to, one `write` per line, so that a kill at any
-byte costs at most the line being written; the next run cuts such a torn line off.
+byte costs at most the line being written; a run that goes on cuts such a torn line off. A run that
+begins anew begins a new file, and the one before it is kept under another name.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import mmap
@@ -28,18 +30,25 @@ class MetricsWriter:
     Args:
         folder: Where to write; made if it is not there.
         tensorboard: Also write TensorBoard events to the same folder.
+        goes_on: Whether this run continues the one that the folder holds, if any.
+
+    Attributes:
+        earlier: Where the lines of another run are now, or None.
 
     Raises:
         ConfigError: The folder cannot be written, or TensorBoard is asked for and its package
             `tensorboardX` is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, tensorboard: bool = False) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, tensorboard: bool = False, goes_on: bool = False
+    ) -> None:
         # Before the file: a run that is refused leaves nothing behind.
         make_events = _event_writer() if tensorboard else None
         self._path = pathlib.Path(folder) / FILE_NAME
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.earlier = None if goes_on else _set_aside(self._path)
             _mend(self._path)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
@@ -106,6 +115,14 @@ def _strict(value: Any, path: str, nonfinite: list[str]) -> Any:
         nonfinite.append(path)
         return None
     return float(value)
+
+
+def _set_aside(path: pathlib.Path) -> pathlib.Path | None:
+    """Give the file of another run a name of its own."""
+    if not path.exists():
+        return None
+    names = (path.with_name(f"{path.stem}.{i}{path.suffix}") for i in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _mend(path: pathlib.Path) -> None:

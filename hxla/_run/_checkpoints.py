@@ -2,13 +2,13 @@
 
 Every process writes what it owns, and reads what it needs: nothing is gathered. A checkpoint
 becomes visible by one rename, so a process killed at any moment leaves either a whole checkpoint or
-none.
+none. What happens to it later is seen by its seal.
 """
 
-import logging
 import os
 import pathlib
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +20,19 @@ from jax.tree_util import keystr
 
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
+from ._checkpoint_handlers import (
+    MetaHandler,
+    MetaRestore,
+    MetaSave,
+    TreeHandler,
+    TreeRestore,
+    TreeSave,
+    quieten_orbax,
+)
+from ._checkpoint_seal import META, TREE, newest_intact, sealed_meta
 
 _CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
+_POLL_SECONDS = 0.005
 _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 
@@ -46,6 +57,10 @@ def _restore_args(leaf: Any) -> Any:
 class Checkpoints:
     """A folder of checkpoints.
 
+    Attributes:
+        folder: Where it is.
+        damaged: What was found damaged and set aside, in words.
+
     Args:
         folder: Made if it is not there.
         keep: Newest checkpoints that stay.
@@ -54,7 +69,7 @@ class Checkpoints:
         gather: Name and text to the texts of all processes.
 
     Raises:
-        CheckpointError: If the folder cannot be written.
+        CheckpointError: If the folder cannot be written, or holds only damaged checkpoints.
     """
 
     def __init__(
@@ -80,7 +95,10 @@ class Checkpoints:
                 f"checkpoint_dir {self.folder} cannot be written: {problem}; choose another folder "
                 "or change its permissions"
             )
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file
+        rank = jax.process_index()
+        self._latest, self.damaged = newest_intact(self.folder, gather, rank)
+        self._failures: list[BaseException] = []  # of writes in the background
+        quieten_orbax()
         num = jax.process_count()
         processes = ocp.options.MultiprocessingOptions(
             # Named processes meet at the coordination service's barriers, and not in a collective.
@@ -99,14 +117,15 @@ class Checkpoints:
                 cleanup_tmp_directories=True,
                 multiprocessing_options=processes,
             ),
-            item_names=("tree", "meta"),
+            item_names=(TREE, META),
             item_handlers={
-                "tree": ocp.PyTreeCheckpointHandler(
+                TREE: TreeHandler(
+                    self._failures.append,
                     save_concurrent_gb=gigabytes,
                     restore_concurrent_gb=gigabytes,
                     multiprocessing_options=processes,
                 ),
-                "meta": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                META: MetaHandler(self._failures.append, multiprocessing_options=processes),
             },
         )
 
@@ -117,9 +136,8 @@ class Checkpoints:
         self.close()
 
     def latest(self) -> int | None:
-        """Step of the newest whole checkpoint, or None."""
-        step = self._manager.latest_step()
-        return None if step is None else int(step)
+        """Step of the newest intact checkpoint, or None."""
+        return self._latest
 
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any]) -> None:
         """Write a checkpoint in the background; returns once the arrays may be overwritten.
@@ -132,25 +150,27 @@ class Checkpoints:
         Raises:
             CheckpointError: If an earlier one failed.
         """
+        self.wait()
         arrays = _plain(tree)
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    tree=ocp.args.PyTreeSave(
+                    tree=TreeSave(
                         _nested(arrays), save_args=_nested(dict.fromkeys(arrays, _SAVE_ARGS))
                     ),
-                    meta=ocp.args.JsonSave(dict(meta)),
+                    meta=MetaSave(sealed_meta(step, meta)),
                 ),
                 force=True,
             )
+            self._latest = step
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint {step} in {self.folder} failed: {error}") from error
 
     def meta(self, step: int) -> dict[str, Any]:
         """The small facts that were saved beside the arrays."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        return dict(restored["meta"])
+        restored = self._manager.restore(step, args=ocp.args.Composite(meta=MetaRestore()))
+        return dict(restored[META]["facts"])
 
     def restore(self, like: PyTree, step: int) -> PyTree:
         """Read a checkpoint, once all saves are done.
@@ -186,9 +206,14 @@ class Checkpoints:
                 + "\nresume with the model that wrote it, or use another checkpoint_dir"
             )
         args = _nested({name: _restore_args(leaf) for name, leaf in wanted.items()})
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(tree=ocp.args.PyTreeRestore(restore_args=args))
-        )
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(tree=TreeRestore(restore_args=args))
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"checkpoint {step} in {self.folder} cannot be read: {error}"
+            ) from error
         leaves = _plain(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
@@ -196,14 +221,23 @@ class Checkpoints:
         """Until everything is on disk.
 
         Raises:
-            CheckpointError: If a save failed.
+            CheckpointError: If a save failed here. Processes that wait for this one then wait in
+                vain: it has to end.
         """
+        while not self._failures and self._manager.is_saving_in_progress():
+            time.sleep(_POLL_SECONDS)
+        if self._failures:
+            failure = self._failures[0]
+            raise CheckpointError(
+                f"a checkpoint in {self.folder} could not be written: {failure}"
+            ) from failure
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"a checkpoint in {self.folder} failed: {error}") from error
 
     def close(self) -> None:
-        """Wait and let go of the folder."""
-        self.wait()
-        self._manager.close()
+        """Wait and let go of the folder; after a failure there is nothing to wait for."""
+        if not self._failures:
+            self.wait()
+            self._manager.close()

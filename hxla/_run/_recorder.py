@@ -78,9 +78,11 @@ class Recorder:
         self.num_compilations = 0
         self._metrics = None
         if run_dir is not None and is_main:
-            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard)
+            self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard, goes_on=start_step > 0)
         self._nowhere = None if is_main else open(os.devnull, "w")  # noqa: SIM115
         self._progress = Progress(last_step, names, start_step=start_step, stream=self._nowhere)
+        if self._metrics is not None and self._metrics.earlier is not None:
+            self.log(f"the metrics of an earlier run are now in {self._metrics.earlier}")
 
     def close(self) -> None:
         """Let go of the terminal and the files."""

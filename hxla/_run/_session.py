@@ -8,6 +8,7 @@ import itertools
 import math
 import pathlib
 import time
+import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -49,7 +50,7 @@ from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
 from ._watchdog import Watchdog
 
-_FORMAT = 2  # of the checkpoint's own fields
+_FORMAT = 3  # of the checkpoint's own fields
 _STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to leave it
 
 
@@ -95,11 +96,18 @@ class Session:
         self._is_closed = False
         with contextlib.ExitStack() as opening:
             opening.enter_context(self._stack)
+            self._watchdog = self._stack.enter_context(
+                Watchdog(
+                    rank=jax.process_index(),
+                    num_processes=jax.process_count(),
+                    settings=job.settings.watchdog,
+                )
+            )
+            opening.push(self._watchdog.left_by)
+            self._watchdog.beat(-1, "compiling and measuring")
             self._termination = Termination()
             self._stack.callback(self._termination.close)
             self._stopping = 0.0
-            self._watchdog = self._watch()
-            self._beat(-1, "compiling and measuring")
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
@@ -149,6 +157,8 @@ class Session:
             self._loader: Loader | None = None
             self._began = time.perf_counter()
             opening.pop_all()
+        for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
+            self._recorder.log(damage)
         if resumed is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
         self._recorder.log(self.plan.explain())
@@ -156,7 +166,13 @@ class Session:
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._watchdog.left_by(kind, error, trace)
         self.close()
 
     def close(self) -> None:
@@ -166,23 +182,6 @@ class Session:
             self._stack.close()
 
     # -- opening ---------------------------------------------------------------------------------
-
-    def _watch(self) -> Watchdog | None:
-        if jax.process_count() == 1:
-            return None
-        settings = self._job.settings.watchdog
-        return self._stack.enter_context(
-            Watchdog(
-                rank=jax.process_index(),
-                num_processes=jax.process_count(),
-                heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
-                progress_timeout_seconds=settings.progress_timeout_seconds,
-            )
-        )
-
-    def _beat(self, step: int, phase: str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.beat(step, phase)
 
     def _open_checkpoints(self, microbatch_size: int) -> Checkpoints | None:
         if self._options.checkpoint_dir is None:
@@ -298,11 +297,11 @@ class Session:
         """
         step = self.step_number
         ids = own_ids(self.plan.counts, self._reducer)
-        self._beat(step, "data")
+        self._watchdog.beat(step, "data")
         batches = self._loaded(step, ids) if batch is None else cut_batch(batch, ids, self.plan)
         if batch is not None and (step == self._first_step or self._copies.is_due(step)):
             self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
-        self._beat(step, "microbatches")
+        self._watchdog.beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
         self._watch_pipelines.time_ticks(timed)
@@ -311,11 +310,11 @@ class Session:
             ids,
             batches,
             stop=max(self._stopping, _LEAVE * self._termination.arrived),
-            on_reduce=functools.partial(self._beat, step, "reduce"),
+            on_reduce=functools.partial(self._watchdog.beat, step, "reduce"),
         )
         if timed:
             self._watch_pipelines.tell_ticks()
-        self._beat(step, "update")
+        self._watchdog.beat(step, "update")
         if outcome.nonfinite:
             self._nonfinite(step, outcome.nonfinite)
         else:
@@ -323,6 +322,7 @@ class Session:
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._recorded(step, outcome, batches)
+        self._watchdog.beat(step, "between steps")
         self.step_number = step + 1
         self._copies.stepped(self.step_number)
         if outcome.stop == _LEAVE:
@@ -389,6 +389,7 @@ class Session:
             return  # this was the last one anyway
         if self._checkpoints is not None:
             self.save()
+            self._watchdog.beat(self.step_number, "checkpoint")
             self._checkpoints.wait()
         raise Preempted(self.step_number)
 
@@ -427,14 +428,16 @@ class Session:
         Raises:
             DataError: If it is empty or of no known kind.
         """
-        self._beat(self.step_number, "evaluation")
         began = time.perf_counter()
-        size, fetch = eval_batches(data, self.plan.microbatch_size)
-        facts = {"examples of the evaluation": str(size)}
-        self._job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
-        num = math.ceil(size / self.plan.microbatch_size)
-        share = share_of(num, self.plan.counts)
-        loss, metrics = self._stepper.evaluate(num, own_ids(share, self._reducer), fetch)
+        with self._watchdog.phase(self.step_number, "evaluation") as beat:
+            size, fetch = eval_batches(data, self.plan.microbatch_size)
+            facts = {"examples of the evaluation": str(size)}
+            self._job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
+            num = math.ceil(size / self.plan.microbatch_size)
+            ids = own_ids(share_of(num, self.plan.counts), self._reducer)
+            loss, metrics = self._stepper.evaluate(
+                num, ids, fetch, on_reduce=functools.partial(beat, "evaluation's sum")
+            )
         record = EvalRecord(
             step=self.step_number,
             loss=loss,
@@ -456,14 +459,14 @@ class Session:
         if self._checkpoints is None:
             raise ConfigError("there is no folder to save to: open the session with checkpoint_dir")
         if self._saved != self.step_number:
-            self._beat(self.step_number, "checkpoint")
-            self._copies.compare(self.step_number)
-            self._stepper.wait()
-            meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
-            self._checkpoints.save(self.step_number, self._store.saved(), meta)
-            self._saved = self.step_number
-            if self._is_tight:
-                self._checkpoints.wait()
+            with self._watchdog.phase(self.step_number, "checkpoint"):
+                self._copies.compare(self.step_number)
+                self._stepper.wait()
+                meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
+                self._checkpoints.save(self.step_number, self._store.saved(), meta)
+                self._saved = self.step_number
+                if self._is_tight:
+                    self._checkpoints.wait()
 
     def result(self) -> Result:
         """Write the last checkpoint and the report, and give the model its trained variables.
@@ -471,7 +474,7 @@ class Session:
         Returns:
             The trained model and state, the history, the plan and the SHA-256 of the state.
         """
-        self._beat(self.step_number, "finishing")
+        self._watchdog.beat(self.step_number, "finishing")
         self._copies.compare(self.step_number)
         if self._checkpoints is not None:
             self.save()

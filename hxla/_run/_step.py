@@ -158,7 +158,7 @@ class Stepper:
         batches: Sequence[Sequence[PyTree]],
         *,
         stop: float = 0.0,
-        on_reduce: Callable[[], None] = lambda: None,
+        on_reduce: Callable[[], object] = lambda: None,
     ) -> Outcome:
         """Run the microbatches of a step and sum them over all replicas.
 
@@ -192,7 +192,7 @@ class Stepper:
         batches: Sequence[Sequence[PyTree]],
         stop: float,
         redone: int,
-        on_reduce: Callable[[], None],
+        on_reduce: Callable[[], object],
     ) -> tuple[Outcome, np.ndarray]:
         start = time.perf_counter()
         ticks = [self._run(i, step, ids[i], batches[i]) for i in range(len(ids))]
@@ -287,7 +287,12 @@ class Stepper:
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluate(
-        self, num_microbatches: int, ids: Sequence[range], fetch: Callable[[int], PyTree]
+        self,
+        num_microbatches: int,
+        ids: Sequence[range],
+        fetch: Callable[[int], PyTree],
+        *,
+        on_reduce: Callable[[], object] = lambda: None,
     ) -> tuple[float, dict[str, MetricValue]]:
         """Mean loss and metrics over an evaluation set.
 
@@ -295,6 +300,7 @@ class Stepper:
             num_microbatches: Of the whole set.
             ids: Microbatch ids of each local replica.
             fetch: From a microbatch's id to its host arrays.
+            on_reduce: Called when the local microbatches are done and the sum begins.
 
         Returns:
             Loss and metrics, the same on every process and for every spread.
@@ -311,6 +317,7 @@ class Stepper:
         rows = np.zeros((num_microbatches, width), np.float32)
         for index, sums in found:
             rows[index] = np.asarray(sums)
+        on_reduce()
         loss, weight, metrics = means(reducer.exchange(rows), evaluation.metrics, ids[0])
         if not weight:
             raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")

@@ -114,7 +114,8 @@ def train(
         checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
         checkpoint_every: The steps between checkpoints; by default one is written only at the end
             and on SIGTERM.
-        run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing.
+        run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that
+            does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         callbacks: Functions that every process calls as `callback(record, session)` after each
             step. They see the state as it lies, in `session.state`, and `session.gather` makes
@@ -211,6 +212,7 @@ def train(
         for record in session:
             done = record.step + 1
             for callback in callbacks:
+                session._watchdog.beat(record.step, "callback")
                 if callback(record, session):
                     session.stop()
             if eval_every and done % eval_every == 0 and done < steps:

@@ -1,52 +1,79 @@
 """Ends a job in which a process is dead, frozen or stuck, and says which.
 
-Each process publishes a beat through the coordination service and reads the others'. The service
-lives in process 0, so a second thread watches whether it still answers at all.
+Each process says where it is and reads what the others say: on the launcher's board, or, where
+something else started them, through the coordination service. The service lives in process 0, so a
+second thread watches whether it still answers at all.
 """
 
-import json
+import contextlib
+import dataclasses
+import functools
 import os
 import sys
 import threading
 import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from .._core._types import EXIT_WATCHDOG
+from .._core._config import WatchdogConfig
+from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
 from .._jax import _coordination
+from .._launch._board import Post, own_board, post_of
+from .._launch._last_words import last_words
+from .._launch._verdict import WAITING_PHASES
 
 _PREFIX = "hxla/beat/"
 _INTERVAL_SECONDS = 0.5  # between beats
 
 
+class _Texts(Protocol):
+    """Holds one text of each rank."""
+
+    def put(self, rank: int, text: str) -> None: ...
+
+    def entries(self) -> dict[int, str]: ...
+
+
+class _ServiceTexts:
+    """The same in the coordination service, for processes on several machines."""
+
+    def put(self, rank: int, text: str) -> None:
+        _coordination.put(f"{_PREFIX}{rank}", text)
+
+    def entries(self) -> dict[int, str]:
+        found = _coordination.entries(_PREFIX)
+        return {int(key.rsplit("/", 1)[-1]): text for key, text in found.items()}
+
+
 class Watchdog:
-    """Watches all processes of a job from each of them.
+    """Says where a process is, and watches all processes of the job.
 
     Args:
         rank: This process.
-        num_processes: All of them.
-        heartbeat_timeout_seconds: A process that has not answered for so long is dead or frozen.
-        progress_timeout_seconds: A job that lives but has not moved for so long is stuck.
+        num_processes: All of them. One that is alone says where it is, if there is a launcher.
+        settings: When a job is given up.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_processes: int,
-        heartbeat_timeout_seconds: float,
-        progress_timeout_seconds: float,
-    ):
-        self._rank, self._num = rank, num_processes
-        self._heartbeat, self._progress = heartbeat_timeout_seconds, progress_timeout_seconds
-        self._now: tuple[int, str] = (-1, "starting")
-        self._count = 0
+    def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
+        self._rank = rank
+        self._heartbeat = settings.heartbeat_timeout_seconds
+        self._progress = settings.progress_timeout_seconds
+        self._board = own_board()
+        self._texts: _Texts | None = self._board
+        if self._board is None and num_processes > 1:
+            self._texts = _ServiceTexts()
+        self._change = threading.Lock()  # of the own post, which two threads write
+        self._own = Post(state="running", moved_at=time.monotonic())
+        self._step_began = time.monotonic()
         self._end = threading.Event()
         self._answered = time.monotonic()
-        self._seen: dict[int, tuple[int, str, int]] = {}  # step, phase, count
+        self._seen: dict[int, Post] = {}
         self._moved: dict[int, float] = {}
         self._beat_at: dict[int, float] = {}
+        works = (self._exchange, self._watch) if self._texts is not None else ()
         self._threads = [
-            threading.Thread(target=work, daemon=True, name="hxla-watchdog")
-            for work in (self._exchange, self._watch)
+            threading.Thread(target=work, daemon=True, name="hxla-watchdog") for work in works
         ]
 
     def __enter__(self) -> "Watchdog":
@@ -56,38 +83,88 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._publish("finished")
+        if self._own.state == "running":
+            self._say(state="finished")
+            self._publish()
 
     def beat(self, step: int, phase: str) -> None:
         """Say where this process is; costs nothing."""
-        self._now = (step, phase)
+        seconds = self._own.step_seconds
+        if phase == "data":  # with which a step begins
+            now = time.monotonic()
+            seconds = now - self._step_began if step else 0.0
+            self._step_began = now
+        self._say(step=step, phase=phase, step_seconds=seconds)
+        if self._board is not None:
+            self._publish()
 
-    def _publish(self, phase: str | None = None) -> None:
-        step, own = self._now
-        self._count += 1
-        value = json.dumps([step, phase or own, self._count])
-        try:
-            _coordination.put(f"{_PREFIX}{self._rank}", value)
-        except Exception:  # the service is gone with process 0: the other thread says so
+    @contextlib.contextmanager
+    def phase(self, step: int, phase: str) -> Iterator[Callable[[str], None]]:
+        """Be in a phase, and then in the one before; an error inside leaves this process there.
+
+        Yields:
+            A function that says another phase.
+        """
+        before = self._own
+        self.beat(step, phase)
+        yield functools.partial(self.beat, step)
+        self.beat(before.step, before.phase)
+
+    def left_by(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        """Say that an error or `sys.exit` ends the session here, before anything waits for others.
+
+        Its arguments are those of a context manager's `__exit__`.
+        """
+        if error is None:
             return
+        code = error.code if isinstance(error, SystemExit) else None
+        if code == EXIT_PREEMPTED:
+            self._say(state="preempted")
+        else:
+            is_exit = isinstance(error, SystemExit)
+            self._say(state="left", note=f"sys.exit({code!r})" if is_exit else last_words(error))
+        self._publish()
+
+    def _say(self, **changes: object) -> None:
+        with self._change:
+            self._own = dataclasses.replace(
+                self._own,
+                moved_at=time.monotonic(),
+                **changes,  # type: ignore[arg-type]
+            )
+
+    def _publish(self) -> None:
+        if self._texts is None:
+            return
+        with self._change:
+            self._own = dataclasses.replace(self._own, count=self._own.count + 1)
+            text = self._own.text()
+            try:
+                self._texts.put(self._rank, text)
+            except Exception:  # the service is gone with process 0: the other thread says so
+                return
 
     def _exchange(self) -> None:
         while not self._end.wait(_INTERVAL_SECONDS):
             self._publish()
             try:
-                entries = _coordination.entries(_PREFIX)
+                assert self._texts is not None
+                posts = {rank: post_of(text) for rank, text in self._texts.entries().items()}
             except Exception:
                 continue
             now = self._answered = time.monotonic()
-            for key, value in entries.items():
-                rank = int(key.rsplit("/", 1)[-1])
-                step, phase, count = json.loads(value)
+            for rank, post in posts.items():
                 old = self._seen.get(rank)
-                if old is None or old[:2] != (step, phase):
+                if old is None or old.moved_at != post.moved_at:
                     self._moved[rank] = now
-                if old is None or old[2] != count:
+                if old is None or old.count != post.count:
                     self._beat_at[rank] = now
-                self._seen[rank] = (step, phase, count)
+                self._seen[rank] = post
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -98,31 +175,42 @@ class Watchdog:
                 self._answered = now
                 self._beat_at = dict.fromkeys(self._beat_at, now)
             last = now
-            message = self._judge(now)
-            if message and not self._end.is_set():
+            judged = self._judge(now)
+            if judged is not None and not self._end.is_set():
                 self._end.set()
-                _end(f"hxla watchdog: {message}; ending the job (exit code 76)")
+                self._end_job(*judged)
 
-    def _judge(self, now: float) -> str | None:
-        if self._rank and now - self._answered > self._heartbeat:
-            return self._blame(0, now - self._answered, "has not answered")
-        for rank, beat in self._beat_at.items():
-            finished = self._seen[rank][1] == "finished"
-            if rank != self._rank and not finished and now - beat > self._heartbeat:
-                return self._blame(rank, now - beat, "has not answered")
-        unfinished = {r: s for r, s in self._seen.items() if s[1] != "finished"}
-        if unfinished and all(now - self._moved[r] > self._progress for r in unfinished):
-            rank = min(unfinished, key=lambda r: (unfinished[r][0], unfinished[r][1] == "reduce"))
-            return self._blame(rank, now - self._moved[rank], "has not moved")
+    def _judge(self, now: float) -> tuple[int, str] | None:
+        """The rank that ends the job, and why; None while all is well."""
+        if self._board is None and self._rank and now - self._answered > self._heartbeat:
+            return 0, f"has not answered for {now - self._answered:.1f} s"
+        running = {r: p for r, p in self._seen.items() if p.state in ("running", "left")}
+        for rank, post in running.items():
+            silent = now - self._beat_at[rank]
+            if rank != self._rank and silent > self._heartbeat:
+                if post.state == "left":
+                    return rank, f"left ({post.note}) {silent:.1f} s ago"
+                return rank, f"has not answered for {silent:.1f} s"
+        if running and all(now - self._moved[r] > self._progress for r in running):
+            rank = min(running, key=lambda r: (running[r].step, _waits(running[r])))
+            return rank, f"has not moved for {now - self._moved[rank]:.1f} s"
         return None
 
-    def _blame(self, rank: int, seconds: float, what: str) -> str:
-        step, phase, _ = self._seen.get(rank, (-1, "starting", 0))
-        where = f"at step {step} in phase {phase!r}" if step >= 0 else f"in phase {phase!r}"
-        return f"rank {rank} {what} for {seconds:.1f} s; last seen {where}"
+    def _end_job(self, rank: int, why: str) -> None:
+        """The launcher tells of it where there is one, for it knows more."""
+        if self._board is not None:
+            self._say(state="judged", blamed=rank, note=why)
+            self._publish()
+        else:
+            where = self._seen.get(rank, Post()).where
+            print(
+                f"hxla watchdog: rank {rank} {why}; it was {where}; ending the job (exit code 76)",
+                file=sys.stderr,
+                flush=True,
+            )
+        sys.stdout.flush()
+        os._exit(EXIT_WATCHDOG)
 
 
-def _end(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(EXIT_WATCHDOG)
+def _waits(post: Post) -> bool:
+    return post.phase in WAITING_PHASES

@@ -1,0 +1,99 @@
+"""Which rank is blamed, from what ranks said last and how they ended."""
+
+import pytest
+
+from hxla._launch._board import Post, new_board, post_of
+from hxla._launch._verdict import Standing, judge
+
+
+def standing(rank, code=None, ended_at=0.0, **post):
+    return Standing(
+        rank=rank, post=Post(**{"state": "running"} | post), code=code, ended_at=ended_at
+    )
+
+
+def blamed(*standings, now=100.0):
+    verdict = judge(standings, now)
+    return None if verdict is None else (verdict.rank, verdict.code)
+
+
+WAITING = dict(step=6, phase="reduce")
+CASES = {
+    "all is well": ([standing(0, step=3), standing(1, step=3)], None),
+    "the killed one, though its victim ended first": (
+        [
+            standing(0, 1, 9.0, state="victim", moved_at=8.9, note="Gloo"),
+            standing(1, -9, 9.1, step=5, phase="update"),
+        ],
+        (1, 137),
+    ),
+    "the one that raised, though its victim aborted first": (
+        [standing(0, state="failed", note="ValueError: x"), standing(1, -6, 9.0)],
+        (0, 1),
+    ),
+    "the first of two that raised": (
+        [standing(0, 1, 9.0, state="failed", moved_at=8.0), standing(1, 1, 8.9, state="failed")],
+        (1, 1),
+    ),
+    "a code of its own": (
+        [standing(0, **WAITING), standing(1, 7, 9.0, state="failed", exit_code=7)],
+        (1, 7),
+    ),
+    "no word at all": ([standing(0, **WAITING), standing(1, 7, 9.0)], (1, 7)),
+    "the one that left what another waits for": (
+        [standing(0, **WAITING), standing(1, step=5, phase="callback", state="left")],
+        (1, 76),
+    ),
+    "all leave at one place, one of them later": (
+        [
+            standing(0, step=5, phase="callback"),
+            standing(1, step=5, phase="callback", state="left"),
+        ],
+        None,
+    ),
+    "one ended in the midst of a session with 0": (
+        [standing(0, **WAITING), standing(1, 0, 9.0, step=5, phase="callback")],
+        (1, 76),
+    ),
+    "one never came": (
+        [
+            standing(0, step=-1, phase="compiling"),
+            standing(1, step=-1, phase="script", state="left"),
+        ],
+        (1, 76),
+    ),
+    "the frozen one, not the one that saw it": (
+        [
+            standing(0, 76, 9.0, state="judged", blamed=1, note="has not answered for 8.0 s"),
+            standing(1, step=5, phase="callback"),
+        ],
+        (1, 76),
+    ),
+    "a victim, if there is nobody else": ([standing(0, state="victim"), standing(1)], (0, 1)),
+    "a checkpoint was written": ([standing(0, 75, 9.0, state="preempted"), standing(1)], None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_that_failed_first_is_blamed(name):
+    standings, expected = CASES[name]
+    assert blamed(*standings) == expected
+
+
+def test_a_victim_is_not_blamed_before_the_culprit_had_time_to_show():
+    victim = standing(0, state="victim", moved_at=10.0, note="Gloo")
+    assert blamed(victim, standing(1), now=10.5) is None
+    killed = standing(1, -9, 10.4, step=5, phase="callback")
+    assert (
+        judge([victim, killed], 10.7).reason
+        == "was killed by SIGKILL at step 5 in phase 'callback'"
+    )
+
+
+def test_a_board_keeps_what_each_rank_said_last():
+    board, path = new_board(2)
+    board.put(1, Post(step=12, phase="microbatches", note="x" * 5000).text())
+    board.put(1, Post(step=13, phase="update").text())
+    assert path.startswith("/proc/")
+    assert board.posts() == {1: Post(step=13, phase="update")}
+    assert post_of(Post(note="ä" * 5000).text()).note == "ä" * 300
