@@ -29,6 +29,7 @@ from ._contribution import Contribution, Tensors, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
+from ._per_kind import compile_all, first_of_kind, for_others
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -130,7 +131,8 @@ class Programs:
             model,
             seed=training.seed,
             microbatch_size=plan.microbatch_size,
-            replica=replicas[0],
+            replicas=local,
+            like=lambda i: self._shapes(i)[:2],
             sums=plan.sums,
         )
         self.text = ""
@@ -146,23 +148,35 @@ class Programs:
         training = self.training
         return Store(training.model, training.optimizer, self.reducer, self._specs, self.plan.sums)
 
-    def compile(self, over: Callable[..., Any] = map) -> None:
+    def compile(
+        self, over: Callable[..., Any] = map, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Compile ahead all that a step runs, so that no step waits for a compiler.
 
         Args:
             over: Like `map`, perhaps on several threads.
+            tell: Called with what is being done.
         """
         if self._compiled_updates:
             return
-        lowered = [self._lowered(i) for i in range(len(self.runners))]
+        local = self.reducer.local
+        tell("tracing and lowering the programs")
+        lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local)))}
         sums = self.reducer.lower()
         # Of pipelines, processes must agree on every program.
-        text = itertools.chain(*lowered) if self.pipelines else lowered[0][1:]
+        text = itertools.chain(*lowered.values()) if self.pipelines else lowered[0][:-1]
         self.text = _digest("".join(program.as_text() for program in (*sums, *text)))
-        flat = iter(over(lambda program: program.compile(), itertools.chain(sums, *lowered)))
-        self.reducer.adopt(list(itertools.islice(flat, len(sums))))
-        for runner, programs in zip(self.runners, lowered, strict=True):
-            update, *own = itertools.islice(flat, len(programs))
+        named: list[tuple[str, Any]] = []
+        for i, own in lowered.items():  # the longest first
+            named += zip((*self.runners[i].names, "the update"), own, strict=True)
+        named += [("the sum of gradients", program) for program in sums]
+        flat = iter(compile_all(named, over, tell))
+        compiled = {i: list(itertools.islice(flat, len(own))) for i, own in lowered.items()}
+        self.reducer.adopt(list(flat))
+        if len(local) > len(compiled):
+            tell(f"loading the programs for all {len(local)} copies of the model")
+        programs = for_others(local, compiled, self._lowered, over)
+        for runner, (*own, update) in zip(self.runners, programs, strict=True):
             self._compiled_updates.append(update)
             runner.adopt(own)
         trim_heap()
@@ -207,14 +221,14 @@ class Programs:
         )
 
     def _lowered(self, i: int) -> list[Any]:
-        """The update of a local replica and the programs of its microbatches, not compiled."""
+        """The programs of a local replica's microbatches and its update, not compiled."""
         params, aux, opt_state = self._shapes(i)
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
         arguments = params, opt_state, aux, totals, ints, exponents, np.float32(1)
         update = self._updates[i].lower(*arguments)
-        return [update, *self.runners[i].lower(params, aux, exponents)]
+        return [*self.runners[i].lower(params, aux, exponents), update]
 
 
 def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:

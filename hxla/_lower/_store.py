@@ -20,6 +20,7 @@ from .._core._types import PyTree
 from .._model._functional import Functional
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options
+from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
 from ._state import State
 from ._sum import Reducer
@@ -105,32 +106,37 @@ class Store:
         Args:
             gather: Name and text to the texts of all processes.
         """
-        if self._model.initialise is not None:
-            made = [self._made(r) for r in self._reducer.local]
-        else:
-            made = self._placed(gather)
-        self.held = []
-        for replica, (params, aux) in zip(self._reducer.local, made, strict=True):
-            init = jax.jit(
-                self._optimizer.init,
-                out_shardings=_shardings(replica, self._specs.opt_state),
-                compiler_options=self._options,
-            )
-            opt_state = init(jax.tree.unflatten(self._param_def, params))
-            self.held.append(Held(params=params, aux=aux, opt_state=opt_state))
+        made = self._placed(gather) if self._model.initialise is None else self._made()
+        trees = [jax.tree.unflatten(self._param_def, params) for params, _ in made]
+
+        def lowered(i: int) -> Any:
+            return self._jit(i, self._optimizer.init, self._specs.opt_state).lower(trees[i])
+
+        inits = for_each(self._reducer.local, lowered)
+        self.held = [
+            Held(params=params, aux=aux, opt_state=init(tree))
+            for init, tree, (params, aux) in zip(inits, trees, made, strict=True)
+        ]
         self._agree()
 
-    def _made(self, replica: Replica) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _jit(self, i: int, function: Callable[..., Any], specs: PyTree) -> Any:
+        """A function whose results lie on a local replica as specs say."""
+        shardings = _shardings(self._reducer.local[i], specs)
+        return jax.jit(function, out_shardings=shardings, compiler_options=self._options)
+
+    def _made(self) -> list[tuple[list[jax.Array], list[jax.Array]]]:
         """Parameters and other variables, each made where it lies."""
+        arguments = self._model.init_arguments
 
         def run(*arguments: Any) -> Any:
             assert self._model.initialise is not None
             params, aux = self._model.initialise(*arguments)
             return jax.tree.leaves(params), jax.tree.leaves(aux)
 
-        shardings = _shardings(replica, (self._specs.params, self._specs.aux))
-        init = jax.jit(run, out_shardings=shardings, compiler_options=self._options)
-        return init(*self._model.init_arguments)  # type: ignore[no-any-return]
+        def lowered(i: int) -> Any:
+            return self._jit(i, run, (self._specs.params, self._specs.aux)).lower(*arguments)
+
+        return [init(*arguments) for init in for_each(self._reducer.local, lowered)]
 
     def _placed(self, gather: Gather) -> list[tuple[list[jax.Array], list[jax.Array]]]:
         """The user's arrays, one after another; all processes take those of process 0."""
@@ -155,15 +161,20 @@ class Store:
         return self._reducer.exchange_bits(host)
 
     def _agree(self) -> None:
-        """Every copy of the model takes over what of the first one differs, bit for bit."""
-        num = len(self._reducer.replicas)
-        if num == 1 or not self._shapes:
+        """Every copy of the model takes over what of the first one differs, bit for bit.
+
+        Like copies of a process were made by one program from the same arrays, as all later steps
+        are: only the first of each kind is looked at.
+        """
+        local, num = self._reducer.local, len(self._reducer.replicas)
+        firsts = first_of_kind(local)
+        if (len(local) == num and len(set(firsts)) == 1) or not self._shapes:
             return
         rows = np.zeros((num, len(self._shapes)), np.uint32)
-        for replica, held in zip(self._reducer.local, self.held, strict=True):
-            checksums = np.asarray(jax.jit(_checksums)(held.leaves()))
+        checksums = {i: np.asarray(jax.jit(_checksums)(self.held[i].leaves())) for i in set(firsts)}
+        for replica, first in zip(local, firsts, strict=True):
             if replica.is_led_here:
-                rows[replica.index] = checksums
+                rows[replica.index] = checksums[first]
         rows = self._reducer.exchange(rows)
         different = np.flatnonzero((rows != rows[0]).any(axis=0))
         specs = self._specs.leaves()

@@ -9,7 +9,6 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -89,7 +88,7 @@ class Session:
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
-        with contextlib.ExitStack() as opening:
+        with contextlib.ExitStack() as opening, options.waiting(plan) as told:
             opening.enter_context(self._stack)
             self._termination = Termination()
             self._stack.callback(self._termination.close)
@@ -107,11 +106,12 @@ class Session:
             start = options.first_step if resumed is None else resumed
             self.step_number = self._first_step = start
             self._saved = resumed
-            pool = self._stack.enter_context(ThreadPoolExecutor(2 * len(plan.devices)))
-            self._programs = job.programs(plan, devices, pool.map, keep=options.is_trial)
+            self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
+            told.tell("putting the state in its places")
             self._fill_store()
+            told.tell("running every program once")
             self._stepper = Stepper(self._programs, self._store)
             self._stack.callback(self._stepper.close)
             self._batch = job.first_batch(start, plan.microbatch_size)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -243,7 +244,7 @@ class TracedJob:
         self,
         plan: Plan,
         devices: Devices,
-        over: Callable[..., Any],
+        tell: Callable[[str], None],
         *,
         keep: bool = False,
     ) -> Programs:
@@ -252,7 +253,7 @@ class TracedJob:
         Args:
             plan: To lower.
             devices: By rank.
-            over: Like `map`, perhaps on several threads.
+            tell: Called with what is being done.
             keep: Whether those of other plans are kept, too.
 
         Raises:
@@ -265,7 +266,8 @@ class TracedJob:
         if key not in self._lowered:
             size = plan.microbatch_size
             programs = lower(self.training(size, 0), self.graph(size), plan, devices)
-            programs.compile(over)
+            with ThreadPoolExecutor(max(4, 2 * len(plan.devices))) as pool:
+                programs.compile(pool.map, tell)
             self.agree("lowered program", programs.text)
             self._lowered[key] = programs
         return self._lowered[key]
