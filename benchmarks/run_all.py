@@ -180,6 +180,16 @@ def inspect_speed(result: Any) -> list[Row]:
     ]
 
 
+def startup(result: Any) -> list[Row]:
+    rows = result["rows"]
+    out: list[Row] = []
+    for name, ratio in result["ratios"]["seconds"].items():
+        a, b = name.split(" / ")
+        figures = (f"{rows[one]['seconds']} s" for one in (a, b))
+        out.append((f"until the first step is done: {a} / {b}", *figures, spread(ratio)))
+    return out
+
+
 PARTS = (
     Part(
         name="plain_jax",
@@ -213,6 +223,12 @@ PARTS = (
         options=[],
         quick=["--megabytes", "1", "--rounds", "1"],
         rows=inspect_speed,
+    ),
+    Part(
+        name="startup",
+        options=["--rounds", "3"],
+        quick=["--rounds", "1"],
+        rows=startup,
     ),
     Part(
         name="dispatch",

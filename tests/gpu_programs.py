@@ -123,14 +123,14 @@ def compiled(programs: Programs) -> dict[str, Any]:
     made: list[Any] = []
 
     def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
-        made.extend(map(compile_one, lowered))
-        return made
+        found = list(map(compile_one, lowered))
+        made.extend(found)
+        return found
 
     programs.compile(over)
     sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
     own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
-    found = dict(zip([*sums, "update", *own], made, strict=False))
-    return found
+    return dict(zip([*own, "empty", "update", *sums], made, strict=False))
 
 
 def evaluation(programs: Programs) -> Any:

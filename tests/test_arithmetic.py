@@ -85,6 +85,6 @@ def test_no_dot_of_a_dense_layer_on_cpu_has_both_operands_across():
     weights = jax.ShapeDtypeStruct((24, 40), np.float32)
     batch = jax.ShapeDtypeStruct((16, 24), np.float32)
     made = lowering.programs(sums_of, {"w": weights}, batch)
-    _, lowered = made._lowered(0)
+    lowered, *_ = made._lowered(0)
     contracted = re.findall(r" dot\(.*lhs_contracting_dims=\{(\d)\}", lowered.compile().as_text())
     assert contracted == ["1", "1"]

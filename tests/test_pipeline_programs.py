@@ -70,7 +70,7 @@ def build(num_microbatches, num_stages=4, reduction="exact", **how):
     )
     [pipeline] = made.runners
     params = pipeline.replica.put_tree(weights(), list(pipeline.spec.slots.specs))
-    compiled = [program.compile() for program in made._lowered(0)[1:]]
+    compiled = [program.compile() for program in made._lowered(0)[:-1]]
     pipeline.adopt(compiled)
     return Programs(pipeline, params, compiled)
 

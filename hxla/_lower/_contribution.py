@@ -154,10 +154,14 @@ class Contribution:
         return _exact.rescale(total, exponent) if self.is_exact else total
 
 
-def peak_bits(x: jax.Array) -> jax.Array:
-    """The bit pattern of the largest magnitude: those of floats sort as the floats do, NaN last."""
-    largest = jnp.abs(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0))
-    return jax.lax.bitcast_convert_type(largest, jnp.int32)
+def largest(x: jax.Array) -> jax.Array:
+    """The largest magnitude, float32; NaN if there is one."""
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+
+
+def peak_bits(largest: jax.Array) -> jax.Array:
+    """The bit patterns of magnitudes: those of floats sort as the floats do, NaN last."""
+    return jax.lax.bitcast_convert_type(jnp.abs(largest), jnp.int32)
 
 
 def peaks_to_maxima(peaks_DT: np.ndarray) -> np.ndarray:
@@ -192,4 +196,4 @@ def local_largest(
 ) -> tuple[list[jax.Array], jax.Array]:
     """The values as sums read them fast, and the bit pattern of the largest magnitude of each."""
     values = [lay_out(x) for x in values]
-    return values, jnp.stack([peak_bits(x) for x in values])
+    return values, peak_bits(jnp.stack([largest(x) for x in values]))

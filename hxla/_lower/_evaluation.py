@@ -1,6 +1,6 @@
 """The program that evaluates one microbatch on a replica."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from .._model._functional import Functional
 from .._model._loss import MetricColumns, as_sums
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options, update_options
+from ._per_kind import for_each
 from ._replica import Replica
 
 
@@ -22,7 +23,9 @@ class Evaluation:
         model: The model as pure functions.
         seed: Root of all random keys.
         microbatch_size: Examples of a microbatch; the last one may have fewer.
-        replica: Any of them.
+        replicas: The local ones.
+        like: From the number of one to the shapes of its parameters and of its other variables, as
+            they lie there.
         sums: The plan's.
     """
 
@@ -32,10 +35,13 @@ class Evaluation:
         *,
         seed: int,
         microbatch_size: int,
-        replica: Replica,
+        replicas: Sequence[Replica],
+        like: Callable[[int], tuple[Any, Any]],
         sums: SumsForm,
     ):
         self.metrics: tuple[MetricColumns, ...] = ()
+        self._replicas, self._like = tuple(replicas), like
+        self._compiled: dict[Any, list[Any]] = {}  # for each replica, by the shapes of a microbatch
         self._shapes = model.params, model.aux
         param_def, aux_def = jax.tree.structure(model.params), jax.tree.structure(model.aux)
 
@@ -54,8 +60,8 @@ class Evaluation:
             return naming_axes(lambda: with_axes(row, axes)(*trees), axes)  # type: ignore[no-any-return]
 
         # What a copy of several devices has cut is gathered for its equation, and let go after it.
-        options = update_options if replica.axes else compiler_options
-        platform = replica.devices[0].platform
+        options = update_options if replicas[0].axes else compiler_options
+        platform = replicas[0].devices[0].platform
         self._run = jax.jit(hxla_evaluate, compiler_options=options(platform, sums))
 
     def metrics_of(self, fetch: Callable[[int], PyTree]) -> tuple[MetricColumns, ...]:
@@ -65,6 +71,24 @@ class Evaluation:
             jax.eval_shape(self._run, params, aux, np.int32(0), fetch(0))
         return self.metrics
 
-    def run(self, replica: Replica, params: Any, aux: Any, index: int, batch: PyTree) -> jax.Array:
-        """The sums of one microbatch, float32[2 + columns of metrics]; waits for nothing."""
-        return self._run(params, aux, np.int32(index), replica.put_tree(batch))  # type: ignore[no-any-return]
+    def run(self, i: int, params: Any, aux: Any, index: int, batch: PyTree) -> jax.Array:
+        """The sums of one microbatch, float32[2 + columns of metrics]; waits for nothing.
+
+        Args:
+            i: Of the local replica.
+            params: As they lie there.
+            aux: Other variables, likewise.
+            index: Of the microbatch.
+            batch: Its arrays.
+        """
+        placed = self._replicas[i].put_tree(batch)
+        leaves, treedef = jax.tree.flatten(placed)
+        key = treedef, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._compiled:
+
+            def lowered(k: int) -> Any:
+                here = jax.tree.map(self._replicas[k].like, placed)
+                return self._run.lower(*self._like(k), np.int32(0), here)
+
+            self._compiled[key] = for_each(self._replicas, lowered)
+        return self._compiled[key][i](params, aux, np.int32(index), placed)  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ def num_bits(num_microbatches: int) -> int:
 
 def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """`x * 2**exponent` without rounding, for exponents in [-250, 250]."""
-    half = exponent // 2
+    half = exponent >> 1  # its floor; a division would be nine more operations for each tensor
 
     def power(e: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)

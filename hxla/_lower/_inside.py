@@ -22,7 +22,7 @@ from .._core._types import PyTree
 from .._jax._cpu_dots import row_major
 from .._plan._layout import names_of
 from .._plan._sharding import place_in
-from ._contribution import peak_bits
+from ._contribution import largest, peak_bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Inside:
             peaks_T = peaks_NT[0]
             values = [row_major(x) if self.on_cpu else x for x in values]
             for tensor, x in zip(tensors, values, strict=True):
-                peaks_T = peaks_T.at[tensor].max(peak_bits(x))
+                peaks_T = peaks_T.at[tensor].max(peak_bits(largest(x)))
             return peaks_T[None], values
 
         if not self.axes:

@@ -27,6 +27,7 @@ from ._contribution import Contribution, Tensors, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
+from ._per_kind import compile_all, first_of_kind, for_others
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -128,7 +129,8 @@ class Programs:
             model,
             seed=training.seed,
             microbatch_size=plan.microbatch_size,
-            replica=replicas[0],
+            replicas=local,
+            like=lambda i: self._shapes(i)[:2],
             sums=plan.sums,
         )
 
@@ -146,26 +148,37 @@ class Programs:
     def compile(
         self,
         over: Callable[..., Any] = map,
+        tell: Callable[[str], None] = lambda _: None,
         check: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         """Compile ahead all that a step runs, so that no step waits for a compiler.
 
         Args:
             over: Like `map`, perhaps on several threads.
+            tell: Called with what is being done.
             check: Is given the text of each program by its name, before any is compiled.
         """
         if self._compiled_updates:
             return
-        lowered = [self._lowered(i) for i in range(len(self.runners))]
+        local = self.reducer.local
+        tell("tracing and lowering the programs")
+        lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local)))}
         sums = self.reducer.lower()
         if check is not None:
             # Of pipelines, processes must agree on every program.
-            checked = lowered if self.pipelines else lowered[:1]
+            checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             check({"program of the sums": _text(sums)} | dict(_named_texts(checked)))
-        flat = iter(over(lambda program: program.compile(), itertools.chain(sums, *lowered)))
-        self.reducer.adopt(list(itertools.islice(flat, len(sums))))
-        for runner, programs in zip(self.runners, lowered, strict=True):
-            update, *own = itertools.islice(flat, len(programs))
+        named: list[tuple[str, Any]] = []
+        for i, own in lowered.items():  # the longest first
+            named += zip((*self.runners[i].names, "the update"), own, strict=True)
+        named += [("the sum of gradients", program) for program in sums]
+        flat = iter(compile_all(named, over, tell))
+        compiled = {i: list(itertools.islice(flat, len(own))) for i, own in lowered.items()}
+        self.reducer.adopt(list(flat))
+        if len(local) > len(compiled):
+            tell(f"loading the programs for all {len(local)} copies of the model")
+        programs = for_others(local, compiled, self._lowered, over)
+        for runner, (*own, update) in zip(self.runners, programs, strict=True):
             self._compiled_updates.append(update)
             runner.adopt(own)
         trim_heap()
@@ -210,14 +223,14 @@ class Programs:
         )
 
     def _lowered(self, i: int) -> list[Any]:
-        """The update of a local replica and the programs of its microbatches, not compiled."""
+        """The programs of a local replica's microbatches and its update, not compiled."""
         params, aux, opt_state = self._shapes(i)
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
         arguments = params, opt_state, aux, totals, ints, exponents, *[np.float32(1)] * 2
         update = self._updates[i].lower(*arguments)
-        return [update, *self.runners[i].lower(params, aux, exponents)]
+        return [*self.runners[i].lower(params, aux, exponents), update]
 
 
 def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:
@@ -320,7 +333,7 @@ def _pipeline(
 
 def _named_texts(lowered: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str]]:
     """The texts of what `Programs` lowered for some replicas."""
-    for i, (update, *own) in enumerate(lowered):
+    for i, (*own, update) in enumerate(lowered):
         of = f" of replica {i}" if i else ""
         yield f"update program{of}", _text([update])
         yield f"microbatch program{of}", _text(own)

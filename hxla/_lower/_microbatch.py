@@ -73,6 +73,7 @@ class Microbatches:
         replica: Its devices.
     """
 
+    names = ("a microbatch", "empty sums")  # of the programs
     unit = 1  # it takes any number of microbatches
     kept_bytes = 0  # between steps
 
@@ -90,21 +91,25 @@ class Microbatches:
         )
         self._zeros = jax.jit(zeros, out_shardings=shardings)
         self._compiled: Any = None
+        self._compiled_zeros: Any = None
 
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
-        return self._zeros()  # type: ignore[no-any-return]
+        return self._compiled_zeros()  # type: ignore[no-any-return]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
-        """The programs before compilation."""
+        """The programs before compilation: a microbatch, empty sums."""
         shapes = shapes_of(self._spec.graph, self._spec.graph.batch_values)
         batch = _placed(shapes, self._batch_specs, self._replica)
         where = np.zeros(3, np.int32)
-        return [self._program.lower(list(params), list(aux), self._sums, exponents, where, batch)]
+        return [
+            self._program.lower(list(params), list(aux), self._sums, exponents, where, batch),
+            self._zeros.lower(),
+        ]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
-        [self._compiled] = compiled
+        self._compiled, self._compiled_zeros = compiled
 
     def run(
         self,

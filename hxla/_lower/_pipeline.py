@@ -50,9 +50,12 @@ class Pipeline:
         replica: Its devices; the first axis is that of the stages.
 
     Attributes:
+        names: Of the programs.
         timed: Whether `run` waits after each tick to take its time; the results are the same.
         times: Start and end of each tick of the last `run`, if it was timed.
     """
+
+    names = ("the stages' slots", "the ticks", "the stages' sums", "empty buffers")
 
     def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
@@ -82,6 +85,11 @@ class Pipeline:
             manual=(STAGE_AXIS,),
         )
         self._finish = self._jit(self.program.run_finish, (carry,), (out_sums, carry), donate=(0,))
+        shapes = self.program.shapes()
+        self._empty = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=map_specs(replica.sharding, carry),
+        )
         self._state: Any = None
         self._compiled: tuple[Any, ...] = ()
         self.timed = False
@@ -122,12 +130,7 @@ class Pipeline:
     def _carry(self) -> Carry:
         """What the last step left; at first nothing, so that lowering needs no device."""
         if self._state is None:
-            shapes = self.program.shapes()
-            make = jax.jit(
-                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-                out_shardings=map_specs(self.replica.sharding, self.program.carry_specs),
-            )
-            self._state = make()
+            self._state = self._compiled[3]()
         return self._state  # type: ignore[no-any-return]
 
     def run(
@@ -154,7 +157,7 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
-        fill, ticks, finish = self._compiled
+        fill, ticks, finish, _ = self._compiled
         table = self.program.actions(len(ids)).table_TSF
         slots = fill(list(params))
         fixed = (exponents, self._padded(table))
@@ -186,7 +189,7 @@ class Pipeline:
             From a table of one tick, int32[1, S, F], to a function that runs it; and a function
             that fills the slots and collects the sums. Both return arrays to wait on.
         """
-        fill, ticks, finish = self._compiled
+        fill, ticks, finish, _ = self._compiled
         slots = fill(list(params))
         stacked = self._stack([batch])
         where = self.replica.put(np.array([0, 0, 0, 1], np.int32))
@@ -214,7 +217,7 @@ class Pipeline:
         return [self.program.exchanges[i] for i in _actions.exchange_of(schedule)]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
-        """The programs before compilation: filling slots, ticks, collecting sums."""
+        """The programs before compilation: filling slots, ticks, collecting sums, empty buffers."""
         spec = self.spec
         like = self.replica.like
         state = jax.tree.map(like, self.program.shapes(), self.program.carry_specs)
@@ -230,6 +233,7 @@ class Pipeline:
                 slots, list(aux), state, exponents, table, np.zeros(4, np.int32), batch
             ),
             self._finish.lower(state),
+            self._empty.lower(),
         ]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
@@ -258,7 +262,7 @@ class Pipeline:
         Args:
             sums_bytes: Not used: the last program makes them.
         """
-        _, ticks, finish = self._compiled
+        _, ticks, finish, _ = self._compiled
         slots = sum(
             math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in self.spec.slots.slots
         )

@@ -7,7 +7,7 @@ arrays, one after another; a checkpoint gets every process's own shards.
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
 from ._options import compiler_options
+from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
 from ._state import State
 from ._sum import Reducer
@@ -95,7 +96,7 @@ class Store:
         )
         self.exponents = np.zeros(num_tensors, np.int32)
         self.held: list[Held] = []
-        self._checksums = jax.jit(_checksums)
+        self._checksums: list[Any] = []
 
     # -- how it begins ---------------------------------------------------------------------------
 
@@ -106,32 +107,39 @@ class Store:
             gather: Name and text to the texts of all processes.
             weights: For each array what reads it from a file; None for one that is the model's own.
         """
-        num = len(self._specs.params)
         specs = [*self._specs.params, *self._specs.aux]
         given = list(weights) if weights is not None else [None] * len(specs)
         if None not in given:
             own: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
         elif self._model.initialise is not None:
-            own = [self._made(r, given) for r in self._reducer.local]
+            own = self._made(given)
         else:
             own = self._placed(gather, given)
-        self.held = []
         for replica, arrays in zip(self._reducer.local, own, strict=True):
             for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
                 if read is not None:
                     arrays[i] = filled(self._shapes[i].shape, replica.sharding(spec), read)
-            params, aux = arrays[:num], arrays[num:]
-            init = jax.jit(
-                self._optimizer.init,
-                out_shardings=_shardings(replica, self._specs.opt_state),
-                compiler_options=self._options,
-            )
-            opt_state = init(jax.tree.unflatten(self._param_def, params))
-            self.held.append(Held(params=params, aux=aux, opt_state=opt_state))
+        num = len(self._specs.params)
+        trees = [jax.tree.unflatten(self._param_def, arrays[:num]) for arrays in own]
+
+        def lowered(i: int) -> Any:
+            return self._jit(i, self._optimizer.init, self._specs.opt_state).lower(trees[i])
+
+        inits = for_each(self._reducer.local, lowered)
+        self.held = [
+            Held(params=arrays[:num], aux=arrays[num:], opt_state=init(tree))
+            for init, tree, arrays in zip(inits, trees, own, strict=True)
+        ]
         self._agree()
 
-    def _made(self, replica: Replica, given: Sequence[Read | None]) -> list[Any]:
+    def _jit(self, i: int, function: Callable[..., Any], specs: PyTree) -> Any:
+        """A function whose results lie on a local replica as specs say."""
+        shardings = _shardings(self._reducer.local[i], specs)
+        return jax.jit(function, out_shardings=shardings, compiler_options=self._options)
+
+    def _made(self, given: Sequence[Read | None]) -> list[list[Any]]:
         """The model's own arrays, each made where it lies; None where there is another."""
+        arguments = self._model.init_arguments
 
         def own(leaves: Sequence[Any]) -> list[Any]:
             return [None if read else x for x, read in zip(leaves, given, strict=True)]
@@ -140,10 +148,12 @@ class Store:
             assert self._model.initialise is not None
             return own(jax.tree.leaves(self._model.initialise(*arguments)))
 
-        specs = [*self._specs.params, *self._specs.aux]
-        shardings = own([replica.sharding(spec) for spec in specs])
-        init = jax.jit(run, out_shardings=shardings, compiler_options=self._options)
-        return list(init(*self._model.init_arguments))
+        specs = own([*self._specs.params, *self._specs.aux])
+
+        def lowered(i: int) -> Any:
+            return self._jit(i, run, specs).lower(*arguments)
+
+        return [list(init(*arguments)) for init in for_each(self._reducer.local, lowered)]
 
     def _placed(self, gather: Gather, given: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, one after another; all processes take those of process 0."""
@@ -170,8 +180,14 @@ class Store:
         return self._reducer.exchange_bits(host)
 
     def _agree(self) -> None:
-        """Every copy of the model takes over what of the first one differs, bit for bit."""
-        if len(self._reducer.replicas) == 1 or not self._shapes:
+        """Every copy of the model takes over what of the first one differs, bit for bit.
+
+        Like copies of one process were made by one program from the same arrays, as all later steps
+        are.
+        """
+        local = self._reducer.local
+        is_one_kind = len(set(first_of_kind(local))) == 1
+        if (len(local) == len(self._reducer.replicas) and is_one_kind) or not self._shapes:
             return
         rows = self.checksums()
         different = np.flatnonzero((rows != rows[0]).any(axis=0))
@@ -193,8 +209,13 @@ class Store:
         rows = np.zeros((len(self._reducer.replicas), len(self._shapes)), np.uint32)
         # What is added up inside a copy must not meet what is under way.
         jax.block_until_ready([held.leaves() for held in self.held])
-        for replica, held in zip(self._reducer.local, self.held, strict=True):
-            checksums = np.asarray(self._checksums(held.leaves()))
+        leaves = [held.leaves() for held in self.held]
+        if not self._checksums:
+            self._checksums = for_each(
+                self._reducer.local, lambda i: jax.jit(_checksums).lower(leaves[i])
+            )
+        for i, replica in enumerate(self._reducer.local):
+            checksums = np.asarray(self._checksums[i](leaves[i]))
             if replica.is_led_here:
                 rows[replica.index] = checksums
         return self._reducer.exchange(rows)

@@ -10,7 +10,6 @@ import pathlib
 import time
 import types
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -94,7 +93,7 @@ class Session:
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
-        with contextlib.ExitStack() as opening:
+        with contextlib.ExitStack() as opening, options.waiting(plan) as told:
             opening.enter_context(self._stack)
             self._watchdog = self._stack.enter_context(
                 Watchdog(
@@ -123,11 +122,12 @@ class Session:
             self._batch = job.first_batch(start, plan.microbatch_size)
             job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
-            pool = self._stack.enter_context(ThreadPoolExecutor(2 * len(plan.devices)))
-            self._programs = job.programs(plan, devices, pool.map, keep=options.is_trial)
+            self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
+            told.tell("putting the state in its places")
             self._fill_store(weights)
+            told.tell("running every program once")
             self._stepper = Stepper(self._programs, self._store)
             self._copies = CopiesCheck(
                 self._store, self._reducer.ranks, job.settings.watchdog.compare_steps

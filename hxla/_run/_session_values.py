@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
 from .._core._config import BalanceConfig
 from .._core._types import PyTree
 from .._plan._plan import Plan
 from .._report._history import History
+from .._report._waiting import Waiting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class SessionOptions:
         run_dir: Folder for records and the report, or None.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         first_step: Where to begin without a checkpoint.
-        is_trial: Whether nobody is told of it.
+        is_trial: Whether nobody is told of its steps.
     """
 
     steps: int | None = None
@@ -68,6 +71,11 @@ class SessionOptions:
             "run_dir": "none" if self.run_dir is None else "given",
             "first step": str(self.first_step),
         }
+
+    def waiting(self, plan: Plan) -> Waiting:
+        """What tells of a session's opening, in the first process."""
+        what = f"trying microbatches of {plan.microbatch_size}" if self.is_trial else "opening"
+        return Waiting(what, is_main=jax.process_index() == 0)
 
 
 def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:

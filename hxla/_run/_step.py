@@ -310,7 +310,7 @@ class Stepper:
         for i, replica in enumerate(reducer.local):
             held = self._store.held[i]
             for index in ids[i]:
-                sums = evaluation.run(replica, held.params, held.aux, index, fetch(index))
+                sums = evaluation.run(i, held.params, held.aux, index, fetch(index))
                 if replica.is_led_here:
                     found.append((index, sums))
         width = num_columns(evaluation.metrics_of(fetch))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -291,7 +292,7 @@ class TracedJob:
         self,
         plan: Plan,
         devices: Devices,
-        over: Callable[..., Any],
+        tell: Callable[[str], None],
         *,
         keep: bool = False,
     ) -> Programs:
@@ -300,7 +301,7 @@ class TracedJob:
         Args:
             plan: To lower.
             devices: By rank.
-            over: Like `map`, perhaps on several threads.
+            tell: Called with what is being done.
             keep: Whether those of other plans are kept, too.
 
         Raises:
@@ -315,7 +316,8 @@ class TracedJob:
             programs = lower(self.training(size, 0), self.graph(size), plan, devices)
             is_alone = jax.process_count() == 1
             check = None if is_alone else lambda texts: self.agree("programs", lambda: texts)
-            programs.compile(over, check)
+            with ThreadPoolExecutor(max(4, 2 * len(plan.devices))) as pool:
+                programs.compile(pool.map, tell, check)
             self._lowered[key] = programs
         return self._lowered[key]
 

@@ -1,0 +1,157 @@
+"""How long a job takes until its first step is done, beside a jitted step of plain JAX.
+
+    python benchmarks/startup.py [--rounds 5]
+
+A GPT of 36,000 parameters, a batch of 16 sequences, exact sums: plain JAX on one device, and hxla
+on one, two, four and eight devices of one process, with a microbatch of 2. Each is a process of its
+own, they take turns, and JAX's compilation cache is off. The clock runs from when everything is
+imported and the model is made until the loss of the first step is known: tracing, planning,
+compilation, the first state, warming up, a step.
+
+`seconds` are those of the clock, `cpu_seconds` those of all threads of the process: on a machine
+that does other work besides they are the steadier ones. `silence_seconds` is the longest time
+without a line on standard output. Writes benchmarks/results/startup.json.
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import results
+import turns
+from flax import nnx
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+import gpt  # noqa: E402
+
+import hxla  # noqa: E402
+
+LENGTH, BATCH_SIZE, MICROBATCH_SIZE = 96, 16, 2
+OPTIMIZER = optax.adamw(1e-3)
+PLAIN = "plain JAX, 1 device"
+COUNTS = {"hxla, 1 device": 1} | {f"hxla, {n} devices": n for n in (2, 4, 8)}
+RATIOS = [
+    ("hxla, 1 device", PLAIN),
+    *((name, "hxla, 1 device") for name, n in COUNTS.items() if n > 1),
+]
+BEGIN, END = "begin", "end "
+
+
+def by_hand(model: gpt.GPT, data: dict[str, np.ndarray]) -> float:
+    """The loss of the first step of plain JAX."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def mean_loss(params: Any) -> jax.Array:
+            return gpt.loss(nnx.merge(graphdef, params, rest), batch)
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = jax.jit(OPTIMIZER.init)(params)
+    batch = {"text": data["text"][:BATCH_SIZE]}
+    *_, loss = jax.jit(step, donate_argnums=(0, 1))(params, state, batch)
+    return float(loss)
+
+
+def ours(model: gpt.GPT, data: dict[str, np.ndarray]) -> float:
+    """The loss of the first step of hxla on all devices."""
+    job = hxla.Job(model, data, gpt.loss, OPTIMIZER, batch_size=BATCH_SIZE, shuffle=False)
+    plan = job.plan(microbatch_size=MICROBATCH_SIZE, counts="even")
+    with job.open(plan, steps=1) as session:
+        return session.step().loss
+
+
+def child(name: str) -> None:
+    """One start, told to the parent."""
+    jax.config.update("jax_num_cpu_devices", COUNTS.get(name, 1))
+    data = {"text": gpt.library(LENGTH)["text"][:BATCH_SIZE]}
+    model = gpt.GPT(nnx.Rngs(0), length=LENGTH, width=32, layers=2)
+    jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+    print(BEGIN, flush=True)
+    began, cpu = time.perf_counter(), time.process_time()
+    loss = (by_hand if name == PLAIN else ours)(model, data)
+    told = {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu,
+        "loss": loss,
+    }
+    print(END + json.dumps(told), flush=True)
+
+
+def started(name: str) -> dict[str, float]:
+    """What a process of its own tells, and how long it was silent.
+
+    Raises:
+        SystemExit: If it fails.
+    """
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--child", name], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    told: dict[str, float] = {}
+    last, silences = time.perf_counter(), [0.0]
+    for line in process.stdout:
+        now = time.perf_counter()
+        if line.startswith(BEGIN):
+            silences = []
+        else:
+            silences.append(now - last)
+        last = now
+        if line.startswith(END):
+            told = json.loads(line.removeprefix(END)) | {"silence_seconds": max(silences)}
+    if process.wait() or not told:
+        raise SystemExit(f"{name}: exit code {process.returncode}")
+    return told
+
+
+def main() -> None:
+    """All of them in turns, or one of them."""
+    parser = results.parser(__doc__, "startup")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", help="what one process does")
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in (PLAIN, *COUNTS)}
+    for n in range(args.rounds):
+        for name in list(taken)[:: -1 if n % 2 else 1]:
+            taken[name].append(started(name))
+        turns.check_alike({name: own[-1]["loss"] for name, own in taken.items()}, 1e-3)
+
+    def each(name: str, what: str) -> list[float]:
+        return [told[what] for told in taken[name]]
+
+    rows = {
+        name: {
+            what: round(statistics.median(each(name, what)), 2)
+            for what in ("seconds", "cpu_seconds", "silence_seconds")
+        }
+        for name in taken
+    }
+    ratios = {
+        what: {f"{a} / {b}": turns.over(each(a, what), each(b, what)) for a, b in RATIOS}
+        for what in ("seconds", "cpu_seconds")
+    }
+    for name, row in rows.items():
+        print(f"{name:<22}" + "".join(f"{what} {value:>7.2f}  " for what, value in row.items()))
+    results.write(args.out, {"rows": rows, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()

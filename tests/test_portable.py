@@ -1,0 +1,88 @@
+"""Programs that other devices take over."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hxla._jax._compilation_events import num_compilations
+from hxla._jax._portable import portable
+
+X = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
+
+PROGRAMS = {
+    "dot": lambda x: x @ x.T,
+    "convolution": lambda x: jax.lax.conv(x[None, None], x[None, None, :3, :3], (1, 1), "SAME"),
+    "sums and exponentials": lambda x: jax.nn.softmax(x).sum(0),
+    "sort": lambda x: jnp.sort(x, axis=0),
+    "lapack": lambda x: jnp.linalg.cholesky(x @ x.T + 24 * jnp.eye(24)),
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "loop": lambda x: jax.lax.fori_loop(0, x[0, 0].astype(int) + 3, lambda _, y: jnp.sin(y @ x), x),
+    "branch": lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "random": lambda x: x + jax.random.normal(jax.random.key(3), x.shape),
+    "scatter": lambda x: jnp.zeros(24).at[x[0].astype(int)].add(x[1]),
+    "integers": lambda x: jax.lax.bitcast_convert_type(x, jnp.int32).sum(),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_the_same_bits_where_it_is_loaded(name):
+    first, *_, last = jax.devices()
+    compiled = jax.jit(PROGRAMS[name]).lower(jax.device_put(X, first)).compile()
+    before = num_compilations()
+    loaded = portable(compiled).on([last])
+    assert num_compilations() == before
+    there = loaded(jax.device_put(X, last))
+    assert there.devices() == {last}
+    np.testing.assert_array_equal(compiled(jax.device_put(X, first)), there)
+
+
+def test_what_was_donated_is_gone_there_too():
+    first, *_, last = jax.devices()
+    add = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    compiled = add.lower(*[jax.device_put(X, first)] * 2).compile()
+    x, y = (jax.device_put(X, last) for _ in range(2))
+    np.testing.assert_array_equal(portable(compiled).on([last])(x, y), X + X)
+    assert x.is_deleted()
+    assert not y.is_deleted()
+
+
+def test_a_program_without_arguments_knows_its_devices():
+    first, *_, last = jax.devices()
+    here = jax.sharding.SingleDeviceSharding(first)
+    compiled = jax.jit(lambda: jnp.zeros(3), out_shardings=here).lower().compile()
+    assert portable(compiled).on([last])().devices() == {last}
+
+
+def mesh(devices):
+    return Mesh(
+        np.array(devices).reshape(2, 2), ("stage", "tensor"), axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def test_collectives_go_between_the_devices_that_took_over():
+    here, there = mesh(jax.devices()[:4]), mesh(jax.devices()[:3:-1])
+
+    def run(x):
+        shifted = jax.lax.ppermute(x, "stage", [(0, 1), (1, 0)])
+        return shifted + 10 * jax.lax.axis_index("stage") + jax.lax.psum(x, "tensor")
+
+    spec = P("stage", "tensor")
+    mapped = jax.shard_map(run, mesh=here, in_specs=spec, out_specs=spec)
+    x = jax.device_put(X, NamedSharding(here, spec))
+    compiled = jax.jit(mapped).lower(x).compile()
+    moved = jax.device_put(X, NamedSharding(there, spec))
+    found = portable(compiled).on(there.devices.flat[:].tolist())(moved)
+    np.testing.assert_array_equal(compiled(x), found)
+    assert found.sharding == moved.sharding
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_program_that_calls_python_is_bound_to_its_devices(ordered):
+    def run(x):
+        jax.debug.print("{}", x.sum(), ordered=ordered)
+        return x
+
+    assert portable(jax.jit(run).lower(X).compile()) is None
