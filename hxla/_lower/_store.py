@@ -85,13 +85,15 @@ class Store:
         self._options = compiler_options(reducer.devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
-        self._opt_shapes = jax.eval_shape(optimizer.init, model.params)
+        self._is_trained = model.is_trained
+        self._trained_def = jax.tree.structure(model.trained)
+        self._opt_shapes = jax.eval_shape(optimizer.init, model.trained)
         self._shapes = [
             *jax.tree.leaves(model.params),
             *jax.tree.leaves(model.aux),
             *jax.tree.leaves(self._opt_shapes),
         ]
-        num_tensors = len(specs.params) + sum(
+        num_tensors = sum(self._is_trained) + sum(
             jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in jax.tree.leaves(model.aux)
         )
         self.exponents = np.zeros(num_tensors, np.int32)
@@ -116,7 +118,8 @@ class Store:
                 out_shardings=_shardings(replica, self._specs.opt_state),
                 compiler_options=self._options,
             )
-            opt_state = init(jax.tree.unflatten(self._param_def, params))
+            trained = [x for x, own in zip(params, self._is_trained, strict=True) if own]
+            opt_state = init(jax.tree.unflatten(self._trained_def, trained))
             self.held.append(Held(params=params, aux=aux, opt_state=opt_state))
         self._agree()
 

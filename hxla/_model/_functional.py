@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from .._core._errors import ConfigError
 from .._core._types import PyTree
 from ._keys import is_key, key_impl, keys_as_data, keys_from_data
+from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
 
 #: A loss of a model and a batch, `loss(model, batch)`, as `hxla.Job` says it may return.
 Loss = Callable[[Any, Any], Any]
@@ -35,8 +36,7 @@ class Functional:
     """A model without objects.
 
     Attributes:
-        params: Trainable arrays, or their shapes, in the user's own tree; the optimizer sees
-            exactly this.
+        params: Parameters, or their shapes, in the user's own tree.
         aux: Other arrays that the loss may change, or their shapes, in the user's own tree.
         logical: For each parameter the logical names of its dimensions in Flax's metadata.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
@@ -45,6 +45,7 @@ class Functional:
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
             are arrays, or where nothing is known but shapes.
         init_arguments: Random keys and one microbatch, of which arrays are needed to run it.
+        frozen: Paths of the parameters that are not trained.
     """
 
     params: PyTree
@@ -55,12 +56,23 @@ class Functional:
     finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
     initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
     init_arguments: tuple[Any, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @property
     def can_start(self) -> bool:
         """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
         leaves = jax.tree.leaves((self.params, self.aux))
         return self.initialise is not None or not any(map(is_abstract, leaves))
+
+    @property
+    def trained(self) -> PyTree:
+        """The parameters that are trained, in the user's own tree: the optimizer sees this."""
+        return trained_tree(self.params, self.frozen)
+
+    @property
+    def is_trained(self) -> tuple[bool, ...]:
+        """For each parameter whether it is trained."""
+        return trained_leaves(self.params, self.frozen)
 
 
 def is_abstract(x: Any) -> bool:
@@ -268,27 +280,30 @@ def functional(
     seed: int,
     example: PyTree,
     rngs: Sequence[str] = RNGS,
+    trainable: Trainable = None,
 ) -> Functional:
-    """Make any Flax model functional: see `from_nnx` and `from_linen`.
+    """Make any Flax model functional: see `from_nnx`, `from_linen` and `frozen_names`.
 
     A function without arguments that returns an NNX module is not called for real: its arrays are
     made where they are to lie.
 
     Raises:
-        ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
+        ConfigError: If `model` is no Flax module, its parameters cannot be trained, or
+            `trainable` names none of them.
     """
     if isinstance(model, nn.Module):
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
-        return _with_key_data(made)
+        return _completed(made, trainable)
     make = None
     if callable(model) and not isinstance(model, nnx.Module | type):
         make, model = model, nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-        return _with_key_data(from_nnx(model, loss, eval_loss, make=make, seed=seed))
+        made = from_nnx(model, loss, eval_loss, make=make, seed=seed)
+        return _completed(made, trainable)
     shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise ConfigError(
         f"model is {shown}, not a Flax module: pass an nnx.Module instance, a function that makes "
@@ -296,8 +311,9 @@ def functional(
     )
 
 
-def _with_key_data(model: Functional) -> Functional:
-    """The same with the data of keys in place of those that are among the other variables."""
+def _completed(model: Functional, trainable: Trainable) -> Functional:
+    """What both kinds of model have in common: what is trained, and that no array is a key."""
+    model = dataclasses.replace(model, frozen=frozen_names(model.params, trainable))
     like, initialise = model.aux, model.initialise
     if not any(map(is_key, jax.tree.leaves(like))):
         return model

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -56,6 +56,10 @@ class Job:
         num_examples: The number of examples of a callable that is to have epochs.
         variables: The initial variables of a Linen module; initialised from `seed` if None.
         rngs: The names of the random streams that a Linen module asks for.
+        trainable: Which parameters are trained: a pattern that must be found in a parameter's path,
+            from the start of a path component (`"head/"`); an NNX filter (`nnx.LoRAParam`); or a
+            list of these. The others have no gradient and no state of the optimizer, which sees the
+            tree of the trained ones. By default all are.
         eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
@@ -94,6 +98,7 @@ class Job:
     num_examples: int | None = None
     variables: PyTree | None = None
     rngs: Sequence[str] = RNGS
+    trainable: str | Sequence[Any] | Callable[..., Any] | None = None
     eval_loss: Loss | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     default: Strategy | None = None

@@ -49,6 +49,7 @@ def train(
     num_examples: int | None = None,
     variables: PyTree | None = None,
     rngs: Sequence[str] = RNGS,
+    trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
@@ -100,6 +101,7 @@ def train(
         num_examples: The number of examples of a callable that is to have epochs.
         variables: The initial variables of a Linen module.
         rngs: The names of the random streams that a Linen module asks for.
+        trainable: The parameters that are trained, see `Job`.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation of what no scope covers.
         patterns: The ways in which equations can be cut.
@@ -163,6 +165,7 @@ def train(
         num_examples=num_examples,
         variables=variables,
         rngs=rngs,
+        trainable=trainable,
         eval_loss=eval_loss,
         nonfinite=nonfinite,
         default=default,
