@@ -39,10 +39,10 @@ class DeviceSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The float tensors of a model's sums: its parameters, then its other float variables.
+    """The float tensors of a model's sums: trained parameters, then other float variables.
 
     Attributes:
-        params: Shapes of the parameters.
+        params: Shapes of the trained parameters.
         aux: Shapes of the other variables.
         names: Paths of both.
     """
@@ -78,15 +78,16 @@ class Tensors:
         return [x for x, f in zip(self.aux, self.is_float, strict=True) if not f]
 
 
-def tensors_of(graph: Graph, names: Sequence[str]) -> Tensors:
+def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Tensors:
     """Those of a traced loss.
 
     Args:
         graph: Of the loss.
-        names: Paths of its parameters and then of its other variables.
+        names: Paths of its trained parameters and then of its other variables.
+        trained: Places of the trained among its parameters.
     """
-    params, aux = shapes_of(graph, graph.param_values), shapes_of(graph, graph.aux_values)
-    return Tensors(tuple(params), tuple(aux), tuple(names))
+    params = shapes_of(graph, [graph.param_values[p] for p in trained])
+    return Tensors(tuple(params), tuple(shapes_of(graph, graph.aux_values)), tuple(names))
 
 
 def at_least_1d(shape: Sequence[int]) -> tuple[int, ...]:

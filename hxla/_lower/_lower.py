@@ -23,7 +23,7 @@ from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
 from .._planner._complete import inner_axes
-from ._contribution import Contribution, Tensors, tensors_of
+from ._contribution import Contribution, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
@@ -71,6 +71,7 @@ class Programs:
         reducer: The sums over all replicas.
         runners: For each local replica what runs its microbatches.
         evaluation: Evaluates microbatches.
+        trained: Places of the parameters that are trained.
         tensors: Of the sums.
         contribution: How they join the sums.
     """
@@ -83,7 +84,9 @@ class Programs:
             Replica(i, tuple(d for rank in r.devices if (d := devices[rank]) is not None), sizes)
             for i, r in enumerate(plan.replicas)
         ]
-        self.tensors = tensors_of(graph, [*leaf_names(model.params), *leaf_names(model.aux)])
+        self.trained = tuple(i for i, trained in enumerate(model.is_trained) if trained)
+        names = [*leaf_names(model.trained), *leaf_names(model.aux)]
+        self.tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
         sharded = _sharded(graph, plan, specs)
         aux = (
@@ -94,16 +97,19 @@ class Programs:
         self._specs = StateSpecs(
             params=specs,
             aux=aux,
-            opt_state=opt_state_specs(training.optimizer, model.params, specs),
+            opt_state=opt_state_specs(training.optimizer, model.trained, self._of_trained(specs)),
         )
         make = _microbatches if plan.pipeline is None else _pipeline
-        self.contribution, runner = make(training, graph, plan, self.tensors, sharded)
-        rows = {graph.param_names.index(s.name): s.most_rows for s in plan.sums.sparse}
+        self.contribution, runner = make(self, sharded)
+        rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         self.reducer = Reducer(
             replicas,
             self.contribution,
             self.tensors,
-            [*specs, *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f)],
+            [
+                *self._of_trained(specs),
+                *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f),
+            ],
             row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
             rows=rows,
             # Those of a pipeline are made from what its stages keep.
@@ -113,7 +119,7 @@ class Programs:
         self.runners: list[Runner] = [runner(replica) for replica in local]
         update = UpdateSpec(
             optimizer=training.optimizer,
-            param_tree=jax.tree.structure(model.params),
+            param_tree=jax.tree.structure(model.trained),
             tensors=self.tensors,
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
@@ -122,7 +128,8 @@ class Programs:
             buckets=self.reducer.buckets,
         )
         self._updates = [
-            update_program(update, r, specs, self._specs.opt_state, aux) for r in local
+            update_program(update, r, self._of_trained(specs), self._specs.opt_state, aux)
+            for r in local
         ]
         self._compiled_updates: list[Any] = []
         self.evaluation = Evaluation(
@@ -139,6 +146,9 @@ class Programs:
         """Those with a device here, by replica."""
         pairs = zip(self.reducer.local, self.runners, strict=True)
         return {r.index: own for r, own in pairs if isinstance(own, Pipeline)}
+
+    def _of_trained(self, each: Sequence[Any]) -> list[Any]:
+        return [each[i] for i in self.trained]
 
     def store(self) -> Store:
         """A place for the state of a session."""
@@ -203,11 +213,11 @@ class Programs:
         return held_bytes + runner.kept_bytes + max(microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:
-        """Bytes of one device's part of the parameters, as float32."""
+        """Bytes of one device's part of the trained parameters, as float32."""
         replica = self.reducer.local[0]
         return 4 * sum(
             int(np.prod(replica.sharding(s).shard_shape(x.shape), dtype=np.int64))
-            for x, s in zip(self.tensors.params, self._specs.params, strict=True)
+            for x, s in zip(self.tensors.params, self._of_trained(self._specs.params), strict=True)
         )
 
     # -- lowering --------------------------------------------------------------------------------
@@ -215,7 +225,7 @@ class Programs:
     def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
-        opt_state = jax.eval_shape(self.training.optimizer.init, model.params)
+        opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
         return (
             list(map(replica.like, jax.tree.leaves(model.params), self._specs.params)),
             list(map(replica.like, jax.tree.leaves(model.aux), self._specs.aux)),
@@ -228,7 +238,15 @@ class Programs:
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        arguments = params, opt_state, aux, totals, ints, exponents, *[np.float32(1)] * 2
+        arguments = (
+            self._of_trained(params),
+            opt_state,
+            aux,
+            totals,
+            ints,
+            exponents,
+            *[np.float32(1)] * 2,
+        )
         update = self._updates[i].lower(*arguments)
         return [*self.runners[i].lower(params, aux, exponents), update]
 
@@ -264,17 +282,13 @@ def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
 Made = tuple[Contribution, Callable[[Replica], Runner]]
 
 
-def _microbatches(
-    training: Training,
-    graph: Graph,
-    plan: Plan,
-    tensors: Tensors,
-    sharded: Sharded | None,
-) -> Made:
+def _microbatches(programs: Programs, sharded: Sharded | None) -> Made:
+    training, graph, plan = programs.training, programs.graph, programs.plan
     contribution = Contribution.of(plan.sums, plan.num_microbatches)
     spec = MicrobatchSpec(
         graph=graph,
-        tensors=tensors,
+        tensors=programs.tensors,
+        trained=programs.trained,
         contribution=contribution,
         num_microbatches=plan.num_microbatches,
         num_columns=num_columns(graph.metrics),
@@ -286,13 +300,8 @@ def _microbatches(
     return contribution, lambda replica: Microbatches(spec, replica)
 
 
-def _pipeline(
-    training: Training,
-    graph: Graph,
-    plan: Plan,
-    tensors: Tensors,
-    sharded: Sharded | None,
-) -> Made:
+def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
+    graph, plan = programs.graph, programs.plan
     planned = plan.pipeline
     assert planned is not None
     ordered = graph_of(graph, planned.cut_by)
@@ -300,20 +309,21 @@ def _pipeline(
     contribution = Contribution.of(plan.sums, num_terms(parts, plan.num_microbatches))
     num_stages, num = plan.num_stages, plan.num_microbatches
     slots = make_slots(
-        [x.shape for x in tensors.params],
-        [x.dtype for x in tensors.params],
+        [graph.values[v].shape for v in graph.param_values],
+        [graph.values[v].dtype for v in graph.param_values],
         [
             sorted({p for part in parts[s::num_stages] for p in part.segment.params})
             for s in range(num_stages)
         ],
         [to_spec(layout.spec) for layout in plan.parameters],
         inner_axes(plan),
+        programs.trained,
     )
     table = planned.schedule
     is_even = table == "interleaved" or not isinstance(table, str)
     spec = PipelineSpec(
         graph=ordered,
-        tensors=tensors,
+        tensors=programs.tensors,
         contribution=contribution,
         parts=parts,
         slots=slots,
@@ -324,7 +334,7 @@ def _pipeline(
         unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
         num_microbatches=num,
         num_columns=num_columns(graph.metrics),
-        seed=training.seed,
+        seed=programs.training.seed,
         recompute=planned.recompute,
         sharded=sharded,
     )

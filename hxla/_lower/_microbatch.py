@@ -38,6 +38,7 @@ class MicrobatchSpec:
     Attributes:
         graph: Of the loss, for one microbatch.
         tensors: Of the sums.
+        trained: Places of the parameters that are trained.
         contribution: How they join the sums.
         num_microbatches: M, of a step.
         num_columns: S, sums of a microbatch.
@@ -49,6 +50,7 @@ class MicrobatchSpec:
 
     graph: Graph
     tensors: Tensors
+    trained: tuple[int, ...]
     contribution: Contribution
     num_microbatches: int
     num_columns: int
@@ -62,7 +64,8 @@ class MicrobatchSpec:
         if self.sharded is None:
             return [P()] * len(self.tensors.floats)
         aux = zip(self.sharded.aux_specs(), self.tensors.is_float, strict=True)
-        return [*self.sharded.param_specs(), *(s for s, f in aux if f)]
+        params = self.sharded.param_specs()
+        return [*(params[i] for i in self.trained), *(s for s, f in aux if f)]
 
 
 class Microbatches:
@@ -221,14 +224,16 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(spec.seed, step, index)
 
-        def loss(params: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            value, *rest = run(params, list(aux), key, batch)
+        def loss(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            own = dict(zip(spec.trained, trained, strict=True))
+            every = [own.get(i, x) for i, x in enumerate(params)]
+            value, *rest = run(every, list(aux), key, batch)
             return value, rest
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         if on_cpu:
             gradient = uncrossed(gradient)
-        (_, (row_S, *new_aux)), grads = gradient(list(params))
+        (_, (row_S, *new_aux)), grads = gradient([params[i] for i in spec.trained])
         if spec.clip_norm is not None:
             tiny = jnp.finfo(jnp.float32).tiny
             share = jnp.maximum(row_S[1], tiny) if spec.mean else 1.0

@@ -67,12 +67,13 @@ class Pipeline:
         self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
         slots, tensors = spec.slots, spec.tensors
+        own = [slots.specs[p] for p in slots.trained]
         num_parts, num_aux = spec.contribution.form.num_parts, sum(tensors.is_float)
         whole: Any = P()  # a tree of specs stands where arrays will be
         out_sums = DeviceSums(
             whole,
             whole,
-            [(s,) * num_parts for s in [*slots.specs, *[whole] * num_aux]],
+            [(s,) * num_parts for s in [*own, *[whole] * num_aux]],
             [whole] * len(tensors.others),
         )
         carry, slot_specs = self.program.carry_specs, self.program.slot_specs

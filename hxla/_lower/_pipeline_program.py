@@ -121,7 +121,11 @@ class PipelineProgram:
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = Inside(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
-        self.stages = [StagePart(spec.graph, part, place, on_cpu=on_cpu) for part in spec.parts]
+        self.stages = [
+            StagePart(spec.graph, part, place, trained=spec.slots.trained, on_cpu=on_cpu)
+            for part in spec.parts
+        ]
+        self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}
         self._float_aux = spec.tensors.is_float
         self.halves = spec.schedule(spec.unit).has_weight
         self.programs = self._shared()
@@ -176,10 +180,10 @@ class PipelineProgram:
         acc = Accumulated(
             small_MS=each((spec.num_microbatches, spec.num_columns), jnp.int32),
             peaks_NT=each(
-                (self._num_inner, len(spec.slots.slots) + sum(self._float_aux)),
+                (self._num_inner, len(self._sum_of) + sum(self._float_aux)),
                 jnp.int32,
             ),
-            slots=[sums(slot.shape) for slot in spec.slots.slots],
+            slots=[sums(spec.slots.slots[i].shape) for i in self._sum_of],
             aux=[
                 sums(at_least_1d(x.shape)) for x in spec.tensors.floats[len(spec.tensors.params) :]
             ],
@@ -193,7 +197,9 @@ class PipelineProgram:
         whole: Any = jax.tree.map(lambda _: P(STAGE_AXIS), shapes)
         acc = whole.acc._replace(
             peaks_NT=P(STAGE_AXIS, self.inside.axes or None),
-            slots=[(s,) * self.spec.contribution.form.num_parts for s in self.slot_specs],
+            slots=[
+                (self.slot_specs[i],) * self.spec.contribution.form.num_parts for i in self._sum_of
+            ],
         )
         return whole._replace(acc=acc)  # type: ignore[no-any-return]
 
@@ -239,11 +245,12 @@ class PipelineProgram:
         return run
 
     def _tensors(self) -> jax.Array:
-        """For each stage the tensor of every slot, and the other variables; tensor 0: padding."""
-        slots = self.spec.slots
-        num_params, num_aux = len(slots.specs), sum(self._float_aux)
+        """For each stage the tensor of every sum, and the other variables; tensor 0: padding."""
+        slots, num_aux = self.spec.slots, sum(self._float_aux)
+        tensor: dict[int | None, int] = {param: i for i, param in enumerate(slots.trained)}
+        aux = [len(tensor) + i for i in range(num_aux)]
         rows = [
-            [slot.params[s] or 0 for slot in slots.slots] + [num_params + i for i in range(num_aux)]
+            [tensor.get(slots.slots[i].params[s], 0) for i in self._sum_of] + aux
             for s in range(slots.num_stages)
         ]
         return jnp.array(rows, jnp.int32)
@@ -363,14 +370,14 @@ class PipelineProgram:
         self, p: int, stage: StagePart, acc: Accumulated, grads: Sequence[Any], exponents: Any
     ) -> Accumulated:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        places = [held[param] for param in stage.params]
-        specs = [self.slot_specs[slot] for slot in places]
+        own = [held[stage.params[i]] for i in stage.trained]
+        places, specs = [self._sum_of[i] for i in own], [self.slot_specs[i] for i in own]
         peaks_NT, grads = self.inside.raise_peaks(
             acc.peaks_NT, places, self.inside.place(list(grads), specs), specs
         )
         slots = list(acc.slots)
-        for slot, grad in zip(places, grads, strict=True):
-            slots[slot] = self.spec.contribution.add(slots[slot], grad, exponents[slot])
+        for i, grad in zip(places, grads, strict=True):
+            slots[i] = self.spec.contribution.add(slots[i], grad, exponents[i])
         return acc._replace(slots=slots, peaks_NT=peaks_NT)
 
     def _record(
@@ -380,7 +387,7 @@ class PipelineProgram:
         _, row_S, *new_aux = self.inside.whole(results)
         old_aux = [given[v] for v in self.spec.graph.aux_values]
         deltas, ints = changes(old_aux, new_aux, self._float_aux)
-        first = len(self.spec.slots.slots)
+        first = len(self._sum_of)
         tensors = range(first, first + len(deltas))
         peaks_NT, deltas = self.inside.raise_peaks(
             acc.peaks_NT, tensors, deltas, [P(STAGE_AXIS)] * len(deltas)

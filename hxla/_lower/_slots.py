@@ -34,6 +34,7 @@ class Slot:
         piece: Shape of what each of these devices has.
         dim: Dimension in which stages store those pieces cut; None: every stage stores them.
         params: For each stage the parameter in it, or None: padding.
+        trained: Whether they are trained, and so summed.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class Slot:
     piece: tuple[int, ...]
     dim: int | None
     params: tuple[int | None, ...]
+    trained: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,19 @@ class Slots:
         slots: All of them.
         of: For each stage its parameters and their slots.
         specs: PartitionSpec of each parameter between steps.
+        trained: Those parameters that are trained.
     """
 
     num_stages: int
     slots: tuple[Slot, ...]
     of: tuple[Mapping[int, int], ...]
     specs: tuple[P, ...]
+    trained: tuple[int, ...]
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The slots in which gradients are summed."""
+        return tuple(i for i, slot in enumerate(self.slots) if slot.trained)
 
     def fill(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """The slots of this stage from its pieces of all parameters; inside a `shard_map`.
@@ -95,14 +104,15 @@ class Slots:
         """What all stages summed, back in the pieces of storage; inside a `shard_map`.
 
         Args:
-            sums: For each slot its sums, in one or more parts of the piece's shape.
+            sums: For each slot of `summed` its sums, in one or more parts of the piece's shape.
             small: Arrays that every stage is to see of every stage.
 
         Returns:
-            For each parameter its parts, as this device stores it, added over the stages that read
-            it; and each small array with a leading dimension of stages.
+            For each trained parameter its parts, as this device stores it, added over the stages
+            that read it; and each small array with a leading dimension of stages.
         """
         num = self.num_stages
+        summed = [self.slots[i] for i in self.summed]
         totals: dict[int, list[Any]] = {}
 
         def add(param: int, parts: Sequence[jax.Array]) -> None:
@@ -116,22 +126,22 @@ class Slots:
         def message(stage: int) -> list[jax.Array]:
             own = [
                 _chunk(part, slot.dim, stage, num)
-                for slot, parts in zip(self.slots, sums, strict=True)
+                for slot, parts in zip(summed, sums, strict=True)
                 for part in parts
             ]
             return [*small, *own]
 
         of_stage = _exchanged([message(i) for i in range(num)])
         first = len(small)
-        for slot, own in zip(self.slots, sums, strict=True):
+        for slot, own in zip(summed, sums, strict=True):
             for stage, param in enumerate(slot.params):
                 if param is not None:
                     add(param, of_stage[stage][first : first + len(own)])
             first += len(own)
-        missing = [p for p in range(len(self.specs)) if p not in totals]
+        missing = [p for p in self.trained if p not in totals]
         assert not missing, missing
         gathered = [jnp.stack([arrays[i] for arrays in of_stage]) for i in range(len(small))]
-        return [tuple(totals[p]) for p in range(len(self.specs))], gathered
+        return [tuple(totals[p]) for p in self.trained], gathered
 
 
 def make_slots(
@@ -140,6 +150,7 @@ def make_slots(
     read_by: Sequence[Sequence[int]],
     specs: Sequence[P],
     axes: Sequence[tuple[str, int]] = (),
+    trained: Sequence[int] | None = None,
 ) -> Slots:
     """Give each stage's parameters slots of their shapes.
 
@@ -149,7 +160,9 @@ def make_slots(
         read_by: For each stage the parameters it reads; what nobody reads is the first stage's.
         specs: How parameters lie between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.
+        trained: Parameters that are trained; None: all.
     """
+    trained = tuple(range(len(shapes)) if trained is None else trained)
     num_stages = len(read_by)
     unread = set(range(len(shapes))) - {p for own in read_by for p in own}
     held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
@@ -162,7 +175,7 @@ def make_slots(
     for stage, own in enumerate(held):
         used: dict[Any, int] = {}
         for p in own:
-            kind = (shapes[p], jnp.dtype(dtypes[p]), pieces[p], *inside[p])
+            kind = (shapes[p], jnp.dtype(dtypes[p]), pieces[p], *inside[p], p in trained)
             rows = table.setdefault(kind, [])
             row = used.get(kind, 0)
             used[kind] = row + 1
@@ -170,8 +183,16 @@ def make_slots(
                 rows.append([None] * num_stages)
             rows[row][stage] = p
     slots = [
-        Slot(shape=shape, dtype=dtype, piece=piece, spec=spec, dim=dim, params=tuple(row))
-        for (shape, dtype, piece, spec, dim), rows in table.items()
+        Slot(
+            shape=shape,
+            dtype=dtype,
+            piece=piece,
+            spec=spec,
+            dim=dim,
+            params=tuple(row),
+            trained=is_trained,
+        )
+        for (shape, dtype, piece, spec, dim, is_trained), rows in table.items()
         for row in rows
     ]
     return Slots(
@@ -186,6 +207,7 @@ def make_slots(
             for s in range(num_stages)
         ),
         specs=tuple(specs),
+        trained=trained,
     )
 
 

@@ -6,7 +6,7 @@ Everything is a pure function of arrays; buffers, ticks and permutes are the pip
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ class StagePart:
         graph: Traced.
         part: Of the chain.
         place: Where arrays lie on a stage's devices.
+        trained: Parameters that are trained: others have no gradient.
         on_cpu: Whether dots are written as a CPU likes them.
     """
 
@@ -67,12 +68,14 @@ class StagePart:
         part: ChainPart,
         place: ArrayPlacement,
         *,
+        trained: Collection[int],
         on_cpu: bool,
     ):
         self.part = part
         self._on_cpu = on_cpu
         self._graph = graph
         self.params = part.segment.params
+        self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
         self.above = crossing(graph, part.inputs)
         self.below = crossing(graph, part.outputs)
         self._given = (*graph.aux_values, *graph.batch_values, graph.key_value)
@@ -80,7 +83,7 @@ class StagePart:
 
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:
-        """`(params, inputs, given, grads) -> (made, gradients of params and of inputs)`."""
+        """`(params, inputs, given, grads) -> (made, gradients of trained ones and of inputs)`."""
 
         def run(params: Any, inputs: Any, given: Any, grads: Any) -> Any:
             again = dict(zip(self._given, given, strict=True))
@@ -103,7 +106,7 @@ class StagePart:
     def _passes(self) -> Halves:
         """Forward and backward."""
         ends = np.cumsum([len(own) for own in self._shapes])
-        num_grads = len(self.params) + len(self.above.floats)
+        num_grads = len(self.trained) + len(self.above.floats)
         return halve(
             self._whole,
             len(self._whole.jaxpr.outvars) - num_grads,
@@ -114,7 +117,7 @@ class StagePart:
     @functools.cached_property
     def _backward_halves(self) -> Halves:
         """The gradients of the inputs, and those of the parameters."""
-        num = len(self.params)
+        num = len(self.trained)
 
         def run(arguments: Any, kept: Any) -> Any:
             made = self._passes.run_late(arguments, kept)
@@ -164,16 +167,23 @@ class StagePart:
     def backward_from_residuals(
         self, params: Sequence[Any], saved: Sequence[Any], given: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Gradients of the parameters and of the floating inputs."""
+        """Gradients of the trained parameters and of the floating inputs."""
         made = self._passes.run_late([*params, *self._read(given), *grads], saved)
-        return made[: len(self.params)], made[len(self.params) :]
+        return made[: len(self.trained)], made[len(self.trained) :]
 
     def backward(
         self, params: Sequence[Any], inputs: Sequence[Any], given: Env, grads: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The forward again: gradients of parameters and floating inputs, what `forward` gives."""
+        """The forward again: its results, after the gradients of what is trained and floating."""
         floats = [inputs[i] for i in self.above.floats]
-        _, vjp, made = jax.vjp(self._function(inputs, given), list(params), floats, has_aux=True)
+        function = self._function(inputs, given)
+
+        def run(trained: Sequence[Any], floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            own = dict(zip(self.trained, trained, strict=True))
+            return function([own.get(i, x) for i, x in enumerate(params)], floats)
+
+        own = [params[i] for i in self.trained]
+        _, vjp, made = jax.vjp(run, own, floats, has_aux=True)
         return *self._pulled_back(vjp, grads), made
 
     def input_grads(
@@ -190,7 +200,7 @@ class StagePart:
         grads: Sequence[Any],
         kept: Sequence[Any],
     ) -> list[Any]:
-        """Gradients of the parameters, after `input_grads`."""
+        """Gradients of the trained parameters, after `input_grads`."""
         arguments = [*params, *self._read(given), *grads, *saved]
         return self._backward_halves.run_late(arguments, kept)
 

@@ -21,7 +21,8 @@ class State:
         step: The updates done.
         params: The parameters in the user's own tree.
         aux: The other variables (BatchNorm statistics) in the user's own tree.
-        opt_state: The state of the optimizer, as optax makes it.
+        opt_state: The state of the optimizer, as optax makes it. Random keys, here and in `aux`,
+            are their data.
         exponents: int32[T], the scales of the exact sums of T tensors, as powers of two.
     """
 

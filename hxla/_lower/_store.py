@@ -6,6 +6,7 @@ arrays, one after another; a checkpoint gets every process's own shards.
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,13 +86,15 @@ class Store:
         self._options = compiler_options(reducer.devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
-        self._opt_shapes = jax.eval_shape(optimizer.init, model.params)
+        self._is_trained = model.is_trained
+        self._trained_def = jax.tree.structure(model.trained)
+        self._opt_shapes = jax.eval_shape(optimizer.init, model.trained)
         self._shapes = [
             *jax.tree.leaves(model.params),
             *jax.tree.leaves(model.aux),
             *jax.tree.leaves(self._opt_shapes),
         ]
-        num_tensors = len(specs.params) + sum(
+        num_tensors = sum(self._is_trained) + sum(
             jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in jax.tree.leaves(model.aux)
         )
         self.exponents = np.zeros(num_tensors, np.int32)
@@ -120,7 +123,12 @@ class Store:
                 if read is not None:
                     arrays[i] = filled(self._shapes[i].shape, replica.sharding(spec), read)
         num = len(self._specs.params)
-        trees = [jax.tree.unflatten(self._param_def, arrays[:num]) for arrays in own]
+        trees = [
+            jax.tree.unflatten(
+                self._trained_def, itertools.compress(arrays[:num], self._is_trained)
+            )
+            for arrays in own
+        ]
 
         def lowered(i: int) -> Any:
             return self._jit(i, self._optimizer.init, self._specs.opt_state).lower(trees[i])

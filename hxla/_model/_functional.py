@@ -23,6 +23,7 @@ from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
 from ._keys import is_key, key_impl, keys_as_data, keys_from_data
 from ._sown import CHANGED, kept_collections
+from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
 
 # How jax reaches the array in an NNX variable.
 _OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
@@ -36,8 +37,7 @@ class Functional:
     """A model without objects.
 
     Attributes:
-        params: Trainable arrays, or their shapes, in the user's own tree; the optimizer sees
-            exactly this.
+        params: Parameters, or their shapes, in the user's own tree.
         aux: Other arrays that the loss may change, or their shapes, in the user's own tree.
         logical: For each parameter the logical names of its dimensions in Flax's metadata.
         train: `(params, aux, key, batch) -> (output of the loss, aux)`.
@@ -46,6 +46,7 @@ class Functional:
         initialise: Makes the arrays of `params` and `aux` from `init_arguments`; None where they
             are arrays, or where nothing is known but shapes.
         init_arguments: One microbatch, of which arrays are needed to run it.
+        frozen: Paths of the parameters that are not trained.
     """
 
     params: PyTree
@@ -56,12 +57,23 @@ class Functional:
     finish: Callable[[PyTree, PyTree], tuple[Any, PyTree]]
     initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
     init_arguments: tuple[Any, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @property
     def can_start(self) -> bool:
         """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
         leaves = jax.tree.leaves((self.params, self.aux))
         return self.initialise is not None or not any(map(is_abstract, leaves))
+
+    @property
+    def trained(self) -> PyTree:
+        """The parameters that are trained, in the user's own tree: the optimizer sees this."""
+        return trained_tree(self.params, self.frozen)
+
+    @property
+    def is_trained(self) -> tuple[bool, ...]:
+        """For each parameter whether it is trained."""
+        return trained_leaves(self.params, self.frozen)
 
 
 def is_abstract(x: Any) -> bool:
@@ -289,14 +301,16 @@ def functional(
     seed: int,
     example: PyTree,
     rngs: Sequence[str] = RNGS,
+    trainable: Trainable = None,
 ) -> Functional:
-    """Make any Flax model functional: see `from_nnx` and `from_linen`.
+    """Make any Flax model functional: see `from_nnx`, `from_linen` and `frozen_names`.
 
     A function without arguments that returns an NNX module is not called for real: its arrays are
     made where they are to lie.
 
     Raises:
-        ConfigError: If `model` is no Flax module, or its parameters cannot be trained.
+        ConfigError: If `model` is no Flax module, its parameters cannot be trained, or
+            `trainable` names none of them.
     """
     check_model(model)
     loss, eval_loss = called(loss), called(eval_loss, "eval_loss")
@@ -304,15 +318,16 @@ def functional(
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
-        return _with_key_data(made)
+        return _completed(made, trainable)
     model, make = as_module(model)
     if variables is not None:
         raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-    return _with_key_data(from_nnx(model, loss, eval_loss, make=make, seed=seed))
+    return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable)
 
 
-def _with_key_data(model: Functional) -> Functional:
-    """The same with the data of keys in place of those that are among the other variables."""
+def _completed(model: Functional, trainable: Trainable) -> Functional:
+    """What both kinds of model have in common: what is trained, and that no array is a key."""
+    model = dataclasses.replace(model, frozen=frozen_names(model.params, trainable))
     like, initialise = model.aux, model.initialise
     if not any(map(is_key, jax.tree.leaves(like))):
         return model

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -65,6 +65,10 @@ class Job:
             the index or folder of several, or an `hxla.Weights` that also says how their names map
             to the model's. Each device reads the slices that it holds. A resumed run goes on from
             its checkpoint.
+        trainable: Which parameters are trained: a pattern that must be found in a parameter's path,
+            from the start of a path component (`"head/"`); an NNX filter (`nnx.LoRAParam`); or a
+            list of these. The others have no gradient and no state of the optimizer, which sees the
+            tree of the trained ones. By default all are.
         eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
@@ -105,6 +109,7 @@ class Job:
     variables: PyTree | None = None
     rngs: Sequence[str] = RNGS
     weights: str | os.PathLike[str] | Weights | None = None
+    trainable: str | Sequence[Any] | Callable[..., Any] | None = None
     eval_loss: Loss | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     default: Strategy | None = None

@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from .._cluster._cluster import Cluster
 from .._core._arguments import check_whole_numbers
 from .._core._errors import ConfigError, PlanError
+from .._core._format import num_bytes
 from .._graph._graph import Graph, rows_read
 from .._graph._segments import segments
+from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
@@ -179,7 +181,7 @@ def plan_for(
             optimizer_bytes=job.optimizer_bytes(size),
             counts=asked_counts(counts, job.batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
-            reasons=(*reasons, *said),
+            reasons=(*reasons, *_what_is_trained(job, size), *said),
         )
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
@@ -316,6 +318,15 @@ def _check_clip(job: TracedJob) -> None:
         )
 
 
+def _what_is_trained(job: TracedJob, size: int) -> tuple[str, ...]:
+    model = job.functional(size)
+    if not model.frozen:
+        return ()
+    num, every = sum(model.is_trained), len(model.is_trained)
+    trained, whole = (num_bytes(tree_bytes(tree)) for tree in (model.trained, model.params))
+    return (f"trained: {num} of {every} parameters, {trained} of {whole}; the others are frozen",)
+
+
 def _with_sparse(
     job: TracedJob, graph: Graph, structure: Structure, sums: SumsForm, size: int
 ) -> tuple[SumsForm, tuple[str, ...]]:
@@ -325,7 +336,10 @@ def _with_sparse(
     if structure.axes:
         return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
     num, found, said = len(structure.replicas), [], []
+    is_trained = job.functional(size).is_trained
     for p, rows in rows_read(graph).items():
+        if not is_trained[p]:
+            continue
         name, height = graph.param_names[p], graph.param_shapes[p][0]
         most = min(rows * (job.batch_size // size), height)
         # Gathered from all, against reduce-scattered in parts and gathered as floats.

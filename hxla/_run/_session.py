@@ -492,7 +492,7 @@ class Session:
         return Result(
             model=model,
             state=trained,
-            opt_state=training.optimizer.restored(state.opt_state, state.params),
+            opt_state=training.optimizer.restored(state.opt_state, training.model.trained),
             step=self.step_number,
             history=history,
             plan=self.plan,

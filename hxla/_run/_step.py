@@ -263,11 +263,14 @@ class Stepper:
         value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
         begun = time.perf_counter()
         for i, (held, totals, ints) in enumerate(zip(self._store.held, *self._totals, strict=True)):
-            held.params, held.opt_state, held.aux, tick = self._programs.update(
+            trained = [held.params[k] for k in self._programs.trained]
+            trained, held.opt_state, held.aux, tick = self._programs.update(
                 i,
-                *(held.params, held.opt_state, held.aux, totals, ints),
+                *(trained, held.opt_state, held.aux, totals, ints),
                 *(self._exponents(i), weight, value),
             )
+            for k, x in zip(self._programs.trained, trained, strict=True):
+                held.params[k] = x
             ticks.append(tick)
         self._totals = (), ()
 

@@ -27,6 +27,7 @@ from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, tree_bytes
 from .._model._optimizer import Optimizer
+from .._model._trainable import Trainable
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Read, Wanted, Weights, open_weights
@@ -50,6 +51,7 @@ class TracedJob:
         variables: Initial variables of a Linen module.
         rngs: Names of a Linen module's random streams.
         weights: Weights that training begins with, or None.
+        trainable: Which parameters are trained.
         eval_loss: Loss for evaluation.
         nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
         default: Annotation of what no scope covers.
@@ -68,6 +70,7 @@ class TracedJob:
     variables: PyTree | None
     rngs: Sequence[str]
     weights: Weights | None
+    trainable: Trainable
     eval_loss: Loss
     nonfinite: Literal["stop", "skip"]
     default: Strategy | None
@@ -124,6 +127,7 @@ class TracedJob:
                 seed=self.seed,
                 example=self.shapes(size),
                 rngs=self.rngs,
+                trainable=self.trainable,
             )
         return self._models[size]
 
@@ -141,7 +145,7 @@ class TracedJob:
     def optimizer_bytes(self, size: int) -> int:
         """Bytes of the optimizer's state for the whole model."""
         return tree_bytes(
-            jax.eval_shape(Optimizer(self.optimizer).init, self.functional(size).params)
+            jax.eval_shape(Optimizer(self.optimizer).init, self.functional(size).trained)
         )
 
     def facts(self) -> dict[str, str]:
@@ -261,7 +265,7 @@ class TracedJob:
             start: First step, whose data initialises a Linen module.
 
         Raises:
-            ConfigError: For more groups of parameters than there are parameters, or an optimizer
+            ConfigError: For more groups of parameters than there are trained ones, or an optimizer
                 that needs what no update has.
         """
         model = self.functional(size)
@@ -270,14 +274,14 @@ class TracedJob:
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
         num_groups = self.settings.optimizer.num_apply_groups
-        num_params = max(len(jax.tree.leaves(model.params)), 1)
+        num_params = max(len(jax.tree.leaves(model.trained)), 1)
         if num_groups > num_params:
             raise ConfigError(
                 f"optimizer.num_apply_groups={num_groups} but the model has {num_params} "
                 f"parameters: use {num_params} at most"
             )
         optimizer = Optimizer(self.optimizer)
-        optimizer.check(model.params)
+        optimizer.check(model.trained)
         return Training(
             model=model,
             optimizer=optimizer,

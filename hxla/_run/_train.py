@@ -53,6 +53,7 @@ def train(
     variables: PyTree | None = None,
     rngs: Sequence[str] = RNGS,
     weights: str | os.PathLike[str] | Weights | None = None,
+    trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
@@ -105,6 +106,7 @@ def train(
         variables: The initial variables of a Linen module.
         rngs: The names of the random streams that a Linen module asks for.
         weights: The weights to begin with, see `Job`.
+        trainable: The parameters that are trained, see `Job`.
         nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
         default: The annotation of what no scope covers.
         patterns: The ways in which equations can be cut.
@@ -171,6 +173,7 @@ def train(
         variables=variables,
         rngs=rngs,
         weights=weights,
+        trainable=trainable,
         eval_loss=eval_loss,
         nonfinite=nonfinite,
         default=default,
