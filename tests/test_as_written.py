@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 
 import hxla
 from hxla._jax._compilation_events import num_compilations
@@ -235,10 +236,14 @@ def plain_flax(variables, steps):
     return losses, params, state
 
 
-@pytest.mark.parametrize("given", ["whole", "params and state"])
+@pytest.mark.parametrize("given", ["whole", "params and state", "frozen"])
 def test_what_linen_sows_is_read_by_the_loss_and_is_no_state(given):
     variables = jax.tree.map(np.asarray, Experts().init(jax.random.key(0), X[:4]))
-    own = variables if given == "whole" else {k: variables[k] for k in ("params", "batch_stats")}
+    own = variables
+    if given == "params and state":
+        own = {k: variables[k] for k in ("params", "batch_stats")}
+    elif given == "frozen":
+        own = freeze(variables)
     result = fit(Experts(), sown_losses, variables=own)
     losses, params, state = plain_flax(variables, 2)
     np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=1e-5)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core import unfreeze
 from jax.sharding import PartitionSpec
 
 from .._core._errors import ConfigError
@@ -266,7 +267,7 @@ def from_linen(
     is_made = variables is None
     if variables is None:
         variables = jax.eval_shape(initialised, example)
-    variables = dict(variables)
+    variables = dict(unfreeze(variables))
     if "params" not in variables:
         raise ConfigError(
             f"variables holds the collections {sorted(variables)} but no 'params': pass what "
