@@ -13,7 +13,10 @@ GPU_COMPILER = $(VENV)/gpu-compiler
 # An interpreter that has torch, for make bench; TORCH= leaves PyTorch out.
 TORCH ?= .venv-torch/bin/python
 
-.PHONY: demo test core check format chaos bench bench-gpu clean
+# The site's own environment: it reads hxla's source and needs none of its dependencies.
+DOCS ?= .venv-docs
+
+.PHONY: demo test core check format docs chaos bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -45,6 +48,16 @@ format: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos.py $(ARGS)
 
+# Into site/, warnings as errors. Once the environment is made nothing is fetched, nor by a reader.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+$(DOCS)/.installed: docs/requirements.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --requirement docs/requirements.txt
+	touch $@
+
 # The CPU build is enough and much smaller: pip prefers it to one of the same version without label.
 bench: $(STAMP)
 	if [ "$(TORCH)" = .venv-torch/bin/python ] && ! $(TORCH) -c 'import torch' 2> /dev/null; then \
@@ -63,4 +76,4 @@ $(GPU_COMPILER): $(STAMP)
 		|| echo "there is no compiler for GPUs to install here: its tests are skipped"
 
 clean:
-	rm -rf $(VENV) .venv-3.12 .venv-torch runs dist build
+	rm -rf $(VENV) $(DOCS) .venv-3.12 .venv-torch runs dist build site

@@ -1,4 +1,4 @@
-"""Train a Flax model on whatever accelerators you have, bit for bit the same."""
+"""Train a Flax model on whatever accelerators you have: equal `plan.numerics`, equal bits."""
 
 from ._model._annotations import replicate as replicate, split as split, stage as stage
 from ._model._annotations import Strategy as Strategy

@@ -1,0 +1,52 @@
+"""Run the numbered examples at a small size, and write what they print into `outputs/`.
+
+Times and counts are those of the machine that runs this.
+
+    python docs/run_examples.py [NAME ...]
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+#: How each is started, and how many steps show enough.
+COMMANDS = {
+    "01_mixed_cluster": ("hxla run --mesh cpu-1.0-0.33", "--steps 40"),
+    "02_split_classifier": ("python", "--steps 10"),
+    "03_experts": ("python", "--steps 10"),
+    "04_rules": ("python", "--steps 10"),
+    "05_auto": ("hxla run --mesh cpu-2-small", "--steps 5"),
+    "06_inspect": ("python", ""),
+    "07_pipeline": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
+    "08_own_loop": ("python", "--steps 10"),
+}
+
+
+def main(names: list[str]) -> None:
+    """Run those of the given names, or all."""
+    for name in names or COMMANDS:
+        start, options = COMMANDS[name]
+        script = ROOT / f"examples/{name}.py"
+        own = {"python": [sys.executable], "hxla": [sys.executable, "-m", "hxla"]}
+        first, *rest = start.split()
+        with tempfile.TemporaryDirectory() as folder:
+            ran = subprocess.run(
+                [*own[first], *rest, str(script), *options.split()],
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=folder,
+            )
+        shown = ran.stdout.replace(str(ROOT) + "/", "").replace("\r", "\n")
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+        shown = "".join(line for line in shown.splitlines(True) if "[Gloo] Rank" not in line)
+        text = f"$ {start} examples/{name}.py {options}".rstrip() + f"\n{shown.rstrip()}\n"
+        (ROOT / f"docs/outputs/{name}.txt").write_text(text)
+        print(f"{name}: {len(text.splitlines())} lines")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
