@@ -10,10 +10,10 @@ import jax
 import optax
 
 from .._cluster._cluster import Cluster
-from .._core._arguments import check_whole_numbers
 from .._core._config import Config, as_config
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from .._core._whole_numbers import check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
 from .._graph._graph import Graph
 from .._model._annotations import Strategy

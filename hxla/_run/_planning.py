@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._cluster._cluster import Cluster
-from .._core._arguments import check_whole_numbers
 from .._core._errors import ConfigError, PlanError
 from .._core._format import num_bytes
+from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph, rows_read
 from .._graph._segments import segments
 from .._model._functional import tree_bytes

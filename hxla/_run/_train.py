@@ -7,10 +7,10 @@ from typing import Any, Literal
 import jax
 import optax
 
-from .._core._arguments import check_whole_numbers
 from .._core._config import Config
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from .._core._whole_numbers import check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss

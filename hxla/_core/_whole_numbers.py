@@ -1,4 +1,4 @@
-"""Checks of arguments that several public functions take."""
+"""Numbers that several public functions take, and what is given in their place."""
 
 import operator
 from typing import Any
