@@ -138,11 +138,16 @@ def event(seed: int, kinds=KINDS) -> Event:
     chance = random.Random(seed)
     kind, place, code, fields = chance.choice(kinds)
     num = chance.choice((2, 2, 3))
+    step = chance.randint(3, 9)
+    if kind == "close stdout":
+        step = 3  # so that more is to be printed
+    if place == "script" or kind == "wait in the script":
+        step = -1
     return Event(
         kind=kind,
         place=place,
         rank=-1 if place == "outside" and kind != "end a rank" else chance.randrange(num),
-        step=-1 if place == "script" or kind == "wait in the script" else chance.randint(3, 9),
+        step=step,
         num_processes=num,
         exit_code=code,
         seed=seed,

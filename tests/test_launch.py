@@ -200,22 +200,51 @@ def test_a_script_that_is_not_there_is_one_line(command, tmp_path):
     assert "Traceback" not in ran.stderr
 
 
+SLURM = {
+    "SLURM_JOB_ID": str(os.getpid()),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
 def test_slurm_tasks_join_in_place(tmp_path):
     code = "import jax\nprint('processes', jax.process_count(), jax.process_index())"
-    with_slurm = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_LOCALID": "0",
-        "JAX_PLATFORMS": "cpu",
-    }
-    jobs = [
-        start(tmp_path, code, env=with_slurm | {"SLURM_PROCID": str(rank)}) for rank in range(2)
-    ]
+    jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
     outputs = [job.communicate(timeout=120) for job in jobs]
     for rank, (out, err) in enumerate(outputs):
         assert f"processes 2 {rank}" in out, err
+
+
+def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
+    """Without a launcher they tell each other where they are through the coordination service."""
+    code = (
+        "import os, signal, time\n"
+        "import hxla, numpy as np, optax\n"
+        "from flax import nnx\n"
+        "def callback(record, session):\n"
+        "    if record.step == 3 and os.environ['SLURM_PROCID'] == '1':\n"
+        "        time.sleep(1.2)\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "hxla.train(\n"
+        "    nnx.Linear(4, 1, rngs=nnx.Rngs(0)), {'x': np.ones((8, 4), np.float32)},\n"
+        "    lambda m, b: m(b['x'])[:, 0] ** 2, optax.sgd(0.1), batch_size=4, microbatch_size=2,\n"
+        "    steps=9, counts='even', callbacks=[callback],\n"
+        "    config={'watchdog': {'heartbeat_timeout_seconds': 4}},\n"
+        ")\n"
+    )
+    jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
+    try:
+        _, err = jobs[0].communicate(timeout=120)
+        assert jobs[0].returncode == 76, err
+        assert "hxla watchdog: rank 1 has not answered for " in err
+        assert "; it was at step 3 in phase 'callback'; ending the job" in err
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
 
 
 def test_a_task_that_has_not_joined_is_refused(tmp_path):
@@ -308,3 +337,22 @@ def test_a_bad_mesh_file_names_every_fault(tmp_path):
         load_cluster(str(path))
     with pytest.raises(MeshError, match=r"did you mean 'cpu-1\.0-0\.33'"):
         load_cluster("cpu-1.0-0.3")
+
+
+def test_a_full_output_loses_lines_and_no_job(tmp_path):
+    code = "print('x' * 100_000, flush=True)\nopen('done', 'w').close()"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "hxla", "run", "-n", "1", str(script)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert ran.returncode == 0
+    assert "hxla: the output is lost from here on: [Errno 28] No space left" in ran.stderr
+    assert (tmp_path / "done").exists()

@@ -4,6 +4,7 @@ import os
 import pathlib
 import runpy
 import sys
+import sysconfig
 import traceback
 
 from .._core._errors import HxlaError
@@ -11,6 +12,7 @@ from ._output import append_log
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent) + os.sep
 _HIDDEN = ("<frozen runpy>", runpy.__file__)
+_LIBRARIES = tuple(sysconfig.get_paths().values())
 
 
 def last_words(error: BaseException) -> str:
@@ -35,8 +37,19 @@ def show(error: BaseException, rank: int, logs: str | None, *, is_victim: bool) 
     append_log(pathlib.Path(logs), rank, whole.encode())
     if not is_victim:
         told = traceback.TracebackException.from_exception(error)
-        _leave_out_our_own(told, is_ours=not isinstance(error, HxlaError))
+        is_told = isinstance(error, HxlaError)
+        if is_told and not _has_own_frames(told.__cause__):  # its message says all that matters
+            told.__cause__ = told.__context__ = None
+        _leave_out_our_own(told, is_ours=not is_told)
         sys.stderr.write("".join(told.format()))
+
+
+def _has_own_frames(told: traceback.TracebackException | None) -> bool:
+    """Whether the user's own code takes part in an error."""
+    if told is None:
+        return False
+    hidden = (_PACKAGE, *_HIDDEN, *_LIBRARIES)
+    return any(not frame.filename.startswith(hidden) for frame in told.stack)
 
 
 def _leave_out_our_own(told: traceback.TracebackException, *, is_ours: bool) -> None:

@@ -47,10 +47,12 @@ class Output:
     Args:
         stream: Standard output or error of the launcher.
         lock: Of all streams, so that lines stay whole.
-        on_closed: Called once when nobody reads any more.
+        on_closed: Called once, with the error, when nothing can be written any more.
     """
 
-    def __init__(self, stream: IO[bytes], lock: threading.Lock, on_closed: Callable[[], None]):
+    def __init__(
+        self, stream: IO[bytes], lock: threading.Lock, on_closed: Callable[[Exception], None]
+    ):
         self._stream, self._lock, self._on_closed = stream, lock, on_closed
         self._is_closed = False
         self.is_terminal = stream.isatty()
@@ -63,14 +65,14 @@ class Output:
             try:
                 self._stream.write(line)
                 self._stream.flush()
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
                 self._is_closed = True
                 # What is left in the buffer would be an error of its own when Python ends.
                 with contextlib.suppress(OSError, ValueError):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self._stream.fileno())
                     os.close(nowhere)
-                self._on_closed()
+                self._on_closed(error)
 
 
 class Forwarder:

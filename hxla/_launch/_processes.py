@@ -68,6 +68,7 @@ class Processes:
         self._asked_at = 0.0
         self._num_asked = self._num_interrupts = 0
         self._is_unread = False
+        self._lost_output = ""
         self._ended: dict[int, tuple[int, float]] = {}  # exit codes, and when they were seen
         self._verdict: Verdict | None = None
         self._kill_at = float("inf")
@@ -76,7 +77,7 @@ class Processes:
         own = {BOARD_VARIABLE: path, LOGS_VARIABLE: str(self._logs.folder)}
         lock = threading.Lock()
         self._out = Output(sys.stdout.buffer, lock, self._stop_unread)
-        self._err = Output(sys.stderr.buffer, lock, lambda: None)
+        self._err = Output(sys.stderr.buffer, lock, lambda _: None)
         cores = sorted(os.sched_getaffinity(0))
         shares = [start.core_share for start in starts if start.core_share is not None]
         packed = iter(pack(shares, cores)) if shares else iter(())
@@ -148,11 +149,22 @@ class Processes:
                     child.forwarders[1].quieten()
             self._send(signal.SIGKILL if self._num_interrupts > 1 else number)
 
-    def _stop_unread(self) -> None:
-        """Standard output was closed, by `head` perhaps: the job ends as by SIGTERM."""
+    def _stop_unread(self, error: Exception) -> None:
+        """Standard output was closed, by `head` perhaps: the job ends as by SIGTERM.
+
+        One that is full, or gone for another reason, is worth a line and no job.
+        """
+        if not isinstance(error, BrokenPipeError):
+            self._lost_output = str(error)
+            return
         self._is_unread = True
         self._signals.append(signal.SIGTERM)
         self._wake.set()
+
+    def _tell_of_lost_output(self) -> None:
+        if self._lost_output:
+            self._say(f"the output is lost from here on: {self._lost_output}")
+            self._lost_output = ""
 
     def _change_shares(self) -> None:
         if self._reread_shares is None:
@@ -191,6 +203,7 @@ class Processes:
                 self._wake.wait(_POLL_SECONDS)
                 self._wake.clear()
                 self._serve_signals()
+                self._tell_of_lost_output()
                 self._reap()
                 now = time.monotonic()
                 if self._verdict is None:
@@ -206,6 +219,7 @@ class Processes:
                 for forwarder in child.forwarders:
                     forwarder.join(2.0, shows_held=self._asked is None)
             self._tidy()
+        self._tell_of_lost_output()
         return self._conclude()
 
     def _reap(self) -> None:

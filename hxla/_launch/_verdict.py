@@ -64,7 +64,7 @@ def judge(standings: Sequence[Standing], now: float) -> Verdict | None:
         return None
     weight = min(evidence.weight for evidence in found)
     first = min(evidence.at for evidence in found)
-    settle = _VICTIM_SETTLE_SECONDS if weight == _VICTIM else _SETTLE_SECONDS
+    settle = {_VICTIM: _VICTIM_SETTLE_SECONDS, _JUDGED: 0.0}.get(weight, _SETTLE_SECONDS)
     if now - first < settle:
         return None
     heaviest = [evidence for evidence in found if evidence.weight == weight]

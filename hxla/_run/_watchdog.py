@@ -25,6 +25,7 @@ from .._launch._verdict import WAITING_PHASES
 
 _PREFIX = "hxla/beat/"
 _INTERVAL_SECONDS = 0.5  # between beats
+_BOARD_INTERVAL_SECONDS = 0.25  # where they cost nothing
 
 
 class _Texts(Protocol):
@@ -63,6 +64,7 @@ class Watchdog:
         self._texts: _Texts | None = self._board
         if self._board is None and num_processes > 1:
             self._texts = _ServiceTexts()
+        self._interval = _INTERVAL_SECONDS if self._board is None else _BOARD_INTERVAL_SECONDS
         self._change = threading.Lock()  # of the own post, which two threads write
         self._own = Post(state="running", moved_at=time.monotonic())
         self._step_began = time.monotonic()
@@ -71,7 +73,9 @@ class Watchdog:
         self._seen: dict[int, Post] = {}
         self._moved: dict[int, float] = {}
         self._beat_at: dict[int, float] = {}
-        works = (self._exchange, self._watch) if self._texts is not None else ()
+        works: list[Callable[[], None]] = [] if self._texts is None else [self._exchange]
+        if num_processes > 1:
+            works.append(self._watch)
         self._threads = [
             threading.Thread(target=work, daemon=True, name="hxla-watchdog") for work in works
         ]
@@ -150,7 +154,7 @@ class Watchdog:
                 return
 
     def _exchange(self) -> None:
-        while not self._end.wait(_INTERVAL_SECONDS):
+        while not self._end.wait(self._interval):
             self._publish()
             try:
                 assert self._texts is not None
@@ -168,7 +172,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._end.wait(_INTERVAL_SECONDS):
+        while not self._end.wait(self._interval):
             now = time.monotonic()
             if now - last > self._heartbeat / 2:
                 # This process itself was stopped: judge the others only by what comes from now on.
