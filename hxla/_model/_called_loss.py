@@ -195,13 +195,9 @@ def _explained(loss: Any, argument: str, model: Any, batch: Any, error: Exceptio
             "NumPy cannot read its arrays: use jax.numpy, jnp.where or jax.lax.cond, and return "
             "arrays"
         )
-    if isinstance(error, KeyError) and isinstance(batch, Mapping) and error.args[0] not in batch:
+    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if isinstance(missing, str) and isinstance(batch, Mapping) and missing not in batch:
         return f"{failed}a batch has the structure of data, which has {', '.join(map(str, batch))}"
-    if isinstance(error, AttributeError) and error.obj is model and error.name in _OF_LINEN:
-        return (
-            f"{failed}the model is an NNX module, which holds its parameters: call it, "
-            "model(batch['x'])"
-        )
     if names[0] in _OF_PARAMS or is_apply:
         return (
             f"{failed}{_TAKES}: the first argument is the model with its present parameters, an "
@@ -212,6 +208,11 @@ def _explained(loss: Any, argument: str, model: Any, batch: Any, error: Exceptio
         return (
             f"{failed}{_TAKES}: the first argument is the model, not a TrainState; write "
             "model(batch['x']) where this calls state.apply_fn with the parameters"
+        )
+    if isinstance(error, AttributeError) and error.obj is model and error.name in _OF_LINEN:
+        return (
+            f"{failed}the model is an NNX module, which holds its parameters: call it, "
+            "model(batch['x'])"
         )
     if names[0] in _OF_BATCH and names[1] not in _OF_BATCH:
         return f"{failed}{_TAKES}: the model comes first, then the batch"

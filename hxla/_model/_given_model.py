@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import optax
 from flax import errors as flax_errors
 from flax import nnx
 
@@ -141,7 +142,7 @@ def check_optimizer(optimizer: Any) -> None:
         told = "an nnx.Optimizer, which holds a model and a state of its own: pass optimizer.tx"
     elif isinstance(optimizer, str):
         told = f"the name {optimizer!r}: {takes}"
-    elif callable(optimizer) and (getattr(optimizer, "__module__", None) or "").startswith("optax"):
+    elif name and getattr(optax, name, None) is optimizer:
         told = f"the function optax.{name}, not called: call it, optax.{name}(learning_rate)"
     elif hasattr(optimizer, "apply_fn") and hasattr(optimizer, "tx"):
         told = "a TrainState: pass state.tx"
@@ -150,7 +151,10 @@ def check_optimizer(optimizer: Any) -> None:
     elif isinstance(optimizer, list | tuple):
         told = f"a {type(optimizer).__name__}: make one of them, optax.chain(...)"
     elif callable(optimizer):
-        told = f"a function, {name or type(optimizer).__name__}: {takes}"
+        told = (
+            f"a function, {name or type(optimizer).__name__}: {takes}; a schedule of learning "
+            "rates goes into one, optax.adam(schedule)"
+        )
     else:
         told = f"{type(optimizer).__name__}: {takes}"
     raise ConfigError(f"optimizer is {told}")

@@ -24,6 +24,9 @@ _ACCEPTED = (
 )
 
 
+_NO_GRADIENT = "what jax.value_and_grad returns is no loss, for hxla takes the gradient itself"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricColumns:
     """The place of a metric in the sums of a microbatch.
@@ -213,10 +216,7 @@ def as_sums(
     if parts == (None,):
         raise wrong("it lacks a return")
     if len(parts) not in (1, 2) or not all(map(_is_array, parts)):
-        raise wrong(
-            "expected one or two arrays; what jax.value_and_grad returns is no loss, for hxla "
-            "takes the gradient itself"
-        )
+        raise wrong(f"expected one or two arrays; {_NO_GRADIENT}")
     values = jnp.asarray(parts[0])
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise wrong(f"a loss must be real and floating, not {values.dtype}")
@@ -257,7 +257,7 @@ def as_sums(
         if value.ndim and value.shape != weights.shape:
             raise wrong(
                 f"metric {name!r} has shape {list(value.shape)}: metrics are scalars (means over "
-                "the microbatch) or have the shape of the values"
+                f"the microbatch) or have the shape of the values; {_NO_GRADIENT}"
             )
         if asked.how == "concat":
             if value.ndim != 1:

@@ -243,7 +243,8 @@ def _reader(data: Any, num_examples: int | None) -> Any:
     """Random access to examples, or None if `data` offers none."""
     if _is_arrays(data):
         return _Arrays(data)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, dict):
+    is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if is_sequence and not isinstance(data, dict | str | bytes):
         return _Examples(data.__getitem__, len(data))
     if callable(data):
         return _Examples(data, num_examples)
