@@ -39,7 +39,7 @@ class BalanceConfig(_Section):
 class WatchdogConfig(_Section):
     """The section `watchdog`: when a job of several processes is given up."""
 
-    heartbeat_timeout_seconds: float = pydantic.Field(8.0, gt=0)
+    heartbeat_timeout_seconds: float = pydantic.Field(7.0, gt=0)
     """A process that has not answered for so long is dead or frozen."""
     progress_timeout_seconds: float = pydantic.Field(600.0, gt=0)
     """A job that lives but has not moved for so long is stuck; compilation counts."""
