@@ -16,6 +16,8 @@ from hxla._jax._compilation_events import num_compilations
 from hxla._report import _waiting
 from hxla._report._waiting import Waiting
 
+pytestmark = pytest.mark.usefixtures("no_persistent_cache")
+
 DATA = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
 
 
