@@ -16,7 +16,7 @@ TORCH ?= .venv-torch/bin/python
 # The site's own environment: it reads hxla's source and needs none of its dependencies.
 DOCS ?= .venv-docs
 
-.PHONY: demo test core check format docs chaos bench bench-gpu clean
+.PHONY: demo test core check format docs chaos fuzz bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -34,6 +34,10 @@ test: $(STAMP) check $(GPU_COMPILER)
 # The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
 core: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(CORE)
+
+# Damaged files of every kind that is read; ARGS="--inputs 1500 --seed 7" for others.
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

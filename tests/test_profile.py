@@ -209,18 +209,29 @@ def broken(change):
         (broken(lambda t: t.pop("layers")), "layers: missing"),
         (
             broken(lambda t: t["times"][0]["layers"][1].update(forward=float("nan"))),
-            "times of cpu, microbatch 2, tensor 1: forward of layer 1 is nan",
+            "times.0.layers.1.forward: Input should be a finite number, found nan",
         ),
         (
             broken(lambda t: t["times"][0]["layers"][0].update(backward=-1.0)),
-            "backward of layer 0 is -1.0",
+            "times.0.layers.0.backward: .* greater than or equal to 0, found -1.0",
         ),
         (
             broken(lambda t: t["sizes"][0]["layers"][0].update(stash_bytes="much")),
-            "stash_bytes of layer 0 is 'much'",
+            "sizes.0.layers.0.stash_bytes: .* valid number, found 'much'",
         ),
         (broken(lambda t: t["times"][0]["layers"].pop()), "1 of 2 layers"),
         (broken(lambda t: t["times"][0]["layers"][0].update(colour=1)), "colour"),
+        (
+            broken(lambda t: t["times"][0].update(microbatch_size=0.5)),
+            "times.0.microbatch_size: .* valid integer.*, found 0.5",
+        ),
+        (
+            broken(lambda t: t["sizes"][0].update(tensor=True)),
+            "sizes.0.tensor: .* valid integer, found True",
+        ),
+        (broken(lambda t: t.update(layers=[])), "layers: .* at least 1 item"),
+        (broken(lambda t: t["times"].append(t["times"][0])), r"\('cpu', 2, 1\) is there 2 times"),
+        ('{"version": 1, "version": 1}', "version: given 2 times"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, text, message):

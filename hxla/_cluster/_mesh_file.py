@@ -1,9 +1,7 @@
 """Mesh files: a described cluster as TOML that people read, review and contribute."""
 
-import difflib
 import itertools
 import json
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any
@@ -12,7 +10,8 @@ import pydantic
 
 from .._core import _catalogue as _catalog
 from .._core._errors import MeshError
-from .._core._faults import fault
+from .._core._faults import fault, listed, nearest
+from .._core._files import named, read_toml
 from ._cluster import Cluster, Device, Link, Node, Rate, Speed
 
 
@@ -20,8 +19,13 @@ class _Table(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# Beyond these no cluster is, and figures made of them stay numbers.
+_MOST_DEVICES, _MOST_TABLES = 65536, 1024
+_Figure = Annotated[float, pydantic.Field(ge=1e-9, le=1e12)]
+
+
 class _Rate(_Table):
-    teraflops_per_second: pydantic.PositiveFloat
+    teraflops_per_second: _Figure
     measured: bool = False
     source: str = ""
 
@@ -36,8 +40,8 @@ class _Rates(_Table):
 
 
 class _Speed(_Table):
-    steps_per_second: pydantic.PositiveFloat
-    batch_size: int = pydantic.Field(ge=1)
+    steps_per_second: _Figure
+    batch_size: int = pydantic.Field(ge=1, le=2**40)
     source: str = ""
 
 
@@ -45,8 +49,8 @@ class _Device(_Table):
     kind: str = pydantic.Field(min_length=1)
     count: int = pydantic.Field(1, ge=1, le=65536)
     core_share: float | None = pydantic.Field(None, ge=0.001, le=1)  # of which Linux has quotas
-    memory_gib: float | None = pydantic.Field(None, ge=2**-30, allow_inf_nan=False)
-    memory_gigabytes_per_second: pydantic.PositiveFloat | None = None
+    memory_gib: float | None = pydantic.Field(None, ge=2**-30, le=2**30)
+    memory_gigabytes_per_second: _Figure | None = None
     rates: _Rates = _Rates()
     speeds: dict[str, _Speed] = {}
     uuids: list[str] = []
@@ -62,13 +66,13 @@ class _Device(_Table):
 
 
 class _Point(_Table):
-    message_bytes: pydantic.PositiveFloat
-    gigabytes_per_second: pydantic.PositiveFloat
+    message_bytes: Annotated[float, pydantic.Field(gt=0, le=2**60)]
+    gigabytes_per_second: _Figure
 
 
 class _Link(_Table):
-    gigabytes_per_second: pydantic.PositiveFloat
-    latency_microseconds: pydantic.NonNegativeFloat = 0.0
+    gigabytes_per_second: _Figure
+    latency_microseconds: float = pydantic.Field(0.0, ge=0, le=1e12)
     curve: list[_Point] = []
     source: str = ""
 
@@ -95,9 +99,9 @@ class _Node(_Table):
 class _MeshFileTable(_Table):
     name: str = pydantic.Field(min_length=1)
     description: str = ""
-    device: list[_Device] = []
-    node: list[_Node] = []
-    link: list[_Between] = []
+    device: list[_Device] = pydantic.Field([], max_length=_MOST_TABLES)
+    node: list[_Node] = pydantic.Field([], max_length=_MOST_TABLES)
+    link: list[_Between] = pydantic.Field([], max_length=_MOST_DEVICES)
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -120,17 +124,14 @@ def load_cluster(name_or_path: str) -> Cluster:
         (16, 6250000000.0)
     """
     path = _catalog.find("meshes", name_or_path)
-    try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MeshError(f"{path} is not TOML: {error}") from None
+    table = read_toml(path, named("mesh file", path, MeshError))
     faults = list(_faults_between_tables(table))
     try:
         parsed = _MeshFileTable.model_validate(table)
     except pydantic.ValidationError as error:
         faults = [_fault(failure) for failure in error.errors()] + faults
     if faults:
-        raise MeshError(f"{path} has faults:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise MeshError(f"{path} has faults:" + listed(faults))
     return _cluster(parsed)
 
 
@@ -212,7 +213,7 @@ def _tables(value: Any) -> list[Mapping[str, Any]]:
 
 def _count(table: Mapping[str, Any]) -> int:
     count = table.get("count", 1)
-    return count if isinstance(count, int) else 1
+    return count if type(count) is int and 1 <= count <= _MOST_DEVICES else 1
 
 
 def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
@@ -222,6 +223,13 @@ def _faults_between_tables(file: Mapping[str, Any]) -> Iterator[str]:
         yield "device: missing, add [[device]], or [[node]] with [[node.device]]"
     if file.get("device") and nodes:
         yield "device: belongs to no node, write it as [[node.device]] below its [[node]]"
+    num = sum(map(_count, _tables(file.get("device")))) + sum(
+        _count(node) * sum(map(_count, _tables(node.get("device")))) for node in nodes
+    )
+    if num > _MOST_DEVICES:
+        yield f"count: {num} devices in all, describe {_MOST_DEVICES} at most"
+    if max(len(nodes), len(_tables(file.get("device")))) > _MOST_TABLES:
+        return  # which is told by the tables themselves
     names = [str(node.get("name")) for node in nodes]
     for i, (name, node) in enumerate(zip(names, nodes, strict=True)):
         if name in names[:i]:
@@ -261,8 +269,8 @@ def _link_faults(links: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) 
         names = [str(n) for n in between] if isinstance(between, list) else []
         for name in names:
             if name not in counts:
-                near = difflib.get_close_matches(name, counts, n=1, cutoff=0)
-                yield f"link.{i}.between: no node {name!r}, did you mean {near[0]!r}?"
+                near = nearest(name, counts)
+                yield f"link.{i}.between: no node {name[:80]!r}, did you mean {near!r}?"
         if len(names) == 2 and names[0] == names[1] and counts.get(names[0]) == 1:
             yield f"link.{i}.between: there is one node {names[0]!r}; inside it is [node.link]"
         pair = tuple(sorted(names)) if names else None

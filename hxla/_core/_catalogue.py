@@ -6,6 +6,7 @@ from importlib.resources import files
 from typing import Literal
 
 from ._errors import ConfigError, MeshError
+from ._faults import shown
 
 Kind = Literal["meshes", "rules", "names"]
 
@@ -32,17 +33,20 @@ def find(kind: Kind, name_or_path: str) -> pathlib.Path:
     Raises:
         MeshError: If there is neither (ConfigError for others), with the nearest known name.
     """
-    path = pathlib.Path(name_or_path).expanduser()
-    if path.is_file():
-        return path.resolve()
-    built_in = _folder(kind) / f"{name_or_path}.toml"
-    if built_in.is_file():
-        return built_in
-    known = names(kind)
-    near = difflib.get_close_matches(name_or_path, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     error = MeshError if kind == "meshes" else ConfigError
+    try:
+        path = pathlib.Path(name_or_path).expanduser()
+        if path.is_file():
+            return path.resolve()
+        built_in = _folder(kind) / f"{name_or_path}.toml"
+        if built_in.is_file():
+            return built_in
+    except (OSError, RuntimeError) as fault:  # a name too long, a home that nobody has
+        raise error(f"{shown(name_or_path)} cannot be looked up: {fault}") from None
+    known = names(kind)
+    near = difflib.get_close_matches(name_or_path[:80], known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
     raise error(
-        f"{name_or_path!r} is neither a file nor a built-in name of {kind}{hint}\n"
+        f"{shown(name_or_path)} is neither a file nor a built-in name of {kind}{hint}\n"
         f"built in: {', '.join(known) or 'none'}"
     )

@@ -1,17 +1,16 @@
 """Typed settings that most runs never touch."""
 
-import difflib
 import json
 import os
 import pathlib
-import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import pydantic
 
 from ._errors import ConfigError
-from ._faults import fault
+from ._faults import fault, listed, nearest
+from ._files import named, read_json, read_toml
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOGS NUM_PROCESSES PROCESS_ID"
@@ -19,7 +18,13 @@ INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
 
 class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class BalanceConfig(_Section):
@@ -178,7 +183,7 @@ def as_config(
             section, key = _key_of_variable(name)
             table.setdefault(section, {})[key] = _typed(value)
             sources[section, key] = name
-    given = _read(config) if isinstance(config, str | os.PathLike) else dict(config or {})
+    given = _read(config) if isinstance(config, str | os.PathLike) else _lists(dict(config or {}))
     for section, values in given.items():
         if isinstance(values, _Section):
             values = values.model_dump(exclude_unset=True)
@@ -194,22 +199,24 @@ def as_config(
         lines = []
         for failure in error.errors():
             source = sources.get(tuple(map(str, failure["loc"][:2])))
-            lines.append("  " + fault(failure, Config, f" (from {source})" if source else ""))
-        raise ConfigError("config has errors:\n" + "\n".join(lines)) from None
+            lines.append(fault(failure, Config, f" (from {source})" if source else ""))
+        raise ConfigError("config has errors:" + listed(lines)) from None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    file = pathlib.Path(path)
-    try:
-        text = file.read_text()
-        table = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"config file {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"config file {file} is no valid {file.suffix[1:]}: {error}") from None
+    refuse = named("config file", path, ConfigError)
+    read = read_toml if pathlib.Path(path).suffix == ".toml" else read_json
+    table = read(path, refuse)
     if not isinstance(table, dict):
-        raise ConfigError(f"config file {file} holds no table of sections")
+        raise refuse("holds no table of sections")
     return table
+
+
+def _lists(given: Any) -> Any:
+    """With lists for tuples, as a file has them."""
+    if isinstance(given, dict):
+        return {key: _lists(value) for key, value in given.items()}
+    return [_lists(value) for value in given] if isinstance(given, list | tuple) else given
 
 
 def _key_of_variable(name: str) -> tuple[str, str]:
@@ -220,8 +227,8 @@ def _key_of_variable(name: str) -> tuple[str, str]:
         for key in cast(type[_Section], field.annotation).model_fields
     }
     if name not in known:
-        near = difflib.get_close_matches(name, [*known, *INTERNAL_VARIABLES], n=1, cutoff=0)
-        raise ConfigError(f"environment variable {name}: unknown, did you mean {near[0]}?")
+        near = nearest(name, [*known, *INTERNAL_VARIABLES])
+        raise ConfigError(f"environment variable {name}: unknown, did you mean {near}?")
     return known[name]
 
 

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from .._cluster._cluster import Cluster
+from .._core._errors import InspectError
+from .._core._faults import shown
 from .._jax._buffer_assignment import BufferAssignment
 from .._plan._rules import RuleSet
 from ._annotated_module import annotate
@@ -17,6 +19,17 @@ from ._peak_memory import memory
 from ._program import Program
 from ._replica_groups import Mesh
 from ._warnings import warnings
+
+#: What a text that was damaged, or is of a format not known, may lead to anywhere.
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+    AssertionError,
+)
 
 # The programs of hxla's own step, and whose their arguments are where words do not tell.
 _ROLES = {
@@ -72,10 +85,34 @@ def analyze(
         problems: That came up on the way.
 
     Raises:
-        InspectError: For an owner that is none.
+        InspectError: For an owner that is none, or a text that contradicts itself.
         AnnotationError: For rules that do not fit the parameters.
     """
-    signature = signature or Signature()
+    try:
+        return _analyzed(
+            module,
+            hints,
+            source=source,
+            signature=signature or Signature(),
+            assignment=assignment,
+            memory_missing=memory_missing,
+            problems=problems,
+        )
+    except UNREADABLE as error:
+        words = f"{type(error).__name__}: {shown(error)}"
+        raise InspectError(f"{source}: the program is not as XLA writes them: {words}") from error
+
+
+def _analyzed(
+    module: Module,
+    hints: Hints,
+    *,
+    source: str,
+    signature: Signature,
+    assignment: BufferAssignment | None,
+    memory_missing: str,
+    problems: Sequence[str],
+) -> Program:
     if "num_partitions=" not in module.header and "replica_count=" not in module.header:
         # Text that jaxlib makes of a protocol buffer does not say how many devices run it.
         module.num_partitions = math.prod(n for _, n in signature.mesh)

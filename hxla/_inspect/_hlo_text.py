@@ -7,11 +7,13 @@ is not understood is counted and said, and never ends the reading.
 
 import dataclasses
 import functools
+import math
 import re
 import sys
 from collections.abc import Iterator, Set
 
 from . import _shapes
+from ._replica_groups import MOST_DEVICES
 
 _INSTRUCTION = re.compile(
     r"^[ \t]++(ROOT )?+%?+(\S++) = (\(.*?\)|\S++) ([a-z][a-z0-9\-]*+)\((.*+)\n?+", re.MULTILINE
@@ -309,7 +311,7 @@ class Module:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    return {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", text)}
+    return {key: int(n) for key, n in re.findall(r"\b(\w+)=(\d{1,18})\b", text)}
 
 
 def read_module(text: str) -> Module:
@@ -350,10 +352,16 @@ def read_module(text: str) -> Module:
         line, start = text[start:end], end + 1
         if line.startswith("HloModule"):
             module.header = line.strip()
-            module.name = line.split(None, 2)[1].strip(",")
+            module.name = (line.split(None, 2)[1:2] or ["?"])[0].strip(",")
             numbers = _numbers(line)
-            module.num_partitions = numbers.get("num_partitions", 1)
-            module.num_replicas = numbers.get("replica_count", 1)
+            copies = numbers.get("num_partitions", 1), numbers.get("replica_count", 1)
+            if math.prod(copies) <= MOST_DEVICES and min(copies) > 0:
+                module.num_partitions, module.num_replicas = copies
+            else:
+                module.problems.append(
+                    f"it is for {copies[0]} partitions of {copies[1]} replicas, from 1 to "
+                    f"{MOST_DEVICES} can be: read as one device's"
+                )
             continue
         word = line.strip()
         if not word:

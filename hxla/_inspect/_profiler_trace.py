@@ -2,19 +2,21 @@
 
 import collections
 import dataclasses
-import gzip
-import json
 import pathlib
-import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .._core._errors import InspectError
+from .._core._faults import shown
+from .._core._files import MOST_DUMP_BYTES, named, parse_json, read_bytes, unpack
 from .._core._format import span
 from .._report._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._collectives import KINDS
 from ._program import Program
 
 _SUFFIX = ".trace.json.gz"
+_MOST_VALUES = 20_000_000
+_MOST_MICROSECONDS = 1e18
 _UPDATE = "jit_hxla_update"  # after it hxla may still sum what it tells, evaluate or save
 _TRANSFERS = ("copy-start", "copy-done", "send", "recv", "infeed", "outfeed")
 
@@ -108,26 +110,42 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 def _events(file: pathlib.Path) -> Iterator[_Event]:
     # The file's other form, xplane.pb, is for jax.profiler.ProfileData, which ends the process on
     # some events of jax 0.12.
+    refuse = named("profile", file, InspectError)
+    packed = read_bytes(file, MOST_DUMP_BYTES, refuse)
     try:
-        records = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
-        raise InspectError(f"{file} is no profile: {error}") from error
+        text, wrong = unpack(packed)
+    except ValueError as error:
+        text, wrong = b"", str(error)
+    if wrong:
+        raise refuse(f"cannot be unpacked: {wrong}")
+    limits = {"most_bytes": MOST_DUMP_BYTES, "most_values": _MOST_VALUES}
+    table, _ = parse_json(text, refuse, **limits)
+    try:
+        yield from _events_of(table["traceEvents"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise refuse(f"is no trace of jax's profiler: {shown(error)}") from None
+
+
+def _events_of(records: Sequence[Any]) -> Iterator[_Event]:
     planes = {r["pid"]: r["args"]["name"] for r in records if r.get("name") == "process_name"}
     for record in records:
         args = record.get("args", {})
         name, program = args.get("hlo_op"), args.get("hlo_module")
         if record.get("ph") != "X" or not name or not program:
             continue
-        start = float(record["ts"])
+        start, took = float(record["ts"]), float(record.get("dur", 0))
+        if not (abs(start) < _MOST_MICROSECONDS and 0 <= took < _MOST_MICROSECONDS):
+            raise ValueError(f"{name} begins at {start} and takes {took} microseconds")
+        device = args.get("device_ordinal") or planes.get(record["pid"], "").split(":")[-1]
         yield _Event(
             # On GPUs and TPUs each device has a plane of its own: `/device:GPU:0`.
-            device=args.get("device_ordinal") or planes.get(record["pid"], "").split(":")[-1],
+            device=str(device),
             line=f"{record['pid']} {record['tid']}",
             program=program.split("(")[0],
-            run=args.get("run_id", ""),
-            name=name,
+            run=str(args.get("run_id", "")),
+            name=str(name),
             start=start,
-            end=start + float(record.get("dur", 0)),
+            end=start + took,
         )
 
 

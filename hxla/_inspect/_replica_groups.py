@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+MOST_DEVICES = 1 << 16  # of a program
+
 Mesh = tuple[tuple[str, int], ...]
 Groups = tuple[tuple[int, ...], ...]
 
@@ -30,7 +32,7 @@ def parse(text: str | None, num_devices: int) -> Groups:
         return (tuple(range(num_devices)),)
     if iota := _IOTA.match(text):
         shape, dims = _ints(iota[1]), _ints(iota[2])
-        ids = np.arange(np.prod(dims)).reshape(dims)
+        ids = np.arange(_num_devices(dims)).reshape(dims)
         if iota[3]:
             ids = ids.transpose(_ints(iota[3]))
         return tuple(map(tuple, ids.reshape(shape[0], -1).tolist()))
@@ -57,7 +59,7 @@ def mesh_of(text: str) -> Mesh:
 def groups_of(mesh: Mesh, axes: Sequence[str]) -> Groups:
     """Devices that differ along these axes only, for every place along the others."""
     names = [name for name, _ in mesh]
-    ids = np.arange(np.prod([n for _, n in mesh], dtype=int)).reshape([n for _, n in mesh])
+    ids = np.arange(_num_devices([n for _, n in mesh])).reshape([n for _, n in mesh])
     rest = [i for i, name in enumerate(names) if name not in axes]
     own = [names.index(a) for a in axes]
     size = int(np.prod([mesh[i][1] for i in own], dtype=int))
@@ -88,6 +90,18 @@ def axes_of_pairs(found: Groups, mesh: Mesh) -> tuple[str, ...] | None:
     return tuple(
         name for (name, _), at in zip(mesh, places, strict=True) if (at[:, 0] != at[:, 1]).any()
     )
+
+
+def _num_devices(shape: Sequence[int]) -> int:
+    """Of a mesh.
+
+    Raises:
+        ValueError: For more than any program has: a text that lists them would fill the memory.
+    """
+    num = math.prod(shape)
+    if num > MOST_DEVICES:
+        raise ValueError(f"a mesh of {num:.3g} devices, {MOST_DEVICES} are the most")
+    return num
 
 
 def _ints(text: str) -> list[int]:

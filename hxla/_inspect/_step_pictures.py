@@ -4,6 +4,7 @@ import html
 import pathlib
 
 from .._core._errors import InspectError
+from .._core._files import MOST_JSON_BYTES, named, read_text
 from .._core._format import span
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
@@ -47,10 +48,7 @@ def lanes_of_file(path: pathlib.Path) -> Lanes:
         PlanError: If it is neither.
         InspectError: If it cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InspectError(f"no prediction in {path}: {error.strerror or error}") from error
+    text = read_text(path, MOST_JSON_BYTES, named("prediction", path, InspectError))
     if '"traceEvents"' not in text:
         return lanes_of_plan(Plan.from_json(text))
     timeline, names = from_perfetto(text)

@@ -3,13 +3,13 @@
 import hashlib
 import pathlib
 import re
-import zlib
 
 from .._core._errors import InspectError
+from .._core._files import MOST_DUMP_BYTES, read_bytes, unpack
 from .._jax import _buffer_assignment as _assignment
 from .._jax import _hlo_proto as _proto
 from .._jax._buffer_assignment import BufferAssignment
-from ._analyze import Hints, analyze
+from ._analyze import UNREADABLE, Hints, analyze
 from ._arguments import signature
 from ._hlo_text import Module, read_module
 from ._inspection import Inspection
@@ -28,22 +28,27 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     Raises:
         InspectError: If there is no such file or folder, or nothing in it is HLO.
     """
-    if not path.exists():
-        raise InspectError(f"no file or folder {path}")
+    try:
+        if not path.exists():
+            raise InspectError(f"no file or folder {path}")
+        if not path.is_file() and not path.is_dir():
+            raise InspectError(f"{path} is no regular file and no folder")
+    except OSError as error:  # a name too long
+        raise InspectError(f"{str(path)[:80]} cannot be looked up: {error.strerror}") from None
     problems: list[str] = []
     modules = _modules(path)
     programs: list[Program] = []
     seen: set[tuple[str, bytes]] = set()
     for stem, files in modules.items():
         optimized = files.get("after .txt") or files.get("after .hlo.pb")
-        content = optimized.read_bytes() if optimized is not None else bytes(stem)
+        content = bytes(stem) if optimized is None else _packed(optimized, [])
         digest = stem.name, hashlib.sha256(content).digest()
         if digest in seen:  # another process compiled the very same program
             continue
         seen.add(digest)
         try:
             programs.append(_program(files, hints))
-        except ValueError as error:
+        except (*UNREADABLE, InspectError) as error:
             problems.append(f"{stem}: {error}")
     if not modules:
         raise InspectError(
@@ -81,17 +86,25 @@ def _is_hlo(file: pathlib.Path) -> bool:
 
 def _bytes(file: pathlib.Path, problems: list[str]) -> bytes:
     """What a file holds, compressed or not; of one that was cut off what is left of it."""
-    try:
-        data = file.read_bytes()
-        if file.suffix != ".gz":
-            return data
-        unpacking = zlib.decompressobj(wbits=31)  # gzip's format
-        data = unpacking.decompress(data)
-        if not unpacking.eof:
-            problems.append(f"{file.name}: it was cut off")
+    data = _packed(file, problems)
+    if file.suffix != ".gz":
         return data
-    except (OSError, zlib.error) as error:
-        problems.append(f"{file.name}: {error}")
+    try:
+        data, wrong = unpack(data)
+    except ValueError as error:
+        data, wrong = b"", str(error)
+    problems += [f"{file.name}: {wrong}"] if wrong else []
+    return data
+
+
+def _packed(file: pathlib.Path, problems: list[str]) -> bytes:
+    """What a file holds; nothing, and what is wrong with it, if it cannot be read."""
+    try:
+        return read_bytes(
+            file, MOST_DUMP_BYTES, lambda words: InspectError(f"{file.name}: it {words}")
+        )
+    except InspectError as error:
+        problems.append(str(error))
         return b""
 
 

@@ -2,12 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
+
+MOST = 2**48  # of examples, or of elements of a dimension: products of few stay numbers
+
+
+def whole(value: Any) -> Any:
+    """NumPy's whole numbers as Python's; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 class PlanValue(pydantic.BaseModel):
@@ -31,10 +38,21 @@ class Layout(PlanValue):
     """
 
     name: str
-    shape: tuple[pydantic.NonNegativeInt, ...]
+    shape: tuple[Annotated[int, pydantic.Field(ge=0, le=MOST)], ...] = pydantic.Field(max_length=16)
     dtype: str
     spec: tuple[tuple[str, ...], ...]
     memory: Literal["device"] = "device"
+
+    @pydantic.field_validator("dtype")
+    @classmethod
+    def _is_known(cls, dtype: str) -> str:
+        try:
+            known = jnp.dtype(dtype)
+        except (TypeError, ValueError, SyntaxError):
+            known = None
+        if known is None or known.name != dtype or not _is_number(known):
+            raise ValueError("this is no dtype of numbers, such as 'float32' or 'bfloat16'")
+        return dtype
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +80,10 @@ class Layout(PlanValue):
             The dimension, or None.
         """
         return next((d for d, names in enumerate(self.spec) if axis in names), None)
+
+
+def _is_number(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
 
 
 def names_of(part: Any) -> tuple[str, ...]:

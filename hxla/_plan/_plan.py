@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from .._core._errors import PlanError
+from .._core._files import MOST_JSON_BYTES, named, read_bytes
 from .._core._types import STAGE_AXIS
-from ._layout import Layout, PlanValue
+from ._layout import MOST, Layout, PlanValue, whole
 from ._plan_check import faults
 from ._plan_differences import differences
 from ._plan_file import faults_of, from_json, refusal
@@ -81,8 +82,8 @@ class Plan(PlanValue):
     format: Literal[1] = 1
     made_with: Versions
     cluster: str = ""
-    batch_size: pydantic.PositiveInt
-    microbatch_size: pydantic.PositiveInt
+    batch_size: Annotated[int, pydantic.Field(ge=1, le=MOST)]
+    microbatch_size: Annotated[int, pydantic.Field(ge=1, le=MOST)]
     devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
     axes: tuple[Axis, ...] = ()
     replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
@@ -220,10 +221,17 @@ class Plan(PlanValue):
         Raises:
             PlanError: If they do not add up to `num_microbatches`.
         """
-        replicas = tuple(
-            replica.model_copy(update={"num_microbatches": int(count)})
-            for replica, count in zip(self.replicas, counts, strict=True)
-        )
+        if len(counts) != len(self.replicas):
+            raise PlanError(
+                f"{len(counts)} counts for {len(self.replicas)} copies of the model: give one each"
+            )
+        try:
+            replicas = tuple(
+                ReplicaWork(devices=replica.devices, num_microbatches=whole(count))
+                for replica, count in zip(self.replicas, counts, strict=True)
+            )
+        except pydantic.ValidationError as error:
+            raise refusal(faults_of(error)) from None
         return self.replaced(replicas=replicas, prediction=None)
 
     def replaced(self, **fields: Any) -> "Plan":
@@ -309,11 +317,7 @@ class Plan(PlanValue):
         Raises:
             PlanError: If there is none that can be read, or it is no plan.
         """
-        try:
-            with open(path, "rb") as file:
-                text = file.read()
-        except OSError as error:
-            raise PlanError(f"plan {path} cannot be read: {error.strerror}") from None
+        text = read_bytes(path, MOST_JSON_BYTES, named("plan", path, PlanError))
         try:
             return cls.from_json(text)
         except PlanError as error:

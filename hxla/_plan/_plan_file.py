@@ -1,13 +1,14 @@
 """Values written by people: read from JSON with every fault, its key and the reason."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
 
 from .._core._errors import PlanError
+from .._core._faults import listed, shown
+from .._core._files import parse_json
 
 Value = TypeVar("Value", bound=pydantic.BaseModel)
 
@@ -18,17 +19,7 @@ def from_json(cls: type[Value], text: str | bytes) -> Value:
     Raises:
         PlanError: With every fault.
     """
-    found: list[str] = []
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        times = Counter(key for key, _ in pairs)
-        found.extend(f"{key}: given {n} times" for key, n in times.items() if n > 1)
-        return dict(pairs)
-
-    try:
-        given = json.loads(text, object_pairs_hook=table)
-    except ValueError as error:
-        raise refusal([f"the file is no JSON: {error}"]) from None
+    given, found = parse_json(text, lambda words: refusal([f"the file {words}"]))
     told: set[tuple[int | str, ...]] = set()
     while True:
         try:
@@ -51,7 +42,7 @@ def from_json(cls: type[Value], text: str | bytes) -> Value:
 
 def refusal(faults: Iterable[str]) -> PlanError:
     """The error that tells of all faults."""
-    return PlanError("\n  ".join(("this is no plan that can be run:", *faults)))
+    return PlanError("this is no plan that can be run:" + listed(list(faults)))
 
 
 def faults_of(
@@ -84,10 +75,10 @@ def _is_of_items(failure: Mapping[str, Any], paths: Sequence[tuple[int | str, ..
 def _lines(failure: Mapping[str, Any]) -> list[str]:
     if failure["type"] == "value_error":  # of the whole, a line for each fault
         return str(failure["ctx"]["error"]).splitlines()
-    key = ".".join(map(str, failure["loc"])) or "the file"
+    key = ".".join(str(part)[:80] for part in failure["loc"]) or "the file"
     if failure["type"] == "extra_forbidden":
         return [f"{key}: there is no such key"]
-    given = "" if failure["type"] == "missing" else f", not {str(failure['input'])[:60]!r}"
+    given = "" if failure["type"] == "missing" else f", not {shown(failure['input'])}"
     return [f"{key}: {failure['msg']}{given}"]
 
 

@@ -7,7 +7,6 @@ References:
 import dataclasses
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,9 @@ import pydantic
 
 from .._core import _catalogue as _catalog
 from .._core._errors import AnnotationError, ConfigError
+from .._core._faults import fault, listed
+from .._core._files import named, read_toml
+from ._rule_pattern import check_pattern
 
 AXES = ("data", "fsdp", "tensor", "expert", "stage", "sequence")
 _LARGE = 1 << 16  # elements from which an unmatched parameter is worth a word
@@ -37,17 +39,15 @@ class Rule(pydantic.BaseModel):
 
     path: str | None = None
     logical: str | None = None
-    rank: int | None = pydantic.Field(None, ge=0, strict=True)
+    rank: int | None = pydantic.Field(None, ge=0, le=64, strict=True)
     axes: tuple[tuple[str, ...], ...] = ()
     source: str | None = None
 
     @pydantic.field_validator("path")
     @classmethod
     def _is_pattern(cls, path: str | None) -> str | None:
-        try:
-            re.compile(path or "")
-        except re.error as error:
-            raise ValueError(f"{path!r} is no pattern: {error}") from None
+        if path is not None:
+            check_pattern(path)
         return path
 
     @pydantic.field_validator("axes", mode="before")
@@ -144,7 +144,7 @@ class RuleSet(pydantic.BaseModel):
         for rule in self.rules:
             for axis in (a for group in rule.axes for a in group):
                 if axis not in axes and axis not in AXES:
-                    near = difflib.get_close_matches(axis, [*axes, *AXES], n=1)
+                    near = difflib.get_close_matches(axis[:80], [*axes, *AXES], n=1)
                     hint = f", did you mean {near[0]!r}?" if near else ""
                     problems.append(
                         f"rule set {self.name!r}, {rule}: no mesh axis is called {axis!r}{hint} "
@@ -250,10 +250,8 @@ def load_rules(name_or_path: str) -> RuleSet:
         (('fsdp',), ('tensor',), ())
     """
     path = _catalog.find("rules", name_or_path)
+    refuse = named("rule set", path, ConfigError)
     try:
-        return RuleSet.model_validate(tomllib.loads(path.read_text()))
+        return RuleSet.model_validate(read_toml(path, refuse))
     except pydantic.ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError(f"rule set {path} has errors:\n" + "\n".join(lines)) from None
-    except ValueError as error:  # of TOML
-        raise ConfigError(f"rule set {path}: {error}") from None
+        raise refuse("has errors:" + listed([fault(e, RuleSet) for e in error.errors()])) from None

@@ -2,16 +2,82 @@
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any
+
+import pydantic
 
 from .._core._errors import PlanError
+from .._core._faults import fault, listed, shown
+from .._core._files import named, read_json
 from ._profile import Profile
 
 _VERSION = 1
+
+# Beyond these nothing was measured, and what is made of them stays a number.
+_Seconds = Annotated[float, pydantic.Field(ge=0, le=1e9)]
+_Bytes = Annotated[float, pydantic.Field(ge=0, le=2**60)]
+_Count = Annotated[int, pydantic.Field(ge=1, le=2**40)]
+
+
+class _Table(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _SizeTable(_Table):
+    parameter_bytes: _Bytes
+    output_bytes: _Bytes
+    stash_bytes: _Bytes
+    flops: Annotated[float, pydantic.Field(ge=0, le=1e30)] = 0.0
+
+
+class _TimeTable(_Table):
+    forward: _Seconds
+    backward: _Seconds
+    update: _Seconds = 0.0
+    measured: bool = True
+
+
+class _Sizes(_Table):
+    microbatch_size: _Count
+    tensor: _Count
+    layers: list[_SizeTable]
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        return self.microbatch_size, self.tensor
+
+
+class _OfKind(_Table):
+    kind: str
+    microbatch_size: _Count
+    tensor: _Count
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        return self.kind, self.microbatch_size, self.tensor
+
+
+class _Times(_OfKind):
+    layers: list[_TimeTable]
+
+
+class _Peak(_OfKind):
+    bytes: Annotated[int, pydantic.Field(ge=0, le=2**60)]
+
+
+class _ProfileTable(_Table):
+    version: int
+    model: str
+    layers: list[str] = pydantic.Field(min_length=1)
+    num_segments: int = pydantic.Field(0, ge=0, le=2**20)
+    sizes: list[_Sizes]
+    times: list[_Times]
+    reductions: dict[str, _Seconds] = {}
+    peaks: list[_Peak] = []
 
 
 def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -48,32 +114,22 @@ def load_profile(path: str | os.PathLike[str], *, model: str | None = None) -> P
         >>> hxla.load_profile("missing.json")
         PlanError: profile missing.json cannot be read: No such file or directory
     """
-    file = pathlib.Path(path)
-    try:
-        table = json.loads(file.read_text())
-    except OSError as error:
-        raise PlanError(f"profile {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise PlanError(f"profile {file} is no JSON: {error}") from None
-    if not isinstance(table, dict) or table.get("version") != _VERSION:
-        found = table.get("version") if isinstance(table, dict) else None
-        raise PlanError(
-            f"profile {file}: version {found!r}, this hxla reads {_VERSION}: measure again with "
-            "hxla profile"
+    refuse = named("profile", path, PlanError)
+    table = read_json(path, refuse)
+    found = table.get("version") if isinstance(table, dict) else None
+    if type(found) is not int or found != _VERSION:
+        raise refuse(
+            f"has version {shown(found)}, this hxla reads {_VERSION}: measure again with hxla "
+            "profile"
         )
-    try:
-        profile = Profile.from_table(table)
-        faults = list(_faults(profile))
-    except KeyError as error:
-        faults = [f"{error.args[0]}: missing"]
-    except (TypeError, ValueError, AttributeError) as error:
-        faults = [str(error)]
+    faults = list(_faults(table))
     if faults:
-        raise PlanError(f"profile {file} has faults:\n" + "\n".join(f"  {f}" for f in faults))
+        raise refuse("has faults:" + listed(faults))
+    profile = Profile.from_table(table)
     if model is not None and profile.model != model:
-        raise PlanError(
-            f"profile {file} is of another model: {profile.model}, not {model}; measure this one "
-            "with hxla profile, into a file of its own"
+        raise refuse(
+            f"is of another model: {profile.model[:80]}, not {model}; measure this one with hxla "
+            "profile, into a file of its own"
         )
     return profile
 
@@ -101,24 +157,20 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
     return first
 
 
-def _faults(profile: Profile) -> Iterator[str]:
-    rows: list[tuple[str, tuple[Any, ...]]] = [
-        *((f"sizes of microbatch {b}, tensor {t}", own) for (b, t), own in profile.sizes.items()),
-        *(
-            (f"times of {s.kind}, microbatch {s.microbatch_size}, tensor {s.tensor}", own)
-            for s, own in profile.times.items()
-        ),
-    ]
-    for key, seconds in profile.reductions.items():
-        if not math.isfinite(seconds) or seconds < 0:
-            yield f"reductions of {key}: {seconds!r} is no finite number from 0 on"
-    for where, layers in rows:
-        if len(layers) != len(profile.layers):
-            yield f"{where}: {len(layers)} of {len(profile.layers)} layers"
-        for k, layer in enumerate(layers):
-            for key, value in dataclasses.asdict(layer).items():
-                if key == "measured":
-                    continue
-                number = isinstance(value, int | float)
-                if not number or not math.isfinite(value) or value < 0:
-                    yield f"{where}: {key} of layer {k} is {value!r}, no finite number from 0 on"
+def _faults(table: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a file: its own tables first, else how they go together."""
+    try:
+        file = _ProfileTable.model_validate(table)
+    except pydantic.ValidationError as error:
+        yield from (fault(failure, _ProfileTable) for failure in error.errors())
+        return
+    for name, rows in (("sizes", file.sizes), ("times", file.times), ("peaks", file.peaks)):
+        settings = Counter(row.setting for row in rows)
+        for setting, times in settings.items():
+            if times > 1:
+                yield f"{name}: {shown(setting)} is there {times} times"
+    layered = [(f"sizes.{i}", len(row.layers)) for i, row in enumerate(file.sizes)]
+    layered += [(f"times.{i}", len(row.layers)) for i, row in enumerate(file.times)]
+    for where, num in layered:
+        if num != len(file.layers):
+            yield f"{where}.layers: {num} of {len(file.layers)} layers"

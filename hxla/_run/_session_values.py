@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from .._core._config import BalanceConfig
+from .._core._errors import CheckpointError, PlanError
+from .._core._faults import shown
 from .._core._types import PyTree
 from .._plan._plan import Plan
 from .._report._history import History
@@ -92,12 +94,25 @@ def plans_to_table(plans: Mapping[int, Plan]) -> list[dict[str, Any]]:
 
 
 def plans_from_table(rows: Iterable[Mapping[str, Any]], *, until: int) -> dict[int, Plan]:
-    """What `plans_to_table` wrote, of the steps before one."""
+    """What `plans_to_table` wrote, of the steps before one.
+
+    Raises:
+        CheckpointError: If it is something else.
+    """
     plans: dict[int, Plan] = {}
-    for row in rows:
-        if "plan" in row:
-            plan = Plan.from_json(json.dumps(row["plan"]))
-        else:
-            plan = plan.with_counts(row["counts"])
-        plans[row["first_step"]] = plan
+    plan: Plan | None = None
+    try:
+        for row in rows:
+            if "plan" in row:
+                plan = Plan.from_json(json.dumps(row["plan"]))
+            elif plan is None:
+                raise ValueError("the first of them is missing")
+            else:
+                plan = plan.with_counts(tuple(row["counts"]))
+            step = row["first_step"]
+            if type(step) is not int or step < 0:
+                raise ValueError(f"first_step is {shown(step)}")
+            plans[step] = plan
+    except (PlanError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the plans of a checkpoint cannot be read: {error}") from None
     return {step: plan for step, plan in plans.items() if step < until}

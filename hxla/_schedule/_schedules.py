@@ -10,14 +10,18 @@ Shape legend: T ticks, S stages, P parts (S times chunks).
 import collections
 import dataclasses
 import itertools
+import numbers
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 from .._core._errors import PlanError
+from .._core._faults import listed, shown
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 
 _LETTERS = {"F": FORWARD, "B": BACKWARD, "W": WEIGHT}
+_OPERATION = re.compile(r"([FBW])([0-9]{1,7})(?:\.([0-9]{1,7}))?")
+_MOST_ACTIONS = 1 << 15  # of forwards: a table takes some seconds to make
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -147,7 +151,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
         Narayanan et al., SC 2021, section 2.2.2: M is a multiple of S, the bubble is
         (S - 1) (t_f + t_b) / v.
     """
-    _check(num_stages, num_microbatches)
+    _check(num_stages, num_microbatches, num_chunks)
     if num_chunks < 1:
         raise PlanError(f"num_chunks is {num_chunks}; use 1 or more")
     if num_microbatches % num_stages:
@@ -331,18 +335,23 @@ def schedule_from_table(
     """
     failures: list[str] = []
     table: list[tuple[Action | None, ...]] = []
-    num_stages = len(table_TS[0]) if len(table_TS) else 0
+    if not isinstance(table_TS, list | tuple):
+        raise PlanError(
+            f"a schedule is a list of ticks, each a list of texts, not {shown(table_TS)}"
+        )
+    rows = [row for row in table_TS if isinstance(row, list | tuple)]
+    num_stages = len(rows[0]) if rows else 0
     for tick, written in enumerate(table_TS):
-        if isinstance(written, str) or len(written) != num_stages:
+        if not isinstance(written, list | tuple) or len(written) != num_stages:
             failures.append(
-                f"tick {tick}: {written!r} is not a list of {num_stages} texts, one per stage; "
-                'write "" for a stage that waits'
+                f"tick {tick}: {shown(written)} is not a list of {num_stages} texts, one per "
+                'stage; write "" for a stage that waits'
             )
             continue
-        ops = [re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", str(text)) for text in written]
+        ops = [_OPERATION.fullmatch(text) if isinstance(text, str) else None for text in written]
         failures += [
-            f'tick {tick}, stage {stage}: {text!r} is no operation; write "F2", "B2" or "W2" for '
-            'microbatch 2, "F2.1" for its chunk 1, "" to wait'
+            f'tick {tick}, stage {stage}: {shown(text)} is no operation; write "F2", "B2" or "W2" '
+            'for microbatch 2, "F2.1" for its chunk 1, "" to wait'
             for stage, (text, op) in enumerate(zip(written, ops, strict=True))
             if op is None and text != ""
         ]
@@ -351,11 +360,20 @@ def schedule_from_table(
         )
     _raise(name, failures)
     every = [op for ops in table for op in ops if op is not None]
+    num_microbatches = max((op.microbatch + 1 for op in every), default=0)
+    num_chunks = max((op.chunk + 1 for op in every), default=0)
+    if 2 * num_microbatches * num_chunks > len(table):
+        # A stage does one operation in a tick: the numbers decide how much there is to check.
+        raise PlanError(
+            f"schedule {name} cannot run: it names {num_microbatches:,} microbatches of "
+            f"{num_chunks:,} chunks, of which each stage does a forward and a backward, in "
+            f"{len(table):,} ticks; number both from 0 and leave none out"
+        )
     schedule = Schedule(
         name=name,
         num_stages=num_stages,
-        num_microbatches=max((op.microbatch + 1 for op in every), default=0),
-        num_chunks=max((op.chunk + 1 for op in every), default=0),
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
         table_TS=tuple(table),
     )
     validate(schedule, stash_limits_S)
@@ -458,11 +476,24 @@ def _kept(row: Sequence[Action], has_weight: bool) -> Iterator[int]:
 
 def _raise(name: str, failures: Sequence[str]) -> None:
     if failures:
-        lines = "".join(f"\n  {failure}" for failure in failures)
+        lines = listed(failures)
         raise PlanError(f"schedule {name} cannot run (ticks and stages count from 0):{lines}")
 
 
-def _check(num_stages: int, num_microbatches: int) -> None:
+def _check(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    asked = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_chunks": num_chunks,
+    }
+    for name, value in asked.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise PlanError(f"{name} is {shown(value)}; use a whole number")
+    if num_stages * num_microbatches * num_chunks > _MOST_ACTIONS:
+        raise PlanError(
+            f"a pipeline of {num_stages:,} stages, {num_microbatches:,} microbatches and "
+            f"{num_chunks:,} chunks: a table has {_MOST_ACTIONS:,} forwards at most"
+        )
     if num_stages < 1 or num_microbatches < 1:
         raise PlanError(
             f"a pipeline of {num_stages} stages and {num_microbatches} microbatches: "

@@ -3,9 +3,16 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from .._core._errors import PlanError
+from .._core._faults import shown
+from .._core._files import parse_json
 from ._replay import SEND, Event, Timeline
+from ._schedules import BACKWARD, FORWARD, WEIGHT
+
+_NO_TIMELINE = "this is no timeline that hxla plan wrote:"
+_MOST = 10**9  # of a number, or of seconds
 
 
 def perfetto(timeline: Timeline, names: Sequence[str] = ()) -> str:
@@ -42,23 +49,39 @@ def from_perfetto(text: str) -> tuple[Timeline, tuple[str, ...]]:
     Raises:
         PlanError: If the text is something else.
     """
+    table, _ = parse_json(text, lambda words: PlanError(f"{_NO_TIMELINE} it {words}"))
     try:
-        records = json.loads(text)["traceEvents"]
+        records = table["traceEvents"]
         # Of each stage two tracks, its own and that of its sends.
         names = {
-            r["tid"] // 2: r["args"]["name"]
+            r["tid"] // 2: str(r["args"]["name"])
             for r in records
             if r["ph"] == "M" and r["name"] == "thread_name" and r["tid"] % 2 == 0
         }
-        events = [Event(**r["args"]) for r in records if r["ph"] == "X"]
         stages = tuple(names[stage] for stage in range(len(names)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"this is no timeline that hxla plan wrote: {error!r}") from error
+        events = [_event(r["args"], len(stages)) for r in records if r["ph"] == "X"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{_NO_TIMELINE} {shown(error)}") from None
+    if not events:
+        raise PlanError(f"{_NO_TIMELINE} nothing happens in it")
     return Timeline(
         num_stages=len(stages),
         events=tuple(e for e in events if e.kind != SEND),
         sends=tuple(e for e in events if e.kind == SEND),
     ), stages
+
+
+def _event(args: Any, num_stages: int) -> Event:
+    event = Event(**args)
+    numbers = event.stage, event.microbatch, event.chunk
+    if not all(type(n) is int and 0 <= n <= _MOST for n in numbers) or event.stage >= num_stages:
+        raise ValueError(f"stage, microbatch or chunk of {shown(args)}")
+    if event.kind not in (FORWARD, BACKWARD, WEIGHT, SEND):
+        raise ValueError(f"kind {shown(event.kind)}")
+    times = event.start_seconds, event.end_seconds
+    if not all(type(t) in (int, float) and 0 <= t <= _MOST for t in times) or times[1] < times[0]:
+        raise ValueError(f"times {shown(times)}")
+    return event
 
 
 def _record(event: Event) -> dict[str, object]:

@@ -1,0 +1,159 @@
+"""The one reader of files from outside: regular ones, of bounded size, with errors of our own."""
+
+import json
+import os
+import pathlib
+import re
+import stat
+import tomllib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MOST_JSON_BYTES = 1 << 24
+MOST_TOML_BYTES = 1 << 19
+MOST_DUMP_BYTES = 1 << 28
+_MOST_VALUES = 1_000_000  # of a JSON text: each takes a hundred bytes of memory
+_MOST_DEPTH = 64
+_MOST_RATIO = 100  # of unpacked to packed bytes; text of programs has 10 to 20
+_UNPACKED_BYTES = 1 << 24  # that any file may unpack to
+# Keys of many parts take tomllib quadratic time. Atomic groups: the pattern itself takes linear.
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?>[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_DEPTH}}}"""
+)
+
+Refuse = Callable[[str], Exception]  # makes the error that is raised; is given what is wrong
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> bytes:
+    """What a regular file holds.
+
+    Args:
+        path: Of the file. A pipe, a device or a folder is refused, without waiting for it.
+        most_bytes: A larger file is refused before it is read.
+        refuse: Makes the error.
+    """
+    try:
+        # Opening a pipe without a writer would wait for one.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise refuse("is no regular file")
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror}") from None
+    except ValueError:  # of a path with a zero byte
+        raise refuse("cannot be read: it is no path") from None
+    if len(data) > most_bytes:
+        raise refuse(
+            f"is larger than {most_bytes >> 10:,} KiB, the most that is read of such a file"
+        )
+    return data
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> str:
+    """Likewise, of a file of UTF-8 text."""
+    try:
+        return read_bytes(path, most_bytes, refuse).decode()
+    except UnicodeDecodeError as error:
+        raise refuse(f"is no text: {error}") from None
+
+
+def read_json(path: str | os.PathLike[str], refuse: Refuse) -> Any:
+    """The value of a JSON file; keys that are given several times are refused."""
+    value, repeated = parse_json(read_bytes(path, MOST_JSON_BYTES, refuse), refuse)
+    if repeated:
+        raise refuse("has keys that are given several times: " + ", ".join(repeated[:10]))
+    return value
+
+
+def parse_json(
+    text: str | bytes,
+    refuse: Refuse,
+    *,
+    most_bytes: int = MOST_JSON_BYTES,
+    most_values: int = _MOST_VALUES,
+) -> tuple[Any, list[str]]:
+    """The value of a JSON text, and the keys that it gives several times, each in words."""
+    repeated: list[str] = []
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            times = Counter(key for key, _ in pairs)
+            repeated.extend(f"{key[:60]}: given {n} times" for key, n in times.items() if n > 1)
+        return found
+
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    num = sum(map(data.count, (b"[", b"{", b",")))
+    if len(data) > most_bytes or num > most_values:
+        raise refuse(
+            f"holds {num:,} values in {len(data) >> 20} MiB, the most that is read is "
+            f"{most_values:,} in {most_bytes >> 20} MiB"
+        )
+    try:
+        value = json.loads(text, object_pairs_hook=table)
+    except RecursionError:
+        raise refuse(_nested()) from None
+    except ValueError as error:
+        raise refuse(f"is no JSON: {error}") from None
+    _check_depth(value, refuse)
+    return value, repeated
+
+
+def read_toml(path: str | os.PathLike[str], refuse: Refuse) -> dict[str, Any]:
+    """The table of a TOML file."""
+    text = read_text(path, MOST_TOML_BYTES, refuse)
+    if _LONG_KEY.search(text):
+        raise refuse(_nested())
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise refuse(_nested()) from None
+    except ValueError as error:
+        raise refuse(f"is not TOML: {error}") from None
+    _check_depth(table, refuse)
+    return table
+
+
+def _nested() -> str:
+    return f"is nested more than {_MOST_DEPTH} levels deep"
+
+
+def _check_depth(value: Any, refuse: Refuse) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _MOST_DEPTH:
+            raise refuse(_nested())
+        level = [x for item in level for x in _inside(item)]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (x for x in inner if isinstance(x, dict | list))
+
+
+def unpack(data: bytes) -> tuple[bytes, str]:
+    """What gzip packed, and what is wrong with it in words, or nothing; unpacks no bomb.
+
+    Args:
+        data: The packed bytes; of ones that were cut off what is left is unpacked.
+
+    Raises:
+        ValueError: If they are none, or unpack to too much.
+    """
+    most = min(MOST_DUMP_BYTES, max(_UNPACKED_BYTES, _MOST_RATIO * len(data)))
+    unpacking = zlib.decompressobj(wbits=31)  # gzip's format
+    try:
+        found = unpacking.decompress(data, most)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"it unpacks to more than {most >> 20} MiB from {len(data):,} bytes")
+    return found, "" if unpacking.eof else "it was cut off"
+
+
+def named(what: str, path: str | os.PathLike[str], error: type[Exception]) -> Refuse:
+    """Makes errors that begin with what kind of file it is and its path."""
+    return lambda words: error(f"{what} {pathlib.Path(path)} {words}")
