@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from hxla._jax._compilation_events import num_compilations
 from hxla._jax._portable import portable
 
+pytestmark = pytest.mark.usefixtures("no_persistent_cache")
+
 X = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
 
 PROGRAMS = {

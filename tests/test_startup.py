@@ -16,6 +16,8 @@ from hxla._jax._compilation_events import num_compilations
 from hxla._report import _waiting
 from hxla._report._waiting import Waiting
 
+pytestmark = pytest.mark.usefixtures("no_persistent_cache")
+
 DATA = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
 
 
@@ -38,6 +40,7 @@ def opened(devices, *, loss=loss, evaluate=False, **wishes):
         loss,
         optax.adam(1e-2),
         batch_size=16,
+        default=hxla.split() if "tensor" in wishes.get("mesh", ()) else None,
         config={"cluster": {"visible_devices": list(range(devices))}},
     )
     plan = job.plan(microbatch_size=1, counts="even", **wishes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.compilation_cache import is_persistent_cache_enabled
 from jax._src.compiler import get_compile_options
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -69,7 +70,8 @@ def portable(compiled: Any) -> Portable | None:
 
     A program is bound if it calls Python, has an order of effects, carries arrays that lie
     somewhere, has shardings of a form that says nothing of devices, or if its backend only
-    compiles or cannot serialize it.
+    compiles or cannot serialize it. With jax's persistent cache every program is: what a CPU has
+    loaded from there cannot be serialized again, and each device finds its own entry.
 
     Args:
         compiled: A `jax.stages.Compiled`.
@@ -83,6 +85,7 @@ def portable(compiled: Any) -> Portable | None:
         or unloaded.mut is not None
         or compiled._params.const_args
         or not isinstance(unloaded.xla_executable, xla_client.LoadedExecutable)
+        or is_persistent_cache_enabled()
         or not all(isinstance(s, NamedSharding | SingleDeviceSharding) for s in shardings)
     )
     if is_bound:
