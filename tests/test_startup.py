@@ -40,6 +40,7 @@ def opened(devices, *, loss=loss, evaluate=False, **wishes):
         loss,
         optax.adam(1e-2),
         batch_size=16,
+        default=hxla.split() if "tensor" in wishes.get("mesh", ()) else None,
         config={"cluster": {"visible_devices": list(range(devices))}},
     )
     plan = job.plan(microbatch_size=1, counts="even", **wishes)
@@ -151,7 +152,7 @@ def test_opening_names_the_programs_that_are_not_ready(monkeypatch, capsys):
     data = models.tokens(16)
     jax.clear_caches()
     hxla.train(
-        model, data, models.token_loss, optax.adam(1e-2), batch_size=16, microbatch_size=8, steps=1
+        model, data, models.token_loss, optax.adam(1e-2), batch_size=16, microbatch_size=2, steps=1
     )
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("opening: ")]
     assert any("compiling a microbatch" in line for line in lines)
