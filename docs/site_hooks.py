@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from pygments.formatters import HtmlFormatter
 
 ROOT = pathlib.Path(__file__).parent.parent
 #: Files of the repository that are pages of the site.
@@ -21,7 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 #: Pictures beside examples.
-PICTURES = {"01_mixed_cluster": "mixed_cluster.png", "06_inspect": "inspect.png"}
+PICTURES = {"01_mixed_cluster": "mixed_cluster.png"}
 
 
 def examples() -> list[pathlib.Path]:
@@ -44,6 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
     }
     made["reference.md"] = _reference()
     made |= {f"examples/{path.stem}.md": _example(path) for path in examples()}
+    made["pygments.css"] = HtmlFormatter(style="friendly").get_style_defs(".highlight")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -99,8 +101,8 @@ def _example(path: pathlib.Path) -> str:
     parts += [f'```python title="examples/{path.name}"\n{path.read_text()}```']
     parts += [
         "## What it prints",
-        "On two shared cores with other work beside it, so its times mean little; its losses and "
-        "sums do not depend on them.",
+        "Times and counts are those of one run on two cores, and but for the first example with "
+        "other work beside it; losses and sums do not depend on them.",
         f"```text\n{output.read_text()}```",
     ]
     return "\n\n".join(parts)

@@ -63,7 +63,7 @@ def fences(text):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_run_or_says_why_it_is_not(page):
-    known = {"python", "console", "toml", "hidden", "why"}
+    known = {"python", "console", "toml", "hidden", "why", "text"}  # text: what a program says
     assert not [(kind, code) for kind, code in blocks(page) if kind not in known]
     shown = [kind for kind, _ in blocks(page) if kind != "hidden"]
     assert len(shown) == len(re.findall(r"^ *```", PAGES[page], re.M)) / 2
@@ -120,5 +120,7 @@ def shell(command):
 def read(text):
     kind = next(k for k in FILES if f"[[{k}]]" in text)
     before, reader = FILES[kind]
-    pathlib.Path("read.toml").write_text(before + text)
-    reader("read.toml")
+    named = re.match(r"# (\S+\.toml)\n", text)
+    name = named[1] if named else "read.toml"
+    pathlib.Path(name).write_text(before + text)
+    reader(name)
