@@ -174,7 +174,7 @@ class TracedJob:
         Raises:
             LaunchError: With every difference, and which ranks have which value.
         """
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():  # unlike their number this is known without devices
             seconds = self.settings.watchdog.progress_timeout_seconds
             differing = functools.partial(_coordination.differing, timeout_seconds=seconds)
             agree(what, facts(), differing)
