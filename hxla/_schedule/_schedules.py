@@ -481,14 +481,9 @@ def _raise(name: str, failures: Sequence[str]) -> None:
 
 
 def _check(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    asked = {
-        "num_stages": num_stages,
-        "num_microbatches": num_microbatches,
-        "num_chunks": num_chunks,
-    }
-    for name, value in asked.items():
+    for value in (num_stages, num_microbatches, num_chunks):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise PlanError(f"{name} is {shown(value)}; use a whole number")
+            raise PlanError(f"a pipeline's numbers are whole numbers, not {shown(value)}")
     if num_stages * num_microbatches * num_chunks > _MOST_ACTIONS:
         raise PlanError(
             f"a pipeline of {num_stages:,} stages, {num_microbatches:,} microbatches and "
