@@ -85,7 +85,7 @@ def test_every_key_is_read_somewhere(path):
 
 @pytest.mark.parametrize(
     ("text", "suffix", "message"),
-    [("{", "json", "no valid json"), ("[1]", "json", "no table"), ("a=", "toml", "no valid toml")],
+    [("{", "json", "no JSON"), ("[1]", "json", "no table"), ("a=", "toml", "not TOML")],
 )
 def test_a_broken_file_is_refused(tmp_path, text, suffix, message):
     path = tmp_path / f"c.{suffix}"

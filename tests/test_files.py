@@ -111,7 +111,7 @@ REFUSED = {
     ),
     "stages that are a boolean": (
         lambda: hxla.make_schedule("gpipe", True, 4),
-        "num_stages is True; use a whole number",
+        "numbers are whole numbers, not True",
     ),
 }
 

@@ -21,7 +21,7 @@ class _Table(pydantic.BaseModel):
 
 # Beyond these no cluster is, and figures made of them stay numbers.
 _MOST_DEVICES, _MOST_TABLES = 65536, 1024
-_Figure = Annotated[float, pydantic.Field(ge=1e-9, le=1e12)]
+_Figure = Annotated[float, pydantic.Field(ge=1e-12, le=1e12)]
 
 
 class _Rate(_Table):

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core._errors import InspectError
 from .._core._faults import shown
-from .._core._files import MOST_DUMP_BYTES, named, parse_json, read_bytes, unpack
+from .._core._files import MOST_DUMP_BYTES, parse_json, read_bytes, unpack
 from .._core._format import span
 from .._report._lanes import COLLECTIVE, COMPUTATION, TRANSFER, Bar, Lanes
 from ._collectives import KINDS
@@ -110,7 +110,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 def _events(file: pathlib.Path) -> Iterator[_Event]:
     # The file's other form, xplane.pb, is for jax.profiler.ProfileData, which ends the process on
     # some events of jax 0.12.
-    refuse = named("profile", file, InspectError)
+    def refuse(words: str) -> InspectError:
+        return InspectError(f"{file} is no profile: it {words}")
+
     packed = read_bytes(file, MOST_DUMP_BYTES, refuse)
     try:
         text, wrong = unpack(packed)

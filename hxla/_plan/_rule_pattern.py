@@ -1,6 +1,7 @@
 """Patterns of rules that take time in proportion to a path, not exponential time."""
 
 import re
+import warnings
 
 _MOST_LETTERS = 500
 _MOST_DEPTH = 16
@@ -30,8 +31,10 @@ def check_pattern(pattern: str) -> None:
         raise ValueError(f"a pattern of {len(pattern)} letters: write {_MOST_LETTERS} at most")
     _check_repeats(pattern)
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of sets that a later Python would read otherwise
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, Warning) as error:
         raise ValueError(f"{pattern[:80]!r} is no pattern: {error}") from None
 
 

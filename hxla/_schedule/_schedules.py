@@ -362,8 +362,8 @@ def schedule_from_table(
     every = [op for ops in table for op in ops if op is not None]
     num_microbatches = max((op.microbatch + 1 for op in every), default=0)
     num_chunks = max((op.chunk + 1 for op in every), default=0)
-    if 2 * num_microbatches * num_chunks > len(table):
-        # A stage does one operation in a tick: the numbers decide how much there is to check.
+    if num_microbatches * num_chunks > 16 * len(table):
+        # A stage does one operation in a tick. What is missing is told one by one, if it is little.
         raise PlanError(
             f"schedule {name} cannot run: it names {num_microbatches:,} microbatches of "
             f"{num_chunks:,} chunks, of which each stage does a forward and a backward, in "
@@ -481,14 +481,9 @@ def _raise(name: str, failures: Sequence[str]) -> None:
 
 
 def _check(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    asked = {
-        "num_stages": num_stages,
-        "num_microbatches": num_microbatches,
-        "num_chunks": num_chunks,
-    }
-    for name, value in asked.items():
+    for value in (num_stages, num_microbatches, num_chunks):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise PlanError(f"{name} is {shown(value)}; use a whole number")
+            raise PlanError(f"a pipeline's numbers are whole numbers, not {shown(value)}")
     if num_stages * num_microbatches * num_chunks > _MOST_ACTIONS:
         raise PlanError(
             f"a pipeline of {num_stages:,} stages, {num_microbatches:,} microbatches and "
