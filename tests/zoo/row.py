@@ -29,8 +29,7 @@ class Row:
         wrt: The NNX filter or the Linen path of what is trained, in the plain loop.
         by_microbatch: Whether the loss of a batch is no mean over its examples (BatchNorm, keys,
             negatives within the batch): then the plain loop adds up microbatches, too.
-        cut: Patterns of parameters whose last dimension two devices share; none: see `whole`.
-        whole: Why no tensor rule makes sense.
+        cut: Patterns of parameters whose last dimension two devices share.
         chain: Why no pipeline makes sense; empty: one of two stages is tried.
         floor: Share of the model's largest parameter below which a tensor's error is not relative
             to the tensor, and why; the default suits biases that began at zero.
@@ -45,7 +44,6 @@ class Row:
     wrt: Any = nnx.Param
     by_microbatch: bool = False
     cut: Sequence[str] = ()
-    whole: str = ""
     chain: str = ""
     floor: float = 0.1
 
