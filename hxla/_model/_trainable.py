@@ -81,7 +81,7 @@ def _entries(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Path, name and value of each parameter, which may be an array in a box."""
     is_box = lambda x: isinstance(x, nnx.Variable | meta.AxisMetadata)  # noqa: E731
     for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box):
-        keys = tuple(key.idx if hasattr(key, "idx") else key.key for key in path)
+        keys = tuple(getattr(key, "key", getattr(key, "idx", key)) for key in path)
         yield keys, "/".join(map(str, keys)), value
 
 

@@ -1,6 +1,6 @@
 """Small models in the styles that people write, each with its loss, data and optimizer."""
 
-from . import attention, convolutions, generative, recurrent, structures, updates
+from . import as_written, attention, convolutions, generative, recurrent, structures, updates
 from .row import Row, error, plain
 
 #: Name to row, as `tests/test_zoo.py` trains them.
@@ -11,6 +11,7 @@ ROWS: dict[str, Row] = {
     **generative.ROWS,
     **structures.ROWS,
     **updates.ROWS,
+    **as_written.ROWS,
 }
 
 __all__ = ["ROWS", "error", "plain"]

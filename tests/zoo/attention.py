@@ -258,7 +258,7 @@ ROWS = {
         data=TOKENS,
         trainable=nnx.LoRAParam,
         wrt=nnx.LoRAParam,
-        cut=["up/kernel"],
+        cut=["up/"],
     ),
     "linen head": Row(
         make=Logical, loss=masked, data=TOKENS, inputs=text, trainable="head/", wrt="head",

@@ -155,6 +155,6 @@ ROWS = {
         loss=classify,
         data=PICTURES,
         chain="one vmapped layer",
-        cut=["members/kernel"],
+        cut=["members/"],
     ),
 }

@@ -169,7 +169,7 @@ ROWS = {
         cut=["left/"],
     ),
     "physics": Row(make=lambda: Field(nnx.Rngs(0)), loss=residual, data=VECTORS, cut=["layer2/"]),
-    "tied": Row(make=lambda: Tied(nnx.Rngs(0)), loss=restore, data=VECTORS, cut=["shared/"]),
+    "tied": Row(make=lambda: Tied(nnx.Rngs(0)), loss=restore, data=VECTORS, cut=["again/"]),
     "custom_vjp": Row(
         make=lambda: Quantized(nnx.Rngs(0)), loss=restore, data=VECTORS, cut=["layer1/"]
     ),

@@ -102,8 +102,12 @@ def series(batch):
 
 
 ROWS = {
-    "lstm": Row(make=lambda: Lstm(nnx.Rngs(0)), loss=forecast, data=SERIES, cut=["head/"]),
-    "linen gru": Row(make=Gru, loss=forecast, data=SERIES, inputs=series, cut=["head/"]),
+    "lstm": Row(
+        make=lambda: Lstm(nnx.Rngs(0)), loss=forecast, data=SERIES, chain="one scan", cut=["head/"]
+    ),
+    "linen gru": Row(
+        make=Gru, loss=forecast, data=SERIES, inputs=series, chain="one scan", cut=["head/"]
+    ),
     "mamba": Row(make=lambda: Selective(nnx.Rngs(0)), loss=forecast, data=SERIES, cut=["step/"]),
     "lax.scan": Row(make=lambda: Gated(nnx.Rngs(0)), loss=forecast, data=SERIES, cut=["inward/"]),
     "fourier": Row(make=lambda: Fourier(nnx.Rngs(0)), loss=forecast, data=SERIES, cut=["up/"]),

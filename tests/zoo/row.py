@@ -21,16 +21,17 @@ class Row:
 
     Attributes:
         make: Makes an NNX model, or a Linen module.
-        loss: `loss(model, batch)`.
+        loss: `loss(model, batch)`, or with a third argument `key` if `keyed`.
         data: Arrays with 16 examples or more.
         optimizer: Of optax.
         inputs: Of a Linen module's `init`, from the data.
         trainable: As `hxla.train` takes it.
         wrt: The NNX filter or the Linen path of what is trained, in the plain loop.
+        keyed: Whether the loss has a third argument.
+        sown: Collections of a Linen module that `sow` fills.
         by_microbatch: Whether the loss of a batch is no mean over its examples (BatchNorm, keys,
             negatives within the batch): then the plain loop adds up microbatches, too.
-        cut: Patterns of parameters whose last dimension two devices share; none: see `whole`.
-        whole: Why no tensor rule makes sense.
+        cut: Patterns of parameters whose last dimension two devices share.
         chain: Why no pipeline makes sense; empty: one of two stages is tried.
         floor: Share of the model's largest parameter below which a tensor's error is not relative
             to the tensor, and why; the default suits biases that began at zero.
@@ -43,9 +44,10 @@ class Row:
     inputs: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = None
     trainable: Any = None
     wrt: Any = nnx.Param
+    keyed: bool = False
+    sown: Sequence[str] = ()
     by_microbatch: bool = False
     cut: Sequence[str] = ()
-    whole: str = ""
     chain: str = ""
     floor: float = 0.1
 
@@ -57,7 +59,8 @@ class Row:
         first = {k: x[:MICROBATCH] for k, x in self.data.items()}
         names = ("params", "dropout")
         keys = dict(zip(names, jax.random.split(jax.random.key(1), 2), strict=True))
-        return jax.jit(self.make().init)(keys, *self.inputs(first))
+        made = dict(jax.jit(self.make().init)(keys, *self.inputs(first)))
+        return {name: made[name] for name in made if name not in self.sown}
 
 
 def plain(row: Row) -> tuple[list[float], Any]:
@@ -125,7 +128,7 @@ def _plain_nnx(row: Row) -> Any:
         ]
         own = jax.tree.unflatten(structure, streams)
         model = nnx.merge(graphdef, params, own, rest, copy=True)
-        out = row.loss(model, batch)
+        out = row.loss(model, batch, *[key] * row.keyed)
         return out, nnx.split(model, row.wrt, nnx.RngState, nnx.Intermediate, ...)[4]
 
     def finish(params: Any, rest: Any) -> Any:
@@ -142,8 +145,10 @@ def _plain_linen(row: Row) -> Any:
 
     def loss(trained: Any, rest: Any, key: Any, batch: Any) -> Any:
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(("params", "dropout"))}
-        run = nn.apply(lambda model, batch: row.loss(model, batch), row.make(), mutable=[*rest])
-        return run({"params": {**trained, **frozen}, **rest}, batch, rngs=keys)
+        mutable = [*rest, *row.sown]
+        run = nn.apply(lambda model, batch: row.loss(model, batch), row.make(), mutable=mutable)
+        out, left = run({"params": {**trained, **frozen}, **rest}, batch, rngs=keys)
+        return out, {name: left[name] for name in rest}
 
     def finish(trained: Any, rest: Any) -> Any:
         return {"params": {**trained, **frozen}, **rest}
