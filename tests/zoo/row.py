@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 STEPS, BATCH, MICROBATCH, SEED = 3, 16, 2, 3
+_LOSS = int.from_bytes(b"loss")  # what sets a loss's own key apart from the model's streams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def _plain_nnx(row: Row) -> Any:
         ]
         own = jax.tree.unflatten(structure, streams)
         model = nnx.merge(graphdef, params, own, rest, copy=True)
-        out = row.loss(model, batch, *[key] * row.keyed)
+        out = row.loss(model, batch, *[jax.random.fold_in(key, _LOSS)] * row.keyed)
         return out, nnx.split(model, row.wrt, nnx.RngState, nnx.Intermediate, ...)[4]
 
     def finish(params: Any, rest: Any) -> Any:
