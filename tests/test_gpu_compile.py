@@ -53,7 +53,8 @@ EXPECTED = {
         "finish": (CUT, {"all-reduce of s32 over tensor"}),
         "update": (
             {"all-reduce of f32 over stage"},
-            {"all-reduce of f32 over stage+tensor"},
+            # Over one device nothing is sent: jaxlib 0.10 leaves such a one behind.
+            {"all-reduce of f32 over stage+tensor", "all-reduce of f32 over 1 devices"},
         ),
         "sum 0": NONE,
     },
@@ -61,6 +62,8 @@ EXPECTED = {
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
     "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
 }
+# What all sums, or a pipeline's buffers, begin with.
+EXPECTED = {plan: programs | {"empty": NONE} for plan, programs in EXPECTED.items()}
 
 pytestmark = [
     pytest.mark.slow,
