@@ -110,7 +110,7 @@ def test_a_frozen_process_ends_the_job_and_is_named(tmp_path, rank):
     _, err = running.communicate(timeout=60)
     assert time.monotonic() - begun < 20
     assert running.returncode == 76
-    assert re.search(rf"rank {rank} has not answered for .* last seen at step \d+ in phase", err)
+    assert re.search(rf"rank {rank} has not answered for .* it is at step \d+ in phase", err)
     assert not psutil.pid_exists(children[rank].pid)
 
 

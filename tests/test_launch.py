@@ -250,7 +250,9 @@ def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
 def test_a_task_that_has_not_joined_is_refused(tmp_path):
     code = (
         "import hxla\n"
-        "try:\n    hxla.train(None, None, None, None, batch_size=1, steps=1)\n"
+        "import optax\nfrom flax import nnx\n"
+        "try:\n    hxla.train(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), {'x': [0.0]}, lambda m, b: 0.0,"
+        " optax.sgd(1.0), batch_size=1, steps=1)\n"
         "except hxla.LaunchError as e:\n    print(e)"
     )
     env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "JAX_PLATFORMS": "cpu"}

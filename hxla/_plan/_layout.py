@@ -9,8 +9,6 @@ import pydantic
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-MOST = 2**48  # of examples, or of elements of a dimension: products of few stay numbers
-
 
 def whole(value: Any) -> Any:
     """NumPy's whole numbers as Python's; anything else as it is."""
@@ -38,7 +36,9 @@ class Layout(PlanValue):
     """
 
     name: str
-    shape: tuple[Annotated[int, pydantic.Field(ge=0, le=MOST)], ...] = pydantic.Field(max_length=16)
+    shape: tuple[Annotated[int, pydantic.Field(ge=0, le=2**48)], ...] = pydantic.Field(
+        max_length=16
+    )
     dtype: str
     spec: tuple[tuple[str, ...], ...]
     memory: Literal["device"] = "device"

@@ -17,7 +17,7 @@ import pydantic
 from .._core._errors import PlanError
 from .._core._files import MOST_JSON_BYTES, named, read_bytes
 from .._core._types import STAGE_AXIS
-from ._layout import MOST, Layout, PlanValue, whole
+from ._layout import Layout, PlanValue, whole
 from ._plan_check import faults
 from ._plan_differences import differences
 from ._plan_file import faults_of, from_json, refusal
@@ -82,8 +82,8 @@ class Plan(PlanValue):
     format: Literal[1] = 1
     made_with: Versions
     cluster: str = ""
-    batch_size: Annotated[int, pydantic.Field(ge=1, le=MOST)]
-    microbatch_size: Annotated[int, pydantic.Field(ge=1, le=MOST)]
+    batch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
+    microbatch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
     devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
     axes: tuple[Axis, ...] = ()
     replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
