@@ -23,25 +23,25 @@ _Bytes = Annotated[float, pydantic.Field(ge=0, le=2**60)]
 _Count = Annotated[int, pydantic.Field(ge=1, le=2**40)]
 
 
-class _ProfileTable(pydantic.BaseModel):
+class _FileTable(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _SizeTable(_ProfileTable):
+class _SizeTable(_FileTable):
     parameter_bytes: _Bytes
     output_bytes: _Bytes
     stash_bytes: _Bytes
     flops: Annotated[float, pydantic.Field(ge=0, le=1e30)] = 0.0
 
 
-class _TimeTable(_ProfileTable):
+class _TimeTable(_FileTable):
     forward: _Seconds
     backward: _Seconds
     update: _Seconds = 0.0
     measured: bool = True
 
 
-class _Sizes(_ProfileTable):
+class _Sizes(_FileTable):
     microbatch_size: _Count
     tensor: _Count
     layers: list[_SizeTable]
@@ -51,7 +51,7 @@ class _Sizes(_ProfileTable):
         return self.microbatch_size, self.tensor
 
 
-class _OfKind(_ProfileTable):
+class _OfKind(_FileTable):
     kind: str
     microbatch_size: _Count
     tensor: _Count
@@ -69,7 +69,7 @@ class _Peak(_OfKind):
     bytes: Annotated[int, pydantic.Field(ge=0, le=2**60)]
 
 
-class _ProfileTable(_ProfileTable):
+class _ProfileTable(_FileTable):
     version: int
     model: str
     layers: list[str] = pydantic.Field(min_length=1)
