@@ -222,7 +222,7 @@ LINK = "[[link]]\ngigabytes_per_second = 1\n"
 HOSTILE = {
     "negative speed": (
         DEVICE + "[device.rates]\nfloat32 = { teraflops_per_second = -1 }",
-        r"device\.0\.rates\.float32\.teraflops_per_second: .* equal to .*, found -1",
+        r"device\.0\.rates\.float32\.teraflops_per_second: .* equal to (1e-12|0\.0{11}1), found -1",
     ),
     "negative measured speed": (
         DEVICE + "[device.speeds]\nbert = { steps_per_second = -2.0, batch_size = 1 }",

@@ -36,6 +36,7 @@ class Layout(PlanValue):
     """
 
     name: str
+    # Up to 2**48, so that products of a few sizes stay numbers; so are examples in `Plan`.
     shape: tuple[Annotated[int, pydantic.Field(ge=0, le=2**48)], ...] = pydantic.Field(
         max_length=16
     )
