@@ -8,7 +8,7 @@ variables), S sums per microbatch (loss, weight, metrics).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ from .._graph._graph import Graph, shapes_of
 from .._plan._plan_parts import SumsForm
 from . import _exact
 
+_PACKED_ELEMENTS = 1 << 14  # copying more costs more time than a kernel
+
 
 class DeviceSums(NamedTuple):
     """What one replica adds up over its microbatches.
@@ -27,7 +29,7 @@ class DeviceSums(NamedTuple):
         small_MS: Bit patterns of each microbatch's loss, weight and metrics; zero where another
             replica ran it.
         peaks_T: Bit patterns of the largest magnitude of each tensor.
-        values: For each float tensor its parts: two int32 limbs, or one float32.
+        values: For each pack of float tensors its parts: two int32 limbs, or one float32.
         ints: The integer leaves of other variables, as microbatch 0 left them; zero elsewhere.
     """
 
@@ -88,6 +90,40 @@ def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Te
     """
     params = shapes_of(graph, [graph.param_values[p] for p in trained])
     return Tensors(tuple(params), tuple(shapes_of(graph, graph.aux_values)), tuple(names))
+
+
+def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]:
+    """Small tensors of one size, whose sums are the rows of one array.
+
+    Each array of a program is several kernels, and it is kernels that a small model's compilation
+    is made of.
+
+    Args:
+        tensors: Of the sums.
+        alone: Those that must keep their shape; None: all.
+
+    Returns:
+        Their places, each once; tensors that share nothing alone.
+    """
+    by_size: dict[Any, list[int]] = {}
+    for i, x in enumerate(tensors.floats):
+        is_small = alone is not None and i not in alone and x.size <= _PACKED_ELEMENTS
+        by_size.setdefault(x.size if is_small else ("alone", i), []).append(i)
+    return list(by_size.values())
+
+
+def pack_shape(tensors: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, ...]:
+    """Of the sums of tensors of one size: a row for each, or the shape of the only one."""
+    [x, *others] = tensors
+    return (len(tensors), x.size) if others else at_least_1d(x.shape)
+
+
+def packed(values: Sequence[jax.Array], packs: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """Tensors as `packs_of` has them."""
+    return [
+        values[pack[0]] if len(pack) == 1 else jnp.stack([values[i].reshape(-1) for i in pack])
+        for pack in packs
+    ]
 
 
 def at_least_1d(shape: Sequence[int]) -> tuple[int, ...]:
@@ -155,9 +191,9 @@ class Contribution:
         return _exact.rescale(total, exponent) if self.is_exact else total
 
 
-def largest(x: jax.Array) -> jax.Array:
+def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
     """The largest magnitude, float32; NaN if there is one."""
-    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis, initial=0.0)
 
 
 def peak_bits(largest: jax.Array) -> jax.Array:
@@ -193,8 +229,15 @@ def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def local_largest(
-    values: Sequence[jax.Array], lay_out: Callable[[jax.Array], jax.Array]
+    values: Sequence[jax.Array],
+    lay_out: Callable[[jax.Array], jax.Array],
+    packs: Sequence[Sequence[int]],
 ) -> tuple[list[jax.Array], jax.Array]:
-    """The values as sums read them fast, and the bit pattern of the largest magnitude of each."""
-    values = [lay_out(x) for x in values]
-    return values, peak_bits(jnp.stack([largest(x) for x in values]))
+    """Packs as sums read them fast, and the bit pattern of the largest magnitude of each tensor."""
+    found = [lay_out(x) for x in packed(values, packs)]
+    peaks = [
+        largest(x) if len(pack) == 1 else largest(x, axis=1)
+        for x, pack in zip(found, packs, strict=True)
+    ]
+    order = np.argsort([i for pack in packs for i in pack])
+    return found, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])

@@ -23,7 +23,7 @@ from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
 from .._planner._complete import inner_axes
-from ._contribution import Contribution, tensors_of
+from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
@@ -99,9 +99,12 @@ class Programs:
             aux=aux,
             opt_state=opt_state_specs(training.optimizer, model.trained, self._of_trained(specs)),
         )
+        rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
+        is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
+        #: Tensors whose sums are one array.
+        self.packs = packs_of(self.tensors, rows if is_whole else None)
         make = _microbatches if plan.pipeline is None else _pipeline
         self.contribution, runner = make(self, sharded)
-        rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -111,6 +114,7 @@ class Programs:
                 *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f),
             ],
             row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
+            packs=self.packs,
             rows=rows,
             # Those of a pipeline are made from what its stages keep.
             release=plan.placement.sums == "released" or plan.pipeline is not None,
@@ -288,6 +292,7 @@ def _microbatches(programs: Programs, sharded: Sharded | None) -> Made:
     spec = MicrobatchSpec(
         graph=graph,
         tensors=programs.tensors,
+        packs=programs.packs,
         trained=programs.trained,
         contribution=contribution,
         num_microbatches=plan.num_microbatches,

@@ -25,6 +25,7 @@ from ._contribution import (
     first_only,
     local_largest,
     microbatch_key,
+    pack_shape,
     row_bits,
 )
 from ._options import compiler_options, extra_bytes
@@ -38,6 +39,7 @@ class MicrobatchSpec:
     Attributes:
         graph: Of the loss, for one microbatch.
         tensors: Of the sums.
+        packs: Of tensors whose sums are one array.
         trained: Places of the parameters that are trained.
         contribution: How they join the sums.
         num_microbatches: M, of a step.
@@ -50,6 +52,7 @@ class MicrobatchSpec:
 
     graph: Graph
     tensors: Tensors
+    packs: Sequence[Sequence[int]]
     trained: tuple[int, ...]
     contribution: Contribution
     num_microbatches: int
@@ -162,13 +165,18 @@ def _zeros(spec: MicrobatchSpec) -> DeviceSums:
     return DeviceSums(
         jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
         jnp.zeros(len(spec.tensors.floats), jnp.int32),
-        [spec.contribution.zeros(at_least_1d(x.shape)) for x in spec.tensors.floats],
+        [
+            spec.contribution.zeros(pack_shape([spec.tensors.floats[i] for i in pack]))
+            for pack in spec.packs
+        ],
         [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
     )
 
 
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:
-    each = [s for s in spec.specs() for _ in range(spec.contribution.form.num_parts)]
+    own = spec.specs()
+    packs = [own[pack[0]] if len(pack) == 1 else P() for pack in spec.packs]
+    each = [s for s in packs for _ in range(spec.contribution.form.num_parts)]
     return [P(), P(), *each, *[P()] * len(spec.tensors.others)]
 
 
@@ -193,11 +201,12 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
     """
     on_cpu = replica.devices[0].platform == "cpu"
     run, specs = _loss(spec, replica), spec.specs()
+    packs = [np.array(pack) for pack in spec.packs]
 
     def with_peaks(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         lay_out = row_major if on_cpu else lambda x: x
         if spec.sharded is None:
-            return local_largest(values, lay_out)
+            return local_largest(values, lay_out, spec.packs)
         mesh = replica.mesh
         values = [
             jax.lax.with_sharding_constraint(x, replica.sharding(s))
@@ -205,7 +214,7 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
         ]
 
         def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            values, peaks_T = local_largest(values, lay_out)
+            values, peaks_T = local_largest(values, lay_out, spec.packs)
             return values, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
 
         mapped = jax.shard_map(
@@ -245,7 +254,10 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
             jnp.maximum(sums.peaks_T * keep, peaks_T),
-            [add(sums.values[i], x, exponents_T[i]) for i, x in enumerate(values)],
+            [
+                add(before, x, exponents_T[pack[0]] if len(pack) == 1 else exponents_T[pack, None])
+                for before, x, pack in zip(sums.values, values, packs, strict=True)
+            ],
             [first_only(a * keep, b, index) for a, b in zip(sums.ints, ints, strict=True)],
         )
         return out, row_S[1]

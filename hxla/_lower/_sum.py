@@ -26,7 +26,14 @@ from jax.sharding import PartitionSpec as P
 from .._core._types import DATA_AXIS, PyTree
 from .._plan._layout import names_of
 from .._plan._stage_storage import piece_shape
-from ._contribution import Contribution, DeviceSums, Tensors, at_least_1d, peaks_to_maxima
+from ._contribution import (
+    Contribution,
+    DeviceSums,
+    Tensors,
+    at_least_1d,
+    pack_shape,
+    peaks_to_maxima,
+)
 from ._replica import Replica
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
@@ -110,6 +117,7 @@ class Reducer:
         tensors: Those that are summed.
         specs: How each of them lies on the inner axes of a replica.
         row_shape: Of the sums of all microbatches of a step.
+        packs: Tensors whose sums are one array, the rows of which they are; None: each is its own.
         rows: Tensors of which only rows that are not zero are sent, with the most that a replica
             has.
         release: Whether what was added up is let go as soon as it is summed.
@@ -123,12 +131,12 @@ class Reducer:
         specs: Sequence[P],
         *,
         row_shape: tuple[int, int],
+        packs: Sequence[Sequence[int]] | None = None,
         rows: Mapping[int, int] | None = None,
         release: bool = False,
     ):
         self._contribution = contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
-        self.rows = dict(rows or {})
         self.releases = release
         self.replicas = tuple(replicas)
         self.local = tuple(r for r in replicas if r.is_local)
@@ -149,15 +157,20 @@ class Reducer:
                 check_vma=False,
             )
         )
-        self._shapes = [at_least_1d(x.shape) for x in tensors.floats]
-        self._specs = list(specs)
+        packs = packs or [[i] for i in range(len(tensors.floats))]
+        self._num_tensors = len(tensors.floats)
+        self._shapes = [pack_shape([tensors.floats[i] for i in pack]) for pack in packs]
+        self._specs = [specs[pack[0]] if len(pack) == 1 else P() for pack in packs]
+        places = {pack[0]: p for p, pack in enumerate(packs)}
+        self._rows = {places[i]: most for i, most in (rows or {}).items()}
         self._small_shapes = [row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
         sizes = [
             math.prod(piece_shape(shape, spec, dict(self._inner)))
-            for shape, spec in zip(self._shapes, specs, strict=True)
+            for shape, spec in zip(self._shapes, self._specs, strict=True)
         ]
-        #: Tensors that are summed by one program, and as one vector.
-        self.buckets = buckets(sizes, contribution.form.bucket_mib << 18, self.rows)
+        self._buckets = buckets(sizes, contribution.form.bucket_mib << 18, self._rows)
+        #: Tensors that are summed by one program, in the order of their vector.
+        self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
         self._programs: list[Any] = []
 
     @property
@@ -177,14 +190,15 @@ class Reducer:
         vector, or of each tensor in its own shape where replicas have several devices. As int32,
         they may take the place of a sum that is let go.
         """
-        num, bucket = len(self.replicas), self.buckets[k]
-        rows = self.rows.get(bucket[0])
+        num, bucket = len(self.replicas), self._buckets[k]
+        rows = self._rows.get(bucket[0])
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             like = [parts[0] for parts in values]
             if num == 1:
-                each = [self._contribution.combine(*parts) for parts in values]
-                return each if self._inner else [_concatenate(each)]
+                if self._inner:
+                    return [self._contribution.combine(*parts) for parts in values]
+                return [self._contribution.combine(*map(_concatenate, zip(*values, strict=True)))]
             if rows is not None:
                 return [self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)]
             flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
@@ -221,16 +235,16 @@ class Reducer:
     def _arguments(self, k: int) -> Any:
         """PartitionSpecs of a program's arguments over the inner axes."""
         num = self._contribution.form.num_parts
-        return *self._small(k), [(self._specs[i],) * num for i in self.buckets[k]]
+        return *self._small(k), [(self._specs[i],) * num for i in self._buckets[k]]
 
     def lower(self) -> list[Any]:
         """The programs of all buckets before compilation."""
         lowered = []
-        for k, bucket in enumerate(self.buckets):
+        for k, bucket in enumerate(self._buckets):
             own: list[Any] = []
             ints: list[Any] = []
             if k == 0:
-                own = [self._shape((n,), P()) for n in (NUM_TOLD, len(self._shapes))]
+                own = [self._shape((n,), P()) for n in (NUM_TOLD, self._num_tensors)]
                 ints = [self._shape(shape, P()) for shape in self._small_shapes]
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [(self._shape(self._shapes[i], self._specs[i], dtype),) * num for i in bucket]
@@ -290,7 +304,7 @@ class Reducer:
         ints = self._stack([P()] * len(self._small_shapes), [[s.small_MS, *s.ints] for s in sums])
         values = [
             self._stack(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
-            for k, bucket in enumerate(self.buckets)
+            for k, bucket in enumerate(self._buckets)
         ]
         return own, ints, values
 
@@ -313,7 +327,7 @@ class Reducer:
             values[k] = None
             if k == 0:
                 small = gathered, summed
-            specs = [self._specs[i] for i in self.buckets[k]] if self._inner else [P()]
+            specs = [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
             for x, spec in zip(found, specs, strict=True):
                 for own_totals, part in zip(totals, self._on_each(x, spec), strict=True):
                     own_totals.append(part)
@@ -413,7 +427,7 @@ class Reducer:
         else:
             totals = [
                 like((sum(math.prod(self._shapes[k]) for k in bucket),), jnp.int32, P())
-                for bucket in self.buckets
+                for bucket in self._buckets
             ]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
 

@@ -78,15 +78,15 @@ def update_program(
         value: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
         found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
-        combined = list(found)
+        combined = dict(enumerate(found))
         if not replica.axes:  # vectors of one device's tensors
-            combined = []
             for flat, bucket in zip(found, spec.buckets, strict=True):
                 ends = np.cumsum([floats[i].size for i in bucket])
-                combined += jnp.split(flat, ends[:-1])
+                for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
+                    combined[i] = own
         sums = [
-            contribution.value(total, exponents_T[i]).reshape(floats[i].shape)
-            for i, total in enumerate(combined)
+            contribution.value(combined[i], exponents_T[i]).reshape(x.shape)
+            for i, x in enumerate(floats)
         ]
         grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
