@@ -174,5 +174,5 @@ def test_a_parameter_that_two_chunks_of_a_stage_read_has_a_term_for_each():
     )
     [spec] = [runner.spec for runner in made.runners]
     assert all(part.segment.params == (0,) for part in spec.parts)
-    assert num_terms(spec.parts, 4) == 4 * 4
+    assert num_terms(spec.graph, spec.parts, 4) == 4 * 4
     assert made.contribution.bits == num_bits(4 * 4)

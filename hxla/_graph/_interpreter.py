@@ -81,6 +81,8 @@ def run_ops(
 
 
 def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
+    if op.kind == "join":
+        return [jax.lax.concatenate(operands, 0)]
     if not op.body or op.kind == "custom":
         return run_equation(op.eqn, operands)
 
@@ -101,6 +103,15 @@ def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
         operands[first_slice:],
     )
     carried = op.body_inputs[num_consts:first_slice]
+    length, unroll = params["length"], params["unroll"]
+    if op.iterations is not None:
+        start, stop = op.iterations.rows
+        # A range of a stacked parameter has these rows only.
+        slices = [
+            x if x.shape[0] == stop - start else jax.lax.slice_in_dim(x, start, stop)
+            for x in slices
+        ]
+        length, unroll = stop - start, min(unroll, stop - start)
 
     def step(carry: Any, xs: Any) -> Any:
         out = body(*consts, *place.carry(carried, carry), *xs)
@@ -110,9 +121,9 @@ def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
         step,
         place.carry(carried, carry),
         slices,
-        length=params["length"],
+        length=length,
         reverse=params["reverse"],
-        unroll=params["unroll"],
+        unroll=unroll,
     )
     return [*carry, *ys]
 

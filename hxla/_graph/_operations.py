@@ -52,13 +52,36 @@ def _itemsize(dtype: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Iterations:
+    """Consecutive iterations of a scan that is cut between them.
+
+    Attributes:
+        scan: The name of the scan: the path that its stacked parameters share.
+        start: The first of them.
+        stop: The one after the last.
+        rows: The first and the last plus one of their rows of what is stacked; a scan that runs
+            from the last row to the first has others than those of the same numbers.
+    """
+
+    scan: str
+    start: int
+    stop: int
+    rows: tuple[int, int]
+
+    def __str__(self) -> str:
+        of = f"{self.start}" if self.stop == self.start + 1 else f"{self.start}:{self.stop}"
+        return f"{self.scan}[{of}]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Op:
     """An equation of a traced loss.
 
     Attributes:
         eqn: The jaxpr's own equation.
         kind: The way it is run again: `leaf`; `custom` (a rule of its own for gradients: it runs as
-            a whole, and its body is for analysis only); `remat`; or `scan`.
+            a whole, and its body is for analysis only); `remat`; `scan`; or `join`, which stacks
+            what the parts of a scan put out.
         inputs: The operands, places of values in `Graph.values` or literals.
         outputs: The places of the results.
         body: The operations inside a `custom`, `remat` or `scan`.
@@ -70,6 +93,7 @@ class Op:
         times: The number of runs in a step.
         flops: The floating-point operations of one run of a leaf.
         factors: The ways to cut a leaf.
+        iterations: The iterations that it runs of a scan that is cut; None: all.
     """
 
     eqn: Any
@@ -85,6 +109,7 @@ class Op:
     times: int
     flops: int = 0
     factors: tuple[Factor, ...] = ()
+    iterations: Iterations | None = None
 
     @property
     def name(self) -> str:

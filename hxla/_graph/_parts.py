@@ -10,6 +10,7 @@ from typing import Any
 
 from ._graph import Graph
 from ._interpreter import AS_THEY_ARE, ArrayPlacement, Env, read, run_ops
+from ._scans import opened, ranged
 from ._segments import Segment, in_task_order, segments_at
 
 
@@ -55,14 +56,31 @@ def parts_of(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
     return tuple(out)
 
 
-def graph_of(graph: Graph, cut_by: str) -> Graph:
-    """The graph in the order in which a pipeline cuts it.
+def graph_of(graph: Graph, cut_by: str = "work") -> Graph:
+    """The graph as a chain is cut from it.
 
     Args:
         graph: Traced.
-        cut_by: `work`: as it is; `annotations`: see `in_task_order`.
+        cut_by: `work`: in its order, each iteration of a scan over layers an equation;
+            `annotations`: see `in_task_order`.
     """
-    return in_task_order(graph) if cut_by == "annotations" else graph
+    return in_task_order(graph) if cut_by == "annotations" else opened(graph)
+
+
+def graph_at(graph: Graph, cut_by: str, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
+    """`graph_of` with the iterations that a part runs of a scan in one equation.
+
+    Args:
+        graph: Traced.
+        cut_by: See `graph_of`.
+        points: Cuts of `graph_of`.
+
+    Returns:
+        The graph, and its cuts.
+    """
+    if cut_by == "annotations":
+        return in_task_order(graph), tuple(points)
+    return ranged(graph, points)
 
 
 def run_part(

@@ -57,10 +57,11 @@ def segments(graph: Graph, num: int) -> tuple[Segment, ...]:
     """Cut a graph into a chain of segments of about equal work.
 
     Near each multiple of the `num`-th part of all operations, the cut is where the fewest bytes
-    cross. A program with few such places, such as a scan over its layers, gives fewer segments.
+    cross. A program with few such places, such as a scan over time, gives fewer segments.
 
     Args:
-        graph: From `hxla.trace`.
+        graph: From `hxla.trace`; with its scans over layers opened, see `_parts.graph_of`, it is
+            cut between their iterations too.
         num: Most segments, at least 1.
 
     Returns:
@@ -80,7 +81,12 @@ def cut_points(graph: Graph, num: int) -> tuple[int, ...]:
     """
     if num < 1:
         raise PlanError(f"a chain has at least one segment, not {num}")
-    return tuple(_cuts(graph, _parameter_views(graph)[1], num))
+    return tuple(_cuts(graph, num))
+
+
+def chain_ops(graph: Graph) -> list[Op]:
+    """The operations that are counted in cuts."""
+    return _parameter_views(graph)[1]
 
 
 def task_points(graph: Graph) -> tuple[int, ...]:
@@ -126,7 +132,7 @@ def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
     chunks = [ops[a:b] for a, b in itertools.pairwise(cuts)]
     for i, chunk in enumerate(chunks):
         made_in.update({v: i for op in chunk for v in op.outputs})
-    last_use = _last_use(graph, ops)
+    last_use = _last_use(graph, views, ops)
     ends = list(itertools.accumulate(map(len, chunks)))
     return tuple(
         _segment(graph, i, chunk, views, made_in, last_use, ends[i])
@@ -151,11 +157,15 @@ def run_segment(graph: Graph, segment: Segment) -> Callable[[Sequence[Any], Env,
 
 
 def _parameter_views(graph: Graph) -> tuple[dict[int, Op], list[Op]]:
-    """Operations that only recast parameters, by what they make; and all others."""
+    """Operations that are repeated wherever they are read, by what they make; and all others.
+
+    They recast parameters, or join what the parts of a scan put out.
+    """
     views: dict[int, Op] = {}
     rest = []
     for op in graph.ops:
-        if op.outputs and all(graph.values[v].param is not None for v in op.outputs):
+        recasts = op.outputs and all(graph.values[v].param is not None for v in op.outputs)
+        if recasts or op.kind == "join":
             views.update(dict.fromkeys(op.outputs, op))
         else:
             rest.append(op)
@@ -166,16 +176,22 @@ def _reads(op: Op) -> list[int]:
     return [v for v in op.inputs if isinstance(v, int)]
 
 
-def _last_use(graph: Graph, ops: Sequence[Op]) -> dict[int, int]:
+def _last_use(graph: Graph, views: dict[int, Op], ops: Sequence[Op]) -> dict[int, int]:
     """The last operation that reads a value; the results are read after all."""
-    last = {v: i for i, op in enumerate(ops) for v in _reads(op)}
-    return last | {v: len(ops) for v in graph.result_values if isinstance(v, int)}
+
+    def through(v: int) -> list[int]:
+        is_joined = v in views and views[v].kind == "join"
+        return [v, *(_reads(views[v]) if is_joined else ())]
+
+    last = {u: i for i, op in enumerate(ops) for v in _reads(op) for u in through(v)}
+    results = [v for v in graph.result_values if isinstance(v, int)]
+    return last | {u: len(ops) for v in results for u in through(v)}
 
 
-def _crossing(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
+def _crossing(graph: Graph, views: dict[int, Op], ops: Sequence[Op]) -> np.ndarray:
     """Bytes that cross before each operation, int64[num ops + 1]."""
     change = np.zeros(len(ops) + 2, np.int64)
-    last = _last_use(graph, ops)
+    last = _last_use(graph, views, ops)
     for i, op in enumerate(ops):
         for v in op.outputs:
             if last.get(v, i) > i:
@@ -188,8 +204,9 @@ def _flops(op: Op) -> float:
     return float(sum(leaf.flops for leaf in leaves((op,))))
 
 
-def _cuts(graph: Graph, ops: Sequence[Op], num: int) -> list[int]:
-    crossing = _crossing(graph, ops)
+def _cuts(graph: Graph, num: int) -> list[int]:
+    views, ops = _parameter_views(graph)
+    crossing = _crossing(graph, views, ops)
     work = np.concatenate([[0.0], np.cumsum([_flops(op) for op in ops])])
     share = work[-1] / num
     found: list[int] = []
@@ -230,7 +247,8 @@ def _segment(
     read = dict.fromkeys([*(v for op in chunk for v in _reads(op)), *results])
     for v in read:
         needed(v)
-    ops = (*own_views.values(), *chunk)
+    joins = [op for op in own_views.values() if op.kind == "join"]
+    ops = (*(op for op in own_views.values() if op.kind != "join"), *_joined(chunk, joins))
     made = {v for op in ops for v in op.outputs}
     read_inside = [*(v for op in ops for v in _reads(op)), *results]
     outside = dict.fromkeys(v for v in read_inside if v not in made)
@@ -238,8 +256,8 @@ def _segment(
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
     outputs = tuple(v for op in chunk for v in op.outputs if last_use.get(v, -1) >= end)
-    stacks = [op.stack for op in chunk if op.stack]
-    sources = [op.source.rsplit("/", 1)[-1] for op in chunk if op.source]
+    stacks = [label for op in chunk if (label := _label(op, op.stack))]
+    sources = [label for op in chunk if (label := _label(op, op.source.rsplit("/", 1)[-1]))]
     labels = stacks if len(set(stacks)) > 1 else sources or [str(index)]
     first, last = labels[0], labels[-1]
     return Segment(
@@ -254,3 +272,20 @@ def _segment(
         flops=sum(map(_flops, chunk)),
         output_bytes=sum(values[v].num_bytes for v in outputs),
     )
+
+
+def _label(op: Op, place: str) -> str:
+    return place if op.iterations is None else str(op.iterations)
+
+
+def _joined(chunk: Sequence[Op], joins: Sequence[Op]) -> list[Op]:
+    """The operations with each join after the last of them that makes a part of it."""
+    after: dict[int, list[Op]] = {}
+    for join in joins:
+        parts = set(_reads(join))
+        last = max((i for i, op in enumerate(chunk) if parts & set(op.outputs)), default=-1)
+        after.setdefault(last, []).append(join)
+    ordered = after.get(-1, [])
+    for i, op in enumerate(chunk):
+        ordered = [*ordered, op, *after.get(i, ())]
+    return ordered

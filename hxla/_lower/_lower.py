@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
 from .._graph._graph import Graph
-from .._graph._parts import graph_of, parts_of
+from .._graph._parts import graph_at, parts_of
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
@@ -22,7 +22,7 @@ from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
-from .._planner._complete import inner_axes
+from .._planner._complete import check_layers_whole, inner_axes
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
@@ -309,12 +309,13 @@ def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
     graph, plan = programs.graph, programs.plan
     planned = plan.pipeline
     assert planned is not None
-    ordered = graph_of(graph, planned.cut_by)
-    parts = parts_of(ordered, planned.points)
-    contribution = Contribution.of(plan.sums, num_terms(parts, plan.num_microbatches))
+    ordered, points = graph_at(graph, planned.cut_by, planned.points)
+    check_layers_whole(ordered, plan.parameters)
+    parts = parts_of(ordered, points)
+    contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
     num_stages, num = plan.num_stages, plan.num_microbatches
     slots = make_slots(
-        [graph.values[v].shape for v in graph.param_values],
+        graph.param_shapes,
         [graph.values[v].dtype for v in graph.param_values],
         [
             sorted({p for part in parts[s::num_stages] for p in part.segment.params})
@@ -323,6 +324,7 @@ def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
         [to_spec(layout.spec) for layout in plan.parameters],
         inner_axes(plan),
         programs.trained,
+        ordered.param_ranges,
     )
     table = planned.schedule
     is_even = table == "interleaved" or not isinstance(table, str)
@@ -341,7 +343,7 @@ def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
         num_columns=num_columns(graph.metrics),
         seed=programs.training.seed,
         recompute=planned.recompute,
-        sharded=sharded,
+        sharded=None if sharded is None else sharded.over(ordered),
     )
     return contribution, lambda replica: Pipeline(spec, replica)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
-from .._graph._graph import Graph
+from .._graph._graph import Graph, ParamRange
 from .._graph._interpreter import AS_THEY_ARE, Env
 from .._graph._parts import ChainPart
 from .._plan._sharding import Sharded
@@ -100,10 +100,19 @@ class PipelineSpec:
     sharded: Sharded | None = None
 
 
-def num_terms(parts: Sequence[ChainPart], num_microbatches: int) -> int:
+def num_terms(graph: Graph, parts: Sequence[ChainPart], num_microbatches: int) -> int:
     """Terms of one element's sum: a parameter that several parts read has more."""
-    readers = collections.Counter(p for part in parts for p in part.segment.params)
-    return num_microbatches * max(readers.values(), default=1)
+    read: dict[int, list[ParamRange | None]] = collections.defaultdict(list)
+    for entry in (p for part in parts for p in part.segment.params):
+        read[graph.param_of(entry)].append(graph.range_of(entry))
+
+    def meet(a: ParamRange | None, b: ParamRange | None) -> bool:
+        if a is None or b is None or a.dim != b.dim:
+            return True
+        return b.start <= a.start < b.stop
+
+    readers = [sum(meet(a, b) for b in own) for own in read.values() for a in own]
+    return num_microbatches * max(readers, default=1)
 
 
 class PipelineProgram:
@@ -121,8 +130,13 @@ class PipelineProgram:
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = Inside(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
+        trained = [
+            entry
+            for entry in range(len(spec.graph.param_values))
+            if spec.graph.param_of(entry) in spec.slots.trained
+        ]
         self.stages = [
-            StagePart(spec.graph, part, place, trained=spec.slots.trained, on_cpu=on_cpu)
+            StagePart(spec.graph, part, place, trained=trained, on_cpu=on_cpu)
             for part in spec.parts
         ]
         self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}
@@ -286,7 +300,16 @@ class PipelineProgram:
 
     def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        return [slots[held[i]] for i in stage.params]
+        arrays = [slots[held[i]] for i in stage.params]
+        # A slot for a range of a stacked parameter is as long as the longest stage's.
+        return [
+            x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
+            for x, shape in zip(arrays, self._param_shapes(stage), strict=True)
+        ]
+
+    def _param_shapes(self, stage: StagePart) -> list[tuple[int, ...]]:
+        graph = self.spec.graph
+        return [graph.values[graph.param_values[i]].shape for i in stage.params]
 
     def _forward(self, p: int, stage: StagePart) -> Any:
         def run(
@@ -372,8 +395,11 @@ class PipelineProgram:
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
         own = [held[stage.params[i]] for i in stage.trained]
         places, specs = [self._sum_of[i] for i in own], [self.slot_specs[i] for i in own]
+        grads = [
+            _padded(x, self.spec.slots.slots[i].shape) for i, x in zip(own, grads, strict=True)
+        ]
         peaks_NT, grads = self.inside.raise_peaks(
-            acc.peaks_NT, places, self.inside.place(list(grads), specs), specs
+            acc.peaks_NT, places, self.inside.place(grads, specs), specs
         )
         slots = list(acc.slots)
         for i, grad in zip(places, grads, strict=True):
@@ -456,6 +482,13 @@ def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: A
         return run(carry, *own)
 
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
+
+
+def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array with zeros behind it up to a shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, full - own) for own, full in zip(x.shape, shape, strict=True)])
 
 
 def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:

@@ -7,6 +7,9 @@ stage has one of the same shape, as SPMD asks. One all-to-all fills them and one
 was summed in them. A slot that a stage has no use for is padding. Where a stage has several
 devices, each of them does this with its own piece of every parameter.
 
+Of a stacked parameter a stage holds the rows of its own iterations, in a slot that is as long as the
+longest stage's; see `_layer_rows` for one that is stored cut between its rows.
+
 Legend of shape suffixes: S stages.
 """
 
@@ -19,7 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
+from .._graph._graph import ParamRange
 from .._plan._stage_storage import piece_shape, without_stages
+from ._layer_rows import StackRows, StoredRows, collect_rows, fill_rows
 from ._words import Words
 
 
@@ -28,13 +33,14 @@ class Slot:
     """An array that every stage has.
 
     Attributes:
-        shape: Of a parameter in it, whole.
+        shape: Of a parameter in it, whole, or of the rows of one.
         dtype: Of the same.
         spec: How the devices of a stage cut those parameters.
         piece: Shape of what each of these devices has.
         dim: Dimension in which stages store those pieces cut; None: every stage stores them.
         params: For each stage the parameter in it, or None: padding.
         trained: Whether they are trained, and so summed.
+        stack: The rows that are in it; None: whole parameters.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +50,26 @@ class Slot:
     dim: int | None
     params: tuple[int | None, ...]
     trained: bool
+    stack: StackRows | None = None
+
+    @property
+    def is_stored_by_rows(self) -> bool:
+        """Whether stages store the parameters cut in the dimension of which it holds rows."""
+        return self.stack is not None and self.stack.dim == self.dim
+
+    @property
+    def stored_rows(self) -> StoredRows:
+        """The same of which `is_stored_by_rows` is true."""
+        assert self.stack is not None
+        return StoredRows(stack=self.stack, params=self.params)
+
+    def rows(self, x: jax.Array, stage: int) -> jax.Array:
+        """The part of a parameter that is in it on a stage, with zeros up to its length."""
+        return x if self.stack is None else self.stack.taken(x, stage)
+
+    def in_place(self, x: jax.Array, stage: int) -> jax.Array:
+        """What is in it on a stage, as a part of a parameter that is zero elsewhere."""
+        return x if self.stack is None else self.stack.put(x, stage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +79,7 @@ class Slots:
     Attributes:
         num_stages: S.
         slots: All of them.
-        of: For each stage its parameters and their slots.
+        of: For each stage its parameters and ranges of parameters, and their slots.
         specs: PartitionSpec of each parameter between steps.
         trained: Those parameters that are trained.
     """
@@ -76,13 +102,16 @@ class Slots:
             stored: Each parameter as this device stores it.
         """
         me = jax.lax.axis_index(STAGE_AXIS)
-        cut = [slot for slot in self.slots if slot.dim is not None]
+        by_rows = [slot for slot in self.slots if slot.is_stored_by_rows]
+        cut = [slot for slot in self.slots if slot.dim is not None and slot not in by_rows]
         pieces = {slot: self._piece(slot, stored) for slot in cut}
         received: dict[Slot, jax.Array] = {}
         if cut:
             of_stage = _exchanged([[pieces[s][i] for s in cut] for i in range(self.num_stages)])
             for slot, *parts in zip(cut, *of_stage, strict=True):
                 received[slot] = jnp.concatenate(parts, slot.dim)
+        filled = fill_rows([slot.stored_rows for slot in by_rows], stored)
+        received |= zip(by_rows, filled, strict=True)
         out = []
         for slot in self.slots:
             if slot.dim is not None:
@@ -94,9 +123,10 @@ class Slots:
 
     def _piece(self, slot: Slot, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """For each stage what this device stores of its parameter, zeros where it has none."""
-        some = next(p for p in slot.params if p is not None)
-        empty = jnp.zeros(stored[some].shape, slot.dtype)
-        return [empty if p is None else stored[p] for p in slot.params]
+        some, stage = next((p, s) for s, p in enumerate(slot.params) if p is not None)
+        like = jax.eval_shape(lambda x: slot.rows(x, stage), stored[some])
+        empty = jnp.zeros(like.shape, slot.dtype)
+        return [empty if p is None else slot.rows(stored[p], s) for s, p in enumerate(slot.params)]
 
     def collect(
         self, sums: Sequence[Sequence[jax.Array]], small: Sequence[jax.Array]
@@ -112,7 +142,9 @@ class Slots:
             that read it; and each small array with a leading dimension of stages.
         """
         num = self.num_stages
-        summed = [self.slots[i] for i in self.summed]
+        every = [(self.slots[i], own) for i, own in zip(self.summed, sums, strict=True)]
+        summed = [(slot, own) for slot, own in every if not slot.is_stored_by_rows]
+        by_rows = [(slot, own) for slot, own in every if slot.is_stored_by_rows]
         totals: dict[int, list[Any]] = {}
 
         def add(param: int, parts: Sequence[jax.Array]) -> None:
@@ -124,20 +156,22 @@ class Slots:
             )
 
         def message(stage: int) -> list[jax.Array]:
-            own = [
-                _chunk(part, slot.dim, stage, num)
-                for slot, parts in zip(summed, sums, strict=True)
-                for part in parts
-            ]
+            own = [_chunk(part, slot.dim, stage, num) for slot, parts in summed for part in parts]
             return [*small, *own]
 
         of_stage = _exchanged([message(i) for i in range(num)])
         first = len(small)
-        for slot, own in zip(summed, sums, strict=True):
+        for slot, own in summed:
             for stage, param in enumerate(slot.params):
                 if param is not None:
-                    add(param, of_stage[stage][first : first + len(own)])
+                    parts = of_stage[stage][first : first + len(own)]
+                    add(param, [slot.in_place(x, stage) for x in parts])
             first += len(own)
+        collected = collect_rows(
+            [slot.stored_rows for slot, _ in by_rows], [own for _, own in by_rows]
+        )
+        for param, parts in collected:
+            add(param, parts)
         missing = [p for p in self.trained if p not in totals]
         assert not missing, missing
         gathered = [jnp.stack([arrays[i] for arrays in of_stage]) for i in range(len(small))]
@@ -151,20 +185,24 @@ def make_slots(
     specs: Sequence[P],
     axes: Sequence[tuple[str, int]] = (),
     trained: Sequence[int] | None = None,
+    ranges: Sequence[ParamRange] = (),
 ) -> Slots:
     """Give each stage's parameters slots of their shapes.
 
     Args:
         shapes: Of every parameter.
         dtypes: Of every parameter.
-        read_by: For each stage the parameters it reads; what nobody reads is the first stage's.
+        read_by: For each stage the parameters it reads, a range of one as its place in `ranges` after
+            all of them; what nobody reads is the first stage's.
         specs: How parameters lie between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.
         trained: Parameters that are trained; None: all.
+        ranges: Rows of stacked parameters.
     """
-    trained = tuple(range(len(shapes)) if trained is None else trained)
-    num_stages = len(read_by)
-    unread = set(range(len(shapes))) - {p for own in read_by for p in own}
+    num_params, num_stages = len(shapes), len(read_by)
+    trained = tuple(range(num_params) if trained is None else trained)
+    param_of = [*range(num_params), *(own.param for own in ranges)]
+    unread = set(range(num_params)) - {param_of[p] for own in read_by for p in own}
     held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
     inside = [without_stages(spec) for spec in specs]
     pieces = [
@@ -174,36 +212,47 @@ def make_slots(
     table: dict[Any, list[list[int | None]]] = {}
     for stage, own in enumerate(held):
         used: dict[Any, int] = {}
-        for p in own:
-            kind = (shapes[p], jnp.dtype(dtypes[p]), pieces[p], *inside[p], p in trained)
+        for entry in own:
+            p = param_of[entry]
+            rows_dim = ranges[entry - num_params].dim if entry >= num_params else None
+            dtype = jnp.dtype(dtypes[p])
+            kind = (shapes[p], dtype, pieces[p], *inside[p], p in trained, rows_dim)
             rows = table.setdefault(kind, [])
             row = used.get(kind, 0)
             used[kind] = row + 1
             if row == len(rows):
                 rows.append([None] * num_stages)
-            rows[row][stage] = p
-    slots = [
-        Slot(
-            shape=shape,
-            dtype=dtype,
-            piece=piece,
-            spec=spec,
-            dim=dim,
-            params=tuple(row),
-            trained=is_trained,
-        )
-        for (shape, dtype, piece, spec, dim, is_trained), rows in table.items()
-        for row in rows
-    ]
+            rows[row][stage] = entry
+    slots, entries = [], []
+    for (shape, dtype, piece, spec, dim, is_trained, rows_dim), rows in table.items():
+        for row in rows:
+            stack = None
+            if rows_dim is not None:
+                spans = [
+                    None
+                    if e is None
+                    else (ranges[e - num_params].start, ranges[e - num_params].stop)
+                    for e in row
+                ]
+                stack = StackRows(dim=rows_dim, num_rows=shape[rows_dim], spans=tuple(spans))
+            slots.append(
+                Slot(
+                    shape=shape if stack is None else stack.shape_of(shape),
+                    dtype=dtype,
+                    piece=piece if stack is None else stack.shape_of(piece),
+                    spec=spec,
+                    dim=dim,
+                    params=tuple(None if e is None else param_of[e] for e in row),
+                    trained=is_trained,
+                    stack=stack,
+                )
+            )
+            entries.append(row)
     return Slots(
         num_stages=num_stages,
         slots=tuple(slots),
         of=tuple(
-            {
-                held_one: i
-                for i, slot in enumerate(slots)
-                if (held_one := slot.params[s]) is not None
-            }
+            {entry: i for i, row in enumerate(entries) if (entry := row[s]) is not None}
             for s in range(num_stages)
         ),
         specs=tuple(specs),

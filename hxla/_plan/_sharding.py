@@ -120,6 +120,16 @@ class Sharded:
         self.warnings = warnings
         self.axes = dict(axes)
 
+    def over(self, graph: Graph) -> "Sharded":
+        """The same for the graph with its scans cut into ranges of iterations."""
+        axes = {
+            name: dataclasses.replace(
+                axis, made={**axis.made, **{v: axis.made.get(u) for v, u in graph.alike.items()}}
+            )
+            for name, axis in self.axes.items()
+        }
+        return Sharded(graph, axes, self.warnings)
+
     def spec_of(self, value: int) -> P:
         """How a value lies on the mesh."""
         return spec(len(self.graph.values[value].shape), self.made(value))

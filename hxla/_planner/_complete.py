@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._cluster import Cluster, Device
+from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
 from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph
-from .._graph._parts import graph_of, parts_of
+from .._graph._parts import ChainPart, graph_at, parts_of
 from .._plan._layout import Layout, dtype_name, from_spec
 from .._plan._plan import Plan
 from .._plan._plan_parts import (
@@ -92,7 +93,9 @@ def complete(
         specs = storage_specs(
             graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
         )
-        said += _shares_of_work(graph, pipeline, structure.pipeline.num)
+        ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
+        check_layers_whole(ordered, layouts(graph, specs))
+        said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
     parameters = layouts(graph, specs)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
@@ -184,8 +187,28 @@ def inner_axes(plan: Plan) -> Axes:
     return tuple((axis.name, axis.size) for axis in plan.axes if axis.name != STAGE_AXIS)
 
 
-def _shares_of_work(graph: Graph, pipeline: PlannedPipeline, num_stages: int) -> list[str]:
-    parts = parts_of(graph_of(graph, pipeline.cut_by), pipeline.points)
+def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
+    """Refuse layouts in which the devices of a stage cut a stacked parameter between its layers.
+
+    Args:
+        graph: With its scans cut where the stages end.
+        parameters: The layouts.
+
+    Raises:
+        PlanError: If there are any, with every one.
+    """
+    found = {
+        f"parameters.{layout.name}.spec: {names[0]!r} cuts dimension {rows.dim}, in which the "
+        "layers of a scan are stacked that the stages share out; let it cut another dimension"
+        for rows in graph.param_ranges
+        for layout in [parameters[rows.param]]
+        if (names := [name for name in layout.spec[rows.dim] if name != STAGE_AXIS])
+    }
+    if found:
+        raise PlanError("\n".join(sorted(found)))
+
+
+def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:
     total = sum(part.segment.flops for part in parts) or 1.0
     return [
         f"stage {p % num_stages}: {part.segment.name}, {part.segment.flops / total:.0%} of the work"

@@ -141,11 +141,16 @@ class PipelineRequest:
 
 
 def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> PlanError:
-    scans = [op for op in graph.ops if op.kind == "scan"]
-    why = f" (a scan, {source_of(scans[0].eqn)}, is one)" if scans else ""
+    scans = [op for op in graph.ops if op.kind == "scan" and op.iterations is None]
+    why = ""
+    if scans:
+        why = (
+            f" (a scan, {source_of(scans[0].eqn)}, is one: it takes no slices of parameters, as a "
+            "scan over layers does)"
+        )
     remedy = f"use at most {len(names) // request.num_chunks}"
     if len(names) == 1 and scans:
-        remedy = "write its layers as a Python loop"
+        remedy = "stack its layers' parameters for the scan, or write its layers as a Python loop"
     elif len(names) < 2 * request.num_chunks:
         remedy = "train copies of it, without stages"
     return PlanError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .._graph._graph import Graph
+from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._profile._segment_times import layer_sizes
 from ._axes import shard_graph
@@ -56,8 +57,9 @@ def best_cut(
     Raises:
         PlanError: If no cut fits the devices' memory.
     """
-    chain = segments(graph, request.most_segments)
-    sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    opened = graph_of(graph)
+    chain = segments(opened, request.most_segments)
+    sizes = layer_sizes(opened, chain, shard_graph(opened, (), {}))
     num = request.num
     seconds = {d: own[:2].T for d, own in times.items()}
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]

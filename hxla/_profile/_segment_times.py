@@ -90,7 +90,7 @@ def measure(
     crossing: Env = {}
     times = []
     for i, segment in enumerate(chain):
-        own = put([_stand_in(leaves[p]) for p in segment.params])
+        own = put([_entry(graph, leaves, p) for p in segment.params])
         inputs = {v: crossing[v] for v in segment.inputs}
         rest = {v: given[v] for v in segment.given}
         run = run_segment(graph, segment)
@@ -111,6 +111,17 @@ def measure(
         )
         done(i + 1)
     return tuple(times)
+
+
+def _entry(graph: Graph, params: Sequence[Any], entry: int) -> Any:
+    """A parameter, or the rows of one that a segment reads."""
+    x, rows = params[graph.param_of(entry)], graph.range_of(entry)
+    if rows is None:
+        return _stand_in(x)
+    if is_abstract(x):
+        shape = graph.values[graph.param_values[entry]].shape
+        return _stand_in(jax.ShapeDtypeStruct(shape, x.dtype))
+    return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=rows.dim)
 
 
 def _stand_in(x: Any) -> Any:

@@ -13,6 +13,7 @@ from .._core._errors import ConfigError, PlanError
 from .._core._format import num_bytes
 from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph, rows_read
+from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
@@ -289,6 +290,7 @@ def _cut(
 
 def _profiled(profile: Profile, graph: Graph, size: int, cluster: Cluster) -> dict[int, np.ndarray]:
     """[3, L] Seconds of the segments on each device, as a profile has them."""
+    graph = graph_of(graph)
     chain = segments(graph, profile.most_segments)
     profile.check([segment.name for segment in chain])
     sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))

@@ -9,6 +9,7 @@ import jax
 
 from .._core._config import BalanceConfig
 from .._core._errors import PlanError
+from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._planner._microbatch_sizes import candidate_sizes
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
@@ -61,7 +62,7 @@ def profile(
         found = load_profile(file, model=model)
     next_step = 0
     for own_size in sizes:
-        chain = segments(job.graph(own_size), num_segments)
+        chain = segments(graph_of(job.graph(own_size)), num_segments)
         if found is not None and len(found.layers) != len(chain):
             raise PlanError(
                 f"profile {file} has {len(found.layers)} segments, now there are "

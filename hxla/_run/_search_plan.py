@@ -8,6 +8,7 @@ import jax
 
 from .._cluster._cluster import Cluster, Device, Link, Node
 from .._core._errors import AnnotationError, ConfigError, PlanError
+from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
@@ -194,7 +195,8 @@ def chain_work(
     said: dict[str, None] = {}
     for size in sizes:
         graph = job.graph(size)
-        chain = segments(graph, num_segments)
+        opened = graph_of(graph)
+        chain = segments(opened, num_segments)
         names = names or tuple(s.name for s in chain)
         for tensor in tensors:
             try:
@@ -202,7 +204,7 @@ def chain_work(
             except (AnnotationError, PlanError) as error:
                 said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
                 continue
-            chains[size, tensor] = layer_sizes(graph, chain, cut)
+            chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened))
             total = sum(s.flops for s in chain) or 1.0
             bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)
@@ -234,7 +236,7 @@ def _completed(
     inner, roles = split_over(graph, own.tensor)
     structure = Structure(replicas=found.replicas, axes=inner, roles=roles)
     if num_stages > 1:
-        ends = (*found.cuts[1:], len(segments(graph, num_segments)))
+        ends = (*found.cuts[1:], len(segments(graph_of(graph), num_segments)))
         request = PipelineRequest(
             num=num_stages,
             recompute=own.recompute,

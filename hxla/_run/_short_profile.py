@@ -8,6 +8,7 @@ import jax
 
 from .._cluster._cluster import Cluster
 from .._cluster._hardware import copy_bytes_per_second
+from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._lower._options import compiler_options
 from .._model._functional import tree_bytes
@@ -81,7 +82,8 @@ def segment_profile(
         sums: How gradients are added up.
         done: Called with the number of segments measured so far.
     """
-    graph, model = job.graph(setting.microbatch_size), job.functional(setting.microbatch_size)
+    graph = graph_of(job.graph(setting.microbatch_size))
+    model = job.functional(setting.microbatch_size)
     chain = segments(graph, num_segments)
     times = measure(
         graph,

@@ -1,0 +1,219 @@
+"""Scans over layers, cut between their iterations.
+
+A model written with `nn.scan`, `nnx.scan` or `jax.lax.scan` over stacked parameters has all its
+layers in one equation. Here that equation becomes several, one after another: each runs a range of
+the iterations and reads its own rows of what is stacked. A range of a stacked parameter is an entry
+of `Graph.param_values` of its own, so whoever holds it holds those rows and no others.
+
+A scan over time reads data step by step, and the parameters as a whole: it stays one equation.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from .._jax._jaxpr import scan_counts
+from ._graph import Graph, ParamRange
+from ._operations import Input, Iterations, Op
+from ._segments import chain_ops
+
+# What makes of some rows of a parameter the same rows of its result.
+_ROW_BY_ROW = ("convert_element_type", "copy", "transpose")
+
+
+def is_over_layers(graph: Graph, op: Op) -> bool:
+    """Whether an equation is a scan over layers: it carries something, and slices parameters."""
+    if op.kind != "scan" or op.iterations is not None:
+        return False
+    num_consts, num_carry = scan_counts(op.eqn)
+    sliced = op.inputs[num_consts + num_carry :]
+    stacked = any(isinstance(v, int) and graph.values[v].param is not None for v in sliced)
+    return num_carry > 0 and op.eqn.params["length"] > 1 and stacked
+
+
+def num_iterations(graph: Graph, op: Op) -> int:
+    """The equations that `opened` makes of one."""
+    return int(op.eqn.params["length"]) if is_over_layers(graph, op) else 1
+
+
+def opened(graph: Graph, cuts: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> Graph:
+    """The graph with its scans over layers cut into ranges of iterations.
+
+    Args:
+        graph: Traced.
+        cuts: For a scan, named by its results, the iterations at which a range begins, without the
+            first; None: every scan over layers is cut before each of its iterations.
+    """
+    if cuts is None:
+        cuts = {
+            op.outputs: range(1, num_iterations(graph, op))
+            for op in graph.ops
+            if is_over_layers(graph, op)
+        }
+    return _Opening(graph).graph(cuts) if cuts else graph
+
+
+class _Opening:
+    """One graph on its way to another, with more values.
+
+    Args:
+        graph: Traced.
+    """
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._values = list(graph.values)
+        self._alike: dict[int, int] = {}
+        self._ranges: list[ParamRange] = []
+        self._range_values: list[int] = []
+        self._rows_of: dict[tuple[int, int, int, int], int | None] = {}
+        self._ops: list[Op] = []
+        self._maker = {v: op for op in graph.ops for v in op.outputs}
+        self._param_of = {v: p for p, v in enumerate(graph.param_values)}
+
+    def graph(self, cuts: Mapping[tuple[int, ...], Sequence[int]]) -> Graph:
+        """See `opened`."""
+        for op in self._graph.ops:
+            if op.outputs in cuts:
+                self._add_ranges(op, cuts[op.outputs])
+            else:
+                self._ops.append(op)
+        return dataclasses.replace(
+            self._graph,
+            ops=tuple(self._ops),
+            values=tuple(self._values),
+            param_values=(*self._graph.param_values, *self._range_values),
+            param_ranges=tuple(self._ranges),
+            alike=self._alike,
+        )
+
+    def _new(self, like: int, shape: tuple[int, ...]) -> int:
+        self._values.append(dataclasses.replace(self._values[like], shape=shape))
+        number = len(self._values) - 1
+        self._alike[number] = self._alike.get(like, like)
+        return number
+
+    def _add_ranges(self, op: Op, cuts: Sequence[int]) -> None:
+        length, is_reversed = op.eqn.params["length"], op.eqn.params["reverse"]
+        num_consts, num_carry = scan_counts(op.eqn)
+        consts, sliced = op.inputs[:num_consts], op.inputs[num_consts + num_carry :]
+        carry: Sequence[Input] = op.inputs[num_consts : num_consts + num_carry]
+        name = _name(self._graph, op, sliced)
+        stacked: list[Sequence[int]] = []
+        for start, stop in itertools.pairwise((0, *cuts, length)):
+            rows = (length - stop, length - start) if is_reversed else (start, stop)
+            own = [self._rows(v, 0, *rows) for v in sliced]
+            made: Sequence[int] = op.outputs[:num_carry]
+            if stop < length:
+                made = [self._new(v, self._values[v].shape) for v in made]
+            pieces = [
+                self._new(v, (stop - start, *self._values[v].shape[1:]))
+                for v in op.outputs[num_carry:]
+            ]
+            self._ops.append(
+                dataclasses.replace(
+                    op,
+                    inputs=(*consts, *carry, *own),
+                    outputs=(*made, *pieces),
+                    body=_shorter(op.body, stop - start, length),
+                    iterations=Iterations(scan=name, start=start, stop=stop, rows=rows),
+                )
+            )
+            carry = made
+            stacked.append(pieces)
+        for v, *pieces in zip(op.outputs[num_carry:], *stacked, strict=True):
+            inputs = tuple(pieces[::-1] if is_reversed else pieces)
+            self._ops.append(
+                Op(
+                    eqn=op.eqn,
+                    kind="join",
+                    inputs=inputs,
+                    outputs=(v,),
+                    task=op.task,
+                    stack=op.stack,
+                    times=op.times,
+                )
+            )
+
+    def _rows(self, v: Input, dim: int, start: int, stop: int) -> Input:
+        """Those rows as a value of their own, if they can be had without the others; else all."""
+        if not isinstance(v, int) or self._graph.values[v].param is None:
+            return v
+        found = self._some_rows(v, dim, start, stop)
+        return v if found is None else found
+
+    def _some_rows(self, v: int, dim: int, start: int, stop: int) -> int | None:
+        key = v, dim, start, stop
+        if key not in self._rows_of:
+            self._rows_of[key] = self._make_rows(*key)
+        return self._rows_of[key]
+
+    def _make_rows(self, v: int, dim: int, start: int, stop: int) -> int | None:
+        shape = self._values[v].shape
+        shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
+        if v in self._param_of:
+            number = self._new(v, shape)
+            param = self._param_of[v]
+            self._ranges.append(ParamRange(param=param, dim=dim, start=start, stop=stop))
+            self._range_values.append(number)
+            return number
+        op = self._maker.get(v)
+        if op is None or op.name not in _ROW_BY_ROW or not isinstance(op.inputs[0], int):
+            return None
+        before = op.eqn.params["permutation"][dim] if op.name == "transpose" else dim
+        given = self._some_rows(op.inputs[0], before, start, stop)
+        if given is None:
+            return None
+        number = self._new(v, shape)
+        self._ops.append(dataclasses.replace(op, inputs=(given,), outputs=(number,)))
+        return number
+
+
+def _shorter(body: tuple[Op, ...], num: int, of: int) -> tuple[Op, ...]:
+    """A body that runs `num` times where it ran `of` times."""
+    return tuple(
+        dataclasses.replace(
+            op,
+            times=op.times * num // of,
+            flops=op.flops * num // of,
+            body=_shorter(op.body, num, of),
+        )
+        for op in body
+    )
+
+
+def _name(graph: Graph, op: Op, sliced: Sequence[Input]) -> str:
+    """The path that the stacked parameters share, or where the scan is written."""
+    params = [p for v in sliced if isinstance(v, int) and (p := graph.values[v].param) is not None]
+    paths = [graph.param_names[p].split("/")[:-1] for p in params]
+    shared = [
+        parts[0]
+        for parts in itertools.takewhile(
+            lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)
+        )
+    ]
+    return "/".join(shared) or op.stack or op.source.rsplit("/", 1)[-1] or "scan"
+
+
+def ranged(graph: Graph, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
+    """A graph whose scans are cut where a chain's parts end, and nowhere else.
+
+    Args:
+        graph: Traced.
+        points: Places between the equations of `opened(graph)`, see `_segments.cut_points`.
+
+    Returns:
+        The graph, and the same places between its own equations.
+    """
+    cuts: dict[tuple[int, ...], Sequence[int]] = {}
+    moved: list[int] = []
+    fine = coarse = 0
+    for op in chain_ops(graph):
+        end = fine + num_iterations(graph, op)
+        inside = [p - fine for p in points if fine < p < end]
+        if inside:
+            cuts[op.outputs] = inside
+        moved += [coarse + bisect.bisect(inside, p - fine) for p in points if fine <= p < end]
+        fine, coarse = end, coarse + len(inside) + 1
+    return opened(graph, cuts), tuple(moved)
