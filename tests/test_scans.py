@@ -89,3 +89,30 @@ def same(ours, theirs):
 @pytest.mark.parametrize("stages", [2, (2, 1, 1)])
 def test_stages_between_iterations_train_as_the_whole(how, stages):
     same(train(LinenNet(**how), stages), train(LinenNet(**how)))
+
+
+def test_bars_24():
+    import time
+
+    for stages in [
+        (1, 1),
+        (3, 1),
+        (1, 1, 1),
+        (1, 2, 3),
+        (1,) * 4,
+        (1, 1, 2, 1),
+        (1,) * 8,
+        (2,) + (1,) * 7,
+    ]:
+        for layers in (24,):
+            start = time.time()
+            r = train(LinenNet(layers=layers), stages, batch_size=16)
+            print(
+                stages,
+                time.time() - start,
+                [s.name for s in r.plan.pipeline.segments],
+                r.plan.explain(),
+            )
+            if "whole" not in locals():
+                whole = train(LinenNet(layers=layers), batch_size=16)
+            same(r, whole)

@@ -15,23 +15,6 @@ from ._task_graphs import TaskGraph, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParamRange:
-    """Rows of a stacked parameter, those of some iterations of a scan.
-
-    Attributes:
-        param: The index of the parameter.
-        dim: The dimension in which it is stacked.
-        start: The first row.
-        stop: The one after the last.
-    """
-
-    param: int
-    dim: int
-    start: int
-    stop: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Graph:
     """A traced loss, as `hxla.trace` returns it.
 
@@ -45,8 +28,8 @@ class Graph:
         program: The program as jax traced it.
         ops: The program's operations.
         values: Every array of the program; other fields refer to them by their place here.
-        param_values: The places of the values that are parameters, and after them of those that are
-            ranges of one.
+        param_values: The places of the values that are parameters; where scans are cut, of those
+            too that are some rows of one.
         aux_values: The places of those that are other variables.
         batch_values: The places of those that are the batch.
         key_value: The place of the random key.
@@ -55,9 +38,8 @@ class Graph:
         nested: For each TaskGraph the copies around it (`replicate(n)` around a `split`), or 1.
         bound_axes: The axis names that the loss's collectives use, such as a BatchNorm's
             `axis_name`; each has one member, the microbatch.
-        param_ranges: The ranges of stacked parameters that a graph has whose scans are cut.
-        alike: In such a graph, for each value that only it has, the one that it is a part of, or is
-            at another iteration: both lie alike on devices.
+        alike: Where scans are cut, for each value that came with it the one that it is a part of,
+            or is at another iteration: both lie alike on devices.
     """
 
     task_graphs: tuple[TaskGraph, ...]
@@ -76,18 +58,7 @@ class Graph:
     consts: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     nested: tuple[int, ...]
     bound_axes: tuple[str, ...] = ()
-    param_ranges: tuple[ParamRange, ...] = ()
     alike: Mapping[int, int] = dataclasses.field(default_factory=dict, repr=False)
-
-    def param_of(self, entry: int) -> int:
-        """The index of the parameter that an entry of `param_values` is, or is a range of."""
-        num = len(self.param_names)
-        return entry if entry < num else self.param_ranges[entry - num].param
-
-    def range_of(self, entry: int) -> ParamRange | None:
-        """The range that an entry of `param_values` is; None for a whole parameter."""
-        num = len(self.param_names)
-        return None if entry < num else self.param_ranges[entry - num]
 
     @property
     def flops(self) -> int:
@@ -112,6 +83,12 @@ def shapes_of(graph: Graph, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]
     """The shapes of some values of a graph, as jax has them."""
     known = (graph.values[v] for v in values)
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in known]
+
+
+def params_of(graph: Graph) -> tuple[int, ...]:
+    """For each of `Graph.param_values` the parameter that it is, or is some rows of."""
+    found = tuple(graph.values[v].param for v in graph.param_values)
+    return tuple(p for p in found if p is not None)
 
 
 def rows_read(graph: Graph) -> dict[int, int]:

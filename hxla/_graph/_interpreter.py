@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core._types import PyTree
 from .._jax._jaxpr import checkpoint_like, run_equation, scan_counts
@@ -81,8 +82,6 @@ def run_ops(
 
 
 def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
-    if op.kind == "join":
-        return [jax.lax.concatenate(operands, 0)]
     if not op.body or op.kind == "custom":
         return run_equation(op.eqn, operands)
 
@@ -97,21 +96,14 @@ def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
     params = op.eqn.params
     num_consts, num_carry = scan_counts(op.eqn)
     first_slice = num_consts + num_carry
-    consts, carry, slices = (
-        operands[:num_consts],
-        operands[num_consts:first_slice],
-        operands[first_slice:],
-    )
-    carried = op.body_inputs[num_consts:first_slice]
-    length, unroll = params["length"], params["unroll"]
+    slices, rest = operands[first_slice : len(op.body_inputs)], operands[len(op.body_inputs) :]
+    length, unroll, row = params["length"], params["unroll"], None
     if op.iterations is not None:
-        start, stop = op.iterations.rows
-        # A range of a stacked parameter has these rows only.
-        slices = [
-            x if x.shape[0] == stop - start else jax.lax.slice_in_dim(x, start, stop)
-            for x in slices
-        ]
-        length, unroll = stop - start, min(unroll, stop - start)
+        row, slices = _rows(op, slices, rest)
+        length = op.iterations[1] - op.iterations[0]
+        unroll = min(unroll, length)
+    consts, carry = operands[:num_consts], operands[num_consts:first_slice]
+    carried = op.body_inputs[num_consts:first_slice]
 
     def step(carry: Any, xs: Any) -> Any:
         out = body(*consts, *place.carry(carried, carry), *xs)
@@ -125,7 +117,43 @@ def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
         reverse=params["reverse"],
         unroll=unroll,
     )
+    if row is not None:
+        ys = _stacked(op, row, ys, rest)
     return [*carry, *ys]
+
+
+def _rows(op: Op, slices: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
+    """The first row of a part of a scan, and of what is stacked the rows that it reads.
+
+    The row is an array that goes from part to part, so that like parts are one program.
+    """
+    assert op.iterations is not None
+    start, stop = op.iterations
+    length, num = op.eqn.params["length"], stop - start
+    row = rest[-1] if start and rest else start
+    if op.eqn.params["reverse"]:
+        row = length - num - row
+    # Of a stacked parameter these rows are all there is.
+    return row, [
+        x if x.shape[0] == num else jax.lax.dynamic_slice_in_dim(x, row, num) for x in slices
+    ]
+
+
+def _stacked(op: Op, row: Any, ys: list[Any], rest: list[Any]) -> list[Any]:
+    """What the parts of a scan up to this one put out, and the row at which the next begins."""
+    assert op.iterations is not None
+    start, stop = op.iterations
+    length = op.eqn.params["length"]
+    before = (
+        rest[:-1] if start and rest else [jnp.zeros((length, *y.shape[1:]), y.dtype) for y in ys]
+    )
+    out = [
+        jax.lax.dynamic_update_slice_in_dim(x, y, row, 0) for x, y in zip(before, ys, strict=True)
+    ]
+    if len(op.outputs) > len(op.body_outputs):
+        done = rest[-1] if start else jnp.int32(0)
+        out.append(done + (stop - start))
+    return out
 
 
 def read(env: Env, v: Input) -> Any:

@@ -27,6 +27,8 @@ class Value:
         param: The index of the parameter it is or is only a view of (a cast, a reshape), or None.
         batch_dim: The dimension that runs over examples, or None.
         differentiable: Whether a gradient flows back through it.
+        rows: Of some rows of a stacked parameter the dimension, the first row and the one after the
+            last; None: it is whole.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class Value:
     param: int | None
     batch_dim: int | None
     differentiable: bool
+    rows: tuple[int, int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -52,36 +55,13 @@ def _itemsize(dtype: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Iterations:
-    """Consecutive iterations of a scan that is cut between them.
-
-    Attributes:
-        scan: The name of the scan: the path that its stacked parameters share.
-        start: The first of them.
-        stop: The one after the last.
-        rows: The first and the last plus one of their rows of what is stacked; a scan that runs
-            from the last row to the first has others than those of the same numbers.
-    """
-
-    scan: str
-    start: int
-    stop: int
-    rows: tuple[int, int]
-
-    def __str__(self) -> str:
-        of = f"{self.start}" if self.stop == self.start + 1 else f"{self.start}:{self.stop}"
-        return f"{self.scan}[{of}]"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Op:
     """An equation of a traced loss.
 
     Attributes:
         eqn: The jaxpr's own equation.
         kind: The way it is run again: `leaf`; `custom` (a rule of its own for gradients: it runs as
-            a whole, and its body is for analysis only); `remat`; `scan`; or `join`, which stacks
-            what the parts of a scan put out.
+            a whole, and its body is for analysis only); `remat`; or `scan`.
         inputs: The operands, places of values in `Graph.values` or literals.
         outputs: The places of the results.
         body: The operations inside a `custom`, `remat` or `scan`.
@@ -93,7 +73,8 @@ class Op:
         times: The number of runs in a step.
         flops: The floating-point operations of one run of a leaf.
         factors: The ways to cut a leaf.
-        iterations: The iterations that it runs of a scan that is cut; None: all.
+        iterations: The first of the iterations that it runs of a scan that is cut, and the one
+            after the last; None: all.
     """
 
     eqn: Any
@@ -109,7 +90,7 @@ class Op:
     times: int
     flops: int = 0
     factors: tuple[Factor, ...] = ()
-    iterations: Iterations | None = None
+    iterations: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:

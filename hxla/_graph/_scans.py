@@ -13,9 +13,11 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from .._jax._jaxpr import scan_counts
-from ._graph import Graph, ParamRange
-from ._operations import Input, Iterations, Op
+from ._graph import Graph
+from ._operations import Input, Op, Value
 from ._segments import chain_ops
 
 # What makes of some rows of a parameter the same rows of its result.
@@ -65,12 +67,12 @@ class _Opening:
         self._graph = graph
         self._values = list(graph.values)
         self._alike: dict[int, int] = {}
-        self._ranges: list[ParamRange] = []
         self._range_values: list[int] = []
         self._rows_of: dict[tuple[int, int, int, int], int | None] = {}
         self._ops: list[Op] = []
+        read = (v for own in (*(op.inputs for op in graph.ops), graph.result_values) for v in own)
+        self._read = {v for v in read if isinstance(v, int)}
         self._maker = {v: op for op in graph.ops for v in op.outputs}
-        self._param_of = {v: p for p, v in enumerate(graph.param_values)}
 
     def graph(self, cuts: Mapping[tuple[int, ...], Sequence[int]]) -> Graph:
         """See `opened`."""
@@ -84,7 +86,6 @@ class _Opening:
             ops=tuple(self._ops),
             values=tuple(self._values),
             param_values=(*self._graph.param_values, *self._range_values),
-            param_ranges=tuple(self._ranges),
             alike=self._alike,
         )
 
@@ -94,47 +95,46 @@ class _Opening:
         self._alike[number] = self._alike.get(like, like)
         return number
 
+    def _counter(self) -> int:
+        self._values.append(
+            Value(
+                shape=(), dtype=np.dtype(np.int32), param=None, batch_dim=None, differentiable=False
+            )
+        )
+        return len(self._values) - 1
+
     def _add_ranges(self, op: Op, cuts: Sequence[int]) -> None:
+        """The parts of a scan, one after another.
+
+        Beside what the scan carries, a part hands to the next what all parts so far have put out,
+        and the number of iterations that are done, if any of them asks for it.
+        """
         length, is_reversed = op.eqn.params["length"], op.eqn.params["reverse"]
         num_consts, num_carry = scan_counts(op.eqn)
         consts, sliced = op.inputs[:num_consts], op.inputs[num_consts + num_carry :]
         carry: Sequence[Input] = op.inputs[num_consts : num_consts + num_carry]
-        name = _name(self._graph, op, sliced)
-        stacked: list[Sequence[int]] = []
+        kept = [i for i, v in enumerate(op.outputs) if i < num_carry or v in self._read]
+        whole = [op.outputs[i] for i in kept]
+        rest: Sequence[Input] = ()
         for start, stop in itertools.pairwise((0, *cuts, length)):
             rows = (length - stop, length - start) if is_reversed else (start, stop)
             own = [self._rows(v, 0, *rows) for v in sliced]
-            made: Sequence[int] = op.outputs[:num_carry]
+            counts = len(kept) > num_carry or any(a == b for a, b in zip(own, sliced, strict=True))
+            made: Sequence[int] = whole
             if stop < length:
-                made = [self._new(v, self._values[v].shape) for v in made]
-            pieces = [
-                self._new(v, (stop - start, *self._values[v].shape[1:]))
-                for v in op.outputs[num_carry:]
-            ]
+                made = [self._new(v, self._values[v].shape) for v in whole]
+                made += [self._counter()] if counts else []
             self._ops.append(
                 dataclasses.replace(
                     op,
-                    inputs=(*consts, *carry, *own),
-                    outputs=(*made, *pieces),
+                    inputs=(*consts, *carry, *own, *rest),
+                    outputs=tuple(made),
                     body=_shorter(op.body, stop - start, length),
-                    iterations=Iterations(scan=name, start=start, stop=stop, rows=rows),
+                    body_outputs=tuple(op.body_outputs[i] for i in kept),
+                    iterations=(start, stop),
                 )
             )
-            carry = made
-            stacked.append(pieces)
-        for v, *pieces in zip(op.outputs[num_carry:], *stacked, strict=True):
-            inputs = tuple(pieces[::-1] if is_reversed else pieces)
-            self._ops.append(
-                Op(
-                    eqn=op.eqn,
-                    kind="join",
-                    inputs=inputs,
-                    outputs=(v,),
-                    task=op.task,
-                    stack=op.stack,
-                    times=op.times,
-                )
-            )
+            carry, rest = made[:num_carry], made[num_carry:]
 
     def _rows(self, v: Input, dim: int, start: int, stop: int) -> Input:
         """Those rows as a value of their own, if they can be had without the others; else all."""
@@ -152,10 +152,10 @@ class _Opening:
     def _make_rows(self, v: int, dim: int, start: int, stop: int) -> int | None:
         shape = self._values[v].shape
         shape = (*shape[:dim], stop - start, *shape[dim + 1 :])
-        if v in self._param_of:
+        if v in self._graph.param_values:
             number = self._new(v, shape)
-            param = self._param_of[v]
-            self._ranges.append(ParamRange(param=param, dim=dim, start=start, stop=stop))
+            own = dataclasses.replace(self._values[number], rows=(dim, start, stop))
+            self._values[number] = own
             self._range_values.append(number)
             return number
         op = self._maker.get(v)
@@ -181,19 +181,6 @@ def _shorter(body: tuple[Op, ...], num: int, of: int) -> tuple[Op, ...]:
         )
         for op in body
     )
-
-
-def _name(graph: Graph, op: Op, sliced: Sequence[Input]) -> str:
-    """The path that the stacked parameters share, or where the scan is written."""
-    params = [p for v in sliced if isinstance(v, int) and (p := graph.values[v].param) is not None]
-    paths = [graph.param_names[p].split("/")[:-1] for p in params]
-    shared = [
-        parts[0]
-        for parts in itertools.takewhile(
-            lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)
-        )
-    ]
-    return "/".join(shared) or op.stack or op.source.rsplit("/", 1)[-1] or "scan"
 
 
 def ranged(graph: Graph, points: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:

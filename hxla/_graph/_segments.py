@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._core._errors import PlanError
+from .._jax._jaxpr import scan_counts
 from .._model._annotations import scopes_of
 from ._graph import Graph
 from ._interpreter import Env, run_ops
@@ -132,7 +133,7 @@ def segments_at(graph: Graph, points: Sequence[int]) -> tuple[Segment, ...]:
     chunks = [ops[a:b] for a, b in itertools.pairwise(cuts)]
     for i, chunk in enumerate(chunks):
         made_in.update({v: i for op in chunk for v in op.outputs})
-    last_use = _last_use(graph, views, ops)
+    last_use = _last_use(graph, ops)
     ends = list(itertools.accumulate(map(len, chunks)))
     return tuple(
         _segment(graph, i, chunk, views, made_in, last_use, ends[i])
@@ -157,15 +158,11 @@ def run_segment(graph: Graph, segment: Segment) -> Callable[[Sequence[Any], Env,
 
 
 def _parameter_views(graph: Graph) -> tuple[dict[int, Op], list[Op]]:
-    """Operations that are repeated wherever they are read, by what they make; and all others.
-
-    They recast parameters, or join what the parts of a scan put out.
-    """
+    """Operations that only recast parameters, by what they make; and all others."""
     views: dict[int, Op] = {}
     rest = []
     for op in graph.ops:
-        recasts = op.outputs and all(graph.values[v].param is not None for v in op.outputs)
-        if recasts or op.kind == "join":
+        if op.outputs and all(graph.values[v].param is not None for v in op.outputs):
             views.update(dict.fromkeys(op.outputs, op))
         else:
             rest.append(op)
@@ -176,22 +173,16 @@ def _reads(op: Op) -> list[int]:
     return [v for v in op.inputs if isinstance(v, int)]
 
 
-def _last_use(graph: Graph, views: dict[int, Op], ops: Sequence[Op]) -> dict[int, int]:
+def _last_use(graph: Graph, ops: Sequence[Op]) -> dict[int, int]:
     """The last operation that reads a value; the results are read after all."""
-
-    def through(v: int) -> list[int]:
-        is_joined = v in views and views[v].kind == "join"
-        return [v, *(_reads(views[v]) if is_joined else ())]
-
-    last = {u: i for i, op in enumerate(ops) for v in _reads(op) for u in through(v)}
-    results = [v for v in graph.result_values if isinstance(v, int)]
-    return last | {u: len(ops) for v in results for u in through(v)}
+    last = {v: i for i, op in enumerate(ops) for v in _reads(op)}
+    return last | {v: len(ops) for v in graph.result_values if isinstance(v, int)}
 
 
-def _crossing(graph: Graph, views: dict[int, Op], ops: Sequence[Op]) -> np.ndarray:
+def _crossing(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
     """Bytes that cross before each operation, int64[num ops + 1]."""
     change = np.zeros(len(ops) + 2, np.int64)
-    last = _last_use(graph, views, ops)
+    last = _last_use(graph, ops)
     for i, op in enumerate(ops):
         for v in op.outputs:
             if last.get(v, i) > i:
@@ -205,8 +196,8 @@ def _flops(op: Op) -> float:
 
 
 def _cuts(graph: Graph, num: int) -> list[int]:
-    views, ops = _parameter_views(graph)
-    crossing = _crossing(graph, views, ops)
+    ops = chain_ops(graph)
+    crossing = _crossing(graph, ops)
     work = np.concatenate([[0.0], np.cumsum([_flops(op) for op in ops])])
     share = work[-1] / num
     found: list[int] = []
@@ -247,8 +238,7 @@ def _segment(
     read = dict.fromkeys([*(v for op in chunk for v in _reads(op)), *results])
     for v in read:
         needed(v)
-    joins = [op for op in own_views.values() if op.kind == "join"]
-    ops = (*(op for op in own_views.values() if op.kind != "join"), *_joined(chunk, joins))
+    ops = (*own_views.values(), *chunk)
     made = {v for op in ops for v in op.outputs}
     read_inside = [*(v for op in ops for v in _reads(op)), *results]
     outside = dict.fromkeys(v for v in read_inside if v not in made)
@@ -256,8 +246,8 @@ def _segment(
     consts = {v for v, _ in graph.consts}
     params = tuple(of_param[v] for v in outside if v in of_param)
     outputs = tuple(v for op in chunk for v in op.outputs if last_use.get(v, -1) >= end)
-    stacks = [label for op in chunk if (label := _label(op, op.stack))]
-    sources = [label for op in chunk if (label := _label(op, op.source.rsplit("/", 1)[-1]))]
+    stacks = [_label(graph, op, op.stack) for op in chunk if op.stack or op.iterations]
+    sources = [_label(graph, op, op.source.rsplit("/", 1)[-1]) for op in chunk if op.source]
     labels = stacks if len(set(stacks)) > 1 else sources or [str(index)]
     first, last = labels[0], labels[-1]
     return Segment(
@@ -274,18 +264,14 @@ def _segment(
     )
 
 
-def _label(op: Op, place: str) -> str:
-    return place if op.iterations is None else str(op.iterations)
-
-
-def _joined(chunk: Sequence[Op], joins: Sequence[Op]) -> list[Op]:
-    """The operations with each join after the last of them that makes a part of it."""
-    after: dict[int, list[Op]] = {}
-    for join in joins:
-        parts = set(_reads(join))
-        last = max((i for i, op in enumerate(chunk) if parts & set(op.outputs)), default=-1)
-        after.setdefault(last, []).append(join)
-    ordered = after.get(-1, [])
-    for i, op in enumerate(chunk):
-        ordered = [*ordered, op, *after.get(i, ())]
-    return ordered
+def _label(graph: Graph, op: Op, place: str) -> str:
+    """Of a part of a scan the path that its stacked parameters share, and its iterations."""
+    if op.iterations is None:
+        return place
+    start, stop = op.iterations
+    values = [graph.values[v] for v in op.inputs[sum(scan_counts(op.eqn)) :] if isinstance(v, int)]
+    paths = [graph.param_names[v.param].split("/")[:-1] for v in values if v.param is not None]
+    levels = map(set, zip(*paths, strict=False))
+    shared = [level.pop() for level in itertools.takewhile(lambda own: len(own) == 1, levels)]
+    of = str(start) if stop == start + 1 else f"{start}:{stop}"
+    return f"{'/'.join(shared) or place}[{of}]"

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
-from .._graph._graph import Graph
+from .._graph._graph import Graph, params_of
 from .._graph._parts import graph_at, parts_of
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
@@ -314,6 +314,8 @@ def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
     parts = parts_of(ordered, points)
     contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
     num_stages, num = plan.num_stages, plan.num_microbatches
+    rows = [ordered.values[v].rows for v in ordered.param_values]
+    entries = list(zip(params_of(ordered), rows, strict=True))
     slots = make_slots(
         graph.param_shapes,
         [graph.values[v].dtype for v in graph.param_values],
@@ -324,7 +326,7 @@ def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
         [to_spec(layout.spec) for layout in plan.parameters],
         inner_axes(plan),
         programs.trained,
-        ordered.param_ranges,
+        entries,
     )
     table = planned.schedule
     is_even = table == "interleaved" or not isinstance(table, str)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
-from .._graph._graph import Graph, ParamRange
+from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE, Env
 from .._graph._parts import ChainPart
 from .._plan._sharding import Sharded
@@ -102,14 +102,13 @@ class PipelineSpec:
 
 def num_terms(graph: Graph, parts: Sequence[ChainPart], num_microbatches: int) -> int:
     """Terms of one element's sum: a parameter that several parts read has more."""
-    read: dict[int, list[ParamRange | None]] = collections.defaultdict(list)
+    read: dict[int, list[tuple[int, int, int] | None]] = collections.defaultdict(list)
+    param_of = params_of(graph)
     for entry in (p for part in parts for p in part.segment.params):
-        read[graph.param_of(entry)].append(graph.range_of(entry))
+        read[param_of[entry]].append(graph.values[graph.param_values[entry]].rows)
 
-    def meet(a: ParamRange | None, b: ParamRange | None) -> bool:
-        if a is None or b is None or a.dim != b.dim:
-            return True
-        return b.start <= a.start < b.stop
+    def meet(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+        return a is None or b is None or a[0] != b[0] or b[1] <= a[1] < b[2]
 
     readers = [sum(meet(a, b) for b in own) for own in read.values() for a in own]
     return num_microbatches * max(readers, default=1)
@@ -130,11 +129,7 @@ class PipelineProgram:
         inner = tuple(name for name, _ in replica.axes[1:])
         self.inside = Inside(mesh=replica.mesh, axes=inner, on_cpu=on_cpu)
         place = AS_THEY_ARE if spec.sharded is None else spec.sharded.placement(replica.mesh)
-        trained = [
-            entry
-            for entry in range(len(spec.graph.param_values))
-            if spec.graph.param_of(entry) in spec.slots.trained
-        ]
+        trained = [i for i, p in enumerate(params_of(spec.graph)) if p in spec.slots.trained]
         self.stages = [
             StagePart(spec.graph, part, place, trained=trained, on_cpu=on_cpu)
             for part in spec.parts

@@ -7,8 +7,8 @@ stage has one of the same shape, as SPMD asks. One all-to-all fills them and one
 was summed in them. A slot that a stage has no use for is padding. Where a stage has several
 devices, each of them does this with its own piece of every parameter.
 
-Of a stacked parameter a stage holds the rows of its own iterations, in a slot that is as long as the
-longest stage's; see `_layer_rows` for one that is stored cut between its rows.
+Of a stacked parameter a stage holds the rows of its own iterations, in a slot that is as long as
+the longest stage's; see `_layer_rows` for one that is stored cut between its rows.
 
 Legend of shape suffixes: S stages.
 """
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
-from .._graph._graph import ParamRange
 from .._plan._stage_storage import piece_shape, without_stages
 from ._layer_rows import StackRows, StoredRows, collect_rows, fill_rows
 from ._words import Words
@@ -185,24 +184,25 @@ def make_slots(
     specs: Sequence[P],
     axes: Sequence[tuple[str, int]] = (),
     trained: Sequence[int] | None = None,
-    ranges: Sequence[ParamRange] = (),
+    entries: Sequence[tuple[int, tuple[int, int, int] | None]] | None = None,
 ) -> Slots:
     """Give each stage's parameters slots of their shapes.
 
     Args:
         shapes: Of every parameter.
         dtypes: Of every parameter.
-        read_by: For each stage the parameters it reads, a range of one as its place in `ranges` after
-            all of them; what nobody reads is the first stage's.
+        read_by: For each stage the entries it reads; what nobody reads is the first stage's.
         specs: How parameters lie between steps, over the stages too.
         axes: Mesh axes inside a stage, with their sizes.
         trained: Parameters that are trained; None: all.
-        ranges: Rows of stacked parameters.
+        entries: What stages read: parameters, with the dimension, the first row and the one after
+            the last where it is some rows of one. All parameters come first; None: there are no
+            others.
     """
     num_params, num_stages = len(shapes), len(read_by)
     trained = tuple(range(num_params) if trained is None else trained)
-    param_of = [*range(num_params), *(own.param for own in ranges)]
-    unread = set(range(num_params)) - {param_of[p] for own in read_by for p in own}
+    entries = [(p, None) for p in range(num_params)] if entries is None else entries
+    unread = set(range(num_params)) - {entries[i][0] for own in read_by for i in own}
     held = [sorted(set(own) | (unread if s == 0 else set())) for s, own in enumerate(read_by)]
     inside = [without_stages(spec) for spec in specs]
     pieces = [
@@ -212,47 +212,45 @@ def make_slots(
     table: dict[Any, list[list[int | None]]] = {}
     for stage, own in enumerate(held):
         used: dict[Any, int] = {}
-        for entry in own:
-            p = param_of[entry]
-            rows_dim = ranges[entry - num_params].dim if entry >= num_params else None
+        for i in own:
+            p, rows = entries[i]
+            stacked = None if rows is None else rows[0]
             dtype = jnp.dtype(dtypes[p])
-            kind = (shapes[p], dtype, pieces[p], *inside[p], p in trained, rows_dim)
-            rows = table.setdefault(kind, [])
-            row = used.get(kind, 0)
-            used[kind] = row + 1
-            if row == len(rows):
-                rows.append([None] * num_stages)
-            rows[row][stage] = entry
-    slots, entries = [], []
-    for (shape, dtype, piece, spec, dim, is_trained, rows_dim), rows in table.items():
-        for row in rows:
-            stack = None
-            if rows_dim is not None:
-                spans = [
-                    None
-                    if e is None
-                    else (ranges[e - num_params].start, ranges[e - num_params].stop)
-                    for e in row
-                ]
-                stack = StackRows(dim=rows_dim, num_rows=shape[rows_dim], spans=tuple(spans))
-            slots.append(
-                Slot(
-                    shape=shape if stack is None else stack.shape_of(shape),
-                    dtype=dtype,
-                    piece=piece if stack is None else stack.shape_of(piece),
-                    spec=spec,
-                    dim=dim,
-                    params=tuple(None if e is None else param_of[e] for e in row),
-                    trained=is_trained,
-                    stack=stack,
-                )
+            kind = (shapes[p], dtype, pieces[p], *inside[p], p in trained, stacked)
+            lines = table.setdefault(kind, [])
+            number = used.get(kind, 0)
+            used[kind] = number + 1
+            if number == len(lines):
+                lines.append([None] * num_stages)
+            lines[number][stage] = i
+    slots = []
+    every = [(kind, line) for kind, lines in table.items() for line in lines]
+    for (shape, dtype, piece, spec, dim, is_trained, stacked), line in every:
+        slot = Slot(
+            shape=shape,
+            dtype=dtype,
+            piece=piece,
+            spec=spec,
+            dim=dim,
+            params=tuple(None if i is None else entries[i][0] for i in line),
+            trained=is_trained,
+        )
+        if stacked is not None:
+            spans = [None if i is None else entries[i][1] for i in line]
+            stack = StackRows(
+                dim=stacked,
+                num_rows=shape[stacked],
+                spans=tuple(None if span is None else span[1:] for span in spans),
             )
-            entries.append(row)
+            slot = dataclasses.replace(
+                slot, shape=stack.shape_of(shape), piece=stack.shape_of(piece), stack=stack
+            )
+        slots.append(slot)
     return Slots(
         num_stages=num_stages,
         slots=tuple(slots),
         of=tuple(
-            {entry: i for i, row in enumerate(entries) if (entry := row[s]) is not None}
+            {entry: i for i, (_, line) in enumerate(every) if (entry := line[s]) is not None}
             for s in range(num_stages)
         ),
         specs=tuple(specs),

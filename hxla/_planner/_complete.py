@@ -9,7 +9,7 @@ from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
 from .._core._versions import hxla_version, jax_versions, processor
-from .._graph._graph import Graph
+from .._graph._graph import Graph, params_of
 from .._graph._parts import ChainPart, graph_at, parts_of
 from .._plan._layout import Layout, dtype_name, from_spec
 from .._plan._plan import Plan
@@ -197,15 +197,19 @@ def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
     Raises:
         PlanError: If there are any, with every one.
     """
-    found = {
-        f"parameters.{layout.name}.spec: {names[0]!r} cuts dimension {rows.dim}, in which the "
-        "layers of a scan are stacked that the stages share out; let it cut another dimension"
-        for rows in graph.param_ranges
-        for layout in [parameters[rows.param]]
-        if (names := [name for name in layout.spec[rows.dim] if name != STAGE_AXIS])
-    }
+    found: dict[str, None] = {}
+    for p, v in zip(params_of(graph), graph.param_values, strict=True):
+        layout, rows = parameters[p], graph.values[v].rows
+        dim = None if rows is None else rows[0]
+        names = () if dim is None else [n for n in layout.spec[dim] if n != STAGE_AXIS]
+        for name in names:
+            line = (
+                f"parameters.{layout.name}.spec: {name!r} cuts dimension {dim}, in which the "
+                "layers of a scan are stacked that the stages share out: let it cut another one"
+            )
+            found[line] = None
     if found:
-        raise PlanError("\n".join(sorted(found)))
+        raise PlanError("\n".join(found))
 
 
 def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:

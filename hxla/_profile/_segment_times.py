@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._timing import steady_seconds
 from .._core._types import PyTree
-from .._graph._graph import Graph
+from .._graph._graph import Graph, params_of
 from .._graph._interpreter import Env
 from .._graph._segments import Segment, run_segment
 from .._jax._cpu_dots import uncrossed
@@ -115,13 +115,13 @@ def measure(
 
 def _entry(graph: Graph, params: Sequence[Any], entry: int) -> Any:
     """A parameter, or the rows of one that a segment reads."""
-    x, rows = params[graph.param_of(entry)], graph.range_of(entry)
-    if rows is None:
+    x, value = params[params_of(graph)[entry]], graph.values[graph.param_values[entry]]
+    if value.rows is None:
         return _stand_in(x)
     if is_abstract(x):
-        shape = graph.values[graph.param_values[entry]].shape
-        return _stand_in(jax.ShapeDtypeStruct(shape, x.dtype))
-    return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=rows.dim)
+        return _stand_in(jax.ShapeDtypeStruct(value.shape, x.dtype))
+    dim, start, stop = value.rows
+    return jax.lax.slice_in_dim(x, start, stop, axis=dim)
 
 
 def _stand_in(x: Any) -> Any:
