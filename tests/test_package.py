@@ -254,6 +254,13 @@ def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
+    script = str(ROOT / "examples" / "09_scanned_pipeline.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
+    _runs(command, ["pipeline of 2 stages", "blocks[0:", ":8]"])
+
+
+@pytest.mark.slow
 def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
     script = ROOT / "examples" / "08_own_loop.py"
     assert len(script.read_text().splitlines()) <= 40

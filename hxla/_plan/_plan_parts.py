@@ -77,7 +77,8 @@ class PlannedSegment(PlanValue):
 
     Attributes:
         name: The first and last module in it.
-        first: The number of its first equation; those that only recast parameters are not counted.
+        first: The number of its first equation; those that only recast parameters are not counted,
+            and each iteration of a scan over layers counts as one, such as `layers[3]`.
         part: The part of the pipeline that it belongs to: chunk c of stage s of S is part `c * S +
             s`.
         keep: What waits for its backward: `residuals`, the fewest bytes that the backward needs, or

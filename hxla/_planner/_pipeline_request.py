@@ -56,6 +56,8 @@ class PipelineRequest:
     def most_segments(self) -> int:
         """Segments that the chain is cut into before they are put together to parts."""
         some = max(self.num_parts, min(_FINE * self.num_parts, _MOST_SEGMENTS))
+        if self.shares is not None:  # nothing is measured, so a fine chain costs nothing
+            some = max(some, _MOST_SEGMENTS)
         return self.num_segments or some
 
     @property

@@ -16,6 +16,7 @@ from .._graph._graph import Graph, params_of
 from .._graph._interpreter import Env
 from .._graph._segments import Segment, run_segment
 from .._jax._cpu_dots import uncrossed
+from .._jax._jaxpr import ClosedJaxpr
 from .._model._functional import is_abstract, leaf_names
 from .._plan._sharding import Sharded
 from ._profile import LayerSize, LayerTime
@@ -66,7 +67,8 @@ def measure(
     """Run every segment forward, and forward and backward, on real data.
 
     A segment's backward is the time of both less that of the forward. Parameters are on the device
-    one segment at a time; where only shapes are known, random numbers stand in for them.
+    one segment at a time; where only shapes are known, random numbers stand in for them. Segments
+    that are one program, as the iterations of a scan over layers are, are compiled and timed once.
 
     Args:
         graph: Traced for a microbatch like `batch`.
@@ -89,28 +91,47 @@ def measure(
     given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
     crossing: Env = {}
     times = []
+    known: dict[Any, tuple[Any, LayerTime]] = {}
     for i, segment in enumerate(chain):
         own = put([_entry(graph, leaves, p) for p in segment.params])
-        inputs = {v: crossing[v] for v in segment.inputs}
-        rest = {v: given[v] for v in segment.given}
-        run = run_segment(graph, segment)
-        forward = jax.jit(run, compiler_options=options)
-        outputs = forward(own, inputs, rest)
-        forward_seconds = steady_seconds(functools.partial(forward, own, inputs, rest))
-        with_backward = _with_backward(run)
-        if device.platform == "cpu":
-            with_backward = uncrossed(with_backward)
-        both = jax.jit(with_backward, compiler_options=options)
-        both_seconds = steady_seconds(functools.partial(both, own, inputs, rest))
-        crossing |= dict(zip(segment.outputs, outputs, strict=True))
-        times.append(
-            LayerTime(
-                forward=forward_seconds,
-                backward=max(0.0, both_seconds - forward_seconds),
-            )
-        )
+        inputs = [crossing[v] for v in segment.inputs]
+        rest = [given[v] for v in segment.given]
+        run = _by_place(graph, segment)
+        key = len(own), len(inputs), _text(jax.make_jaxpr(run)(own, inputs, rest))
+        if key not in known:
+            forward = jax.jit(run, compiler_options=options)
+            jax.block_until_ready(forward(own, inputs, rest))
+            forward_seconds = steady_seconds(functools.partial(forward, own, inputs, rest))
+            with_backward = _with_backward(run)
+            if device.platform == "cpu":
+                with_backward = uncrossed(with_backward)
+            both = jax.jit(with_backward, compiler_options=options)
+            both_seconds = steady_seconds(functools.partial(both, own, inputs, rest))
+            backward_seconds = max(0.0, both_seconds - forward_seconds)
+            time = LayerTime(forward=forward_seconds, backward=backward_seconds)
+            known[key] = forward, time
+        forward, time = known[key]
+        crossing |= dict(zip(segment.outputs, forward(own, inputs, rest), strict=True))
+        times.append(time)
         done(i + 1)
     return tuple(times)
+
+
+def _by_place(graph: Graph, segment: Segment) -> Callable[..., list[Any]]:
+    """A segment as a function of lists of arrays."""
+    run = run_segment(graph, segment)
+
+    def by_place(params: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        own = dict(zip(segment.inputs, inputs, strict=True))
+        return run(params, own, dict(zip(segment.given, given, strict=True)))
+
+    return by_place
+
+
+def _text(closed: ClosedJaxpr) -> str:
+    """Text that two segments share only if they are one program of the same constants."""
+    consts = [f"{np.shape(c)}{np.asarray(c).tobytes().hex()}" for c in closed.consts]
+    return "\n".join((str(closed.jaxpr), *consts))
 
 
 def _entry(graph: Graph, params: Sequence[Any], entry: int) -> Any:
@@ -132,12 +153,11 @@ def _stand_in(x: Any) -> Any:
 
 
 def _with_backward(run: Callable[..., list[Any]]) -> Callable[..., Any]:
-    def both(params: Sequence[Any], inputs: Env, given: Env) -> Any:
-        smooth = {v: x for v, x in inputs.items() if _is_float(x)}
-        others = {v: x for v, x in inputs.items() if v not in smooth}
+    def both(params: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+        smooth = {i: x for i, x in enumerate(inputs) if _is_float(x)}
 
-        def outputs(params: Sequence[Any], smooth: Env) -> list[Any]:
-            made = run(params, {**smooth, **others}, given)
+        def outputs(params: Sequence[Any], smooth: dict[int, Any]) -> list[Any]:
+            made = run(params, [smooth.get(i, x) for i, x in enumerate(inputs)], given)
             return [x for x in made if _is_float(x)]
 
         made, back = jax.vjp(outputs, list(params), smooth)
