@@ -14,7 +14,7 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from ._contribution import (
     DeviceSums,
     Tensors,
     at_least_1d,
+    buckets,
     pack_shape,
     peaks_to_maxima,
 )
@@ -38,30 +39,6 @@ from ._replica import Replica
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
 _MESSAGE_BYTES = 1 << 24
-
-
-def buckets(
-    sizes: Sequence[int], bucket_elements: int, alone: Collection[int] = ()
-) -> list[list[int]]:
-    """Group consecutive tensors: many small buffers cost a round trip each.
-
-    Args:
-        sizes: Elements of each tensor.
-        bucket_elements: Most elements of a bucket of several tensors.
-        alone: Tensors that share no bucket.
-
-    Returns:
-        Indices of `sizes`, each once and in order.
-    """
-    out: list[list[int]] = []
-    room = 0
-    for i, size in enumerate(sizes):
-        if size > room or not out or i in alone:
-            out.append([])
-            room = bucket_elements
-        out[-1].append(i)
-        room = 0 if i in alone else room - size
-    return out
 
 
 def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -78,11 +55,13 @@ def _reduce_scatter(x_DC: jax.Array, ring: bool, sent: Any) -> jax.Array:
         return scattered.reshape(-1).astype(x_DC.dtype)
     me = jax.lax.axis_index(DATA_AXIS)
     to_next = [(d, (d + 1) % num) for d in range(num)]
-    total_C = x_DC[(me - 1) % num]
-    for hop in range(2, num + 1):
+
+    def add(hop: jax.Array | int, total_C: jax.Array) -> jax.Array:
         received_C = jax.lax.ppermute(total_C.astype(sent), DATA_AXIS, to_next)
-        total_C = x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
-    return total_C
+        return x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
+
+    # One body, compiled once however many devices there are.
+    return jax.lax.fori_loop(2, num + 1, add, x_DC[(me - 1) % num])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
