@@ -102,6 +102,11 @@ def data(num=16):
     return {"tokens": rng.integers(0, VOCABULARY, (num, LENGTH + 1)).astype(np.int32)}
 
 
+def run_plan(model, plan):
+    options = {"plan": plan, "counts": None, "microbatch_size": None}
+    return train(model, None, len(plan.devices), **options)
+
+
 def train(model, stages=None, num=None, *, steps=3, batch_size=8, **options):
     num = num or (stages if isinstance(stages, int) else len(stages or [1]))
     config = {"cluster": {"visible_devices": list(range(num))}} | options.pop("config", {})
@@ -392,7 +397,7 @@ def job(model):
 
 
 def test_the_plan_names_the_iterations_and_can_be_edited_to_cut_anywhere():
-    plan = job(LinenNet()).plan(2, stages=(1, 1), microbatch_size=2)
+    plan = job(LinenNet()).plan(lowering.cpus(2), stages=(1, 1), microbatch_size=2)
     text = plan.explain()
     assert "stage 0: LinenNet/Embed_0 .. layers[0:3]" in text
     assert "stage 1: layers[3:6] .. " in text
@@ -403,14 +408,14 @@ def test_the_plan_names_the_iterations_and_can_be_edited_to_cut_anywhere():
     pipeline = plan.pipeline.model_copy(update={"segments": moved})
     other = plan.replaced(pipeline=pipeline, prediction=None, reasons=())
     assert other.numerics != plan.numerics
-    same(train(LinenNet(), None, 2, plan=other, microbatch_size=None), train(LinenNet()))
+    same(run_plan(LinenNet(), other), train(LinenNet()))
 
 
 def test_a_profile_times_each_iteration_and_measures_like_ones_once():
     graph_job = job(LinenNet(layers=4))
     graph = graph_of(graph_job._traced.graph(2))
     chain = segments(graph, 32)
-    model = lowering.with_arrays(graph_job._traced.functional(2))
+    model = graph_job._traced.functional(2)
     times = measure(
         graph,
         chain,
@@ -453,24 +458,26 @@ class Ensemble(nn.Module):
 
 def test_what_cannot_be_cut_between_iterations_is_refused_with_its_reason():
     with pytest.raises(hxla.PlanError, match=r"parts that can be told apart.* use at most"):
-        job(LinenNet(layers=2)).plan(16, stages=(1,) * 16, microbatch_size=1)
+        job(LinenNet(layers=2)).plan(lowering.cpus(16), stages=(1,) * 16, microbatch_size=1)
     with pytest.raises(hxla.PlanError, match=r"a scan, .*, is one: it takes no slices"):
-        job(Ensemble(inside=False)).plan(8, stages=(1,) * 8, microbatch_size=2)
+        job(Ensemble(inside=False)).plan(lowering.cpus(8), stages=(1,) * 8, microbatch_size=2)
     with pytest.raises(hxla.PlanError, match=r"parts that can be told apart"):
-        job(Ensemble(inside=True)).plan(8, stages=(1,) * 8, microbatch_size=2)
-    plan = job(SplitNet()).plan(4, mesh={"data": 1, "stage": 2, "tensor": 2}, microbatch_size=2)
+        job(Ensemble(inside=True)).plan(lowering.cpus(8), stages=(1,) * 8, microbatch_size=2)
+    plan = job(SplitNet()).plan(
+        lowering.cpus(4), mesh={"data": 1, "stage": 2, "tensor": 2}, microbatch_size=2
+    )
     name = "layers/Dense_0/kernel"
     wrong = stacked_spec(plan, name, (("tensor",), ("stage",), ()))
     with pytest.raises(hxla.PlanError, match=rf"{name}.spec: 'tensor' cuts dimension 0.*stacked"):
-        train(SplitNet(), None, 4, plan=wrong, microbatch_size=None)
-    plan = job(LinenNet()).plan(2, stages=(1, 1), microbatch_size=2)
+        run_plan(SplitNet(), wrong)
+    plan = job(LinenNet()).plan(lowering.cpus(2), stages=(1, 1), microbatch_size=2)
     with pytest.raises(hxla.PlanError, match=r"parameters.layers/Dense_0/bias"):
-        train(LinenNet(layers=8), None, 2, plan=plan, microbatch_size=None)
+        run_plan(LinenNet(layers=8), plan)
     gone = plan.pipeline.segments[-1].model_copy(update={"first": 99})
     segments = (*plan.pipeline.segments[:-1], gone)
     wrong = plan.replaced(pipeline=plan.pipeline.model_copy(update={"segments": segments}))
     with pytest.raises(hxla.PlanError, match="the loss has no equation 99"):
-        train(LinenNet(), None, 2, plan=wrong, microbatch_size=None)
+        run_plan(LinenNet(), wrong)
     first = plan.pipeline.segments[1].model_copy(update={"first": 0})
     segments = (plan.pipeline.segments[0], first, *plan.pipeline.segments[2:])
     twice = plan.pipeline.model_copy(update={"segments": segments})
