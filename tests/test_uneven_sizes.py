@@ -8,7 +8,8 @@ import pytest
 import whale
 
 import hxla
-from hxla._planner._split_sizes import SplitDevice, best_sizes, in_shares
+from hxla._plan._shares import in_shares
+from hxla._planner._split_sizes import SplitDevice, best_sizes
 
 
 def instance(rng):
@@ -64,7 +65,8 @@ def test_sizes_are_those_of_brute_force_with_tight_memory():
         if best is not None:
             feasible += 1
             sizes = best_sizes(num_units, devices, padded_bytes=padded, own_bytes=own)
-            assert sum(sizes) == num_units and fits(sizes, devices, padded, own)
+            assert sum(sizes) == num_units
+            assert fits(sizes, devices, padded, own)
             assert (slowest(sizes, devices), max(sizes)) == pytest.approx(best, rel=1e-9)
             continue
         infeasible += 1
