@@ -16,6 +16,7 @@ from hxla._lower._padding import Padding, padded, unpadded
 from hxla._plan._layout import to_spec
 
 BATCH, LENGTH, WIDTH = 4, 5, 8
+_QUICK = {"xla_backend_optimization_level": 0}  # to compile
 
 
 class Attention(nnx.Module):
@@ -247,7 +248,7 @@ class Run:
             (loss, (_, *aux)), grads = gradient(params, aux, jax.random.key(0), self._batch())
             return loss, aux, grads
 
-        return jax.jit(run)
+        return jax.jit(run, compiler_options=_QUICK)
 
     @functools.cached_property
     def on_one(self):
@@ -262,7 +263,7 @@ class Run:
             (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, aux)
             return value, aux, grads
 
-        return jax.jit(run)
+        return jax.jit(run, compiler_options=_QUICK)
 
     def _batch(self):
         return jax.tree.leaves(self.batch)
@@ -288,5 +289,3 @@ class Run:
             parts = [p - rate * g for p, g in zip(parts[0], own_grads, strict=True)], own_aux
         for a, b in zip(one[0], unpadded(parts[0], self.padding), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-

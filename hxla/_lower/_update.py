@@ -16,7 +16,8 @@ from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
-from ._padding import StatePadding, padded, unpadded
+from ._padding import NOT_PADDED, StatePadding, padded, unpadded
+from ._padding_kept import keeps_padding
 from ._replica import Replica
 
 
@@ -56,12 +57,42 @@ def _updated(
 ) -> tuple[list[jax.Array], PyTree]:
     """What the user's optimizer makes of its own arrays."""
     of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
+    if _is_by_element(spec, params, opt_state, value):
+        tree = jax.tree.unflatten(spec.param_tree, params)
+        own = jax.tree.unflatten(spec.param_tree, grads)
+        updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
+        return jax.tree.leaves(optax.apply_updates(tree, updates)), state
     tree = unpadded(jax.tree.unflatten(spec.param_tree, params), of_params)
     own = unpadded(jax.tree.unflatten(spec.param_tree, grads), of_params)
     state = unpadded(opt_state, of_state)
     updates, state = spec.optimizer.update(own, state, tree, value=value)
     new_params = padded(optax.apply_updates(tree, updates), of_params)
     return jax.tree.leaves(new_params), padded(state, of_state)
+
+
+def _is_by_element(
+    spec: UpdateSpec, params: Sequence[jax.Array], opt_state: PyTree, value: jax.Array
+) -> bool:
+    """Whether the optimizer may have padded arrays: else they are gathered for it."""
+    if spec.padding.is_none:
+        return True
+    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
+    leaves, state_def = jax.tree.flatten(opt_state)
+    each = [*of_params, *of_params, *of_state, NOT_PADDED]
+    arrays = [*params, *params, *leaves, value]
+    plain = [
+        jax.eval_shape(p.unpad, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        for p, x in zip(each, arrays, strict=True)
+    ]
+    num = len(params)
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        tree, own = (jax.tree.unflatten(spec.param_tree, arrays[i : i + num]) for i in (0, num))
+        state = jax.tree.unflatten(state_def, arrays[2 * num : -1])
+        updates, state = spec.optimizer.update(own, state, tree, value=arrays[-1])
+        return [*jax.tree.leaves(optax.apply_updates(tree, updates)), *jax.tree.leaves(state)]
+
+    return keeps_padding(run, plain, [*each, *of_params, *of_state])
 
 
 def update_program(

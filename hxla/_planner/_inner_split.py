@@ -58,13 +58,13 @@ def inner_split(graph: Graph, structure: Structure, cluster: Cluster) -> InnerSp
     """
     num_params = len(graph.param_names)
     why_not = _why_alike(structure)
-    if structure.shares:
+    if len(set(structure.shares)) > 1 or (len(structure.shares) > 1 and why_not):
         if why_not:
             raise PlanError(
                 f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
             )
         return _unlike(graph, structure, structure.shares, "as stated", stated=True)
-    speeds = () if why_not else _speeds(structure, cluster)
+    speeds = () if why_not or structure.shares else _speeds(structure, cluster)
     said: tuple[str, ...] = ()
     if speeds:
         try:
