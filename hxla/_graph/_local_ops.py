@@ -217,8 +217,8 @@ def run_program(
 
 def _following(eqn: Any, dims: Dims) -> Factor:
     """The factor that keeps what is cut as it is."""
-    shapes = [[v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars)]
-    for factor in PATTERNS.factors(eqn.primitive.name, *shapes, eqn.params):
+    ins, outs = ([v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars))
+    for factor in PATTERNS.factors(eqn.primitive.name, ins, outs, eqn.params):
         agrees = all(d is None or d == f for d, f in zip(dims, factor.operands, strict=True))
         if agrees and not factor.partial:
             return factor

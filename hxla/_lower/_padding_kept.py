@@ -20,9 +20,9 @@ from ._padding import NOT_PADDED, Padding
 _BY_ELEMENT = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",
     "div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "optimization_barrier",
-    "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
+    "optimization_barrier", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 })
 # fmt: on
 
@@ -30,7 +30,7 @@ _BY_ELEMENT = frozenset({
 _Known = tuple[Padding, Any]
 
 
-class _Mixed(Exception):
+class _MixedError(Exception):
     """A device would need what others have."""
 
 
@@ -55,7 +55,7 @@ def keeps_padding(
     given = [(p, None if p.is_none else 0.0) for p in own]
     try:
         found = _follow(padded, given)
-    except _Mixed:
+    except _MixedError:
         return False
     return all(
         p == wanted and (p.is_none or number == 0)
@@ -107,13 +107,13 @@ def _results(eqn: Any, own: Sequence[_Known]) -> list[_Known]:
             number = _number(name, own, eqn)
         return [(NOT_PADDED, number)] * len(eqn.outvars)
     if len(paddings) > 1:
-        raise _Mixed
+        raise _MixedError
     [padding] = paddings
     shape = next(v.aval.shape for v, (p, _) in zip(eqn.invars, own, strict=True) if not p.is_none)
     if name == "reduce_sum" and len(eqn.params["axes"]) == len(shape) and own[0][1] == 0:
         return [(NOT_PADDED, None)]
     if name not in _BY_ELEMENT or any(v.aval.shape != shape for v in eqn.outvars):
-        raise _Mixed
+        raise _MixedError
     return [(padding, _number(name, own, eqn))] * len(eqn.outvars)
 
 

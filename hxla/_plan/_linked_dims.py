@@ -194,7 +194,7 @@ def planned_parts(linked: LinkedDims, layouts: Sequence[Layout], shares: Sequenc
                 "parameters that are cut together have different sizes, in units: "
                 + "; ".join(f"{name} {list(own)}" for own, name in told.items())
             )
-        units.append(next(iter(told), None) or in_shares(group.num_units, shares))
+        units.append(next(iter(told), ()) or in_shares(group.num_units, shares))
     if faults:
         raise PlanError("\n".join(faults))
     return Parts(linked=linked, units=tuple(units))

@@ -72,7 +72,9 @@ def complete(
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
-        split = inner_split(graph, structure, cluster)
+        whole = sum(graph.values[v].num_bytes for v in graph.param_values)
+        factor = 2 + optimizer_bytes / max(whole, 1) + sums.num_parts  # and a gradient
+        split = inner_split(graph, structure, cluster, factor)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
         said += lines_of(split)

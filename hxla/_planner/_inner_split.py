@@ -25,6 +25,7 @@ from ._structures import Structure
 Sizes = tuple[tuple[int, ...], ...]
 
 _MOST_TOLD = 8
+_NUM_GRANULES = 120  # of a split's whole work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,16 @@ class InnerSplit:
     reasons: tuple[str, ...] = ()
 
 
-def inner_split(graph: Graph, structure: Structure, cluster: Cluster) -> InnerSplit:
+def inner_split(
+    graph: Graph, structure: Structure, cluster: Cluster, state_factor: float = 1.0
+) -> InnerSplit:
     """Choose what is cut, and where.
 
     Args:
         graph: Of the loss.
         structure: How the devices share the model.
         cluster: That its ranks are of.
+        state_factor: The bytes of a device for each byte of its parameters.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
@@ -64,11 +68,11 @@ def inner_split(graph: Graph, structure: Structure, cluster: Cluster) -> InnerSp
                 f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
             )
         return _unlike(graph, structure, structure.shares, "as stated", stated=True)
-    speeds = () if why_not or structure.shares else _speeds(structure, cluster)
+    devices = () if why_not or structure.shares else _devices(structure, cluster)
     said: tuple[str, ...] = ()
-    if speeds:
+    if devices:
         try:
-            return _unlike(graph, structure, speeds, "by the speeds of the devices")
+            return _by_speed(graph, structure, devices, state_factor)
         except (AnnotationError, PlanError) as error:
             said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
     num = structure.inner[0][1]
@@ -128,12 +132,13 @@ def _unlike(
     *,
     stated: bool = False,
     error: AnnotationError | None = None,
+    found: tuple[Sharded, tuple[str, ...]] | None = None,
 ) -> InnerSplit:
     """Parts in a ratio, in whole units."""
     [(axis, num)] = structure.inner
     if len(shares) != num:
         raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
-    sharded, said = _sharded(graph, structure, unlike=True)
+    sharded, said = found or _sharded(graph, structure, unlike=True)
     linked = LinkedDims(graph, sharded.axes[axis])
     sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
     told: list[str] = []
@@ -163,6 +168,33 @@ def _unlike(
         sizes=tuple(tuple(own) if any(own) else () for own in sizes),
         reasons=(*said, *lines, *told),
     )
+
+
+def _by_speed(
+    graph: Graph, structure: Structure, devices: Sequence[SplitDevice], state_factor: float
+) -> InnerSplit:
+    """Parts that suit the devices' speeds and memory."""
+    found = _sharded(graph, structure, unlike=True)
+    sharded = found[0]
+    bytes_of = {
+        is_cut: state_factor
+        * sum(
+            graph.values[v].num_bytes
+            for v in graph.param_values
+            if (sharded.num_parts(v) > 1) == is_cut
+        )
+        for is_cut in (False, True)
+    }
+    shares = best_sizes(
+        _NUM_GRANULES,
+        [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
+        padded_bytes=bytes_of[True] / _NUM_GRANULES,
+    )
+    common = math.gcd(*shares)
+    shares = tuple(n // common for n in shares)
+    if len(set(shares)) == 1:
+        raise PlanError("the memory of the slower devices is needed in full")
+    return _unlike(graph, structure, shares, "by the speeds of the devices", found=found)
 
 
 def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
@@ -210,19 +242,25 @@ def _sent_bytes(sharded: Sharded) -> float:
     return sum(axis.sent_bytes for axis in sharded.axes.values())
 
 
-def _speeds(structure: Structure, cluster: Cluster) -> tuple[int, ...]:
-    """The ratio of the devices' speeds at each place of a copy; empty where they are alike.
+def _devices(structure: Structure, cluster: Cluster) -> tuple[SplitDevice, ...]:
+    """The devices at each place of a copy; empty where they are alike, or nothing is known.
 
-    A place is as fast as its slowest device in any copy.
+    A place is as fast, and has as much memory, as the least of its devices in any copy.
     """
-    columns = zip(*structure.replicas, strict=True)
-    speeds = [min(_speed(cluster.devices[r]) for r in ranks) for ranks in columns]
+    columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*structure.replicas)]  # noqa: B905
+    speeds = [min(map(_speed, own)) for own in columns]
     if not all(speeds) or max(speeds) <= 1.05 * min(speeds):
         return ()
-    least = min(speeds)
-    rounded = [max(1, round(20 * speed / least)) for speed in speeds]
-    common = math.gcd(*rounded)
-    return tuple(n // common for n in rounded)
+    return tuple(
+        SplitDevice(
+            name=f"device {place} of a copy ({own[0].label})",
+            unit_seconds=1 / speed,
+            memory_bytes=min(
+                (d.memory_bytes for d in own if d.memory_bytes is not None), default=None
+            ),
+        )
+        for place, (own, speed) in enumerate(zip(columns, speeds, strict=True))
+    )
 
 
 def _speed(device: Device) -> float:
