@@ -22,6 +22,7 @@ COMMANDS = {
     "06_inspect": ("python", ""),
     "07_pipeline": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
     "08_own_loop": ("python", "--steps 10"),
+    "09_uneven_split": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
 }
 
 
