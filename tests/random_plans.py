@@ -451,7 +451,9 @@ class Processes:
 
     def __init__(self, num, folder):
         self.num, self._folder, self._asked = num, folder, 0
-        flags = f"--xla_force_host_platform_device_count={MOST_DEVICES // num}"
+        # The last of a flag holds; others, such as the instruction set, must be those of here.
+        flags = os.environ.get("XLA_FLAGS", "")
+        flags += f" --xla_force_host_platform_device_count={MOST_DEVICES // num}"
         # Several devices of a process wait for each other in collectives: each takes threads.
         settings = {"XLA_FLAGS": flags, "NPROC": "8", "PYTHONPATH": str(ROOT)}
         self._said = open(folder / "said", "w")  # noqa: SIM115

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._core._config import Config, as_config
-from hxla._lower._contribution import Contribution, Tensors
+from hxla._lower._contribution import Contribution, Tensors, packs_of
 from hxla._lower._replica import Replica
 from hxla._lower._sum import Reducer
-from hxla._plan._plan_parts import SumsForm
+from hxla._plan._plan_parts import SparseRows, SumsForm
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
 WANTED = {"cluster": {"share_devices": True}, "pipeline": {"num_micro_batch": 4}}
@@ -152,6 +152,18 @@ def test_small_buckets_give_the_same_bits():
     usual = train(pipeline=cut, cluster=two)
     small = train(pipeline=cut, cluster=two, communication={"bucket_mib": 1})
     assert usual.sha256 == small.sha256
+
+
+def test_tensors_share_an_array_if_they_are_small_and_of_one_size():
+    shapes = [(4, 2), (8,), (3,), (), (1,), (2, 4), (200, 200), (40000,)]
+    tensors = Tensors(
+        tuple(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes),
+        (),
+        tuple(map(str, shapes)),
+    )
+    assert packs_of(tensors, alone=()) == [[0, 1, 5], [2], [3, 4], [6], [7]]
+    assert packs_of(tensors, alone=[1]) == [[0, 5], [1], [2], [3, 4], [6], [7]]
+    assert packs_of(tensors, alone=None) == [[i] for i in range(8)]
 
 
 def first_step(reduction="exact", optimizer=None, **config):
@@ -314,6 +326,31 @@ def test_rows_of_an_embedding_travel_one_by_one_and_give_the_same_bits():
         floats.state,
         whole.state,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "most_rows", "reason"),
+    [
+        ("out/kernel", 4096, "out/kernel is not only looked up by rows"),
+        ("embed/embedding", 5, "128 rows of embed/embedding may be touched, not 5"),
+    ],
+)
+def test_a_plan_that_would_lose_rows_is_refused(name, most_rows, reason):
+    words = np.zeros((64, 2), np.int32)
+    job = hxla.Job(
+        Words(nnx.Rngs(0)),
+        {"x": words, "y": words},
+        lambda model, batch: optax.softmax_cross_entropy_with_integer_labels(
+            model(batch["x"]), batch["y"]
+        ).mean(-1),
+        optax.sgd(1.0),
+        batch_size=64,
+    )
+    plan = job.plan(microbatch_size=8, counts="even")
+    sparse = (SparseRows(name=name, most_rows=most_rows),)
+    rows = plan.sums.model_copy(update={"sparse": sparse})
+    with pytest.raises(hxla.PlanError, match=reason):
+        job.open(plan.replaced(sums=rows))
 
 
 def test_a_tied_embedding_is_summed_whole_and_the_plan_says_so():

@@ -54,6 +54,11 @@ def empty(folder):
     folder.mkdir()
 
 
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def edit(folder):
     path = folder / "meta" / "metadata"
     table = json.loads(path.read_text())
@@ -76,6 +81,10 @@ DAMAGE = {
     "meta cut": (lambda f: cut(f / "meta/metadata"), "meta/metadata is not what was written"),
     "meta edited": (edit, "meta/metadata is not what was written"),
     "the seal garbled": (lambda f: cut(f / "tree/hxla-seal.json"), "not what was written"),
+    "a pipe for the seal": (lambda f: as_pipe(f / "tree/hxla-seal.json"), "no regular file"),
+    "a pipe for the meta": (lambda f: as_pipe(f / "meta/metadata"), "no regular file"),
+    "a pipe for the arrays": (lambda f: as_pipe(data_file(f)), "no regular file"),
+    "a pipe besides": (lambda f: os.mkfifo(f / "tree" / "pipe"), "no regular file"),
     "empty folder": (empty, "empty folder"),
     "a file of that name": (replace, "no folder"),
     "another step under its name": (rename, "step 1 under another name"),

@@ -463,7 +463,10 @@ def test_two_processes_read_and_write_their_own_slices(spread, tmp_path, torch_w
         check=False,
         cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1",
+        },
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     expected = train(Net(nnx.Rngs(7)), **spread)

@@ -96,7 +96,8 @@ def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]
     """Small tensors of one size, whose sums are the rows of one array.
 
     Each array of a program is several kernels, and it is kernels that a small model's compilation
-    is made of.
+    is made of. What is fused with what depends on it, and so do bits: it must follow from what
+    `Plan.numerics` knows.
 
     Args:
         tensors: Of the sums.
@@ -110,6 +111,30 @@ def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]
         is_small = alone is not None and i not in alone and x.size <= _PACKED_ELEMENTS
         by_size.setdefault(x.size if is_small else ("alone", i), []).append(i)
     return list(by_size.values())
+
+
+def buckets(
+    sizes: Sequence[int], bucket_elements: int, alone: Collection[int] = ()
+) -> list[list[int]]:
+    """Group consecutive tensors: many small buffers cost a round trip each.
+
+    Args:
+        sizes: Elements of each tensor.
+        bucket_elements: Most elements of a bucket of several tensors.
+        alone: Tensors that share no bucket.
+
+    Returns:
+        Indices of `sizes`, each once and in order.
+    """
+    out: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if size > room or not out or i in alone:
+            out.append([])
+            room = bucket_elements
+        out[-1].append(i)
+        room = 0 if i in alone else room - size
+    return out
 
 
 def pack_shape(tensors: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, ...]:

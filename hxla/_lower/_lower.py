@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
-from .._graph._graph import Graph
+from .._graph._graph import Graph, rows_read
 from .._graph._parts import graph_of, parts_of
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
@@ -121,8 +121,11 @@ class Programs:
         )
         rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
+        # Whether rows travel alone must not move a bit.
+        by_rows = rows_read(graph)
+        could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
         #: Tensors whose sums are one array.
-        self.packs = packs_of(self.tensors, rows if is_whole else None)
+        self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         make = _microbatches if plan.pipeline is None else _pipeline
         self.contribution, runner = make(self, uneven or sharded)
         self.reducer = Reducer(

@@ -14,7 +14,7 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from ._contribution import (
     DeviceSums,
     Tensors,
     at_least_1d,
+    buckets,
     pack_shape,
     peaks_to_maxima,
 )
@@ -38,30 +39,6 @@ from ._replica import Replica
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
 _MESSAGE_BYTES = 1 << 24
-
-
-def buckets(
-    sizes: Sequence[int], bucket_elements: int, alone: Collection[int] = ()
-) -> list[list[int]]:
-    """Group consecutive tensors: many small buffers cost a round trip each.
-
-    Args:
-        sizes: Elements of each tensor.
-        bucket_elements: Most elements of a bucket of several tensors.
-        alone: Tensors that share no bucket.
-
-    Returns:
-        Indices of `sizes`, each once and in order.
-    """
-    out: list[list[int]] = []
-    room = 0
-    for i, size in enumerate(sizes):
-        if size > room or not out or i in alone:
-            out.append([])
-            room = bucket_elements
-        out[-1].append(i)
-        room = 0 if i in alone else room - size
-    return out
 
 
 def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:

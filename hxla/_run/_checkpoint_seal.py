@@ -99,6 +99,9 @@ def _fault(checkpoint: pathlib.Path, step: int, share: range) -> str:
     if not any(checkpoint.iterdir()):
         return "it is an empty folder"
     try:
+        for path in sorted(checkpoint.rglob("*")):
+            if not path.is_file() and not path.is_dir():  # whoever reads a pipe waits
+                return f"{path.relative_to(checkpoint)} is no regular file"
         return _fault_of_meta(checkpoint, step) or _fault_of_tree(checkpoint / TREE, share)
     except OSError as error:
         name = os.path.relpath(error.filename or checkpoint, checkpoint)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
-from .._graph._graph import Graph
+from .._graph._graph import Graph, rows_read
 from .._graph._parts import graph_of
 from .._graph._segments import segments_at
 from .._plan._layout import dtype_name
@@ -36,7 +36,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
     """Refuse a plan for something else.
 
     Raises:
-        PlanError: With every difference: batch, versions, devices, parameters, stages.
+        PlanError: With every difference: batch, versions, devices, parameters, stages, sums.
     """
     graph = job.graph(plan.microbatch_size)
     lines = []
@@ -45,6 +45,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
         _of_devices(plan, cluster, devices),
         _of_parameters(plan, graph),
         _of_stages(plan, graph),
+        _of_sums(plan, graph),
     ):
         found = [f"  {fault}" for fault in sort]
         more = len(found) - _MOST_LINES
@@ -130,4 +131,19 @@ def _of_stages(plan: Plan, graph: Graph) -> Iterator[str]:
             yield (
                 f"pipeline.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
                 f"the plan, {own.name!r} in the loss"
+            )
+
+
+def _of_sums(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Rows of a gradient that would be lost."""
+    rows = {graph.param_names[p]: (p, num) for p, num in rows_read(graph).items()}
+    for sparse in plan.sums.sparse:
+        if sparse.name not in rows:
+            yield f"sums.sparse: {sparse.name} is not only looked up by rows: leave it out"
+            continue
+        p, num = rows[sparse.name]
+        most = min(num * plan.num_microbatches, graph.param_shapes[p][0])
+        if sparse.most_rows < most:
+            yield (
+                f"sums.sparse: {most} rows of {sparse.name} may be touched, not {sparse.most_rows}"
             )
