@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from uneven_models import UNITS, Run
+from uneven_models import RULES, UNITS, Run
 
 import hxla
-from hxla._lower._padding import NOT_PADDED, Padding
+from hxla._inspect import _shapes
+from hxla._lower._padding import NOT_PADDED, Padding, padded
 from hxla._lower._padding_kept import keeps_padding
 from hxla._model._optimizer import Optimizer
 from hxla._plan._linked_dims import LinkedDims, planned_parts
@@ -138,6 +139,25 @@ def test_updates_run_on_padded_arrays_only_where_that_is_the_same(optimizer, kep
     assert keeps_padding(run, [params["a"], params["a"], *state], each) == kept
 
 
+def collectives(function, *arguments):
+    """Kinds of the collectives of a compiled function, and the numbers that all-reduces add."""
+    found = hxla.inspect(function.lower(*arguments).compile().as_text()).main.select(None)
+    arrays = [a for c in found if c.kind == "all-reduce" for a in c.arrays]
+    sizes = [np.prod(_shapes.arrays(array)[0][1], dtype=int) for array in arrays]
+    return sorted(c.kind for c in found), int(sum(sizes))
+
+
+@pytest.mark.parametrize("name", ["heads", "gated columns", "experts"])
+def test_collectives_are_as_many_as_with_even_parts_and_no_larger(name):
+    own, even = Run(name, 8, (3, 1)), Run(name, 8, (1, 1))
+    leaves = [jax.tree.leaves(tree) for tree in (own.params, own.aux)]
+    parts = [padded(x, p) for x, p in zip(leaves, own.paddings, strict=True)]
+    kinds, added = collectives(own.on_parts, *parts)
+    others, most = collectives(even.on_even_parts, *leaves)
+    assert kinds == others
+    assert 0 < added <= most
+
+
 def planned(shares=(3, 1), units=8):
     return Run("columns", units, shares).plan
 
@@ -208,7 +228,6 @@ def test_sizes_that_disagree_or_cut_a_unit_are_refused():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ({"tensor": (2, 1, 1, 1)}, "3 whole units, such as heads"),
         ({"tensor": (2, 0)}, "must be at least 1"),
         ({"tensor": (2, 0.5)}, "no whole number"),
         ({"tensor": ()}, "states no share"),
@@ -223,6 +242,12 @@ def test_a_ratio_that_cannot_be_met_is_one_error(mesh, message):
     num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
     with pytest.raises(hxla.HxlaError, match=message):
         hxla.make_plan(graph, num, mesh=mesh)
+
+
+def test_fewer_units_than_devices_are_refused_where_a_rule_cuts_them():
+    graph = Run("classes", 3, (2, 1)).graph
+    with pytest.raises(hxla.HxlaError, match="3 whole units, such as heads, cannot be cut over 4"):
+        hxla.make_plan(graph, mesh={"tensor": (2, 1, 1, 1)}, rules=RULES["classes"])
 
 
 def test_devices_of_unlike_speed_get_unlike_parts():

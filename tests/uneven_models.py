@@ -250,6 +250,25 @@ class Run:
 
         return jax.jit(run, compiler_options=_QUICK)
 
+    @property
+    def paddings(self):
+        """Of the parameters, and of other variables."""
+        return self.padding, self.uneven.aux_paddings()
+
+    @functools.cached_property
+    def on_even_parts(self):
+        """The same where parts are alike and XLA cuts the program."""
+        sharded = _sharded(self.graph, self.plan)
+        run = sharded.function(self.mesh)
+        places = [jax.sharding.NamedSharding(self.mesh, s) for s in sharded.param_specs()]
+
+        def loss(params, aux):
+            value, _, *aux = run(params, aux, jax.random.key(0), self._batch())
+            return value, aux
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        return jax.jit(gradient, in_shardings=(places, None), out_shardings=((None, None), places))
+
     @functools.cached_property
     def on_one(self):
         """The same of the program as jax traced it."""

@@ -19,6 +19,11 @@ Dims = Sequence[int | None]
 #: From the size of a whole dimension to the size of the part, and to where the part begins.
 PartOf = Callable[[int], tuple[int, Any]]
 
+#: Equations whose partial results over parts add up.
+SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum")
+#: Those whose partial results are the largest (or else the smallest) of each part.
+EXTREMES = {"reduce_max": True, "reduce_or": True, "reduce_min": False, "reduce_and": False}
+
 
 def run_part(
     eqn: Any, operands: Sequence[Any], cut: Dims, results: Dims, part: PartOf

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._interpreter import Env, run_ops
-from .._graph._local_ops import run_custom, run_part, take
+from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
 from .._graph._operations import Op, leaves
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import checkpoint_like, scan_counts
@@ -29,9 +29,6 @@ from .._plan._sharding import Sharded
 from ._across import Cut, added, entered, extreme, gathered, own_part
 from ._blocks import Block, Width
 from ._padding import Padding
-
-_SUMS = ("dot_general", "conv_general_dilated", "gather", "reduce_sum")
-_EXTREMES = {"reduce_max": True, "reduce_or": True, "reduce_min": False, "reduce_and": False}
 
 
 class Uneven:
@@ -356,16 +353,16 @@ class _Level:
     def _completed(self, op: Op, x: Any) -> Any:
         """A partial result of all devices."""
         axis, name = self._uneven.axis, op.name
-        if name in _SUMS:
+        if name in SUMS:
             return added(x, axis)
-        if name not in _EXTREMES:
+        if name not in EXTREMES:
             raise PlanError(
                 f"hxla does not know how partial results of {name} are completed over parts of "
                 "unlike sizes: leave it out of the split, or let the parts be alike"
             )
         if x.dtype == bool:
-            return extreme(x.astype(jnp.int32), axis, _EXTREMES[name]).astype(bool)
-        return extreme(x, axis, _EXTREMES[name])
+            return extreme(x.astype(jnp.int32), axis, EXTREMES[name]).astype(bool)
+        return extreme(x, axis, EXTREMES[name])
 
     def _named(self, op: Op) -> Any:
         stack = op.stack.removeprefix(self._prefix)

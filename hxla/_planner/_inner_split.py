@@ -18,6 +18,7 @@ from .._plan._linked_dims import LinkedDims
 from .._plan._sharding import Sharded
 from .._plan._shares import in_shares
 from ._axes import resolve_rules, shard_graph
+from ._parts_check import check_parts
 from ._split_sizes import SplitDevice, best_sizes
 from ._structures import Structure
 
@@ -140,6 +141,7 @@ def _unlike(
         raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
     sharded, said = found or _sharded(graph, structure, unlike=True)
     linked = LinkedDims(graph, sharded.axes[axis])
+    check_parts(graph, sharded.axes[axis], linked)
     sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
     told: list[str] = []
     for group in linked.groups:
