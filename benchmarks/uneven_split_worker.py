@@ -28,7 +28,7 @@ args = parser.parse_args()
 
 shares = tuple(map(int, args.shares.split(","))) if args.shares else 2
 job = hxla.Job(
-    GPT(nnx.Rngs(0), width=384, heads=12, layers=2),
+    GPT(nnx.Rngs(0), width=768, heads=12, layers=1),
     library(),
     loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
