@@ -55,6 +55,28 @@ CASES = {
         [standing(0, **WAITING), standing(1, 0, 9.0, step=5, phase="callback")],
         (1, 76),
     ),
+    "one ended with 0, and another died of that": (
+        [
+            standing(0, 0, 9.0, step=6, phase="callback"),
+            standing(1, -6, 9.0, step=7, phase="reduce"),
+        ],
+        (0, 76),
+    ),
+    "one ended with 0, and another told of that before it waited long": (
+        [
+            standing(0, step=4, phase="checkpoint", state="victim", moved_at=98.9),
+            standing(1, 0, 98.8, step=3, phase="callback", moved_at=98.7),
+        ],
+        (1, 76),
+    ),
+    "the killed one, though another ended with 0 besides": (
+        [
+            standing(0, 0, 9.0, step=6, phase="callback"),
+            standing(1, -9, 9.0, step=6),
+            standing(2, state="victim", step=6),
+        ],
+        (1, 137),
+    ),
     "one never came": (
         [
             standing(0, step=-1, phase="compiling"),

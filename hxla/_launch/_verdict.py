@@ -118,7 +118,11 @@ def _evidence(s: Standing, standings: Sequence[Standing], now: float) -> _Eviden
 
 
 def _is_missed(gone: Standing, standings: Iterable[Standing], now: float) -> bool:
-    """Whether another rank has come to where it needs the one that has left."""
+    """Whether another rank has come to where it needs the one that has left, or died of that."""
+    if gone.code == 0 and any(
+        other.post.state == "victim" or other.code == -signal.SIGABRT for other in standings
+    ):
+        return True
     return any(
         other.post.state in ("running", "victim")
         and other.code is None

@@ -55,11 +55,13 @@ def _reduce_scatter(x_DC: jax.Array, ring: bool, sent: Any) -> jax.Array:
         return scattered.reshape(-1).astype(x_DC.dtype)
     me = jax.lax.axis_index(DATA_AXIS)
     to_next = [(d, (d + 1) % num) for d in range(num)]
-    total_C = x_DC[(me - 1) % num]
-    for hop in range(2, num + 1):
+
+    def add(hop: jax.Array | int, total_C: jax.Array) -> jax.Array:
         received_C = jax.lax.ppermute(total_C.astype(sent), DATA_AXIS, to_next)
-        total_C = x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
-    return total_C
+        return x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
+
+    # One body, compiled once however many devices there are.
+    return jax.lax.fori_loop(2, num + 1, add, x_DC[(me - 1) % num])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
