@@ -63,11 +63,6 @@ def odd_split(net, x):
         return net.odd(jax.numpy.pad(x, ((0, 0), (0, 1))))
 
 
-def odd_embedding(net, x):
-    with hxla.split(4):
-        return net.embed(x[:, 0].astype(int))
-
-
 def two_stages(first, second):
     def run(net, x):
         with first:
@@ -164,11 +159,6 @@ HOSTILE = {
         lambda: fit(odd_split),
         hxla.AnnotationError,
         r"hxla.split\(\).*odd/kernel \[7, 5\] cannot be cut into 8.*multiple of 8",
-    ),
-    "a split of an odd embedding": (
-        lambda: fit(odd_embedding),
-        hxla.AnnotationError,
-        r"embed/embedding \[7, 5\] cannot be cut into 4",
     ),
     "a microbatch that does not divide over a replicate": (
         lambda: fit(two_stages(R(), S()), microbatch_size=4),

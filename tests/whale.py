@@ -8,6 +8,7 @@ import numpy as np
 from hxla._core._errors import PlanError
 from hxla._planner._chain import Chain, ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
+from hxla._planner._split_sizes import SplitDevice
 
 
 def whale_counts(
@@ -89,6 +90,47 @@ def whale_counts(
             "more. Use a smaller microbatch_size or batch_size"
         )
     return tuple(int(c) for c in counts)
+
+
+def whale_sizes(
+    num_units: int,
+    devices: Sequence[SplitDevice],
+    *,
+    padded_bytes: float = 0.0,
+    own_bytes: float = 0.0,
+) -> tuple[int, ...]:
+    """Whale's Algorithm 1 for a `split` TaskGraph, in units of the split.
+
+    From the paper: a `split` is balanced by uneven sharding, its load ratios those of Algorithm 1.
+    Its memory is a TaskGraph's bytes times the load ratio, so padding, which the paper does not
+    speak of, is counted as if each device had only its own part; what then does not fit with the
+    padding is out of memory.
+
+    Args:
+        num_units: Units to hand out.
+        devices: That share them.
+        padded_bytes: See `best_sizes`.
+        own_bytes: Likewise.
+
+    Raises:
+        PlanError: If devices are left out of memory.
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 and Algorithm 1.
+    """
+    limits = [1e30 if d.memory_bytes is None else d.memory_bytes for d in devices]
+    sizes = whale_counts(
+        num_units,
+        [d.unit_seconds for d in devices],
+        [padded_bytes + own_bytes] * len(devices),
+        [d.fixed_bytes for d in devices],
+        limits,
+    )
+    for device, size, limit in zip(devices, sizes, limits, strict=True):
+        needed = device.fixed_bytes + padded_bytes * max(sizes) + own_bytes * size
+        if needed > limit:
+            raise PlanError(f"{device.name} lacks {needed - limit:,.0f} bytes for its padding")
+    return sizes
 
 
 def whale_staging(chain: Chain) -> Staging:

@@ -13,6 +13,7 @@ References:
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -138,15 +139,30 @@ def _check(primitive: str, f: Factor, operands: Sequence[Shape], results: Sequen
 
 
 def fits(
-    factor: Factor, operands: Sequence[Shape], results: Sequence[Shape], num_devices: int
+    factor: Factor,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    num_devices: int,
+    *,
+    unlike: bool = False,
 ) -> bool:
-    """Whether every dimension that the factor cuts divides over the devices."""
+    """Whether every dimension that the factor cuts divides over the devices.
+
+    Args:
+        factor: A way to cut an equation.
+        operands: The shapes of its operands.
+        results: The shapes of its results.
+        num_devices: The devices.
+        unlike: Whether their parts may be unlike: then there must be a unit for each.
+    """
     cut = [
         shape[dim]
         for dims, shapes in ((factor.operands, operands), (factor.results, results))
         for dim, shape in zip(dims, shapes, strict=True)
         if dim is not None
     ]
+    if unlike:
+        return math.gcd(*cut) >= num_devices
     return bool(cut) and all(size >= num_devices and size % num_devices == 0 for size in cut)
 
 

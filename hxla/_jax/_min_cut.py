@@ -31,6 +31,7 @@ class Halves:
         consts: What the whole closes over.
         num_first: Results of the early half.
         kept: Shapes of what is kept.
+        places: Of what is kept among the whole's arguments and what its equations make.
     """
 
     early: Any
@@ -38,6 +39,7 @@ class Halves:
     consts: tuple[Any, ...]
     num_first: int
     kept: tuple[Any, ...]
+    places: tuple[int, ...]
 
     def run_early(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The first results, and what `run_late` needs of them besides its arguments."""
@@ -55,6 +57,7 @@ def halve(
     *,
     only_early: Collection[int] = (),
     only_late: Collection[int] = (),
+    places: Collection[int] | None = None,
 ) -> Halves:
     """Cut a program in two.
 
@@ -64,6 +67,7 @@ def halve(
             there late.
         only_early: Places of arguments that are there for the early half only.
         only_late: Places of those that are there for the late half only.
+        places: What is kept, as `Halves.places` of a like program has it; None: the fewest bytes.
     """
     jaxpr = closed.jaxpr
     first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
@@ -72,6 +76,9 @@ def halve(
     known = {*jaxpr.constvars, *jaxpr.invars} - gone - coming
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
+    order = [*jaxpr.invars, *maker]
+    if places is not None:
+        return _halves(closed, num_first, gone, coming, [order[i] for i in sorted(places)])
     needed = {id(eqn) for eqn in backward_slice(jaxpr.eqns, first)}
     # What the early half can have, at most by cheap work beyond that for its own results.
     can_be_early = known | gone
@@ -82,19 +89,33 @@ def halve(
     must_be_late = backward_slice(jaxpr.eqns, others, given=can_be_early)
     read = variables([*(v for eqn in must_be_late for v in eqn.invars), *others])
     kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known)
-    saved = [v for v in (*jaxpr.invars, *maker) if v in kept]
+    return _halves(closed, num_first, gone, coming, [v for v in order if v in kept])
+
+
+def _halves(
+    closed: ClosedJaxpr,
+    num_first: int,
+    gone: Collection[Any],
+    coming: Collection[Any],
+    saved: Sequence[Any],
+) -> Halves:
+    """The halves between which some values are kept."""
+    jaxpr = closed.jaxpr
+    first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
+    order = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
 
     def own(unknown: Collection[Any]) -> list[Any]:
         return [*jaxpr.constvars, *(v for v in jaxpr.invars if v not in unknown)]
 
     early = part(jaxpr, [*first, *saved], inputs=own(coming))
-    late = part(jaxpr, others, given=kept, inputs=[*own(gone), *saved])
+    late = part(jaxpr, others, given=set(saved), inputs=[*own(gone), *saved])
     return Halves(
         early=early,
         late=late,
         consts=tuple(closed.consts),
         num_first=num_first,
         kept=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in saved),
+        places=tuple(i for i, v in enumerate(order) if v in set(saved)),
     )
 
 

@@ -12,6 +12,7 @@ from .._model._functional import Functional
 from .._model._loss import MetricColumns, as_sums
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options, update_options
+from ._padding import StatePadding, unpadded
 from ._per_kind import for_each
 from ._replica import Replica
 
@@ -27,6 +28,7 @@ class Evaluation:
         like: From the number of one to the shapes of its parameters and of its other variables, as
             they lie there.
         sums: The plan's.
+        padding: Of the arrays.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Evaluation:
         replicas: Sequence[Replica],
         like: Callable[[int], tuple[Any, Any]],
         sums: SumsForm,
+        padding: StatePadding,
     ):
         self.metrics: tuple[MetricColumns, ...] = ()
         self._replicas, self._like = tuple(replicas), like
@@ -47,6 +50,7 @@ class Evaluation:
 
         def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed), index)
+            params, aux = unpadded(params, padding.params), unpadded(aux, padding.aux)
             trees = jax.tree.unflatten(param_def, params), jax.tree.unflatten(aux_def, aux)
             size = jax.tree.leaves(batch)[0].shape[0]
 
@@ -67,7 +71,7 @@ class Evaluation:
     def metrics_of(self, fetch: Callable[[int], PyTree]) -> tuple[MetricColumns, ...]:
         """What the columns are, also where this process evaluates no microbatch."""
         if not self.metrics:
-            params, aux = map(jax.tree.leaves, self._shapes)
+            params, aux = self._like(0)
             jax.eval_shape(self._run, params, aux, np.int32(0), fetch(0))
         return self.metrics
 

@@ -18,6 +18,7 @@ from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
 from .._model._optimizer import Optimizer
 from .._plan._layout import to_spec
+from .._plan._linked_dims import LinkedDims, planned_parts
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
@@ -27,13 +28,15 @@ from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
+from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
 from ._slots import make_slots
-from ._store import StateSpecs, Store, opt_state_specs
+from ._store import StateSpecs, Store, of_opt_state
 from ._sum import Reducer
+from ._uneven import Uneven
 from ._update import UpdateSpec, update_program
 
 Runner = Microbatches | Pipeline
@@ -88,16 +91,33 @@ class Programs:
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
         self.tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
-        sharded = _sharded(graph, plan, specs)
+        sharded = _sharded(graph, plan)
+        uneven = _uneven(sharded, plan)
         aux = (
             sharded.aux_specs()
             if sharded is not None and plan.pipeline is None
             else ([P()] * len(self.tensors.aux))
         )
+        of_state = functools.partial(of_opt_state, training.optimizer, model.trained)
+        params = [Padding(layout.sizes) for layout in plan.parameters]
+        padding = StatePadding(
+            params=params,
+            aux=[Padding()] * len(aux) if uneven is None else uneven.aux_paddings(),
+            opt_state=of_state(self._of_trained(params), Padding()),
+            trained=self.trained,
+        )
         self._specs = StateSpecs(
             params=specs,
             aux=aux,
-            opt_state=opt_state_specs(training.optimizer, model.trained, self._of_trained(specs)),
+            opt_state=of_state(self._of_trained(specs), P()),
+            padding=padding,
+        )
+        self.tensors = dataclasses.replace(
+            self.tensors,
+            params=tuple(
+                p.like(x) for p, x in zip(padding.of_trained, self.tensors.params, strict=True)
+            ),
+            aux=tuple(p.like(x) for p, x in zip(padding.aux, self.tensors.aux, strict=True)),
         )
         rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
@@ -107,7 +127,7 @@ class Programs:
         #: Tensors whose sums are one array.
         self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         make = _microbatches if plan.pipeline is None else _pipeline
-        self.contribution, runner = make(self, sharded)
+        self.contribution, runner = make(self, uneven or sharded)
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -133,6 +153,7 @@ class Programs:
             clip_norm=None if training.clip_before else training.clip_norm,
             num_groups=training.num_groups,
             buckets=self.reducer.buckets,
+            padding=padding,
         )
         self._updates = [
             update_program(update, r, self._of_trained(specs), self._specs.opt_state, aux)
@@ -146,6 +167,7 @@ class Programs:
             replicas=local,
             like=lambda i: self._shapes(i)[:2],
             sums=plan.sums,
+            padding=padding,
         )
 
     @property
@@ -233,10 +255,15 @@ class Programs:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
         opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
+        padding = self._specs.padding
+
+        def like(x: Any, spec: P, own: Padding) -> jax.ShapeDtypeStruct:
+            return replica.like(own.like(x), spec)
+
         return (
-            list(map(replica.like, jax.tree.leaves(model.params), self._specs.params)),
-            list(map(replica.like, jax.tree.leaves(model.aux), self._specs.aux)),
-            jax.tree.map(replica.like, opt_state, self._specs.opt_state),
+            list(map(like, jax.tree.leaves(model.params), self._specs.params, padding.params)),
+            list(map(like, jax.tree.leaves(model.aux), self._specs.aux, padding.aux)),
+            jax.tree.map(like, opt_state, self._specs.opt_state, padding.opt_state),
         )
 
     def _lowered(self, i: int) -> list[Any]:
@@ -273,7 +300,7 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
     return Programs(training, graph, plan, devices)
 
 
-def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
+def _sharded(graph: Graph, plan: Plan) -> Sharded | None:
     """What the axes inside a replica, or inside its stages, cut."""
     axes = inner_axes(plan)
     if not axes:
@@ -283,13 +310,22 @@ def _sharded(graph: Graph, plan: Plan, specs: Sequence[P]) -> Sharded | None:
         for layout in plan.parameters
     ]
     roles = {axis.name: axis.roles for axis in plan.axes}
-    return shard_graph(graph, axes, roles, dims)
+    return shard_graph(graph, axes, roles, dims, unlike=plan.is_uneven)
+
+
+def _uneven(sharded: Sharded | None, plan: Plan) -> Uneven | None:
+    """The same, where the parts of devices may be unlike."""
+    if sharded is None or not plan.is_uneven:
+        return None
+    [axis] = plan.axes
+    linked = LinkedDims(sharded.graph, sharded.axes[axis.name])
+    return Uneven(sharded, planned_parts(linked, plan.parameters, axis.shares))
 
 
 Made = tuple[Contribution, Callable[[Replica], Runner]]
 
 
-def _microbatches(programs: Programs, sharded: Sharded | None) -> Made:
+def _microbatches(programs: Programs, inner: Uneven | Sharded | None) -> Made:
     training, graph, plan = programs.training, programs.graph, programs.plan
     contribution = Contribution.of(plan.sums, plan.num_microbatches)
     spec = MicrobatchSpec(
@@ -303,12 +339,14 @@ def _microbatches(programs: Programs, sharded: Sharded | None) -> Made:
         seed=training.seed,
         mean=training.mean,
         clip_norm=training.clip_norm if training.clip_before else None,
-        sharded=sharded,
+        sharded=inner.sharded if isinstance(inner, Uneven) else inner,
+        uneven=inner if isinstance(inner, Uneven) else None,
     )
     return contribution, lambda replica: Microbatches(spec, replica)
 
 
-def _pipeline(programs: Programs, sharded: Sharded | None) -> Made:
+def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:
+    assert not isinstance(sharded, Uneven)
     graph, plan = programs.graph, programs.plan
     planned = plan.pipeline
     assert planned is not None

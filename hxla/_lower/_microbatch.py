@@ -30,6 +30,7 @@ from ._contribution import (
 )
 from ._options import compiler_options, extra_bytes
 from ._replica import Replica
+from ._uneven import Uneven
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class MicrobatchSpec:
         mean: Whether a microbatch's own gradient is that of its mean loss, or of its sum.
         clip_norm: Global norm to which each microbatch's own gradient is clipped; None: not at all.
         sharded: How the devices of a replica cut the graph; None: a replica has one.
+        uneven: The same, where their parts may be unlike.
     """
 
     graph: Graph
@@ -61,6 +63,7 @@ class MicrobatchSpec:
     mean: bool = True
     clip_norm: float | None = None
     sharded: Sharded | None = None
+    uneven: Uneven | None = None
 
     def specs(self) -> list[P]:
         """How each float tensor lies on the replica's mesh."""
@@ -186,12 +189,32 @@ def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree
     return jax.tree.unflatten(treedef, map(replica.like, leaves, each))
 
 
-def _loss(spec: MicrobatchSpec, replica: Replica) -> Callable[..., list[Any]]:
-    """`(params, aux, key, batch leaves) -> [loss, sums[S], *new aux]`."""
+def _gradient(
+    spec: MicrobatchSpec, replica: Replica, on_cpu: bool
+) -> Callable[..., tuple[Any, list[jax.Array]]]:
+    """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`."""
+    if spec.uneven is not None:
+        return spec.uneven.gradient(replica.mesh, spec.trained, on_cpu)
     if spec.sharded is None:
-        run = as_function(spec.graph.program)
-        return lambda params, aux, key, batch: run(*params, *aux, key, *batch)
-    return spec.sharded.function(replica.mesh)
+        program = as_function(spec.graph.program)
+
+        def run(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
+            return program(*params, *aux, key, *batch)
+
+    else:
+        run = spec.sharded.function(replica.mesh)
+
+    def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
+        def loss(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            own = dict(zip(spec.trained, trained, strict=True))
+            every = [own.get(i, x) for i, x in enumerate(params)]
+            value, *rest = run(every, list(aux), key, batch)
+            return value, rest
+
+        found = jax.value_and_grad(loss, has_aux=True)
+        return (uncrossed(found) if on_cpu else found)([params[i] for i in spec.trained])
+
+    return gradient
 
 
 def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[DeviceSums, Any]]:
@@ -200,7 +223,7 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
     `where` is int32[3]: step, microbatch, and 0 to begin the sums anew or 1 to add to them.
     """
     on_cpu = replica.devices[0].platform == "cpu"
-    run, specs = _loss(spec, replica), spec.specs()
+    gradient, specs = _gradient(spec, replica, on_cpu), spec.specs()
     packs = [np.array(pack) for pack in spec.packs]
 
     def with_peaks(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
@@ -232,17 +255,7 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
     ) -> tuple[DeviceSums, jax.Array]:
         step, index, keep = where[0], where[1], where[2]
         key = microbatch_key(spec.seed, step, index)
-
-        def loss(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            own = dict(zip(spec.trained, trained, strict=True))
-            every = [own.get(i, x) for i, x in enumerate(params)]
-            value, *rest = run(every, list(aux), key, batch)
-            return value, rest
-
-        gradient = jax.value_and_grad(loss, has_aux=True)
-        if on_cpu:
-            gradient = uncrossed(gradient)
-        (_, (row_S, *new_aux)), grads = gradient([params[i] for i in spec.trained])
+        (_, (row_S, *new_aux)), grads = gradient(params, aux, key, batch)
         if spec.clip_norm is not None:
             tiny = jnp.finfo(jnp.float32).tiny
             share = jnp.maximum(row_S[1], tiny) if spec.mean else 1.0

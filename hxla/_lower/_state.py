@@ -15,7 +15,9 @@ class State:
 
     The arrays live on the devices of the first copy of the model that this process has a part of,
     and the next step overwrites them: copy what you keep. Where several processes share a copy (a
-    pipeline, rules), each has a part only: `Session.gather` gives the whole.
+    pipeline, rules), each has a part only: `Session.gather` gives the whole. Where the devices of a
+    copy have parts of unlike sizes, the arrays are made without their padding for whoever asks for
+    the state: then every process must ask.
 
     Attributes:
         step: The updates done.

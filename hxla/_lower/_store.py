@@ -22,6 +22,7 @@ from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
 from ._options import compiler_options
+from ._padding import StatePadding, even_spec, padded, unpadded
 from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
 from ._state import State
@@ -37,11 +38,13 @@ class StateSpecs:
         params: Of each parameter.
         aux: Of each other variable.
         opt_state: Tree like the optimizer's state.
+        padding: Of all of them.
     """
 
     params: list[P]
     aux: list[P]
     opt_state: PyTree
+    padding: StatePadding
 
     def leaves(self) -> list[P]:
         """In the order of `Held.leaves`."""
@@ -100,6 +103,15 @@ class Store:
         self.exponents = np.zeros(num_tensors, np.int32)
         self.held: list[Held] = []
         self._checksums: list[Any] = []
+        self._changes: dict[tuple[str, int], Any] = {}
+        sizes = dict(reducer.replicas[0].axes)
+        #: How arrays lie without their padding.
+        self._even = [
+            even_spec(x.shape, spec, padding, sizes)
+            for x, spec, padding in zip(
+                self._shapes, specs.leaves(), specs.padding.leaves(), strict=True
+            )
+        ]
 
     # -- how it begins ---------------------------------------------------------------------------
 
@@ -121,7 +133,7 @@ class Store:
         for replica, arrays in zip(self._reducer.local, own, strict=True):
             for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
                 if read is not None:
-                    arrays[i] = filled(self._shapes[i].shape, replica.sharding(spec), read)
+                    arrays[i] = self._filled(i, replica, spec, read)
         num = len(self._specs.params)
         trees = [
             jax.tree.unflatten(
@@ -130,8 +142,14 @@ class Store:
             for arrays in own
         ]
 
+        padding = self._specs.padding
+
+        def init_padded(tree: PyTree) -> PyTree:
+            found = self._optimizer.init(unpadded(tree, padding.of_trained))
+            return padded(found, padding.of_opt_state)
+
         def lowered(i: int) -> Any:
-            return self._jit(i, self._optimizer.init, self._specs.opt_state).lower(trees[i])
+            return self._jit(i, init_padded, self._specs.opt_state).lower(trees[i])
 
         inits = for_each(self._reducer.local, lowered)
         self.held = [
@@ -139,6 +157,14 @@ class Store:
             for init, tree, arrays in zip(inits, trees, own, strict=True)
         ]
         self._agree()
+
+    def _filled(self, i: int, replica: Replica, spec: P, read: Read) -> jax.Array:
+        """An array from a file, in its place."""
+        shape, padding = self._shapes[i].shape, self._specs.padding.leaves()[i]
+        if padding.is_none:
+            return filled(shape, replica.sharding(spec), read)
+        plain = filled(shape, replica.sharding(self._even[i]), read)
+        return jax.jit(padding.pad, out_shardings=replica.sharding(spec))(plain)
 
     def _jit(self, i: int, function: Callable[..., Any], specs: PyTree) -> Any:
         """A function whose results lie on a local replica as specs say."""
@@ -148,13 +174,15 @@ class Store:
     def _made(self, given: Sequence[Read | None]) -> list[list[Any]]:
         """The model's own arrays, each made where it lies; None where there is another."""
         arguments = self._model.init_arguments
+        paddings = [*self._specs.padding.params, *self._specs.padding.aux]
 
         def own(leaves: Sequence[Any]) -> list[Any]:
             return [None if read else x for x, read in zip(leaves, given, strict=True)]
 
         def run(*arguments: Any) -> Any:
             assert self._model.initialise is not None
-            return own(jax.tree.leaves(self._model.initialise(*arguments)))
+            made = jax.tree.leaves(self._model.initialise(*arguments))
+            return own([p.pad(x) for p, x in zip(paddings, made, strict=True)])
 
         specs = own([*self._specs.params, *self._specs.aux])
 
@@ -170,6 +198,7 @@ class Store:
         digests = " ".join("-" if x is None else f"{zlib.crc32(_bytes(x)):08x}" for x in own)
         found = [text.split() for text in gather("initial arrays", digests)]
         specs = [*self._specs.params, *self._specs.aux]
+        paddings = self._specs.padding.leaves()
         placed: list[list[Any]] = [[] for _ in self._reducer.local]
         for i, (x, spec) in enumerate(zip(own, specs, strict=True)):
             host = None
@@ -179,7 +208,7 @@ class Store:
                 if any(row[i] != found[0][i] for row in found):
                     host = self._from_first_process(host)
             for arrays, replica in zip(placed, self._reducer.local, strict=True):
-                arrays.append(None if host is None else replica.put(host, spec))
+                arrays.append(None if host is None else replica.put(paddings[i].pad(host), spec))
         return placed
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
@@ -242,8 +271,11 @@ class Store:
     # -- as it lies ------------------------------------------------------------------------------
 
     def state(self, step: int) -> State:
-        """The state as it lies on the first local copy of the model."""
-        held = self.held[0]
+        """The state as it lies on the first local copy of the model, without padding.
+
+        Every process calls this where arrays are padded.
+        """
+        held = self._held(self._unpadded(0))
         return State(
             step=step,
             params=jax.tree.unflatten(self._param_def, held.params),
@@ -264,8 +296,8 @@ class Store:
 
     def saved(self) -> PyTree:
         """The state over all devices, as a checkpoint takes it; nothing is moved."""
-        specs = self._specs.leaves()
-        columns = zip(*(held.leaves() for held in self.held), strict=True)
+        specs = self._even
+        columns = zip(*(self._unpadded(i) for i in range(len(self.held))), strict=True)
         arrays = [
             x[0] if self._is_alone else self._reducer.over_all(x, s)
             for x, s in zip(columns, specs, strict=True)
@@ -274,7 +306,7 @@ class Store:
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
-        specs = self._specs.leaves()
+        specs = self._even
         arrays = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s))
             for x, s in zip(self._shapes, specs, strict=True)
@@ -286,11 +318,39 @@ class Store:
         self.exponents = np.asarray(tree["exponents"], np.int32)
         arrays = jax.tree.leaves((tree["params"], tree["aux"], tree["opt_state"]))
         if self._is_alone:
-            self.held = [self._held(arrays)]
+            self.held = [self._held(self._padded(0, arrays))]
             return
-        specs = self._specs.leaves()
+        specs = self._even
         parts = [self._reducer.local_parts(x, s) for x, s in zip(arrays, specs, strict=True)]
-        self.held = [self._held(own) for own in zip(*parts, strict=True)]
+        each = enumerate(zip(*parts, strict=True))
+        self.held = [self._held(self._padded(i, own)) for i, own in each]
+
+    def _unpadded(self, i: int) -> list[jax.Array]:
+        """The arrays of a local copy as the user has them."""
+        return self._changed(i, "unpad", self.held[i].leaves(), self._even)
+
+    def _padded(self, i: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The user's arrays as a local copy holds them."""
+        return self._changed(i, "pad", list(arrays), self._specs.leaves())
+
+    def _changed(
+        self, i: int, how: str, arrays: list[jax.Array], specs: Sequence[P]
+    ) -> list[jax.Array]:
+        paddings = self._specs.padding.leaves()
+        places = [k for k, p in enumerate(paddings) if not p.is_none]
+        if not places:
+            return arrays
+        if (how, i) not in self._changes:
+
+            def run(own: list[jax.Array]) -> list[jax.Array]:
+                changes = [getattr(paddings[k], how) for k in places]
+                return [change(x) for change, x in zip(changes, own, strict=True)]
+
+            self._changes[how, i] = self._jit(i, run, [specs[k] for k in places])
+        found = self._changes[how, i]([arrays[k] for k in places])
+        for k, x in zip(places, found, strict=True):
+            arrays[k] = x
+        return arrays
 
     @property
     def _is_alone(self) -> bool:
@@ -324,7 +384,7 @@ def _shardings(replica: Replica, specs: PyTree) -> PyTree:
     return jax.tree.map(replica.sharding, specs, is_leaf=lambda s: isinstance(s, P))
 
 
-def opt_state_specs(optimizer: Optimizer, params: PyTree, specs: Sequence[P]) -> PyTree:
+def of_opt_state(optimizer: Optimizer, params: PyTree, each: Sequence[Any], other: Any) -> PyTree:
     """Leaves of the optimizer's state lie as the parameter of their shape that they belong to.
 
     A leaf belongs to the parameter with whose path its own path ends; of several, to the one with
@@ -333,14 +393,15 @@ def opt_state_specs(optimizer: Optimizer, params: PyTree, specs: Sequence[P]) ->
     Args:
         optimizer: The user's own.
         params: Arrays or shapes.
-        specs: PartitionSpec of each parameter.
+        each: What is said of each parameter: its PartitionSpec, its padding.
+        other: What is said of a leaf that belongs to none.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    own = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
+    own = {path: (x.shape, said) for (path, x), said in zip(leaves, each, strict=True)}
 
-    def spec_of(path: tuple[Any, ...], x: Any) -> P:
+    def said_of(path: tuple[Any, ...], x: Any) -> Any:
         ends = (path[i:] for i in range(len(path) + 1))
-        shape, spec = next((own[end] for end in ends if end in own), (None, P()))
-        return spec if x.shape == shape else P()
+        shape, said = next((own[end] for end in ends if end in own), (None, other))
+        return said if x.shape == shape else other
 
-    return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, params))
+    return jax.tree_util.tree_map_with_path(said_of, jax.eval_shape(optimizer.init, params))

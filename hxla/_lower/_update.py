@@ -16,6 +16,8 @@ from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
+from ._padding import NOT_PADDED, StatePadding, padded, unpadded
+from ._padding_kept import keeps_padding
 from ._replica import Replica
 
 
@@ -32,6 +34,7 @@ class UpdateSpec:
         clip_norm: Global norm to which the gradient is clipped; None: not at all.
         num_groups: Parts in which parameters are updated one after another.
         buckets: Those of the `Reducer`.
+        padding: Of the state: the optimizer sees arrays without it.
     """
 
     optimizer: Optimizer
@@ -42,6 +45,54 @@ class UpdateSpec:
     clip_norm: float | None = None
     num_groups: int = 1
     buckets: Sequence[Sequence[int]]
+    padding: StatePadding
+
+
+def _updated(
+    spec: UpdateSpec,
+    params: Sequence[jax.Array],
+    grads: Sequence[jax.Array],
+    opt_state: PyTree,
+    value: jax.Array,
+) -> tuple[list[jax.Array], PyTree]:
+    """What the user's optimizer makes of its own arrays."""
+    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
+    if _is_by_element(spec, params, opt_state, value):
+        tree = jax.tree.unflatten(spec.param_tree, params)
+        own = jax.tree.unflatten(spec.param_tree, grads)
+        updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
+        return jax.tree.leaves(optax.apply_updates(tree, updates)), state
+    tree = unpadded(jax.tree.unflatten(spec.param_tree, params), of_params)
+    own = unpadded(jax.tree.unflatten(spec.param_tree, grads), of_params)
+    state = unpadded(opt_state, of_state)
+    updates, state = spec.optimizer.update(own, state, tree, value=value)
+    new_params = padded(optax.apply_updates(tree, updates), of_params)
+    return jax.tree.leaves(new_params), padded(state, of_state)
+
+
+def _is_by_element(
+    spec: UpdateSpec, params: Sequence[jax.Array], opt_state: PyTree, value: jax.Array
+) -> bool:
+    """Whether the optimizer may have padded arrays: else they are gathered for it."""
+    if spec.padding.is_none:
+        return True
+    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
+    leaves, state_def = jax.tree.flatten(opt_state)
+    each = [*of_params, *of_params, *of_state, NOT_PADDED]
+    arrays = [*params, *params, *leaves, value]
+    plain = [
+        jax.eval_shape(p.unpad, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        for p, x in zip(each, arrays, strict=True)
+    ]
+    num = len(params)
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        tree, own = (jax.tree.unflatten(spec.param_tree, arrays[i : i + num]) for i in (0, num))
+        state = jax.tree.unflatten(state_def, arrays[2 * num : -1])
+        updates, state = spec.optimizer.update(own, state, tree, value=arrays[-1])
+        return [*jax.tree.leaves(optax.apply_updates(tree, updates)), *jax.tree.leaves(state)]
+
+    return keeps_padding(run, plain, [*each, *of_params, *of_state])
 
 
 def update_program(
@@ -91,11 +142,7 @@ def update_program(
         grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
-        tree = jax.tree.unflatten(spec.param_tree, params)
-        updates, opt_state = spec.optimizer.update(
-            jax.tree.unflatten(spec.param_tree, grads), opt_state, tree, value=value
-        )
-        new_params = jax.tree.leaves(optax.apply_updates(tree, updates))
+        new_params, opt_state = _updated(spec, params, grads, opt_state, value)
         means = (sums[i] / spec.num_microbatches for i in range(num_params, len(floats)))
         firsts = iter(ints)
         new_aux = [

@@ -33,6 +33,9 @@ class Layout(PlanValue):
         spec: For each dimension the mesh axes that cut it, as a `jax.sharding.PartitionSpec` has
             them; an empty tuple where it is whole.
         memory: The kind of memory that holds it.
+        sizes: For each dimension the sizes of its parts on the devices of the one axis that cuts
+            it, where they are unlike; an empty tuple where they are alike, and in all where all
+            are.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Layout(PlanValue):
     dtype: str
     spec: tuple[tuple[str, ...], ...]
     memory: Literal["device"] = "device"
+    sizes: tuple[tuple[pydantic.PositiveInt, ...], ...] = ()
 
     @pydantic.field_validator("dtype")
     @classmethod
@@ -70,6 +74,40 @@ class Layout(PlanValue):
             One number for each dimension.
         """
         return tuple(math.prod(axes.get(a, 1) for a in names) for names in self.spec)
+
+    def parts(self, dim: int, num_devices: int) -> tuple[int, ...]:
+        """Say how large the parts of a dimension are.
+
+        Args:
+            dim: The dimension.
+            num_devices: The devices of the axis that cuts it.
+
+        Returns:
+            One size for each device.
+        """
+        unlike = self.sizes[dim] if self.sizes else ()
+        return unlike or (self.shape[dim] // num_devices,) * num_devices
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape of the array with every part padded to the largest."""
+        unlike = self.sizes or ((),) * len(self.shape)
+        return tuple(
+            max(parts) * len(parts) if parts else size
+            for size, parts in zip(self.shape, unlike, strict=True)
+        )
+
+    def device_bytes(self, axes: Mapping[str, int]) -> int:
+        """The bytes that one device holds, padding included.
+
+        Args:
+            axes: The mesh axes and their sizes; others count as one.
+
+        Returns:
+            A number of bytes.
+        """
+        num = math.prod(self.padded_shape) // math.prod(self.cuts(axes))
+        return num * jnp.dtype(self.dtype).itemsize
 
     def dim_of(self, axis: str) -> int | None:
         """Find the dimension that a mesh axis cuts.

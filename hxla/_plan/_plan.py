@@ -126,15 +126,20 @@ class Plan(PlanValue):
         return self.axis_sizes.get(STAGE_AXIS, 1)
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether devices of a copy may have parts of unlike sizes."""
+        return any(axis.shares for axis in self.axes)
+
+    @property
     def parameter_bytes(self) -> int:
         """The bytes of all parameters."""
         return sum(layout.num_bytes for layout in self.parameters)
 
     @property
     def device_parameter_bytes(self) -> int:
-        """The bytes of one device's part of the parameters."""
+        """The bytes of one device's part of the parameters, padded to the largest part."""
         sizes = self.axis_sizes
-        return sum(p.num_bytes // math.prod(p.cuts(sizes)) for p in self.parameters)
+        return sum(p.device_bytes(sizes) for p in self.parameters)
 
     @property
     def replica_names(self) -> tuple[str, ...]:
@@ -189,8 +194,11 @@ class Plan(PlanValue):
                 for r in self.replicas
             ]
         if self.axes:
-            found["axes"] = [axis.model_dump() for axis in self.axes]
+            found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in self.axes]
             found["specs"] = [layout.spec for layout in self.parameters]
+        if self.is_uneven:
+            found["shares"] = [axis.shares for axis in self.axes]
+            found["sizes"] = [layout.sizes for layout in self.parameters]
         if self.pipeline is not None:
             segments = self.pipeline.segments
             found["cut"] = [self.pipeline.points, self.pipeline.num_chunks, self.pipeline.cut_by]

@@ -101,6 +101,16 @@ def _of_axes(plan: Any) -> Iterator[str]:
         yield f"axes: {STAGE_AXIS!r} must be the first"
     if (STAGE_AXIS in names) != (plan.pipeline is not None):
         yield f"pipeline: given if and only if {STAGE_AXIS!r} is one of the axes"
+    for axis in plan.axes:
+        if not axis.shares:
+            continue
+        if len(axis.shares) != axis.size:
+            yield f"axes.{axis.name}.shares: {len(axis.shares)} for {axis.size} devices"
+        if len(plan.axes) > 1:
+            yield (
+                f"axes.{axis.name}.shares: unlike parts are for copies with one axis, this plan "
+                f"has {', '.join(names)}: leave the shares out, or the other axes"
+            )
     roles = {len(axis.roles) for axis in plan.axes if axis.name != STAGE_AXIS}
     if len(roles) > 1:
         yield "axes: each lists the role of every TaskGraph, these list different numbers of them"
@@ -122,9 +132,33 @@ def _of_parameters(plan: Any) -> Iterator[str]:
                 yield f"{key}: there is no axis {axis!r}"
             elif used[axis] > 1:
                 yield f"{key}: {axis!r} cuts it twice"
+        unlike = p.sizes or ((),) * len(p.shape)
+        if len(unlike) != len(p.shape):
+            yield (
+                f"parameters.{p.name}.sizes: {len(unlike)} entries for {len(p.shape)} dimensions"
+            )
+            continue
         for d, (size, cut) in enumerate(zip(p.shape, p.cuts(sizes), strict=True)):
-            if size % cut:
+            if unlike[d]:
+                yield from _of_sizes(plan, p, d)
+            elif size % cut:
                 yield f"{key}: dimension {d} of size {size} does not divide into {cut}"
+
+
+def _of_sizes(plan: Any, p: Any, d: int) -> Iterator[str]:
+    """A dimension whose parts are unlike."""
+    key, parts, axes = f"parameters.{p.name}.sizes.{d}", p.sizes[d], p.spec[d]
+    if len(axes) != 1:
+        cut = f"{len(axes)} axes cut" if axes else "no axis cuts"
+        yield f"{key}: {cut} this dimension, parts of unlike sizes are of one axis"
+        return
+    own = next((axis for axis in plan.axes if axis.name == axes[0]), None)
+    if own is not None and len(parts) != own.size:
+        yield f"{key}: {len(parts)} sizes for the {own.size} devices of {own.name!r}"
+    elif own is not None and not own.shares:
+        yield f"{key}: sizes are unlike only over an axis with `shares`, {own.name!r} has none"
+    if sum(parts) != p.shape[d]:
+        yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
 
 
 def _of_pipeline(plan: Any) -> Iterator[str]:

@@ -53,11 +53,15 @@ class Axis(PlanValue):
         size: The number of devices along it.
         roles: For each TaskGraph whether the axis carries its batch (`replicate`), its parameters
             (`split`), or what rules say (`rules`); empty for `stage`.
+        shares: The ratio in which its devices share what they cut, as far as units are whole: the
+            sizes of parameters are in their layouts, those of what no parameter decides follow from
+            it. Empty: all parts are alike.
     """
 
     name: str
     size: pydantic.PositiveInt
     roles: tuple[Role, ...] = ()
+    shares: tuple[pydantic.PositiveInt, ...] = ()
 
 
 class ReplicaWork(PlanValue):

@@ -123,6 +123,7 @@ class RuleSet(pydantic.BaseModel):
         shapes: Sequence[tuple[int, ...]],
         axes: Mapping[str, int],
         logical: Sequence[Sequence[str | None] | None] | None = None,
+        unlike: bool = False,
     ) -> Resolved:
         """Apply the rules to parameters.
 
@@ -131,6 +132,7 @@ class RuleSet(pydantic.BaseModel):
             shapes: The shape of each.
             axes: The mesh axes and their sizes. Usual axes that are missing count as size one.
             logical: The logical names of each parameter's dimensions, from Flax's metadata.
+            unlike: Whether the parts of devices may be unlike, so that nothing needs to divide.
 
         Returns:
             What each parameter's cut is, and what a user should know of it.
@@ -158,13 +160,13 @@ class RuleSet(pydantic.BaseModel):
         for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             found = [r for r in self.rules if _matches(r, name, len(shape))]
             own = logical[i] if logical is not None else None
-            wanted = [self._cuts(r, name, shape, axes, problems) for r in found[:1]]
-            others = [self._cuts(r, name, shape, axes, []) for r in found[1:]]
+            wanted = [self._cuts(r, name, shape, axes, problems, unlike) for r in found[:1]]
+            others = [self._cuts(r, name, shape, axes, [], unlike) for r in found[1:]]
             if not found and own is not None:
                 groups = [by_logical[n].axes[0] if n in by_logical else () for n in own]
                 rule = Rule(logical="/".join(str(n) for n in own), axes=tuple(groups))
                 used |= {by_logical[n] for n in own if n in by_logical}
-                wanted = [self._cuts(rule, name, shape, axes, problems)]
+                wanted = [self._cuts(rule, name, shape, axes, problems, unlike)]
                 found = [rule]
             used |= set(found)
             dims.append(wanted[0] if wanted else {})
@@ -193,6 +195,7 @@ class RuleSet(pydantic.BaseModel):
         shape: tuple[int, ...],
         axes: Mapping[str, int],
         problems: list[str],
+        unlike: bool,
     ) -> dict[str, int]:
         where = f"rule set {self.name!r}, {rule}, parameter {name} {list(shape)}"
         if len(rule.axes) > len(shape):
@@ -211,7 +214,7 @@ class RuleSet(pydantic.BaseModel):
                 if axes.get(axis, 1) > 1:
                     out[axis] = dim
                     size *= axes[axis]
-            if shape[dim] % size:
+            if shape[dim] % size and not unlike:
                 problems.append(
                     f"{where}: dimension {dim} of size {shape[dim]} does not divide into {size} "
                     f"({' x '.join(group)}); use a size that is a multiple of {size}, a smaller "

@@ -27,6 +27,7 @@ def assign(
     *,
     cuts: Cuts | None = None,
     fixed: Mapping[int, State] | None = None,
+    unlike: bool = False,
 ) -> AxisAssignment:
     """Choose what one mesh axis cuts.
 
@@ -37,12 +38,13 @@ def assign(
         num_devices: Size of the axis.
         cuts: What other axes cut already.
         fixed: For parameters (by index) that a rule decides: the dimension, or None for whole.
+        unlike: Whether the parts of devices may be unlike.
 
     Raises:
         PlanError: If the batch does not divide.
         AnnotationError: If a parameter in a `split` cannot be cut.
     """
-    builder = _Builder(graph, roles, num_devices, cuts or {}, fixed or {})
+    builder = _Builder(graph, roles, num_devices, cuts or {}, fixed or {}, unlike)
     builder.build()
     problem = Problem(
         num_devices=num_devices, nodes=tuple(builder.nodes), edges=tuple(builder.edges)
@@ -59,8 +61,10 @@ class _Builder:
         num_devices: int,
         cuts: Cuts,
         fixed: Mapping[int, State],
+        unlike: bool,
     ):
         self.graph = graph
+        self._unlike = unlike
         self.nodes: list[ChoiceNode] = []
         self.edges: list[Edge] = []
         self._roles = roles
@@ -123,7 +127,8 @@ class _Builder:
 
     def _dims(self, v: int) -> list[int]:
         n = self._n
-        return [d for d, size in enumerate(self._local_shape(v)) if size >= n and size % n == 0]
+        shape = self._local_shape(v)
+        return [d for d, size in enumerate(shape) if size >= n and (self._unlike or size % n == 0)]
 
     def _repeat(self, num_bytes: float) -> float:
         return _BYTES_PER_BYTE * num_bytes * (1 - 1 / self._n)
@@ -234,7 +239,7 @@ class _Builder:
             self._local_shape(v) if isinstance(v, int) else tuple(v.aval.shape) for v in op.inputs
         ]
         out_shapes = [self._local_shape(v) for v in op.outputs]
-        fitting = [f for f in op.factors if fits(f, in_shapes, out_shapes, n)]
+        fitting = [f for f in op.factors if fits(f, in_shapes, out_shapes, n, unlike=self._unlike)]
         allowed = self._allowed(op, fitting)
         choices: list[Any] = []
         names: list[str | None] = []

@@ -24,10 +24,14 @@ Axes = tuple[tuple[str, int], ...]
 Roles = Mapping[str, tuple[Role, ...]]
 
 
-def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes) -> Resolved:
+def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = False) -> Resolved:
     """What rules say about a graph's parameters on a mesh: see `RuleSet.resolve`."""
     return rules.resolve(
-        graph.param_names, graph.param_shapes, dict(axes), logical=graph.param_logical
+        graph.param_names,
+        graph.param_shapes,
+        dict(axes),
+        logical=graph.param_logical,
+        unlike=unlike,
     )
 
 
@@ -113,6 +117,8 @@ def shard_graph(
     roles: Roles,
     dims: Sequence[Mapping[str, int]] | None = None,
     warnings: tuple[str, ...] = (),
+    *,
+    unlike: bool = False,
 ) -> Sharded:
     """Solve one axis after another, each on what the others left.
 
@@ -123,6 +129,7 @@ def shard_graph(
         dims: For each parameter the axes that cut it and the dimensions they cut, where rules or a
             plan decide that; None: what needs least communication.
         warnings: What rules left open.
+        unlike: Whether the parts of devices may be unlike.
     """
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
@@ -130,7 +137,7 @@ def shard_graph(
         fixed: dict[int, int | None] = {}
         if dims is not None:
             fixed = {i: own.get(name) for i, own in enumerate(dims)}
-        solved[name] = assign(graph, roles[name], size, cuts=cuts, fixed=fixed)
+        solved[name] = assign(graph, roles[name], size, cuts=cuts, fixed=fixed, unlike=unlike)
         for v, dim in solved[name].made.items():
             if dim is not None:
                 divisors = cuts.setdefault(v, {})

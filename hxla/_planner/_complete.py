@@ -1,6 +1,5 @@
 """From how devices share a model to a complete plan: layouts of parameters, counts, stages."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
@@ -25,8 +24,9 @@ from .._plan._plan_parts import (
     Versions,
 )
 from .._plan._stage_storage import storage_specs
-from ._axes import Axes, resolve_rules, shard_graph
+from ._axes import Axes
 from ._counts import even_counts
+from ._inner_split import Sizes, inner_split, lines_of
 from ._structures import Structure
 
 
@@ -70,21 +70,15 @@ def complete(
         for name in graph.bound_axes
     ]
     said += structure.reasons
+    shares: tuple[int, ...] = ()
+    sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
-        dims: Sequence[Mapping[str, int]] | None = None
-        warnings: tuple[str, ...] = ()
-        if structure.rules is not None:
-            resolved = resolve_rules(graph, structure.rules, structure.inner)
-            dims, warnings = resolved.dims, resolved.report()
-            if not any(dims):
-                over = ", ".join(f"{name}={size}" for name, size in structure.inner)
-                said.append(
-                    f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
-                    "device of a copy holds all parameters and computes the same"
-                )
-        sharded = shard_graph(graph, structure.inner, structure.roles, dims, warnings)
+        whole = sum(graph.values[v].num_bytes for v in graph.param_values)
+        factor = 2 + optimizer_bytes / max(whole, 1) + sums.num_parts  # and a gradient
+        split = inner_split(graph, structure, cluster, factor)
+        sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
-        said += sharded.explain()
+        said += lines_of(split)
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None
@@ -94,9 +88,9 @@ def complete(
             graph.param_shapes, specs, dict(structure.inner), structure.pipeline.num
         )
         ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
-        check_layers_whole(ordered, layouts(graph, specs))
+        check_layers_whole(ordered, layouts(graph, specs, sizes))
         said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
-    parameters = layouts(graph, specs)
+    parameters = layouts(graph, specs, sizes)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
     fields = {
@@ -108,7 +102,12 @@ def complete(
             PlannedDevice(rank=rank, kind=cluster.devices[rank].label) for rank in used
         ),
         "axes": tuple(
-            Axis(name=name, size=size, roles=tuple(structure.roles.get(name, ())))
+            Axis(
+                name=name,
+                size=size,
+                roles=tuple(structure.roles.get(name, ())),
+                shares=shares if name != STAGE_AXIS else (),
+            )
             for name, size in structure.axes
         ),
         "replicas": tuple(
@@ -150,7 +149,7 @@ def _placement(
     """
     known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
     whole = sum(p.num_bytes for p in parameters)
-    own = sum(p.num_bytes / math.prod(p.cuts(axes)) for p in parameters)
+    own = sum(p.device_bytes(axes) for p in parameters)
     state = own * (1 + optimizer_bytes / max(whole, 1))
     copies = 2 if any(device.kind == "cpu" for device in devices) else 1
     needed = copies * state + (sums.num_parts + 1) * own
@@ -169,7 +168,7 @@ def versions_for(cluster: Cluster) -> Versions:
     )
 
 
-def layouts(graph: Graph, specs: Sequence[P]) -> tuple[Layout, ...]:
+def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:
     """How each parameter of a graph lies."""
     return tuple(
         Layout(
@@ -177,8 +176,11 @@ def layouts(graph: Graph, specs: Sequence[P]) -> tuple[Layout, ...]:
             shape=graph.values[v].shape,
             dtype=dtype_name(graph.values[v].dtype),
             spec=from_spec(spec, len(graph.values[v].shape)),
+            sizes=own,
         )
-        for name, v, spec in zip(graph.param_names, graph.param_values, specs, strict=True)
+        for name, v, spec, own in zip(
+            graph.param_names, graph.param_values, specs, sizes, strict=True
+        )
     )
 
 

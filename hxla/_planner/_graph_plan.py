@@ -1,5 +1,7 @@
 """`hxla.make_plan`: a plan of a traced graph, without data, devices or an optimizer."""
 
+import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,14 +18,14 @@ from .._plan._plan_parts import SumsForm
 from .._plan._rules import RuleSet, as_rules
 from ._complete import complete
 from ._pipeline_request import asked
-from ._structures import grid_of, structure_of
+from ._structures import grid_of, shares_of, structure_of
 
 
 def make_plan(
     graph: Graph,
     cluster: int | Cluster | str | None = None,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int | tuple[int, ...]] | None = None,
     rules: str | RuleSet | None = None,
     stages: int | Sequence[float] | None = None,
     batch_size: int | None = None,
@@ -36,8 +38,9 @@ def make_plan(
         graph: The loss, traced by `hxla.trace` for one microbatch.
         cluster: The number of devices, or a described cluster, or a mesh file or its name; None: as
             many devices as the mesh takes.
-        mesh: The mesh axes and sizes, such as `{"data": 4, "tensor": 2}`; None: the model's
-            annotations say how devices are used.
+        mesh: The mesh axes and sizes, such as `{"data": 4, "tensor": 2}`, or for one axis the ratio
+            in which its devices share the work, `{"tensor": (2, 1)}`; None: the model's annotations
+            say how devices are used.
         rules: The rule set, or the name or file of one, that says what the inner axes cut.
         stages: The number of stages of a pipeline, or the share of the work of each.
         batch_size: The examples of a global batch; None: one microbatch for each copy of the model.
@@ -66,7 +69,8 @@ def make_plan(
     if cluster is None:
         if mesh is None:
             raise PlanError("hxla.make_plan needs a cluster, a number of devices, or a mesh")
-        cluster = int(np.prod(list(mesh.values())))
+        sizes = (len(s) if isinstance(s, tuple | list) else s for s in mesh.values())
+        cluster = math.prod(sizes)
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
     if not isinstance(cluster, Cluster):
@@ -83,6 +87,8 @@ def make_plan(
         grid,
         as_rules(rules),
     )
+    if stated := shares_of(mesh):
+        structure = dataclasses.replace(structure, shares=stated)
     size = graph.values[graph.batch_values[0]].shape[0]
     return complete(
         graph,

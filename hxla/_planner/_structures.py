@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from .._cluster._cluster import Cluster
 from .._core._config import ClusterConfig
 from .._core._errors import ConfigError, PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS
+from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph
 from .._plan._plan_parts import Role
 from .._plan._rules import RuleSet
@@ -34,6 +36,7 @@ class Structure:
         roles: For each of them but `stage`, the part of each TaskGraph.
         rules: Decide which parameters the axes cut; None: what needs least communication.
         pipeline: How the stages are cut, where there are any.
+        shares: The ratio in which the devices of a copy share what is cut, where it is stated.
         reasons: What to say about it in the plan.
     """
 
@@ -42,6 +45,7 @@ class Structure:
     roles: Mapping[str, tuple[Role, ...]] = dataclasses.field(default_factory=dict)
     rules: RuleSet | None = None
     pipeline: PipelineRequest | None = None
+    shares: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
 
     @property
@@ -88,13 +92,40 @@ def structure_of(
     return from_annotations(graph, cluster, config, request)
 
 
-def grid_of(mesh: Mapping[str, int], num_devices: int) -> tuple[Axes, np.ndarray]:
+def shares_of(mesh: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """The ratio that a mesh states for one of its axes, `{"tensor": (2, 1)}`; empty: none.
+
+    Raises:
+        ConfigError: If it states several, or one between copies of the model.
+    """
+    stated = {str(n): s for n, s in (mesh or {}).items() if isinstance(s, tuple | list)}
+    check_whole_numbers(
+        1,
+        **{f"mesh axis {n}, share {i}": s for n, own in stated.items() for i, s in enumerate(own)},
+    )
+    if len(stated) > 1:
+        raise ConfigError(f"the mesh states shares for {', '.join(stated)}: one axis may have them")
+    for name, own in stated.items():
+        if name in (DATA_AXIS, STAGE_AXIS, *BATCH_AXES):
+            raise ConfigError(
+                f"the mesh states shares {tuple(own)} for {name!r}, which cuts no parameters: "
+                "counts= are for copies of the model, stages= for stages"
+            )
+        if len(own) == 0:
+            raise ConfigError(f"the mesh states no share for {name!r}: give one for each device")
+        return tuple(map(int, own))
+    return ()
+
+
+def grid_of(mesh: Mapping[str, Any], num_devices: int) -> tuple[Axes, np.ndarray]:
     """Axes of a mesh over all devices, and the ranks of its devices.
 
     Raises:
         PlanError: If it takes another number of devices.
     """
-    axes = tuple((str(n), int(s)) for n, s in mesh.items())
+    axes = tuple(
+        (str(n), len(s) if isinstance(s, tuple | list) else int(s)) for n, s in mesh.items()
+    )
     size = math.prod(s for _, s in axes)
     if size != num_devices:
         raise PlanError(f"mesh {dict(axes)} takes {size} devices, there are {num_devices}")

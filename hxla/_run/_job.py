@@ -163,7 +163,7 @@ class Job:
         auto: bool | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
         microbatch_size: int | None = None,
-        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+        mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
         rules: str | RuleSet | None = None,
         stages: int | Sequence[float] | None = None,
         counts: Counts = "measured",

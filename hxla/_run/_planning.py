@@ -26,7 +26,7 @@ from .._planner._estimate import Alternative, layer_times
 from .._planner._microbatch_sizes import best_size, candidate_sizes
 from .._planner._pipeline_request import asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
-from .._planner._structures import Structure, grid_of, pipelined, structure_of
+from .._planner._structures import Structure, grid_of, pipelined, shares_of, structure_of
 from .._profile._profile import Profile, Setting
 from .._profile._segment_times import layer_sizes
 from ._counts_of_plan import Counts, asked_counts, predicted
@@ -51,7 +51,7 @@ class Wishes:
     """
 
     microbatch_size: int | None = None
-    mesh: Mesh | Mapping[str, int] | None = None
+    mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None = None
     rules: RuleSet | None = None
     stages: int | Sequence[float] | None = None
     counts: Counts = "measured"
@@ -64,7 +64,17 @@ class Wishes:
                 "{'data': 4}, or a jax.sharding.Mesh"
             )
         if isinstance(self.mesh, Mapping):
-            check_whole_numbers(1, **{f"mesh axis {name}": n for name, n in self.mesh.items()})
+            sizes = {f"mesh axis {n}": s for n, s in self.mesh.items() if not _is_ratio(s)}
+            check_whole_numbers(1, **sizes)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The ratio that the mesh states for one of its axes; empty: none."""
+        return shares_of(self.mesh) if isinstance(self.mesh, Mapping) else ()
+
+
+def _is_ratio(size: object) -> bool:
+    return isinstance(size, tuple | list)
 
 
 def size_asked(job: TracedJob, size: int | None) -> int | None:
@@ -142,6 +152,8 @@ def plan_for(
     structure = structure_of(
         graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
     )
+    if wishes.shares:
+        structure = dataclasses.replace(structure, shares=wishes.shares)
     num, counts = len(structure.replicas), wishes.counts
     fractions: tuple[float, ...] = ()
     reasons: list[str] = []
@@ -222,7 +234,7 @@ def _microbatch_seconds(
 
 
 def _mesh(
-    mesh: Mesh | Mapping[str, int] | None,
+    mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
 ) -> tuple[Axes | None, np.ndarray]:

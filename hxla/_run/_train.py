@@ -42,7 +42,7 @@ def train(
     epochs: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     microbatch_size: int | None = None,
-    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+    mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
     rules: str | RuleSet | None = None,
     stages: int | Sequence[float] | None = None,
     counts: Counts | None = None,

@@ -1,0 +1,133 @@
+"""Arrays whose parts are padded to the largest, and the user's own arrays behind them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._plan._layout import from_spec, to_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """How an array is padded.
+
+    Attributes:
+        parts: For each dimension the sizes of its parts, where they are unlike; else nothing.
+    """
+
+    parts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the array is as the user has it."""
+        return not any(self.parts)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The padded shape."""
+        return tuple(
+            len(parts) * max(parts) if parts else n
+            for n, parts in zip(shape, self.parts or ((),) * len(shape), strict=True)
+        )
+
+    def like(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The padded shape and the dtype."""
+        return jax.ShapeDtypeStruct(self.shape(x.shape), x.dtype)
+
+    def pad(self, x: Any) -> Any:
+        """The padded array, of NumPy's or jax's."""
+        of = np if isinstance(x, np.ndarray) else jnp
+        for dim, parts in enumerate(self.parts):
+            if parts:
+                pieces = of.split(x, np.cumsum(parts)[:-1].tolist(), axis=dim)
+                x = of.concatenate([_filled(of, p, dim, max(parts)) for p in pieces], axis=dim)
+        return x
+
+    def unpad(self, x: Any) -> Any:
+        """The user's array."""
+        of = np if isinstance(x, np.ndarray) else jnp
+        for dim, parts in enumerate(self.parts):
+            if parts:
+                pieces = of.split(x, len(parts), axis=dim)
+                own = [_first(p, dim, n) for p, n in zip(pieces, parts, strict=True)]
+                x = of.concatenate(own, axis=dim)
+        return x
+
+
+NOT_PADDED = Padding()
+
+
+def _filled(of: Any, x: Any, dim: int, size: int) -> Any:
+    return of.pad(x, [(0, size - n) if d == dim else (0, 0) for d, n in enumerate(x.shape)])
+
+
+def _first(x: Any, dim: int, size: int) -> Any:
+    return x[tuple(slice(size) if d == dim else slice(None) for d in range(x.ndim))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatePadding:
+    """How the arrays of a state are padded.
+
+    Attributes:
+        params: Each parameter.
+        aux: Each other variable.
+        opt_state: Tree like the optimizer's state.
+        trained: Places of the parameters that are trained.
+    """
+
+    params: list[Padding]
+    aux: list[Padding]
+    opt_state: Any
+    trained: tuple[int, ...]
+
+    @property
+    def of_trained(self) -> list[Padding]:
+        """Of the parameters that are trained."""
+        return [self.params[i] for i in self.trained]
+
+    @property
+    def of_opt_state(self) -> list[Padding]:
+        """In the order of its leaves."""
+        return jax.tree.leaves(self.opt_state)
+
+    def leaves(self) -> list[Padding]:
+        """In the order of `Held.leaves`."""
+        return [*self.params, *self.aux, *self.of_opt_state]
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is padded."""
+        return all(p.is_none for p in self.leaves())
+
+
+def padded(tree: Any, each: Sequence[Padding]) -> Any:
+    """The leaves of a tree, padded."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [p.pad(x) for p, x in zip(each, leaves, strict=True)])
+
+
+def unpadded(tree: Any, each: Sequence[Padding]) -> Any:
+    """The leaves of a tree, as the user has them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [p.unpad(x) for p, x in zip(each, leaves, strict=True)])
+
+
+def even_spec(shape: Sequence[int], spec: P, padding: Padding, sizes: Mapping[str, int]) -> P:
+    """How an array lies without its padding: cut in another dimension that divides, or whole."""
+    parts = [list(names) for names in from_spec(spec, len(shape))]
+    for dim, own in enumerate(padding.parts):
+        if not own:
+            continue
+        names, parts[dim] = parts[dim], []
+        num = math.prod(sizes[name] for name in names)
+        free = (d for d, n in enumerate(shape) if n and not parts[d] and n % num == 0)
+        other = next(free, None)
+        if other is not None:
+            parts[other] = names
+    return to_spec(parts)

@@ -1,0 +1,432 @@
+"""A traced loss on devices that have parts of unlike sizes: manual over the axis that cuts it.
+
+Each device runs the same equations. What a plan leaves whole it runs on whole arrays; what the plan
+cuts it runs on its own part, in blocks between collectives (`_blocks`), so half the units are half
+the work. Collectives stand outside of the blocks, so every device comes to each of them.
+
+References:
+    Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (uneven sharding of a `split`).
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from .._core._errors import PlanError
+from .._graph._graph import Graph
+from .._graph._interpreter import Env, run_ops
+from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
+from .._graph._operations import Op, leaves
+from .._jax._cpu_dots import uncrossed
+from .._jax._jaxpr import checkpoint_like, scan_counts
+from .._plan._linked_dims import Parts
+from .._plan._sharding import Sharded
+from ._across import Cut, added, entered, extreme, gathered, own_part
+from ._blocks import Block, Width
+from ._padding import Padding
+
+
+class Uneven:
+    """A graph whose one inner axis has parts of unlike sizes.
+
+    Args:
+        sharded: What the axis cuts.
+        parts: The sizes.
+    """
+
+    def __init__(self, sharded: Sharded, parts: Parts):
+        [(self.axis, self._assigned)] = sharded.axes.items()
+        self.graph: Graph = sharded.graph
+        self.sharded, self.parts = sharded, parts
+        self._linked = parts.linked
+
+    def cut_of(self, v: int) -> Cut | None:
+        """How a value is cut as its maker leaves it; None if it is whole."""
+        group, dim = self._linked.of_value(v), self._assigned.made.get(v)
+        if group is None or dim is None:
+            return None
+        return self._cut(group, dim, self.graph.values[v].shape[dim])
+
+    def _cut(self, group: int, dim: int, size: int) -> Cut:
+        return Cut(dim, self.parts.sizes(group, size), self.axis)
+
+    def _cuts(self, op: Op) -> bool:
+        """Whether devices do different things in an operation."""
+        made = self._assigned.made
+        if any(made.get(v) is not None for v in op.outputs):
+            return True
+        if op.kind == "custom":
+            return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
+        return any(
+            made.get(v) is not None
+            for leaf in leaves((op,))
+            for v in (*leaf.outputs, *leaf.inputs)
+            if isinstance(v, int)
+        ) or any(
+            wanted is not None
+            for leaf in leaves((op,))
+            for wanted in self._assigned.wanted.get(leaf.outputs[0] if leaf.outputs else -1, ())
+        )
+
+    def aux_paddings(self) -> list[Padding]:
+        """Of each other variable."""
+        cuts = [self.cut_of(v) for v in self.graph.aux_values]
+        return [
+            Padding()
+            if cut is None or len(set(cut.sizes)) == 1
+            else Padding(
+                tuple(
+                    cut.sizes if d == cut.dim else ()
+                    for d in range(len(self.graph.values[v].shape))
+                )
+            )
+            for v, cut in zip(self.graph.aux_values, cuts, strict=True)
+        ]
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def gradient(
+        self, mesh: Mesh, trained: Sequence[int], on_cpu: bool
+    ) -> Callable[..., tuple[Any, list[Any]]]:
+        """`(params, aux, key, batch) -> ((loss, [sums, *new aux]), gradients)`, padded.
+
+        Args:
+            mesh: Of the replica.
+            trained: Places of the parameters that are trained.
+            on_cpu: Whether dots are written as a CPU likes them.
+        """
+        params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
+
+        def local(params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Sequence[Any]) -> Any:
+            def loss(own: Sequence[Any]) -> tuple[Any, list[Any]]:
+                of = dict(zip(trained, own, strict=True))
+                every = [of.get(i, x) for i, x in enumerate(params)]
+                value, *rest = self.run(every, aux, jax.random.wrap_key_data(key), batch)
+                return value, rest
+
+            run = jax.value_and_grad(loss, has_aux=True)
+            return (uncrossed(run) if on_cpu else run)([params[i] for i in trained])
+
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(params, aux, P(), [P()] * len(self.graph.batch_values)),
+            out_specs=((P(), [P(), *aux]), [params[i] for i in trained]),
+            check_vma=False,
+        )
+
+        def run(params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Sequence[Any]) -> Any:
+            return mapped(list(params), list(aux), jax.random.key_data(key), list(batch))
+
+        return run
+
+    def run(self, params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Any) -> list[Any]:
+        """The results of the loss on this device: the first two whole, the others as their own."""
+        graph = self.graph
+        env: Env = dict(graph.consts)
+        for numbers, arrays in (
+            (graph.param_values, params),
+            (graph.aux_values, aux),
+            ((graph.key_value,), (key,)),
+            (graph.batch_values, batch),
+        ):
+            env.update(zip(numbers, arrays, strict=True))
+        level = _Level(self, graph.ops, env, graph.result_values)
+        level.run()
+        num = len(graph.result_values) - len(graph.aux_values)
+        wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
+        return [level.as_cut(v, cut) for v, cut in zip(graph.result_values, wanted, strict=True)]
+
+
+class _Level:
+    """Operations of one program: of the loss, or of a body in it.
+
+    Args:
+        uneven: What is cut.
+        ops: In order.
+        env: Arrays that the operations read, those that are cut padded.
+        ends: Values that are wanted of them.
+        prefix: Name stack around them.
+    """
+
+    def __init__(
+        self, uneven: Uneven, ops: Sequence[Op], env: Env, ends: Sequence[Any], prefix: str = ""
+    ):
+        self._uneven, self._ops, self._env, self._prefix = uneven, ops, env, prefix
+        self._values = uneven.graph.values
+        self._assigned, self._linked = uneven._assigned, uneven._linked
+        self._pending: list[Op] = []
+        self._made: set[int] = set()  # by those
+        self._last = {v: i for i, op in enumerate(ops) for v in op.inputs if isinstance(v, int)}
+        self._last |= {v: len(ops) for v in ends if isinstance(v, int)}
+        self._whole: dict[int, Any] = {}
+        self._entered: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """All operations, what they make added to the arrays."""
+        for i, op in enumerate(self._ops):
+            inputs = [v for v in op.inputs if isinstance(v, int)]
+            if not self._uneven._cuts(op):
+                self._before(i, inputs)
+                own = {v: self.whole(v) for v in inputs}
+                run_ops([op], own, prefix=self._prefix)
+                self._env.update((v, own[v]) for v in op.outputs)
+            elif op.body and op.kind != "custom":
+                self._before(i, inputs)
+                self._with_body(op)
+            else:
+                states = self._wanted(op)
+                self._before(
+                    i,
+                    [
+                        v
+                        for v, dim in zip(op.inputs, states, strict=True)
+                        if isinstance(v, int)
+                        and (self._made_dim(v) is None or self._made_dim(v) != dim)
+                    ],
+                )
+                self._pending.append(op)
+                self._made.update(op.outputs)
+        self._flush(len(self._ops))
+
+    def whole(self, v: Any) -> Any:
+        """A value, whole on this device."""
+        if not isinstance(v, int):
+            return v.val
+        cut = self._uneven.cut_of(v)
+        if cut is None:
+            return self._env[v]
+        if v not in self._whole:
+            self._whole[v] = gathered(self._env[v], cut)
+        return self._whole[v]
+
+    def as_cut(self, v: Any, cut: Cut | None) -> Any:
+        """A value as another is cut."""
+        if cut is None:
+            return self.whole(v)
+        if isinstance(v, int) and self._uneven.cut_of(v) == cut:
+            return self._env[v]
+        return own_part(jnp.asarray(self.whole(v)), cut)
+
+    def _made_dim(self, v: int) -> int | None:
+        return self._assigned.made.get(v)
+
+    def _wanted(self, op: Op) -> tuple[int | None, ...]:
+        """The dimension in which each operand is cut inside."""
+        if op.kind == "custom":
+            return tuple(self._made_dim(v) if isinstance(v, int) else None for v in op.inputs)
+        return self._assigned.wanted[op.outputs[0]]
+
+    def _before(self, i: int, values: Sequence[int]) -> None:
+        """Run what is pending, if it makes one of these values."""
+        if not self._made.isdisjoint(values):
+            self._flush(i)
+
+    def _flush(self, i: int) -> None:
+        if self._pending:
+            made = {v: x for v, x in self._run_block(self._pending, i)}
+            self._env.update(made)
+        self._pending, self._made = [], set()
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def _run_block(self, ops: Sequence[Op], end: int) -> list[tuple[int, Any]]:
+        """What a block makes for operations from `end` on, its partial results completed."""
+        uneven, made = self._uneven, set().union(*(op.outputs for op in ops))
+        given: dict[tuple[int, bool], None] = {}  # a value, and whether it is read as it is cut
+        for op in ops:
+            for v, dim in zip(op.inputs, self._wanted(op), strict=True):
+                if isinstance(v, int) and v not in made:
+                    given[v, dim is not None and self._made_dim(v) == dim] = None
+        results = [v for op in ops for v in op.outputs if self._last.get(v, -1) >= end]
+        groups = sorted({g for op in ops for g in self._groups(op)})
+        units = [tuple(uneven.parts.units[g][d] for g in groups) for d in range(self._num)]
+        classes = sorted(set(units), reverse=True)
+        of_class = [dict(zip(groups, own, strict=True)) for own in classes]
+
+        def width(v: int) -> Width:
+            group, dim = self._linked.of_value(v), self._made_dim(v)
+            if group is None or dim is None:
+                return None
+            each = self._values[v].shape[dim] // self._linked.groups[group].num_units
+            return dim, tuple(own[group] * each for own in of_class)
+
+        def run(c: int, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
+            env = dict(zip(given, inputs, strict=True))
+            starts = {g: offsets[k] for k, g in enumerate(groups)}
+
+            def part(group: int) -> Callable[[int], tuple[int, Any]]:
+                def of(size: int) -> tuple[int, Any]:
+                    each = size // self._linked.groups[group].num_units
+                    return of_class[c][group] * each, starts[group] * each
+
+                return of
+
+            for op in ops:
+                with self._named(op):
+                    found = self._run_own(op, env, made, part)
+                env.update(((v, self._made_dim(v) is not None), x) for v, x in found)
+            return [env[v, self._made_dim(v) is not None] for v in results]
+
+        block = Block(
+            run=run,
+            inputs=tuple(width(v) if as_cut else None for v, as_cut in given),
+            is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
+            results=tuple(map(width, results)),
+            num_classes=len(classes),
+        )
+        of_device = Cut(0, (1,) * self._num, uneven.axis)
+        starts = jnp.stack(
+            [
+                of_device.own([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
+                for g in groups
+            ]
+        )
+        inputs = [self._env[v] if as_cut else self._enter(v) for v, as_cut in given]
+        size_class = of_device.own([classes.index(own) for own in units])
+        found = block(size_class, starts, inputs)
+        maker = {v: op for op in ops for v in op.outputs}
+        return [
+            (v, x if self._made_dim(v) is not None else self._completed(maker[v], x))
+            for v, x in zip(results, found, strict=True)
+        ]
+
+    @property
+    def _num(self) -> int:
+        return self._assigned.num_devices
+
+    def _groups(self, op: Op) -> set[int]:
+        found = {self._linked.of_value(v) for v in op.outputs}
+        if op.kind == "custom":
+            found |= {self._linked.of_value(v) for v in op.inputs if isinstance(v, int)}
+        else:
+            own = (self._linked.of_operand(op, k) for k in range(len(op.inputs)))
+            found |= {pair[0] for pair in own if pair is not None}
+        return {g for g in found if g is not None}
+
+    def _enter(self, v: int) -> Any:
+        """A whole value for a block."""
+        if v not in self._entered:
+            x = self.whole(v)
+            is_differentiable = self._values[v].differentiable
+            self._entered[v] = entered(x, self._uneven.axis) if is_differentiable else x
+        return self._entered[v]
+
+    def _run_own(
+        self, op: Op, env: dict[tuple[int, bool], Any], made: set[int], part: Any
+    ) -> list[tuple[int, Any]]:
+        """An operation on this device's part."""
+        states = self._wanted(op)
+        [group, *others] = self._groups(op)
+        assert not others, "a factor is one group"
+        own = part(group)
+        operands = []
+        for v, dim in zip(op.inputs, states, strict=True):
+            if not isinstance(v, int):
+                operands.append(v.val)
+            elif dim is not None and self._made_dim(v) == dim:
+                operands.append(env[v, True])
+            else:
+                x = env[v, False]
+                operands.append(x if dim is None else take(x, dim, own))
+        results = [self._made_dim(v) for v in op.outputs]
+        if op.kind != "custom":
+            return list(
+                zip(op.outputs, run_part(op.eqn, operands, states, results, own), strict=True)
+            )
+        found, dims = run_custom(op.eqn, operands, states, own)
+        for i, (dim, wanted) in enumerate(zip(dims, results, strict=True)):
+            if dim is None and wanted is not None:
+                found[i] = take(found[i], wanted, own)
+            elif dim != wanted:
+                raise PlanError(
+                    f"{op.name} ({op.source}) has rules of its own for gradients, and cuts inside "
+                    "what leaves it whole: leave it out of the split"
+                )
+        return list(zip(op.outputs, found, strict=True))
+
+    def _completed(self, op: Op, x: Any) -> Any:
+        """A partial result of all devices."""
+        axis, name = self._uneven.axis, op.name
+        if name in SUMS:
+            return added(x, axis)
+        if name not in EXTREMES:
+            raise PlanError(
+                f"hxla does not know how partial results of {name} are completed over parts of "
+                "unlike sizes: leave it out of the split, or let the parts be alike"
+            )
+        if x.dtype == bool:
+            return extreme(x.astype(jnp.int32), axis, EXTREMES[name]).astype(bool)
+        return extreme(x, axis, EXTREMES[name])
+
+    def _named(self, op: Op) -> Any:
+        stack = op.stack.removeprefix(self._prefix)
+        stack = stack.removesuffix(str(op.eqn.source_info.name_stack)).strip("/")
+        return jax.named_scope(stack) if stack else contextlib.nullcontext()
+
+    # -- bodies ----------------------------------------------------------------------------------
+
+    def _with_body(self, op: Op) -> None:
+        """A `remat` or a `scan` in which something is cut."""
+        inner = self._uneven.cut_of
+
+        def body(*arrays: Any) -> "_Level":
+            env: Env = dict(op.body_consts)
+            env.update(zip(op.body_inputs, arrays, strict=True))
+            level = _Level(self._uneven, op.body, env, op.body_outputs, op.stack)
+            level.run()
+            return level
+
+        if op.kind == "remat":
+            operands = [
+                self.as_cut(v, inner(i)) for v, i in zip(op.inputs, op.body_inputs, strict=True)
+            ]
+            cuts = [inner(v) for v in op.outputs]
+
+            def run(*arrays: Any) -> list[Any]:
+                level = body(*arrays)
+                return [level.as_cut(v, c) for v, c in zip(op.body_outputs, cuts, strict=True)]
+
+            found = checkpoint_like(op.eqn, run)(*operands)
+            self._env.update(zip(op.outputs, found, strict=True))
+            return
+        self._scan(op, body)
+
+    def _scan(self, op: Op, body: Callable[..., "_Level"]) -> None:
+        cut_of, params = self._uneven.cut_of, op.eqn.params
+        num_consts, num_carry = scan_counts(op.eqn)
+        first = num_consts + num_carry
+        cuts = [cut_of(v) for v in op.body_inputs]
+        cuts = [*cuts[:first], *(_shifted(cut) for cut in cuts[first:])]
+        operands = [self.as_cut(v, cut) for v, cut in zip(op.inputs, cuts, strict=True)]
+        outs = [*cuts[num_consts:first], *(_inside(cut_of(v)) for v in op.outputs[num_carry:])]
+
+        def step(carry: Any, xs: Any) -> Any:
+            level = body(*operands[:num_consts], *carry, *xs)
+            found = [level.as_cut(v, c) for v, c in zip(op.body_outputs, outs, strict=True)]
+            return found[:num_carry], found[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            step,
+            operands[num_consts:first],
+            operands[first:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self._env.update(zip(op.outputs, [*carry, *ys], strict=True))
+
+
+def _shifted(cut: Cut | None) -> Cut | None:
+    """Of the stack of slices that are cut so."""
+    return None if cut is None else Cut(cut.dim + 1, cut.sizes, cut.axis)
+
+
+def _inside(cut: Cut | None) -> Cut | None:
+    """Of one slice of a stack that is cut so."""
+    return None if cut is None else Cut(cut.dim - 1, cut.sizes, cut.axis)

@@ -1,0 +1,287 @@
+"""What the axes inside a copy cut, and how large each device's part is.
+
+Parts are alike where nothing asks for more: then XLA cuts the program. They are unlike where a
+ratio is stated, where sizes do not divide over the devices, or where the devices of a copy are
+known to be of unlike speed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from .._cluster._cluster import Cluster, Device
+from .._core._errors import AnnotationError, PlanError
+from .._graph._factors import fits
+from .._graph._graph import Graph
+from .._graph._operations import leaves
+from .._plan._linked_dims import LinkedDims
+from .._plan._sharding import Sharded
+from .._plan._shares import in_shares
+from ._axes import resolve_rules, shard_graph
+from ._parts_check import check_parts
+from ._split_sizes import SplitDevice, best_sizes
+from ._structures import Structure
+
+#: For each dimension of a parameter the sizes of its parts, as a layout has them.
+Sizes = tuple[tuple[int, ...], ...]
+
+_MOST_TOLD = 8
+_NUM_GRANULES = 120  # of a split's whole work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InnerSplit:
+    """What the axes inside a copy cut.
+
+    Attributes:
+        sharded: The graph with what each axis cuts.
+        shares: The ratio of the one axis whose parts may be unlike; empty where all are alike.
+        sizes: For each parameter its parts, or nothing.
+        reasons: What to say in the plan.
+    """
+
+    sharded: Sharded
+    shares: tuple[int, ...] = ()
+    sizes: tuple[Sizes, ...]
+    reasons: tuple[str, ...] = ()
+
+
+def inner_split(
+    graph: Graph, structure: Structure, cluster: Cluster, state_factor: float = 1.0
+) -> InnerSplit:
+    """Choose what is cut, and where.
+
+    Args:
+        graph: Of the loss.
+        structure: How the devices share the model.
+        cluster: That its ranks are of.
+        state_factor: The bytes of a device for each byte of its parameters.
+
+    Raises:
+        AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
+        PlanError: If a stated ratio cannot be met.
+    """
+    num_params = len(graph.param_names)
+    why_not = _why_alike(structure)
+    if len(set(structure.shares)) > 1 or (len(structure.shares) > 1 and why_not):
+        if why_not:
+            raise PlanError(
+                f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
+            )
+        return _unlike(graph, structure, structure.shares, "as stated", stated=True)
+    devices = () if why_not or structure.shares else _devices(structure, cluster)
+    said: tuple[str, ...] = ()
+    if devices:
+        try:
+            return _by_speed(graph, structure, devices, state_factor)
+        except (AnnotationError, PlanError) as error:
+            said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
+    num = structure.inner[0][1]
+    try:
+        sharded, own = _sharded(graph, structure, unlike=False)
+    except AnnotationError as error:
+        if why_not:
+            raise
+        try:
+            return _unlike(graph, structure, (1,) * num, "for sizes do not divide", error=error)
+        except (AnnotationError, PlanError):
+            raise error from None
+    if not why_not and _cuts_heads(graph, num):
+        try:
+            other = _unlike(graph, structure, (1,) * num, "for heads do not divide")
+        except (AnnotationError, PlanError):
+            pass
+        else:
+            if _sent_bytes(other.sharded) < 0.95 * _sent_bytes(sharded):
+                return other
+    return InnerSplit(sharded=sharded, sizes=((),) * num_params, reasons=(*own, *said))
+
+
+def _why_alike(structure: Structure) -> str:
+    if structure.pipeline is not None:
+        return "parts of unlike sizes inside a pipeline's stages are not lowered"
+    if len(structure.inner) != 1:
+        names = ", ".join(name for name, _ in structure.inner)
+        return f"parts of unlike sizes are for copies with one axis, these have {names or 'none'}"
+    return "a single device has all of it" if structure.inner[0][1] < 2 else ""
+
+
+def _sharded(
+    graph: Graph, structure: Structure, *, unlike: bool
+) -> tuple[Sharded, tuple[str, ...]]:
+    dims: Sequence[Mapping[str, int]] | None = None
+    warnings: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    if structure.rules is not None:
+        resolved = resolve_rules(graph, structure.rules, structure.inner, unlike=unlike)
+        dims, warnings = resolved.dims, resolved.report()
+        if not any(dims):
+            over = ", ".join(f"{name}={size}" for name, size in structure.inner)
+            said = (
+                f"rules {structure.rules.name!r} cut nothing of this model over {over}: every "
+                "device of a copy holds all parameters and computes the same",
+            )
+    roles = structure.roles
+    return shard_graph(graph, structure.inner, roles, dims, warnings, unlike=unlike), said
+
+
+def _unlike(
+    graph: Graph,
+    structure: Structure,
+    shares: Sequence[int],
+    why: str,
+    *,
+    stated: bool = False,
+    error: AnnotationError | None = None,
+    found: tuple[Sharded, tuple[str, ...]] | None = None,
+) -> InnerSplit:
+    """Parts in a ratio, in whole units."""
+    [(axis, num)] = structure.inner
+    if len(shares) != num:
+        raise PlanError(f"shares {_ratio(shares)}: {len(shares)} for the {num} devices of {axis!r}")
+    sharded, said = found or _sharded(graph, structure, unlike=True)
+    linked = LinkedDims(graph, sharded.axes[axis])
+    check_parts(graph, sharded.axes[axis], linked)
+    sizes: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in graph.param_shapes]
+    told: list[str] = []
+    for group in linked.groups:
+        if group.num_units < num:
+            raise PlanError(_too_few(graph, group.num_units, group.params, num))
+        units = _units(group.num_units, shares, stated=stated)
+        for p, dim in group.params:
+            size = graph.param_shapes[p][dim]
+            parts = tuple(n * (size // group.num_units) for n in units)
+            if len(set(parts)) > 1:
+                sizes[p][dim] = parts
+                padding = max(parts) * num / size - 1
+                told.append(
+                    f"sizes of {graph.param_names[p]} over {axis}: "
+                    f"{' + '.join(map(str, parts))} of {size}, {group.num_units} units, "
+                    f"padded by {padding:.0%}"
+                )
+    if len(told) > _MOST_TOLD:
+        told = [*told[:_MOST_TOLD], f"and sizes of {len(told) - _MOST_TOLD} parameters more"]
+    lines = [f"parts of unlike sizes, {why}: {_ratio(shares)} over {axis}"]
+    if error is not None:
+        lines.append(f"even parts are not possible: {_first_line(error)}")
+    return InnerSplit(
+        sharded=sharded,
+        shares=tuple(shares),
+        sizes=tuple(tuple(own) if any(own) else () for own in sizes),
+        reasons=(*said, *lines, *told),
+    )
+
+
+def _by_speed(
+    graph: Graph, structure: Structure, devices: Sequence[SplitDevice], state_factor: float
+) -> InnerSplit:
+    """Parts that suit the devices' speeds and memory."""
+    found = _sharded(graph, structure, unlike=True)
+    sharded = found[0]
+    bytes_of = {
+        is_cut: state_factor
+        * sum(
+            graph.values[v].num_bytes
+            for v in graph.param_values
+            if (sharded.num_parts(v) > 1) == is_cut
+        )
+        for is_cut in (False, True)
+    }
+    shares = best_sizes(
+        _NUM_GRANULES,
+        [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
+        padded_bytes=bytes_of[True] / _NUM_GRANULES,
+    )
+    common = math.gcd(*shares)
+    shares = tuple(n // common for n in shares)
+    if len(set(shares)) == 1:
+        raise PlanError("the memory of the slower devices is needed in full")
+    return _unlike(graph, structure, shares, "by the speeds of the devices", found=found)
+
+
+def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
+    """A stated ratio is rounded; speeds are met by the optimum."""
+    if stated:
+        return in_shares(num_units, shares)
+    devices = [SplitDevice(name=str(d), unit_seconds=1 / s) for d, s in enumerate(shares)]
+    return best_sizes(num_units, devices)
+
+
+def _too_few(
+    graph: Graph, num_units: int, params: Sequence[tuple[int, int]], num_devices: int
+) -> str:
+    names = ", ".join(
+        f"dimension {dim} of {graph.param_names[p]} {list(graph.param_shapes[p])}"
+        for p, dim in params[:3]
+    )
+    of = f"{names or 'the batch'}"
+    return (
+        f"{of}: {num_units} whole units, such as heads, cannot be cut over {num_devices} devices; "
+        "ask for fewer devices, or leave it out of the split"
+    )
+
+
+def _cuts_heads(graph: Graph, num: int) -> bool:
+    """Whether columns divide over the devices that are no whole units, as heads are."""
+    values = graph.values
+    for op in leaves(graph.ops):
+        if op.name != "reshape" or not isinstance(op.inputs[0], int):
+            continue
+        shapes = [values[op.inputs[0]].shape], [values[v].shape for v in op.outputs]
+        for factor in op.factors:
+            [a], [b] = factor.operands, factor.results
+            sizes = [shape[0][d] for shape, d in zip(shapes, (a, b), strict=True) if d is not None]
+            if (
+                not fits(factor, *shapes, num)
+                and fits(factor, *shapes, num, unlike=True)
+                and any(size % num == 0 for size in sizes)
+            ):
+                return True
+    return False
+
+
+def _sent_bytes(sharded: Sharded) -> float:
+    return sum(axis.sent_bytes for axis in sharded.axes.values())
+
+
+def _devices(structure: Structure, cluster: Cluster) -> tuple[SplitDevice, ...]:
+    """The devices at each place of a copy; empty where they are alike, or nothing is known.
+
+    A place is as fast, and has as much memory, as the least of its devices in any copy.
+    """
+    columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*structure.replicas)]  # noqa: B905
+    speeds = [min(map(_speed, own)) for own in columns]
+    if not all(speeds) or max(speeds) <= 1.05 * min(speeds):
+        return ()
+    return tuple(
+        SplitDevice(
+            name=f"device {place} of a copy ({own[0].label})",
+            unit_seconds=1 / speed,
+            memory_bytes=min(
+                (d.memory_bytes for d in own if d.memory_bytes is not None), default=None
+            ),
+        )
+        for place, (own, speed) in enumerate(zip(columns, speeds, strict=True))
+    )
+
+
+def _speed(device: Device) -> float:
+    """In any unit that devices of a cluster share; 0: not known."""
+    if device.core_share is not None or device.kind == "cpu":
+        return device.core_share or 1.0
+    rate = device.rate("float32")
+    return rate.flops_per_second if rate is not None else 0.0
+
+
+def _ratio(shares: Sequence[int]) -> str:
+    return ":".join(map(str, shares))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+def lines_of(split: InnerSplit) -> Iterator[str]:
+    """What the plan says of it."""
+    yield from split.reasons
+    yield from split.sharded.explain()

@@ -1,0 +1,174 @@
+"""How many units of a split each device gets: the exact integer optimum under memory limits.
+
+A unit is what cannot be cut further: a head with its key-value group, a granule of columns, an
+expert, a row of a vocabulary. SPMD gives the arrays of every device the shape of the largest part,
+so what is held between steps counts by the largest part on all devices, and what a microbatch
+needs by each device's own.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from .._core._errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitDevice:
+    """A device that takes part in a split.
+
+    Attributes:
+        name: The name in messages.
+        unit_seconds: The seconds of one unit in a microbatch, positive.
+        fixed_seconds: The seconds that do not depend on its units: what every device repeats.
+        memory_bytes: The bytes that it has; None: not known, so no limit.
+        fixed_bytes: The bytes that do not depend on the split.
+    """
+
+    name: str
+    unit_seconds: float
+    fixed_seconds: float = 0.0
+    memory_bytes: float | None = None
+    fixed_bytes: float = 0.0
+
+    def seconds(self, num_units: int) -> float:
+        """The time of so many units."""
+        return self.fixed_seconds + num_units * self.unit_seconds
+
+    def room(self, largest: np.ndarray, padded_bytes: float, own_bytes: float) -> np.ndarray:
+        """The most units that fit beside arrays padded to `largest` units."""
+        if self.memory_bytes is None:
+            return largest
+        left = self.memory_bytes - self.fixed_bytes - padded_bytes * largest
+        if own_bytes:
+            most = np.clip(np.floor(left / own_bytes), -1, largest).astype(np.int64)
+            most += (most < largest) & ((most + 1) * own_bytes <= left)  # floor of a quotient
+            most -= most * own_bytes > left
+            return most  # type: ignore[no-any-return]
+        return np.where(left >= 0, largest, -1)
+
+
+def best_sizes(
+    num_units: int,
+    devices: Sequence[SplitDevice],
+    *,
+    padded_bytes: float = 0.0,
+    own_bytes: float = 0.0,
+    least: int = 1,
+) -> tuple[int, ...]:
+    """Sizes that minimise the time of the slowest device; of these, those of least padding.
+
+    For each size of the largest part the rest is a bottleneck problem: a time is enough if the
+    units that devices finish within it, as far as they fit, add up to all. So all sizes of the
+    largest part are bisected at once.
+
+    Args:
+        num_units: Units to hand out.
+        devices: That share them.
+        padded_bytes: Of a unit in what is padded to the largest part: parameters, their gradients'
+            sums, the optimizer's state.
+        own_bytes: Of a unit in what follows a device's own size: activations.
+        least: Units that each device takes at least.
+
+    Returns:
+        One size for each device, summing to `num_units`.
+
+    Raises:
+        PlanError: If there are fewer units than devices need, or they do not fit: which device
+            lacks how many bytes.
+
+    References:
+        Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (the problem; its Algorithm 1 moves load
+        from full devices to free ones and may end above the optimum).
+    """
+    n = len(devices)
+    if num_units < least * n:
+        raise PlanError(
+            f"{num_units} units cannot be split over {n} devices with at least {least} each: use "
+            "fewer devices, or leave this out of the split"
+        )
+    largest = np.arange(max(-(-num_units // n), least), num_units - least * (n - 1) + 1)
+    room = np.stack([d.room(largest, padded_bytes, own_bytes) for d in devices])
+    possible = (room >= least).all(axis=0) & (room.sum(axis=0) >= num_units)
+    if not possible.any():
+        raise PlanError(_too_small(num_units, devices, padded_bytes, own_bytes, least))
+    room = room[:, possible]
+    unit = np.array([[d.unit_seconds] for d in devices])
+    fixed = np.array([[d.fixed_seconds] for d in devices])
+
+    def finished(seconds: np.ndarray) -> np.ndarray:
+        done = np.floor((seconds - fixed) / unit + 1e-9)
+        return np.clip(done, least, room)  # type: ignore[no-any-return]
+
+    high = (fixed + room * unit).max(axis=0)
+    low = np.minimum((fixed + least * unit).max(axis=0), high)
+    enough = finished(low).sum(axis=0) >= num_units
+    high = np.where(enough, low, high)
+    for _ in range(64):
+        middle = (low + high) / 2
+        enough = finished(middle).sum(axis=0) >= num_units
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    sizes = finished(high).astype(np.int64)
+    best: tuple[float, int, tuple[int, ...]] | None = None
+    for column in np.argsort(high, kind="stable"):
+        if best is not None and high[column] > best[0] * (1 + 1e-6):
+            break
+        found = _trimmed(sizes[:, column].tolist(), num_units, devices, least)
+        slowest = max(d.seconds(size) for d, size in zip(devices, found, strict=True))
+        key = (slowest, max(found), tuple(-size for size in found))  # the larger ones first
+        best = key if best is None else min(best, key)
+    assert best is not None
+    return tuple(-size for size in best[2])
+
+
+def _trimmed(
+    sizes: list[int], num_units: int, devices: Sequence[SplitDevice], least: int
+) -> list[int]:
+    """Without the units above all, taken from the devices that finish last."""
+    for _ in range(sum(sizes) - num_units):
+        able = [d for d in range(len(sizes)) if sizes[d] > least]
+        last = max(able, key=lambda d: (devices[d].seconds(sizes[d]), sizes[d], d))
+        sizes[last] -= 1
+    return sizes
+
+
+def _too_small(
+    num_units: int,
+    devices: Sequence[SplitDevice],
+    padded_bytes: float,
+    own_bytes: float,
+    least: int,
+) -> str:
+    """The one device that would have to grow the least, and by how much."""
+    n, found = len(devices), []
+    for largest in range(max(-(-num_units // n), least), num_units - least * (n - 1) + 1):
+        rooms = [int(d.room(np.array(largest), padded_bytes, own_bytes)) for d in devices]
+        for i, device in enumerate(devices):
+            others = rooms[:i] + rooms[i + 1 :]
+            own = max(num_units - sum(others), least)
+            if min(others, default=least) < least or own > largest or device.memory_bytes is None:
+                continue
+            needed = device.fixed_bytes + padded_bytes * largest + own_bytes * own
+            found.append((needed - device.memory_bytes, i, largest, own))
+    if found:
+        missing, i, largest, own = min(found)
+        return (
+            f"{num_units} units of a split do not fit: {devices[i].name} lacks {missing:,.0f} "
+            f"bytes for {own} of them, its arrays padded to the {largest} of the largest part. Use "
+            "a smaller microbatch_size, more devices, or leave less to the split"
+        )
+    even = max(-(-num_units // n), least)
+    lacking = [
+        (d.fixed_bytes + padded_bytes * even + own_bytes * max(num_units // n, least), d)
+        for d in devices
+    ]
+    told = "; ".join(
+        f"{d.name} lacks {needed - d.memory_bytes:,.0f} bytes"
+        for needed, d in lacking
+        if d.memory_bytes is not None and needed > d.memory_bytes
+    )
+    return (
+        f"{num_units} units of a split do not fit, however they are handed out: with even parts "
+        f"{told}. Use a smaller microbatch_size, more devices, or leave less to the split"
+    )
