@@ -3,9 +3,9 @@
     python benchmarks/uneven_split.py [--meshes cpu-1.0-0.5 cpu-1.0-0.33 cpu-1.0-1.0]
 
 For each mesh the GPT of examples/gpt.py (a layer of 12 heads, 768 wide) trains split over both
-devices, with sizes that follow their speeds and with even ones, and whole on each share of a core alone. On
-equal devices it trains in the even form and in that of unlike parts, which are alike there. All
-jobs take turns of a step. The bound is the sum of the speeds alone: it takes what every device
+devices, with sizes that follow their speeds and with even ones, and whole on each share of a core
+alone. On equal devices it trains in the even form and in that of unlike parts.
+All jobs take turns of a step. The bound is the sum of the speeds alone: it takes what every device
 repeats for work that is shared, and collectives for free, so no split reaches it. Writes
 benchmarks/results/uneven_split.json.
 """
