@@ -140,7 +140,8 @@ def test_frozen_parameters_join_no_sum():
     plan = job.plan(microbatch_size=MICROBATCH, mesh=mesh)
     with job.open(plan, mesh=mesh) as session:
         shapes = {x.shape for x in jax.tree.leaves(session._stepper._sums[0].values)}
-        assert shapes == {(8, 2), (2, 8), (8,)}  # adapters, and BatchNorm's statistics
+        # Eight adapters of 16 elements, and BatchNorm's two statistics of 8.
+        assert shapes == {(8, 16), (2, 8)}
         assert len(session.state.exponents) == 8 + 2
 
 
