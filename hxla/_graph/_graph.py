@@ -114,6 +114,14 @@ def rows_read(graph: Graph) -> dict[int, int]:
     return {p: rows for p, rows in found.items() if p not in others}
 
 
+def rows_touched(graph: Graph, num_microbatches: int) -> dict[int, int]:
+    """The parameters of `rows_read`, with the rows that so many microbatches touch at most."""
+    return {
+        p: min(rows * num_microbatches, graph.param_shapes[p][0])
+        for p, rows in rows_read(graph).items()
+    }
+
+
 def _takes_rows(op: Op, shape: tuple[int, ...]) -> bool:
     numbers = op.eqn.params["dimension_numbers"]
     whole_row = tuple(op.eqn.params["slice_sizes"]) == (1, *shape[1:])

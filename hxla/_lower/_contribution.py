@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, shapes_of
+from .._jax._cpu_dots import uncrossed
 from .._plan._plan_parts import SumsForm
 from . import _exact
 
@@ -137,10 +139,18 @@ def buckets(
     return out
 
 
-def pack_shape(tensors: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, ...]:
-    """Of the sums of tensors of one size: a row for each, or the shape of the only one."""
-    [x, *others] = tensors
-    return (len(tensors), x.size) if others else at_least_1d(x.shape)
+def pack_shapes(tensors: Tensors, packs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Of the sums of each pack: a row for each tensor, or the shape of the only one."""
+    first = [tensors.floats[pack[0]] for pack in packs]
+    return [
+        (len(pack), x.size) if len(pack) > 1 else at_least_1d(x.shape)
+        for pack, x in zip(packs, first, strict=True)
+    ]
+
+
+def pack_specs(specs: Sequence[P], packs: Sequence[Sequence[int]]) -> list[P]:
+    """How the sums of each pack lie, from how its tensors do: those that share one are whole."""
+    return [specs[pack[0]] if len(pack) == 1 else P() for pack in packs]
 
 
 def packed(values: Sequence[jax.Array], packs: Sequence[Sequence[int]]) -> list[jax.Array]:
@@ -251,6 +261,30 @@ def first_only(before: jax.Array, value: jax.Array, index: jax.Array) -> jax.Arr
 def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
     """The random key of a microbatch: of the seed, the step and its number, and of nothing else."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+
+
+def gradient_of(
+    run: Callable[..., list[Any]], trained: Sequence[int], on_cpu: bool
+) -> Callable[..., tuple[Any, list[jax.Array]]]:
+    """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`.
+
+    Args:
+        run: From the same to `[loss, sums[S], *new aux]`.
+        trained: Places of the parameters whose gradients are wanted.
+        on_cpu: Whether dots are written as a CPU likes them.
+    """
+
+    def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
+        def loss(own: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            given = dict(zip(trained, own, strict=True))
+            every = [given.get(i, x) for i, x in enumerate(params)]
+            value, *rest = run(every, list(aux), key, batch)
+            return value, rest
+
+        found = jax.value_and_grad(loss, has_aux=True)
+        return (uncrossed(found) if on_cpu else found)([params[i] for i in trained])
+
+    return gradient
 
 
 def local_largest(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._graph._graph import Graph, shapes_of
-from .._jax._cpu_dots import row_major, uncrossed
+from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import as_function
 from .._plan._sharding import Sharded
 from ._contribution import (
@@ -23,9 +23,11 @@ from ._contribution import (
     at_least_1d,
     changes,
     first_only,
+    gradient_of,
     local_largest,
     microbatch_key,
-    pack_shape,
+    pack_shapes,
+    pack_specs,
     row_bits,
 )
 from ._options import compiler_options, extra_bytes
@@ -168,17 +170,13 @@ def _zeros(spec: MicrobatchSpec) -> DeviceSums:
     return DeviceSums(
         jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
         jnp.zeros(len(spec.tensors.floats), jnp.int32),
-        [
-            spec.contribution.zeros(pack_shape([spec.tensors.floats[i] for i in pack]))
-            for pack in spec.packs
-        ],
+        [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
         [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
     )
 
 
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:
-    own = spec.specs()
-    packs = [own[pack[0]] if len(pack) == 1 else P() for pack in spec.packs]
+    packs = pack_specs(spec.specs(), spec.packs)
     each = [s for s in packs for _ in range(spec.contribution.form.num_parts)]
     return [P(), P(), *each, *[P()] * len(spec.tensors.others)]
 
@@ -195,26 +193,14 @@ def _gradient(
     """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`."""
     if spec.uneven is not None:
         return spec.uneven.gradient(replica.mesh, spec.trained, on_cpu)
-    if spec.sharded is None:
-        program = as_function(spec.graph.program)
+    if spec.sharded is not None:
+        return gradient_of(spec.sharded.function(replica.mesh), spec.trained, on_cpu)
+    program = as_function(spec.graph.program)
 
-        def run(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
-            return program(*params, *aux, key, *batch)
+    def run(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
+        return program(*params, *aux, key, *batch)
 
-    else:
-        run = spec.sharded.function(replica.mesh)
-
-    def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
-        def loss(trained: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            own = dict(zip(spec.trained, trained, strict=True))
-            every = [own.get(i, x) for i, x in enumerate(params)]
-            value, *rest = run(every, list(aux), key, batch)
-            return value, rest
-
-        found = jax.value_and_grad(loss, has_aux=True)
-        return (uncrossed(found) if on_cpu else found)([params[i] for i in spec.trained])
-
-    return gradient
+    return gradient_of(run, spec.trained, on_cpu)
 
 
 def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[DeviceSums, Any]]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from .._plan._layout import from_spec, to_spec
+from .._plan._layout import from_spec, padded_shape, to_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,9 @@ class Padding:
         """Whether the array is as the user has it."""
         return not any(self.parts)
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape."""
-        return tuple(
-            len(parts) * max(parts) if parts else n
-            for n, parts in zip(shape, self.parts or ((),) * len(shape), strict=True)
-        )
-
     def like(self, x: Any) -> jax.ShapeDtypeStruct:
         """The padded shape and the dtype."""
-        return jax.ShapeDtypeStruct(self.shape(x.shape), x.dtype)
+        return jax.ShapeDtypeStruct(padded_shape(x.shape, self.parts), x.dtype)
 
     def pad(self, x: Any) -> Any:
         """The padded array, of NumPy's or jax's."""

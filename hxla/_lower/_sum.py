@@ -32,7 +32,8 @@ from ._contribution import (
     Tensors,
     at_least_1d,
     buckets,
-    pack_shape,
+    pack_shapes,
+    pack_specs,
     peaks_to_maxima,
 )
 from ._replica import Replica
@@ -138,8 +139,8 @@ class Reducer:
         )
         packs = packs or [[i] for i in range(len(tensors.floats))]
         self._num_tensors = len(tensors.floats)
-        self._shapes = [pack_shape([tensors.floats[i] for i in pack]) for pack in packs]
-        self._specs = [specs[pack[0]] if len(pack) == 1 else P() for pack in packs]
+        self._shapes = pack_shapes(tensors, packs)
+        self._specs = pack_specs(specs, packs)
         places = {pack[0]: p for p, pack in enumerate(packs)}
         self._rows = {places[i]: most for i, most in (rows or {}).items()}
         self._small_shapes = [row_shape, *(at_least_1d(x.shape) for x in tensors.others)]

@@ -22,12 +22,12 @@ from .._graph._graph import Graph
 from .._graph._interpreter import Env, run_ops
 from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
 from .._graph._operations import Op, leaves
-from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import checkpoint_like, scan_counts
 from .._plan._linked_dims import Parts
 from .._plan._sharding import Sharded
 from ._across import Cut, added, entered, extreme, gathered, own_part
 from ._blocks import Block, Width
+from ._contribution import gradient_of
 from ._padding import Padding
 
 
@@ -102,18 +102,11 @@ class Uneven:
         """
         params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
 
-        def local(params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Sequence[Any]) -> Any:
-            def loss(own: Sequence[Any]) -> tuple[Any, list[Any]]:
-                of = dict(zip(trained, own, strict=True))
-                every = [of.get(i, x) for i, x in enumerate(params)]
-                value, *rest = self.run(every, aux, jax.random.wrap_key_data(key), batch)
-                return value, rest
-
-            run = jax.value_and_grad(loss, has_aux=True)
-            return (uncrossed(run) if on_cpu else run)([params[i] for i in trained])
+        def local(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
+            return self.run(params, aux, jax.random.wrap_key_data(key), batch)
 
         mapped = jax.shard_map(
-            local,
+            gradient_of(local, trained, on_cpu),
             mesh=mesh,
             in_specs=(params, aux, P(), [P()] * len(self.graph.batch_values)),
             out_specs=((P(), [P(), *aux]), [params[i] for i in trained]),

@@ -56,18 +56,30 @@ def _updated(
     value: jax.Array,
 ) -> tuple[list[jax.Array], PyTree]:
     """What the user's optimizer makes of its own arrays."""
-    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
     if _is_by_element(spec, params, opt_state, value):
-        tree = jax.tree.unflatten(spec.param_tree, params)
-        own = jax.tree.unflatten(spec.param_tree, grads)
-        updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
-        return jax.tree.leaves(optax.apply_updates(tree, updates)), state
-    tree = unpadded(jax.tree.unflatten(spec.param_tree, params), of_params)
-    own = unpadded(jax.tree.unflatten(spec.param_tree, grads), of_params)
-    state = unpadded(opt_state, of_state)
-    updates, state = spec.optimizer.update(own, state, tree, value=value)
-    new_params = padded(optax.apply_updates(tree, updates), of_params)
-    return jax.tree.leaves(new_params), padded(state, of_state)
+        return _updated_as_given(spec, params, grads, opt_state, value)
+    of_params, of_state = spec.padding.of_trained, spec.padding.of_opt_state
+    new_params, state = _updated_as_given(
+        spec,
+        unpadded(list(params), of_params),
+        unpadded(list(grads), of_params),
+        unpadded(opt_state, of_state),
+        value,
+    )
+    return padded(new_params, of_params), padded(state, of_state)
+
+
+def _updated_as_given(
+    spec: UpdateSpec,
+    params: Sequence[jax.Array],
+    grads: Sequence[jax.Array],
+    opt_state: PyTree,
+    value: jax.Array,
+) -> tuple[list[jax.Array], PyTree]:
+    """The same, of arrays with or without padding."""
+    tree, own = (jax.tree.unflatten(spec.param_tree, arrays) for arrays in (params, grads))
+    updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
+    return jax.tree.leaves(optax.apply_updates(tree, updates)), state
 
 
 def _is_by_element(
@@ -87,10 +99,11 @@ def _is_by_element(
     num = len(params)
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        tree, own = (jax.tree.unflatten(spec.param_tree, arrays[i : i + num]) for i in (0, num))
         state = jax.tree.unflatten(state_def, arrays[2 * num : -1])
-        updates, state = spec.optimizer.update(own, state, tree, value=arrays[-1])
-        return [*jax.tree.leaves(optax.apply_updates(tree, updates)), *jax.tree.leaves(state)]
+        new_params, state = _updated_as_given(
+            spec, arrays[:num], arrays[num : 2 * num], state, arrays[-1]
+        )
+        return [*new_params, *jax.tree.leaves(state)]
 
     return keeps_padding(run, plain, [*each, *of_params, *of_state])
 

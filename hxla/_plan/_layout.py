@@ -15,6 +15,19 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
+def padded_shape(shape: Sequence[int], sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of an array with every part padded to the largest.
+
+    Args:
+        shape: Of the array.
+        sizes: For each dimension the sizes of its parts, where they are unlike; empty: none are.
+    """
+    return tuple(
+        max(parts) * len(parts) if parts else size
+        for size, parts in zip(shape, sizes or ((),) * len(shape), strict=True)
+    )
+
+
 class PlanValue(pydantic.BaseModel):
     """A part of a plan: frozen, hashable, and strict about what it is read from."""
 
@@ -91,11 +104,7 @@ class Layout(PlanValue):
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape of the array with every part padded to the largest."""
-        unlike = self.sizes or ((),) * len(self.shape)
-        return tuple(
-            max(parts) * len(parts) if parts else size
-            for size, parts in zip(self.shape, unlike, strict=True)
-        )
+        return padded_shape(self.shape, self.sizes)
 
     def device_bytes(self, axes: Mapping[str, int]) -> int:
         """The bytes that one device holds, padding included.

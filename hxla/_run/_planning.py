@@ -12,7 +12,7 @@ from .._cluster._cluster import Cluster
 from .._core._errors import ConfigError, PlanError
 from .._core._format import num_bytes
 from .._core._whole_numbers import check_whole_numbers
-from .._graph._graph import Graph, rows_read
+from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._model._functional import tree_bytes
@@ -351,11 +351,10 @@ def _with_sparse(
         return sums, ("sparse_embeddings: whole, for the devices of a copy share them",)
     num, found, said = len(structure.replicas), [], []
     is_trained = job.functional(size).is_trained
-    for p, rows in rows_read(graph).items():
+    for p, most in rows_touched(graph, job.batch_size // size).items():
         if not is_trained[p]:
             continue
         name, height = graph.param_names[p], graph.param_shapes[p][0]
-        most = min(rows * (job.batch_size // size), height)
         # Gathered from all, against reduce-scattered in parts and gathered as floats.
         if num * most * sums.num_parts < height * (sums.num_parts + 1):
             found.append(SparseRows(name=name, most_rows=most))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
-from .._graph._graph import Graph, rows_read
+from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments_at
 from .._plan._layout import dtype_name
@@ -136,14 +136,13 @@ def _of_stages(plan: Plan, graph: Graph) -> Iterator[str]:
 
 def _of_sums(plan: Plan, graph: Graph) -> Iterator[str]:
     """Rows of a gradient that would be lost."""
-    rows = {graph.param_names[p]: (p, num) for p, num in rows_read(graph).items()}
+    touched = rows_touched(graph, plan.num_microbatches)
+    rows = {graph.param_names[p]: most for p, most in touched.items()}
     for sparse in plan.sums.sparse:
-        if sparse.name not in rows:
+        most = rows.get(sparse.name)
+        if most is None:
             yield f"sums.sparse: {sparse.name} is not only looked up by rows: leave it out"
-            continue
-        p, num = rows[sparse.name]
-        most = min(num * plan.num_microbatches, graph.param_shapes[p][0])
-        if sparse.most_rows < most:
+        elif sparse.most_rows < most:
             yield (
                 f"sums.sparse: {most} rows of {sparse.name} may be touched, not {sparse.most_rows}"
             )
