@@ -121,7 +121,7 @@ def complete(
         "pipeline": pipeline,
         "parameters": parameters,
         "sums": sums,
-        "placement": _placement(
+        "placement": placement_for(
             parameters,
             dict(structure.axes),
             sums,
@@ -135,7 +135,7 @@ def complete(
     return Plan.checked(fields)
 
 
-def _placement(
+def placement_for(
     parameters: Sequence[Layout],
     axes: Mapping[str, int],
     sums: SumsForm,

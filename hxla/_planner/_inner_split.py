@@ -250,7 +250,7 @@ def _devices(structure: Structure, cluster: Cluster) -> tuple[SplitDevice, ...]:
     A place is as fast, and has as much memory, as the least of its devices in any copy.
     """
     columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*structure.replicas)]  # noqa: B905
-    speeds = [min(map(_speed, own)) for own in columns]
+    speeds = [min(map(described_speed, own)) for own in columns]
     if not all(speeds) or max(speeds) <= 1.05 * min(speeds):
         return ()
     return tuple(
@@ -265,7 +265,7 @@ def _devices(structure: Structure, cluster: Cluster) -> tuple[SplitDevice, ...]:
     )
 
 
-def _speed(device: Device) -> float:
+def described_speed(device: Device) -> float:
     """In any unit that devices of a cluster share; 0: not known."""
     if device.core_share is not None or device.kind == "cpu":
         return device.core_share or 1.0
