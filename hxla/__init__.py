@@ -8,7 +8,11 @@ from ._core._types import PyTree as PyTree
 from ._core._config import Config as Config, AutoConfig as AutoConfig
 from ._core._config import ClusterConfig as ClusterConfig, PipelineConfig as PipelineConfig
 from ._core._config import CommunicationConfig as CommunicationConfig
-from ._core._config import OptimizerConfig as OptimizerConfig, BalanceConfig as BalanceConfig
+from ._core._config import (
+    OptimizerConfig as OptimizerConfig,
+    MemoryConfig as MemoryConfig,
+    BalanceConfig as BalanceConfig,
+)
 from ._core._config import WatchdogConfig as WatchdogConfig, CheckpointConfig as CheckpointConfig
 from ._core._config import DataConfig as DataConfig, IoConfig as IoConfig
 from ._weights._weights import Weights as Weights

@@ -168,6 +168,7 @@ class Form:
         keep: What waits for a backward.
         has_weight: Whether weight gradients are operations of their own.
         counts: Of float sums, which depend on them; none: sums are exact.
+        zero: Whether copies share out the optimizer's state.
         seed: Of the cut.
     """
 
@@ -179,6 +180,7 @@ class Form:
     keep: str = "residuals"
     has_weight: bool = False
     counts: tuple[int, ...] = ()
+    zero: bool = False
     seed: int = 0
 
     def __str__(self):
@@ -257,6 +259,7 @@ def forms():
         cuts = [
             {"size": 1},
             {"size": 2},
+            {"zero": True},
             {"tensor": 2},
             {"stages": 2},
             {"stages": 3, "has_weight": True},
@@ -336,7 +339,7 @@ def _draw_set(form, rng, number, processes):
     plan, width = form.plan, form.stages * form.tensor
     pipeline = plan.pipeline
     most = min(MOST_DEVICES // width, form.num_microbatches)
-    copies = rng.randint(min(2, most), most) if number else 1
+    copies = rng.randint(min(2, most), most) if number or form.zero else 1
     copies = len(form.counts) or (most if processes > 1 else copies)
     ranks = rng.sample(range(copies * width), copies * width)
     each = MOST_DEVICES // processes
@@ -371,8 +374,8 @@ def _draw_set(form, rng, number, processes):
     if form.model == "gpt" and width == 1 and rng.random() < 0.5:
         sums["sparse"] = (SparseRows(name="embed/embedding", most_rows=VOCABULARY),)
     placed = plan.placement.model_copy(update={"sums": rng.choice(("kept", "released"))})
-    if copies > 1 and width == 1 and not form.counts and rng.random() < 0.6:
-        shares = [rng.randrange(4) for _ in range(copies - 1)]
+    if form.zero:
+        shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
         placed = placed.model_copy(update={"zero": 1, "shares": rng.choice(((), tuple(shares)))})
         sums.pop("sparse", None)

@@ -63,7 +63,7 @@ def programs(case, devices, reduction="exact"):
     with job.open(plan, mesh=mesh) as session:
         found = session._programs
         runners = [text(runner._compiled) for runner in found.runners]
-        updates = [text(update) for update in found._compiled_updates]
+        updates = [text(programs[-1]) for programs in found._updates.compiled]
     return list(zip(runners, updates, strict=True))
 
 

@@ -145,9 +145,9 @@ class MemoryConfig(_Section):
     """Stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state; 1, each has
     a share of it and updates that part of the parameters; null: 1 where the memory that the devices
     are described with holds no whole state, else 0."""
-    shares: Literal["auto", "even"] | list[pydantic.NonNegativeInt] = "auto"
-    """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`; `auto`: by the speed
-    of its device, as far as its memory holds it."""
+    shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
+    """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
+    `auto`: by the speed of its device, as far as its memory holds it."""
 
 
 class Config(_Section):

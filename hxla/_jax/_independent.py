@@ -13,8 +13,8 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from ._jaxpr import (
     inner_jaxpr,
     kind_of,
     run_equation,
+    variables,
 )
 from ._rounded import rounded, to_round
 
@@ -42,83 +43,135 @@ class _Missing:
 MISSING = _Missing()
 
 
+class Part(Protocol):
+    """What a device has of a function's arrays: flat slices of those that are cut."""
+
+    def owns(self, domain: int) -> bool:
+        """Whether it has a domain, or a slice of it."""
+
+    def piece(self, domain: int, x: Any) -> Any:
+        """Its slice of a whole array of a domain that is cut."""
+
+    def own(self, domain: int, x: Any) -> Any:
+        """Its slice with zeros where it is padding."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Independent:
     """A traced function of several arrays, each with its result, and what of it is independent.
+
+    Sums over all elements of an array are made elsewhere: their results are common numbers, so they
+    tie nothing together.
 
     Attributes:
         closed: The program, jitted functions inlined: from the arrays of each domain, whose next
             values are its results, and after them other arguments.
         domain_of: For each argument the number of its domain; None: it is common.
         slices: For each domain whether its arrays may be cut anywhere, flattened.
+        levels: Numbers of the equations that are such sums; those of a level need only the results
+            of the levels before.
     """
 
     closed: ClosedJaxpr
     domain_of: tuple[int | None, ...]
     slices: tuple[bool, ...]
+    levels: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def num_domains(self) -> int:
-        """Arrays of different domains never meet."""
-        return len(self.slices)
+    def sums(self) -> tuple[int, ...]:
+        """The equations of all levels, in the order of their numbers elsewhere."""
+        return tuple(i for level in self.levels for i in level)
 
     def run(
-        self,
-        arguments: Sequence[Any],
-        is_owned: Callable[[int], bool],
-        piece: Callable[[int, Any], Any],
-        zero: jax.Array,
+        self, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
     ) -> list[Any]:
         """The results on a device: of domains that it owns, slices of those that are cut.
 
         Args:
             arguments: In the order of the program; flat slices where domains are cut, anything
                 where they are not owned.
-            is_owned: Whether the device owns a domain.
-            piece: Of a domain that is cut, the device's slice of a whole array.
+            part: What the device has.
             zero: See `rounded`: how arrays are cut must not decide how products are rounded.
+            sums: float32[S], the results of `sums`.
 
         Returns:
             In the order of the program; `MISSING` of what is not owned.
         """
         jaxpr = self.closed.jaxpr
-        domains = _Domains(self.closed, self.domain_of)
+        read, domains = self._env(arguments, part, zero, sums, jaxpr.outvars)
+        return [
+            part.piece(d, read(v))
+            if d is not None and self.slices[d] and domains.of(v) is None
+            else MISSING
+            if d is not None and not part.owns(d)
+            else read(v)
+            for v, d in zip(jaxpr.outvars, self.domain_of, strict=False)
+        ]
+
+    def summed(
+        self, level: int, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
+    ) -> list[Any]:
+        """What a device has of the arrays that are summed.
+
+        Args:
+            level: Of the sums.
+            arguments: See `run`.
+            part: See `run`.
+            zero: See `run`.
+            sums: See `run`; those of this level and beyond are not read.
+
+        Returns:
+            For each sum of the level, in order; `MISSING` of what is not owned.
+        """
+        wanted = [self.closed.jaxpr.eqns[i].invars[0] for i in self.levels[level]]
+        read, domains = self._env(arguments, part, zero, sums, wanted)
+        found = []
+        for v in wanted:
+            domain, x = domains.of(v), read(v)
+            assert domain is not None
+            found.append(part.own(domain, x) if self.slices[domain] else x)
+        return found
+
+    def _env(
+        self,
+        arguments: Sequence[Any],
+        part: Part,
+        zero: jax.Array,
+        sums: jax.Array,
+        wanted: Sequence[Any],
+    ) -> tuple[Callable[[Any], Any], "_Domains"]:
+        """Values and domains of variables, run as far as some need it."""
+        jaxpr, made = self.closed.jaxpr, self.sums
+        domains = _Domains(self.closed, self.domain_of, made)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env |= dict(zip(jaxpr.invars, arguments, strict=True))
+        env |= {jaxpr.eqns[i].outvars[0]: sums[k] for k, i in enumerate(made)}
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else env[v]
 
-        needed = set(map(id, backward_slice(jaxpr.eqns, jaxpr.outvars)))
+        given = {jaxpr.eqns[i].outvars[0] for i in made}
+        needed = set(map(id, backward_slice(jaxpr.eqns, wanted, given)))
         chosen = to_round(self.closed)
         for i, eqn in enumerate(jaxpr.eqns):
-            if id(eqn) not in needed:
+            if i in made or id(eqn) not in needed:
                 continue
             domain = domains.of_equation(eqn)
             operands = [read(v) for v in eqn.invars]
-            if domain is None:
-                found = run_equation(eqn, operands)
-            elif not is_owned(domain):
-                found = [MISSING] * len(eqn.outvars)
-            elif not self.slices[domain]:
+            if domain is not None and not part.owns(domain):
+                found: list[Any] = [MISSING] * len(eqn.outvars)
+            elif domain is None or not self.slices[domain]:
                 found = run_equation(eqn, operands)
             else:
                 own = [
-                    piece(domain, x) if domains.of(v) is None and jnp.ndim(x) else x
+                    part.piece(domain, x) if domains.of(v) is None and jnp.ndim(x) else x
                     for v, x in zip(eqn.invars, operands, strict=True)
                 ]
                 found = _on_slices(eqn, own)
             if i in chosen and found[0] is not MISSING:
                 found = [rounded(found[0], zero)]
             env.update(zip(eqn.outvars, found, strict=True))
-        return [
-            piece(d, read(v))
-            if d is not None and self.slices[d] and domains.of(v) is None
-            else MISSING
-            if d is not None and not is_owned(d)
-            else read(v)
-            for v, d in zip(jaxpr.outvars, self.domain_of, strict=False)
-        ]
+        return read, domains
 
 
 def independent(
@@ -135,7 +188,9 @@ def independent(
     """
     closed = inlined(jax.make_jaxpr(function)(*arrays, *others))
     jaxpr, num = closed.jaxpr, len(arrays)
-    reads = _inputs_read(jaxpr)
+    levels = _levels(jaxpr, num, [s >= 0 for s in same])
+    made = {i for level in levels for i in level}
+    reads = _inputs_read(jaxpr, made)
     owner = [*range(num), *(s if s >= 0 else None for s in same)]
     met = [{owner[i] for i in reads(v)} | {k} for k, v in enumerate(jaxpr.outvars)]
     is_param = {s for s in same if s >= 0}
@@ -162,28 +217,61 @@ def independent(
     }
     each = [None if k in common else numbers[root(k)] for k in range(num)]
     domain_of = (*each, *(each[s] if s >= 0 else None for s in same))
-    domains = _Domains(closed, domain_of)
+    domains = _Domains(closed, domain_of, made)
     slices = [True] * len(numbers)
     sizes: dict[int, set[int]] = {}
     for v, d in zip(jaxpr.invars, domain_of, strict=True):
         if d is not None:
             sizes.setdefault(d, set()).add(math.prod(v.aval.shape))
-    for eqn in backward_slice(jaxpr.eqns, jaxpr.outvars):
+    needed = set(map(id, backward_slice(jaxpr.eqns, jaxpr.outvars)))
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in made or id(eqn) not in needed:
+            continue
         d = domains.of_equation(eqn)
         if d is not None and not _is_by_element(eqn, domains):
             slices[d] = False
     slices = [s and len(sizes[d]) == 1 for d, s in enumerate(slices)]
-    return Independent(closed, domain_of, tuple(slices))
+    return Independent(closed, domain_of, tuple(slices), levels)
 
 
-def _inputs_read(jaxpr: Any) -> Callable[[Any], frozenset[int]]:
+def _levels(jaxpr: Any, num: int, belongs: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """The sums over all elements of arrays, those first that need no others."""
+    level: dict[Any, int] = {}  # of what is needed for a variable
+    of_arrays = {*jaxpr.invars[:num], *(v for v, b in zip(jaxpr.invars[num:], belongs) if b)}  # noqa: B905
+    found: dict[int, list[int]] = {}
+    needed = set(map(id, backward_slice(jaxpr.eqns, jaxpr.outvars)))
+    for i, eqn in enumerate(jaxpr.eqns):
+        read = variables(eqn.invars)
+        own = max((level.get(v, 0) for v in read), default=0)
+        is_of_arrays = not of_arrays.isdisjoint(read)
+        if id(eqn) in needed and is_of_arrays and _is_sum(eqn):
+            found.setdefault(own, []).append(i)
+            level[eqn.outvars[0]] = own + 1
+            continue
+        level.update((v, own) for v in eqn.outvars)
+        if is_of_arrays:
+            of_arrays.update(eqn.outvars)
+    return tuple(tuple(found[k]) for k in sorted(found))
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Whether it adds up all elements of an array of float32."""
+    if eqn.primitive.name != "reduce_sum":
+        return False
+    aval = eqn.invars[0].aval
+    return len(eqn.params["axes"]) == aval.ndim and aval.dtype == jnp.float32
+
+
+def _inputs_read(jaxpr: Any, made: Container[int]) -> Callable[[Any], frozenset[int]]:
     known: dict[Any, frozenset[int]] = {v: frozenset((i,)) for i, v in enumerate(jaxpr.invars)}
     none: frozenset[int] = frozenset()
 
     def of(v: Any) -> frozenset[int]:
         return none if isinstance(v, Literal) else known.get(v, none)
 
-    for eqn in jaxpr.eqns:
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in made:
+            continue
         found = none.union(*map(of, eqn.invars))
         known.update((v, found) for v in eqn.outvars)
     return of
@@ -192,9 +280,13 @@ def _inputs_read(jaxpr: Any) -> Callable[[Any], frozenset[int]]:
 class _Domains:
     """To which domain each variable of a program belongs; None: it is common."""
 
-    def __init__(self, closed: ClosedJaxpr, of_inputs: Iterable[int | None]):
+    def __init__(
+        self, closed: ClosedJaxpr, of_inputs: Iterable[int | None], made: Container[int] = ()
+    ):
         self._known: dict[Any, int | None] = dict(zip(closed.jaxpr.invars, of_inputs, strict=True))
-        for eqn in closed.jaxpr.eqns:
+        for i, eqn in enumerate(closed.jaxpr.eqns):
+            if i in made:
+                continue
             found = {d for v in eqn.invars if (d := self.of(v)) is not None}
             self._known.update((v, min(found, default=None)) for v in eqn.outvars)
 
@@ -233,6 +325,8 @@ def _on_slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if inner is None:
         if eqn.primitive.name in _SAME_ORDER:
             return [operands[0]]
+        if not eqn.outvars[0].aval.shape:  # numbers, of which the arrays' own are flat slices
+            operands = jnp.broadcast_arrays(*operands)
         found = eqn.primitive.bind(*operands, **eqn.params)
         return list(found) if eqn.primitive.multiple_results else [found]
     env: dict[Any, Any] = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))

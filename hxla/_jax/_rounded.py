@@ -10,13 +10,12 @@ References:
     IEEE 754-2019, section 10.4 (a language's licence to synthesise fused operations).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._jaxpr import ClosedJaxpr, Literal, run_equation, variables
+from ._jaxpr import ClosedJaxpr, variables
 
 _PRODUCTS = ("mul", "integer_pow", "square")
 _SUMS = ("add", "add_any", "reduce_sum", "sub")
@@ -54,26 +53,3 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, kind) ^ zero.astype(kind)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
-
-
-def run_rounded(closed: ClosedJaxpr, arguments: Sequence[Any], zero: jax.Array) -> list[Any]:
-    """The results of a program.
-
-    Args:
-        closed: With jitted functions inlined.
-        arguments: As it takes them.
-        zero: See `rounded`.
-    """
-    jaxpr, chosen = closed.jaxpr, to_round(closed)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, arguments, strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
-
-    for i, eqn in enumerate(jaxpr.eqns):
-        found = run_equation(eqn, [read(v) for v in eqn.invars])
-        if i in chosen:
-            found = [rounded(found[0], zero)]
-        env.update(zip(eqn.outvars, found, strict=True))
-    return [read(v) for v in jaxpr.outvars]

@@ -51,7 +51,7 @@ def num_bits(num_microbatches: int) -> int:
     return 30 - math.ceil(math.log2(num_microbatches))
 
 
-def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """`x * 2**exponent` without rounding, for exponents in [-250, 250]."""
     half = exponent >> 1  # its floor; a division would be nine more operations for each tensor
 
@@ -73,7 +73,7 @@ def encode(x: jax.Array, exponent: jax.Array, bits: int) -> tuple[jax.Array, jax
         `(hi, lo)`, int32, of the shape of `x`; meaningless where `abs(x) * 2**exponent >= 2**bits`
         or `x` is not finite (`inspect_maxima` says so).
     """
-    y = _times_power_of_two(x.astype(jnp.float32), exponent)
+    y = times_power_of_two(x.astype(jnp.float32), exponent)
     whole = jnp.round(y)
     rest = (y - whole) * np.float32(2.0 ** (bits + 1))
     return whole.astype(jnp.int32), jnp.round(rest).astype(jnp.int32)
@@ -110,7 +110,7 @@ def combine(hi: jax.Array, lo: jax.Array, bits: int) -> jax.Array:
 
 def rescale(total: jax.Array, exponent: jax.Array) -> jax.Array:
     """Undo the scale that `encode` was given."""
-    return _times_power_of_two(total, -exponent)
+    return times_power_of_two(total, -exponent)
 
 
 def next_exponents(exponents: np.ndarray, maxima: np.ndarray, bits: int) -> np.ndarray:

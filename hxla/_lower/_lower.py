@@ -29,10 +29,8 @@ from .._planner._complete import check_layers_whole, inner_axes
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
-from ._norm import norm_program
-from ._options import compiler_options, extra_bytes
 from ._own_state import OwnState
-from ._own_update import Gather, own_sums, own_update_program
+from ._own_update import Gather
 from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others, named_texts, text_of
 from ._pipeline import Pipeline
@@ -42,7 +40,8 @@ from ._slots import make_slots
 from ._store import StateSpecs, Store, of_opt_state
 from ._sum import Reducer
 from ._uneven import Uneven
-from ._update import UpdateSpec, update_program, whole_sums
+from ._update import UpdateSpec
+from ._updates import Updates
 
 Runner = Microbatches | Pipeline
 
@@ -162,21 +161,14 @@ class Programs:
             tensors=self.tensors,
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
-            clip_norm=None if training.clip_before or not plan.axes else training.clip_norm,
+            clip_norm=None if training.clip_before else training.clip_norm,
             num_groups=training.num_groups,
             buckets=self.reducer.buckets,
             padding=padding,
         )
-        self._updates = [
-            update_program(update, r, self._of_trained(specs), self._specs.opt_state, aux)
-            if self.own is None
-            else own_update_program(update, self.own, self.reducer.chunks, r)
-            for r in local
-        ]
-        self._compiled_updates: list[Any] = []
-        clips = training.clip_norm is not None and not training.clip_before and not plan.axes
-        self._norms = [self._norm(update, r) for r in local] if clips else []
-        self._compiled_norms: list[Any] = []
+        own_specs = self._of_trained(specs), self._specs.opt_state, aux
+        self._updates = Updates(update, self.reducer, self.own, *own_specs)
+        self.update = self._updates.run
         self.evaluation = Evaluation(
             model,
             seed=training.seed,
@@ -186,14 +178,6 @@ class Programs:
             sums=plan.sums,
             padding=padding,
         )
-
-    def _norm(self, update: UpdateSpec, replica: Replica) -> Any:
-        if self.own is None:
-            sums: Any = functools.partial(whole_sums, update, False)
-        else:
-            sums = functools.partial(own_sums, update, self.reducer.chunks, replica.index)
-        options = compiler_options(replica.devices[0].platform, self.plan.sums)
-        return norm_program(sums, len(self.tensors.params), options)
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
@@ -241,7 +225,7 @@ class Programs:
             tell: Called with what is being done.
             check: Is given the text of each program by its name, before any is compiled.
         """
-        if self._compiled_updates:
+        if self._updates.compiled:
             return
         local = self.reducer.local
         tell("tracing and lowering the programs")
@@ -252,13 +236,11 @@ class Programs:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             # Copies of unlike shares have unlike programs of one update.
-            update = "" if self.own is None else str(self.own.update.closed)
-            texts = named_texts(checked, len(self.runners[0].names), update)
+            texts = named_texts(checked, len(self.runners[0].names), self._updates.text)
             check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
-            norm = ["the norm of the gradient"] * self.clips
-            named += zip((*self.runners[i].names, *norm, "the update"), own, strict=True)
+            named += zip((*self.runners[i].names, *self._updates.names), own, strict=True)
         named += [("the sum of gradients", program) for program in sums]
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
@@ -269,27 +251,11 @@ class Programs:
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} copies of the model")
         programs = for_others(local, compiled, self._lowered, over, self._more)
-        for runner, (*own, update) in zip(self.runners, programs, strict=True):
-            self._compiled_updates.append(update)
-            if self.clips:
-                self._compiled_norms.append(own.pop())
-            runner.adopt(own)
+        for runner, own in zip(self.runners, programs, strict=True):
+            num = len(runner.names)
+            runner.adopt(own[:num])
+            self._updates.adopt(own[num:])
         trim_heap()
-
-    def update(self, i: int, *arguments: Any) -> Any:
-        """Run the update of a local replica: see `update_program` and `own_update_program`."""
-        copy = self.reducer.local[i].index
-        first = 0 if self.own is None else self.own.shares.firsts[copy]
-        return self._compiled_updates[i](*arguments, np.array([first, 0], np.int32))
-
-    @property
-    def clips(self) -> bool:
-        """Whether an update needs the norm of the gradient's sum."""
-        return bool(self._norms)
-
-    def square_digits(self, i: int, *arguments: Any) -> np.ndarray:
-        """What a local replica has of the gradient's norm: see `norm_program`."""
-        return np.asarray(self._compiled_norms[i](*arguments))
 
     def memory_bytes(self, held_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs.
@@ -303,7 +269,7 @@ class Programs:
         microbatches = runner.memory_bytes(sums)
         # Sums that are let go make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
-        update = max(map(extra_bytes, self._compiled_updates))
+        update = self._updates.extra_bytes()
         if self.gather is None:
             update += totals
         else:
@@ -350,21 +316,11 @@ class Programs:
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        arguments = (
-            self._of_trained(params),
-            opt_state,
-            aux,
-            totals,
-            ints,
-            exponents,
-            *[np.float32(1)] * 3,
-            np.zeros(2, np.int32),
-        )
-        last = [self._updates[i].lower(*arguments)]
-        if self._norms:
-            norms = np.zeros(len(self.tensors.params), np.int32)
-            last.insert(0, self._norms[i].lower(totals, exponents, norms))
-        return [*self.runners[i].lower(params, aux, exponents), *last]
+        own = self._of_trained(params), opt_state, aux, totals, ints, exponents
+        return [
+            *self.runners[i].lower(params, aux, exponents),
+            *self._updates.lower(i, *own),
+        ]
 
 
 def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:
@@ -387,7 +343,8 @@ def _ownership(training: Training, plan: Plan) -> Ownership | None:
     if not plan.placement.zero:
         return None
     params = jax.eval_shape(lambda tree: tree, training.model.trained)
-    own = ownership(training.optimizer, params, plan.granules)
+    clip_norm = None if training.clip_before else training.clip_norm
+    own = ownership(training.optimizer, params, plan.granules, clip_norm)
     names = leaf_names(training.model.trained)
     whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
     if whole != plan.placement.whole:

@@ -37,7 +37,7 @@ class OwnState:
         self._shares, self.is_common = own.of_state, own.is_common
 
     def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
-        """The shape of a leaf as a copy has it: a flat piece, the whole, or nothing."""
+        """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none."""
         x = self._leaves[k]
         if self.is_common[k] or self._shares.owners[k] == copy:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -57,7 +57,7 @@ class OwnState:
             return x
         if owner is None:
             return self._shares.piece(x, self._shares.granules[copy], first)
-        return jnp.zeros(0, x.dtype)
+        return jnp.zeros(1, x.dtype)
 
     def spec(self, k: int) -> P:
         """How the leaf lies over the copies in the form that knows no shares."""

@@ -21,12 +21,50 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS, PyTree
 from .._jax._independent import MISSING
+from .._jax._rounded import rounded
 from .._plan._ownership import Ownership
 from ._chunks import Chunks, all_gather
 from ._options import compiler_options, update_options
+from ._own_part import OwnPart
 from ._replica import Replica
 from ._sum import Reducer
-from ._update import UpdateSpec, mean_of, new_aux
+from ._update import UpdateSpec, new_aux
+
+
+def own_arguments(
+    spec: UpdateSpec,
+    own: Ownership,
+    chunks: Sequence[Chunks],
+    copy: int,
+    params: Sequence[jax.Array],
+    opt_state: PyTree,
+    totals: Sequence[jax.Array],
+    exponents_T: jax.Array,
+    weight: jax.Array,
+    value: jax.Array,
+    where: jax.Array,
+) -> tuple[list[Any], OwnPart]:
+    """Those of the traced update that a copy has.
+
+    Args:
+        spec: What the update is made from.
+        own: Who updates what.
+        chunks: For each bucket of the sums.
+        copy: Number of the copy.
+        params: Whole.
+        opt_state: Its own.
+        totals: Its own.
+        exponents_T: Of the sums.
+        weight: Of the examples.
+        value: The loss.
+        where: int32[2], its first granule and a zero.
+    """
+    sums = own_sums(spec, chunks, copy, totals, exponents_T)
+    part, leaves = OwnPart(own, copy, where[0]), jax.tree.leaves(opt_state)
+    pieces = [part.of(i, p) for i, p in enumerate(params)]
+    grads = [mean_of(sums[i], weight, where[1]).astype(p.dtype) for i, p in enumerate(params)]
+    grads = [g if part.cuts(i) else _of_shape(g, params[i].shape) for i, g in enumerate(grads)]
+    return [*pieces, *leaves, *grads, value], part
 
 
 def own_update_program(
@@ -34,9 +72,9 @@ def own_update_program(
 ) -> Any:
     """The program of a copy's own update: its state and other variables are donated.
 
-    `(params, opt_state, aux, totals, ints, exponents, weight, value, factor, where) -> (chunks,
-    opt_state, aux, tick)`: the arguments are those of `update_program`, `opt_state` and `totals`
-    the copy's own part; of the results, `chunks` are of its new parameters, for each bucket.
+    The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part. The
+    results are chunks of its new parameters, for each bucket, and as there its state, the other
+    variables, and a tick.
 
     Args:
         spec: What the update is made from.
@@ -45,7 +83,6 @@ def own_update_program(
         replica: The copy.
     """
     tensors, copy = spec.tensors, replica.index
-    shares, granules = own.shares, own.granules[replica.index]
     floats, num = tensors.floats, len(tensors.params)
     dtype = gathered_dtype(tensors.params)
 
@@ -58,26 +95,15 @@ def own_update_program(
         exponents_T: jax.Array,
         weight: jax.Array,
         value: jax.Array,
-        factor: jax.Array,
         where: jax.Array,
+        sums: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        first, zero = where[0], where[1]
-        values = own_sums(spec, chunks, copy, totals, exponents_T)
+        given = params, opt_state, totals, exponents_T, weight, value, where
+        arguments, part = own_arguments(spec, own, chunks, copy, *given)
+        results = own.update.run(arguments, part, where[1], sums)
         leaves, state_tree = jax.tree.flatten(opt_state)
-        grads, pieces = [], []
-        for i, p in enumerate(params):
-            grad = mean_of(values[i], weight, factor, zero).astype(p.dtype)
-            is_cut = shares.owners[i] is None
-            grads.append(grad if is_cut else _of_shape(grad, p.shape))
-            pieces.append(shares.piece(p, granules, first) if is_cut else p)
-        results = own.update.run(
-            [*pieces, *leaves, *grads, value],
-            lambda d: own.owners[d] in (None, copy),
-            lambda d, x: shares.piece(x, granules, first),
-            zero,
-        )
         empty = [
-            jnp.zeros(0, x.dtype) if new is MISSING else new
+            jnp.zeros(1, x.dtype) if new is MISSING else new
             for x, new in zip((*params, *leaves), results, strict=True)
         ]
         sent = [
@@ -85,15 +111,27 @@ def own_update_program(
             for chunk in chunks
             if chunk.tensors
         ]
-        means = [values[i].reshape(floats[i].shape) for i in range(num, len(floats))]
+        values = own_sums(spec, chunks, copy, totals, exponents_T)
+        changed = [values[i].reshape(floats[i].shape) for i in range(num, len(floats))]
         state = jax.tree.unflatten(state_tree, empty[num:])
-        return sent, state, new_aux(spec, aux, means, ints), weight + 0
+        return sent, state, new_aux(spec, aux, changed, ints), weight + 0
 
     return jax.jit(
         hxla_update,
         donate_argnums=(1, 2),
         compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
     )
+
+
+def mean_of(x: jax.Array, weight: jax.Array, zero: jax.Array) -> jax.Array:
+    """A gradient from its sum, rounded: what follows must not join the division.
+
+    Args:
+        x: The sum.
+        weight: Of the examples.
+        zero: See `rounded`.
+    """
+    return rounded(x / weight, zero)
 
 
 def own_sums(

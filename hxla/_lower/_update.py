@@ -1,7 +1,6 @@
 """The program that updates a replica's state from the sums of a step."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._jax._grouping import balanced, in_groups
-from .._jax._jaxpr import inlined, run_as
-from .._jax._rounded import rounded, run_rounded
 from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
@@ -136,18 +133,6 @@ def whole_sums(
     ]
 
 
-def mean_of(x: jax.Array, weight: jax.Array, factor: jax.Array, zero: jax.Array) -> jax.Array:
-    """The gradient from its sum.
-
-    Args:
-        x: The sum.
-        weight: Of the examples.
-        factor: By what it is clipped.
-        zero: See `rounded`.
-    """
-    return rounded(x / weight * factor, zero)
-
-
 def new_aux(
     spec: UpdateSpec,
     aux: Sequence[jax.Array],
@@ -181,10 +166,10 @@ def update_program(
 ) -> Any:
     """The program of an update, whose first three arguments are donated.
 
-    `(params, opt_state, aux, totals, ints, exponents, weight, value, factor, where) -> (the first
+    `(params, opt_state, aux, totals, ints, exponents, weight, value, where, sums) -> (the first
     three, tick)`: `totals` are those of `Reducer.reduce`, `ints` the summed integers of other
-    variables, `weight` what the sums are divided by, `value` the loss, `factor` by what gradients
-    are clipped, `where` int32[2] the first granule that the copy owns and a zero.
+    variables, `weight` what the sums are divided by, `value` the loss, `where` int32[2] the first
+    granule that the copy owns and a zero, `sums` what `summed` gave.
 
     Args:
         spec: What the update is made from.
@@ -205,21 +190,15 @@ def update_program(
         exponents_T: jax.Array,
         weight: jax.Array,
         value: jax.Array,
-        factor: jax.Array,
         where: jax.Array,
+        sums: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        sums = whole_sums(spec, bool(replica.axes), totals, exponents_T)
-        grads = [
-            mean_of(sums[i], weight, factor, where[1]).astype(p.dtype) for i, p in enumerate(params)
-        ]
+        found = whole_sums(spec, bool(replica.axes), totals, exponents_T)
+        grads = [(found[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
-        update = run_as(
-            functools.partial(_updated, spec),
-            lambda closed, arguments: run_rounded(inlined(closed), arguments, where[1]),
-        )
-        new_params, opt_state = update(list(params), grads, opt_state, value)
-        others = new_aux(spec, aux, sums[num_params:], ints)
+        new_params, opt_state = _updated(spec, params, grads, opt_state, value)
+        others = new_aux(spec, aux, found[num_params:], ints)
         return new_params, opt_state, others, weight + 0
 
     run: Callable[..., Any] = hxla_update

@@ -24,6 +24,8 @@ from .._core._types import PyTree
 from .._jax._independent import Independent, independent
 from .._model._optimizer import Optimizer
 
+_LEAST_GRANULE = 8  # elements
+
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
@@ -48,15 +50,21 @@ class Shares:
         return tuple(itertools.accumulate(self.granules, initial=0))[:-1]
 
     def granule(self, size: int) -> int:
-        """Elements of a granule of a tensor of so many."""
-        return -(-size // self.num)
+        """Elements of a granule of a tensor of so many.
+
+        Not too few: arithmetic on a single number is compiled in another way than on several.
+        """
+        return max(-(-size // self.num), _LEAST_GRANULE)
 
     def own_size(self, tensor: int, size: int, copy: int) -> int:
-        """Elements of a tensor that a copy holds, with what pads the last ones."""
+        """Elements of a tensor that a copy holds, with what pads the last ones.
+
+        One of a tensor that is another's: XLA keeps arrays without elements badly.
+        """
         owner = self.owners[tensor]
         if owner is None:
             return self.granules[copy] * self.granule(size)
-        return size if owner == copy else 0
+        return size if owner == copy else 1
 
     def piece(self, x: jax.Array, granules: int, first: Any) -> jax.Array:
         """Consecutive granules of a whole tensor, flat.
@@ -116,7 +124,9 @@ class Ownership:
         return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))
 
 
-def ownership(optimizer: Optimizer, params: PyTree, granules: Sequence[int]) -> Ownership:
+def ownership(
+    optimizer: Optimizer, params: PyTree, granules: Sequence[int], clip_norm: float | None = None
+) -> Ownership:
     """Share out an optimizer's update.
 
     What may be cut is cut by granules. The rest, largest first, goes to the copy that has the
@@ -126,6 +136,7 @@ def ownership(optimizer: Optimizer, params: PyTree, granules: Sequence[int]) -> 
         optimizer: The user's own.
         params: Shapes of the trained parameters.
         granules: Of each copy.
+        clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
     leaves, tree = jax.tree.flatten(params)
     state, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
@@ -135,6 +146,8 @@ def ownership(optimizer: Optimizer, params: PyTree, granules: Sequence[int]) -> 
         own = jax.tree.unflatten(tree, arrays[:num])
         held = jax.tree.unflatten(state_tree, arrays[num:num_arrays])
         grads = jax.tree.unflatten(tree, arrays[num_arrays:-1])
+        if clip_norm is not None:
+            grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
         updates, after = optimizer.update(grads, held, own, value=arrays[-1])
         return [*jax.tree.leaves(optax.apply_updates(own, updates)), *jax.tree.leaves(after)]
 
@@ -149,7 +162,6 @@ def ownership(optimizer: Optimizer, params: PyTree, granules: Sequence[int]) -> 
     for d in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
         if found.slices[d]:
             continue
-        able = [c for c, g in enumerate(granules) if g]
-        best = min(able, key=lambda c: (load[c] + sizes[d]) / granules[c])
+        best = min(range(len(granules)), key=lambda c: (load[c] + sizes[d]) / granules[c])
         owners[d], load[best] = best, load[best] + sizes[d]
     return Ownership(found, tuple(granules), tuple(owners), num)

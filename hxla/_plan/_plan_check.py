@@ -184,8 +184,6 @@ def _of_shares(plan: Any) -> Iterator[str]:
         )
     if placement.shares and len(placement.shares) != num:
         yield f"placement.shares: {len(placement.shares)} for {num} copies of the model"
-    elif placement.shares and not any(placement.shares):
-        yield "placement.shares: nobody owns anything, give some copy a granule"
     if plan.sums.sparse:
         yield (
             "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "

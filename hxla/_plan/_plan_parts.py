@@ -200,7 +200,7 @@ class Placement(PlanValue):
     optimizer: Literal["device"] = "device"
     stash: Literal["device"] = "device"
     zero: Literal[0, 1] = 0
-    shares: tuple[pydantic.NonNegativeInt, ...] = ()
+    shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()
     sums: Literal["kept", "released"] = "kept"
 

@@ -45,7 +45,9 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     common = math.gcd(*shares) if shares else 1
     shares = tuple(n // max(common, 1) for n in shares)
     shares = () if len(set(shares)) <= 1 else shares
-    own = ownership(Optimizer(job.optimizer), params, shares or (1,) * len(plan.replicas))
+    own = ownership(
+        Optimizer(job.optimizer), params, shares or (1,) * len(plan.replicas), _clip_norm(job)
+    )
     names = leaf_names(model.trained)
     whole = tuple(n for n, owner in zip(names, own.shares.owners, strict=True) if owner is not None)
     optimizer_bytes = job.optimizer_bytes(plan.microbatch_size)
@@ -61,6 +63,11 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     if job.settings.optimizer.num_apply_groups > 1:
         said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
     return plan.replaced(placement=placement, reasons=(*plan.reasons, *said))
+
+
+def _clip_norm(job: TracedJob) -> float | None:
+    communication = job.settings.communication
+    return None if communication.clip == "before" else communication.clip_norm
 
 
 def _could_share(plan: Plan) -> bool:
@@ -95,7 +102,7 @@ def _shares(job: TracedJob, plan: Plan, cluster: Cluster, memory: MemoryConfig) 
         for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
     ]
     state = job.optimizer_bytes(plan.microbatch_size)
-    return best_sizes(total, own, own_bytes=state / total, least=0)
+    return best_sizes(total, own, own_bytes=state / total)
 
 
 def _words(

@@ -1,0 +1,167 @@
+"""Sums over all elements of an array in an update, such as the squares of a global norm.
+
+Whoever owns which part of an array, and however a compiler would add, the sum is the same: elements
+are cut into integers relative to the largest of them, integers are added, and the host makes one
+number of what all copies of the model have.
+
+References:
+    Demmel and Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers 2015, section 3
+    (pre-rounding to a common exponent).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax._independent import MISSING, Independent, Part
+from ._contribution import largest
+from ._exact import times_power_of_two
+
+_LIMB_BITS, _NUM_LIMBS = 15, 4
+_ROW = 1 << 12  # so many limbs add up below 2**27
+_DIGIT = 16  # bits; rows and devices add up 2**15 of these
+
+#: From an update's arguments to those of its traced program, and to what the copy has of them.
+Arguments = Callable[..., tuple[list[Any], Part]]
+
+
+def digits_of(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """The sum of an array's part, as digits that may be added to those of other parts.
+
+    Args:
+        x: float32, any shape, at most 2**27 elements.
+        exponent: int32 scalar, `abs(x) * 2**exponent < 1`.
+
+    Returns:
+        int32[4, 4]: of each limb's sum two digits of the rows' lower halves, and two of the upper.
+    """
+    rest = times_power_of_two(x.reshape(-1), exponent)
+    rest = jnp.pad(rest, (0, -rest.size % _ROW)).reshape(-1, _ROW)
+    digits = []
+    for _ in range(_NUM_LIMBS):
+        rest = rest * np.float32(1 << _LIMB_BITS)
+        limb = jnp.floor(rest)
+        rest = rest - limb
+        rows = limb.astype(jnp.int32).sum(axis=1)
+        halves = (rows & 0xFFFF).sum(), (rows >> _DIGIT).sum()
+        digits.append(jnp.stack([d for h in halves for d in (h & 0xFFFF, h >> _DIGIT)]))
+    return jnp.stack(digits)
+
+
+def exponents_for(maxima: np.ndarray) -> np.ndarray:
+    """int32[S]: scales that put magnitudes below one."""
+    _, magnitude = np.frexp(maxima)
+    return np.clip(-magnitude, -250, 250).astype(np.int32)
+
+
+def value_of(digits: np.ndarray, exponent: int) -> np.float32:
+    """The sum as a float, correctly rounded.
+
+    Args:
+        digits: int32[4, 4], added over all parts.
+        exponent: That of `digits_of`.
+    """
+    value = Fraction(0)
+    for k, (low_low, low_high, high_low, high_high) in enumerate(digits.tolist()):
+        whole = low_low + ((low_high + high_low) << _DIGIT) + (high_high << 2 * _DIGIT)
+        value += Fraction(whole, 1 << _LIMB_BITS * (k + 1))
+    value *= Fraction(2) ** -int(exponent)
+    with np.errstate(over="ignore"):
+        return np.float32(float(value)) if abs(value) < 2**200 else np.float32(np.inf)
+
+
+def sum_programs(
+    update: Independent, arguments: Arguments, options: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
+    """For each level of an update's sums the programs of their largest terms, and of their digits.
+
+    `(*of the update, sums) -> float32[K]`, and `(*of the update, sums, exponents) ->
+    int32[K, 4, 4]`, for the K sums of the level.
+
+    Args:
+        update: Traced.
+        arguments: From those of the update's program.
+        options: For the compiler.
+    """
+
+    def programs(level: int) -> tuple[Any, Any]:
+        def terms(given: Sequence[Any], sums: jax.Array) -> list[Any]:
+            own, part = arguments(*given)
+            return update.summed(level, own, part, given[-1][1], sums)
+
+        def hxla_largest(given: Sequence[Any], sums: jax.Array) -> jax.Array:
+            found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
+            return jnp.stack([largest(x) for x in found])
+
+        def hxla_digits(given: Sequence[Any], sums: jax.Array, exponents: jax.Array) -> jax.Array:
+            found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
+            return jnp.stack([digits_of(x, exponents[k]) for k, x in enumerate(found)])
+
+        own = dict(options)
+        return (
+            jax.jit(hxla_largest, compiler_options=own),
+            jax.jit(hxla_digits, compiler_options=own),
+        )
+
+    return [programs(level) for level in range(len(update.levels))]
+
+
+def lowered_sums(
+    update: Independent, programs: Sequence[tuple[Any, Any]], given: Sequence[Any]
+) -> list[Any]:
+    """The programs before compilation, in order.
+
+    Args:
+        update: Traced.
+        programs: From `sum_programs`.
+        given: Shapes of the arguments of the update's program.
+    """
+    sums, out = np.zeros(len(update.sums), np.float32), []
+    for level, (first, second) in zip(update.levels, programs, strict=True):
+        out.append(first.lower(list(given), sums))
+        out.append(second.lower(list(given), sums, np.zeros(len(level), np.int32)))
+    return out
+
+
+def summed(
+    update: Independent,
+    compiled: Sequence[Sequence[Any]],
+    given: Sequence[Sequence[Any]],
+    exchange: Callable[[np.ndarray], np.ndarray],
+    rank: tuple[int, int],
+) -> np.ndarray:
+    """The results of an update's sums.
+
+    Args:
+        update: Traced.
+        compiled: For each local copy the programs of `lowered_sums`.
+        given: For each local copy the arguments of the update's program.
+        exchange: Adds the bits of numbers over all processes.
+        rank: Number of this process, and of all.
+
+    Returns:
+        float32[S].
+    """
+    sums = np.zeros(len(update.sums), np.float32)
+    start = 0
+    for k, level in enumerate(update.levels):
+        here = range(len(given))
+        maxima = np.stack([np.asarray(compiled[i][2 * k](given[i], sums)) for i in here])
+        most = np.abs(maxima).max(axis=0)
+        rows = np.zeros((rank[1], len(level)), np.float32)
+        rows[rank[0]] = most
+        most = exchange(rows).max(axis=0)
+        exponents = exponents_for(np.where(np.isfinite(most), most, 0))
+        digits = np.sum(
+            [np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents)) for i in here], axis=0
+        ).astype(np.int32)
+        digits = exchange(digits)
+        for n in range(len(level)):
+            whole = value_of(digits[n], exponents[n])
+            sums[start + n] = whole if np.isfinite(most[n]) else most[n]
+        start += len(level)
+    return sums
