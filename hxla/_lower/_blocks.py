@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import ClosedJaxpr
 from .._jax._min_cut import Halves, halve
 from ._across import narrow, widen
@@ -166,8 +167,9 @@ def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[An
 
 
 def _widened(arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
+    """Padded to the largest class; what is transposed first of all, for both at once is slow."""
     return [
-        x if width is None else widen(x, width[0], max(width[1]))
+        x if width is None else widen(row_major(x), width[0], max(width[1]))
         for x, width in zip(arrays, widths, strict=True)
     ]
 

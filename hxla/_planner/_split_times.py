@@ -24,8 +24,8 @@ _ALIKE = 1.05  # ratio of seconds up to which devices are alike
 # 768 columns, element-wise work in place, all-reduces between two processes over Gloo. Only their
 # ratios matter.
 _CORE_FLOPS_PER_SECOND = 8e10
-_CORE_BYTES_PER_SECOND = 8e9
-_CORE_SENT_BYTES_PER_SECOND = 6e8
+_CORE_BYTES_PER_SECOND = 5e9
+_CORE_SENT_BYTES_PER_SECOND = 3e8
 _BALANCE = 50.0  # operations per byte of memory, where a device's bandwidth is not described
 
 
