@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import ClosedJaxpr
 from .._jax._min_cut import Halves, halve
 from ._across import narrow, widen
@@ -35,6 +34,7 @@ class Block:
         is_differentiable: For each input whether a gradient flows back through it.
         results: How the results are cut.
         num_classes: The distinct sizes of devices.
+        lay_out: How an array is laid out before it is padded: a CPU is slow at both at once.
     """
 
     run: Callable[[int, Any, Sequence[Any]], list[Any]]
@@ -42,6 +42,7 @@ class Block:
     is_differentiable: tuple[bool, ...]
     results: tuple[Width, ...]
     num_classes: int
+    lay_out: Callable[[Any], Any]
 
     def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
         """The results on this device, padded.
@@ -63,7 +64,7 @@ class Block:
                     own = _narrowed(c, inputs, self.inputs)
                     found, held = halves[c].run_early([offsets, *own])
                     wide = [_as_wide(x, shapes) for x, shapes in zip(held, kept, strict=True)]
-                    return _widened(found, self.results), wide
+                    return self._widened(found, self.results), wide
 
                 return run
 
@@ -79,7 +80,7 @@ class Block:
                     back = _narrowed(c, floats, widths)
                     narrow = [_of_shape(x, s[c]) for x, s in zip(held, kept, strict=True)]
                     found = halves[c].run_late([offsets, *own, *back], narrow)
-                    return _widened(found, of_grads)
+                    return self._widened(found, of_grads)
 
                 return run
 
@@ -100,6 +101,12 @@ class Block:
         if len(branches) == 1:
             return branches[0](*operands)
         return jax.lax.switch(size_class, branches, *operands)
+
+    def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
+        return [
+            x if width is None else widen(self.lay_out(x), width[0], max(width[1]))
+            for x, width in zip(arrays, widths, strict=True)
+        ]
 
     # -- tracing ---------------------------------------------------------------------------------
 
@@ -162,14 +169,6 @@ class Block:
 def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
     return [
         x if width is None else narrow(x, width[0], width[1][c])
-        for x, width in zip(arrays, widths, strict=True)
-    ]
-
-
-def _widened(arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
-    """Padded to the largest class; what is transposed first of all, for both at once is slow."""
-    return [
-        x if width is None else widen(row_major(x), width[0], max(width[1]))
         for x, width in zip(arrays, widths, strict=True)
     ]
 

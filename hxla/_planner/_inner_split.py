@@ -14,6 +14,7 @@ from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import fits
 from .._graph._graph import Graph
 from .._graph._operations import leaves
+from .._plan._layout import from_spec
 from .._plan._linked_dims import LinkedDims
 from .._plan._sharding import Sharded
 from .._plan._shares import in_shares
@@ -216,7 +217,33 @@ def _by_speed(
     )
     how = "measured" if places[0].measured_seconds is not None else "estimated"
     why = f"by the speeds of the devices ({how}; of their time {repeated} is for what each repeats)"
-    return _unlike(graph, structure, shares, why, found=found)
+    made = _unlike(graph, structure, shares, why, found=found)
+    return dataclasses.replace(
+        made, reasons=(*made.reasons, _who_waits(graph, made, devices, structure.inner[0][0]))
+    )
+
+
+def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
+    """Which device the others wait for, and how long, with the sizes in whole units."""
+    cut = [0.0] * len(devices)
+    for v, specs, sizes in zip(
+        graph.param_values, made.sharded.param_specs(), made.sizes, strict=True
+    ):
+        shape = graph.values[v].shape
+        for dim, names in enumerate(from_spec(specs, len(shape))):
+            if axis in names:
+                even = (shape[dim] / len(devices),) * len(devices)
+                for d, own in enumerate((sizes[dim] if sizes else ()) or even):
+                    cut[d] += graph.values[v].num_bytes * own / shape[dim]
+    parts = [own / (sum(cut) or 1) * _NUM_GRANULES for own in cut]
+    seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
+    last = max(range(len(devices)), key=seconds.__getitem__)
+    waits = "; ".join(
+        f"{d.name} waits {1 - own / seconds[last]:.0%} of it"
+        for d, own in zip(devices, seconds, strict=True)
+        if d is not devices[last]
+    )
+    return f"of a microbatch {devices[last].name} works all the time; {waits}"
 
 
 def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
