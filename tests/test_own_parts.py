@@ -1,12 +1,13 @@
 """Element-wise work on parts of unlike sizes: each device's own, the padding left as it is."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from gpt import GPT, library, loss
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -82,9 +83,17 @@ def test_what_mixes_elements_is_refused():
         mapped(jnp.zeros(24))
 
 
-def job():
-    model = GPT(nnx.Rngs(0), width=192, heads=12, layers=1)
-    return hxla.Job(model, library(), loss, optax.adamw(1e-3), batch_size=8)
+@pytest.fixture
+def job(monkeypatch):
+    """Of a Transformer with 12 heads."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "examples"))
+    import gpt
+
+    def make(**given):
+        model = gpt.GPT(nnx.Rngs(0), width=192, heads=12, layers=1)
+        return hxla.Job(model, gpt.library(), gpt.loss, optax.adamw(1e-3), batch_size=8, **given)
+
+    return make
 
 
 def sizes(plan, name="blocks/0/up/kernel"):
@@ -92,7 +101,7 @@ def sizes(plan, name="blocks/0/up/kernel"):
     return layout.sizes[1]
 
 
-def test_sizes_follow_measured_times_where_a_profile_has_them():
+def test_sizes_follow_measured_times_where_a_profile_has_them(job):
     wishes = {"microbatch_size": 4, "mesh": {"data": 1, "tensor": 2}, "rules": "decoder"}
 
     def profile(slow):
@@ -114,10 +123,10 @@ def test_sizes_follow_measured_times_where_a_profile_has_them():
     assert abs(sizes(described)[0] - sizes(as_described)[0]) <= 0.1 * sum(sizes(described))
     assert sizes(slower)[1] < sizes(as_described)[1]
     assert "measured; of their time" in slower.explain()
-    assert sizes(alike)[0] < sizes(as_described)[0]
+    assert not alike.is_uneven
 
 
-def test_a_workstation_with_unlike_cards_gets_unlike_parts_said_with_their_padding():
+def test_a_workstation_with_unlike_cards_gets_unlike_parts_said_with_their_padding(job):
     wishes = {"microbatch_size": 4, "mesh": {"data": 1, "tensor": 2}, "rules": "decoder"}
     plan = job().plan("workstation-3090-4090", **wishes)
     small, large = sizes(plan)
@@ -133,10 +142,9 @@ def test_a_workstation_with_unlike_cards_gets_unlike_parts_said_with_their_paddi
     assert "(NVIDIA GeForce RTX 4090) works all the time" in words
 
 
-def test_memory_is_that_of_the_compiled_programs():
+def test_memory_is_that_of_the_compiled_programs(job):
     config = {"cluster": {"visible_devices": [0, 1]}}
-    model = GPT(nnx.Rngs(0), width=192, heads=12, layers=1)
-    own = hxla.Job(model, library(), loss, optax.adamw(1e-3), batch_size=8, config=config)
+    own = job(config=config)
     plan = own.plan(microbatch_size=4, mesh={"data": 1, "tensor": (3, 1)}, rules="decoder")
     with own.open(plan, steps=1) as session:
         next(iter(session))

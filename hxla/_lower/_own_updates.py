@@ -80,15 +80,17 @@ class _Slices:
     def _take_in(self, eqn: Any) -> None:
         read = variables(eqn.invars)
         cut = [v for v in read if v in self._granules]
+        name = eqn.primitive.name
         if not cut:
-            if eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+            is_spread = name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+            if is_spread or (name in BY_ELEMENT and any(v in self._waiting for v in read)):
                 self._waiting[eqn.outvars[0]] = eqn
             else:
                 found = run_equation(eqn, list(map(self._whole, eqn.invars)))
                 self._known.update(zip(eqn.outvars, found, strict=True))
             return
         kinds = {self._granules[v] for v in cut}
-        name, shape = eqn.primitive.name, cut[0].aval.shape
+        shape = cut[0].aval.shape
         others = [v for v in read if v not in self._granules and v not in self._waiting]
         if len(kinds) > 1 or len(eqn.outvars) > 1 or any(v.aval.shape for v in others):
             raise NotByElementError(name)
@@ -117,7 +119,7 @@ class _Slices:
         if v not in found:
             if v in self._granules and v not in self._waiting:
                 found[v] = granules.take(self._known[v], i)
-            elif v in self._granules:
+            elif v in self._waiting and self._waiting[v].primitive.name != "broadcast_in_dim":
                 eqn = self._waiting[v]
                 own = [self._slice(x, granules, i, found) for x in eqn.invars]
                 [found[v]] = run_equation(eqn, own)
