@@ -1,21 +1,15 @@
-"""Element-wise work on parts of unlike sizes: each device's own, the padding left as it is."""
+"""What a device of an uneven split does and holds: its own part of the sums, sizes, memory."""
 
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._lower._across import Cut
 from hxla._lower._granules import Granules
-from hxla._lower._own_updates import NotByElementError, on_own_parts
-from hxla._lower._padding import Padding
 from hxla._profile._profile import LayerTime, Profile, Setting
 
 
@@ -27,60 +21,6 @@ def test_granules_cover_each_part_and_stay_in_the_array():
         assert max(sizes) % granules.size == 0
         for own, count in zip(sizes, granules.counts, strict=True):
             assert own <= count * granules.size <= max(sizes)
-
-
-SIZES = (12, 5)
-PADDING = Padding(((), SIZES))
-
-
-def update_of(optimizer, state_def):
-    def run(p, g, whole, gw, *state):
-        params, grads = {"a": p, "b": whole}, {"a": g, "b": gw}
-        updates, new = optimizer.update(grads, jax.tree.unflatten(state_def, state), params)
-        params = optax.apply_updates(params, updates)
-        return [params["a"], g, params["b"], gw, *jax.tree.leaves(new)]
-
-    return run
-
-
-def test_an_update_by_own_parts_is_that_of_whole_arrays():
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    rng = np.random.default_rng(1)
-    p, g = (rng.normal(size=(3, sum(SIZES))).astype("float32") for _ in range(2))
-    b, gb = (rng.normal(size=4).astype("float32") for _ in range(2))
-    leaves, state_def = jax.tree.flatten(optimizer.init({"a": p, "b": b}))
-    run = update_of(optimizer, state_def)
-    arrays = [p, g, b, gb, *leaves]
-    is_cut = [np.shape(x) == p.shape for x in arrays]
-    cuts = [Cut(1, SIZES, "tensor") if cut else None for cut in is_cut]
-    specs = [P(None, "tensor") if cut else P() for cut in is_cut]
-    mapped = jax.shard_map(
-        on_own_parts(run, cuts, "tensor"),
-        mesh=Mesh(np.array(jax.devices()[:2]), ("tensor",)),
-        in_specs=tuple(specs),
-        out_specs=specs,
-        check_vma=False,
-    )
-    given = [PADDING.pad(np.asarray(x)) if c else x for x, c in zip(arrays, is_cut, strict=True)]
-    found, wanted = jax.jit(mapped)(*given), run(*arrays)
-    for x, y, cut in zip(found, wanted, is_cut, strict=True):
-        own = PADDING.unpad(np.asarray(x)) if cut else x
-        np.testing.assert_allclose(own, y, rtol=2e-6, atol=1e-7)
-        if cut:
-            np.testing.assert_array_equal(np.asarray(x), PADDING.pad(own))
-
-
-def test_what_mixes_elements_is_refused():
-    cut = Cut(0, SIZES, "tensor")
-    mapped = jax.shard_map(
-        on_own_parts(lambda x: [jnp.cumsum(x)], [cut], "tensor"),
-        mesh=Mesh(np.array(jax.devices()[:2]), ("tensor",)),
-        in_specs=P("tensor"),
-        out_specs=[P("tensor")],
-        check_vma=False,
-    )
-    with pytest.raises(NotByElementError, match="cumsum"):
-        mapped(jnp.zeros(24))
 
 
 @pytest.fixture

@@ -24,12 +24,11 @@ from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
 from .._planner._complete import check_layers_whole, inner_axes
-from ._across import Cut
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._options import extra_bytes
-from ._padding import Padding, StatePadding, cut_over
+from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
@@ -155,7 +154,6 @@ class Programs:
             num_groups=training.num_groups,
             buckets=self.reducer.buckets,
             padding=padding,
-            cuts=None if uneven is None or training.num_groups > 1 else self._cuts(uneven),
         )
         self._updates = [
             update_program(update, r, self._of_trained(specs), self._specs.opt_state, aux)
@@ -177,20 +175,6 @@ class Programs:
         """Those with a device here, by replica."""
         pairs = zip(self.reducer.local, self.runners, strict=True)
         return {r.index: own for r, own in pairs if isinstance(own, Pipeline)}
-
-    def _cuts(self, uneven: Uneven) -> list[Cut | None]:
-        """Of the trained parameters, and of the leaves of the optimizer's state."""
-        model, padding = self.training.model, self._specs.padding
-        opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
-        shapes = [x.shape for x in jax.tree.leaves((model.trained, opt_state))]
-        specs = [*self._of_trained(self._specs.params)]
-        specs += jax.tree.leaves(self._specs.opt_state, is_leaf=lambda s: isinstance(s, P))
-        each = [*padding.of_trained, *padding.of_opt_state]
-        num = self.plan.axes[0].size
-        return [
-            cut_over(uneven.axis, num, shape, spec, own)
-            for shape, spec, own in zip(shapes, specs, each, strict=True)
-        ]
 
     def _of_trained(self, each: Sequence[Any]) -> list[Any]:
         return [each[i] for i in self.trained]

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._plan._layout import from_spec, padded_shape, to_spec
-from ._across import Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +124,3 @@ def even_spec(shape: Sequence[int], spec: P, padding: Padding, sizes: Mapping[st
         if other is not None:
             parts[other] = names
     return to_spec(parts)
-
-
-def cut_over(
-    axis: str, num_devices: int, shape: Sequence[int], spec: P, padding: Padding
-) -> Cut | None:
-    """How a mesh axis cuts an array; None if every device has it whole.
-
-    Args:
-        axis: The mesh axis.
-        num_devices: Its size.
-        shape: Of the array, without padding.
-        spec: How it lies.
-        padding: How it is padded.
-    """
-    names = from_spec(spec, len(shape))
-    dim = next((d for d, own in enumerate(names) if axis in own), None)
-    if dim is None:
-        return None
-    even = (shape[dim] // num_devices,) * num_devices
-    return Cut(dim, (padding.parts[dim] if padding.parts else ()) or even, axis)

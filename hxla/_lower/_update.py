@@ -1,6 +1,5 @@
 """The program that updates a replica's state from the sums of a step."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +13,9 @@ from jax.sharding import PartitionSpec as P
 from .._core._types import PyTree
 from .._jax._grouping import balanced, in_groups
 from .._model._optimizer import Optimizer
-from ._across import Cut
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
-from ._own_updates import NotByElementError, on_own_parts
 from ._padding import NOT_PADDED, StatePadding, padded, unpadded
 from ._padding_kept import keeps_padding
 from ._replica import Replica
@@ -38,8 +35,6 @@ class UpdateSpec:
         num_groups: Parts in which parameters are updated one after another.
         buckets: Those of the `Reducer`.
         padding: Of the state: the optimizer sees arrays without it.
-        cuts: How the parameters and then the leaves of the optimizer's state are cut over an axis
-            whose parts may be unlike; None: there is none, or parameters are updated in groups.
     """
 
     optimizer: Optimizer
@@ -51,7 +46,6 @@ class UpdateSpec:
     num_groups: int = 1
     buckets: Sequence[Sequence[int]]
     padding: StatePadding
-    cuts: Sequence[Cut | None] | None = None
 
 
 def _updated(
@@ -86,61 +80,6 @@ def _updated_as_given(
     tree, own = (jax.tree.unflatten(spec.param_tree, arrays) for arrays in (params, grads))
     updates, state = spec.optimizer.update(own, opt_state, tree, value=value)
     return jax.tree.leaves(optax.apply_updates(tree, updates)), state
-
-
-def _gradients(
-    spec: UpdateSpec, params: Sequence[Any], sums: Sequence[jax.Array], weight: jax.Array
-) -> list[jax.Array]:
-    """Of the parameters, as the optimizer sees them."""
-    grads = [(own / weight).astype(p.dtype) for own, p in zip(sums, params, strict=False)]
-    return grads if spec.clip_norm is None else clip(grads, spec.clip_norm)
-
-
-def _updated_parts(
-    spec: UpdateSpec,
-    replica: Replica,
-    specs: Sequence[P],
-    state: tuple[Sequence[jax.Array], PyTree, Sequence[jax.Array]],
-    *others: jax.Array,
-) -> tuple[list[jax.Array], PyTree]:
-    """The same where the optimizer treats each element by itself: each device its own part.
-
-    Args:
-        spec: What the update is made from.
-        replica: Its devices.
-        specs: PartitionSpecs of the parameters and of the optimizer's state.
-        state: Parameters, the optimizer's state, and what `Contribution.combine` gave.
-        others: Exponents, weight and loss.
-
-    Raises:
-        NotByElementError: If it does not, or is more than elements and sums.
-    """
-    assert spec.cuts is not None
-    params, opt_state, totals = state
-    leaves, state_def = jax.tree.flatten(opt_state)
-    num, num_replaced = len(params), len(params) + len(leaves)
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        own, state = arrays[:num], jax.tree.unflatten(state_def, arrays[num:num_replaced])
-        exponents_T, weight, value = arrays[-3:]
-        sums = [
-            spec.contribution.value(x, exponents_T[i]).reshape(own[i].shape)
-            for i, x in enumerate(arrays[num_replaced:-3])
-        ]
-        grads = _gradients(spec, own, sums, weight)
-        new_params, state = _updated_as_given(spec, own, grads, state, value)
-        return [*new_params, *jax.tree.leaves(state)]
-
-    cuts = [*spec.cuts, *spec.cuts[:num], None, None, None]
-    mapped = jax.shard_map(
-        on_own_parts(run, cuts, replica.axes[0][0]),
-        mesh=replica.mesh,
-        in_specs=(*specs, *specs[:num], P(), P(), P()),
-        out_specs=list(specs),
-        check_vma=False,
-    )
-    found = mapped(*params, *leaves, *totals, *others)
-    return found[:num], jax.tree.unflatten(state_def, found[num:])
 
 
 def _is_by_element(
@@ -190,30 +129,7 @@ def update_program(
         aux: PartitionSpec of each other variable.
     """
     tensors, contribution = spec.tensors, spec.contribution
-    specs = [*params, *jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, P))]
     floats, num_params = tensors.floats, len(tensors.params)
-
-    def updated(
-        params: Any,
-        opt_state: Any,
-        found: Any,
-        sums: Any,
-        exponents_T: Any,
-        weight: Any,
-        value: Any,
-    ) -> tuple[list[jax.Array], PyTree]:
-        if spec.cuts is not None and _is_by_element(spec, params, opt_state, value):
-            with contextlib.suppress(NotByElementError):
-                return _updated_parts(
-                    spec,
-                    replica,
-                    specs,
-                    (params, opt_state, found[:num_params]),
-                    exponents_T,
-                    weight,
-                    value,
-                )
-        return _updated(spec, params, _gradients(spec, params, sums, weight), opt_state, value)
 
     def hxla_update(
         params: Sequence[jax.Array],
@@ -236,7 +152,10 @@ def update_program(
             contribution.value(combined[i], exponents_T[i]).reshape(x.shape)
             for i, x in enumerate(floats)
         ]
-        new_params, opt_state = updated(params, opt_state, found, sums, exponents_T, weight, value)
+        grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
+        if spec.clip_norm is not None:
+            grads = clip(grads, spec.clip_norm)
+        new_params, opt_state = _updated(spec, params, grads, opt_state, value)
         means = (sums[i] / spec.num_microbatches for i in range(num_params, len(floats)))
         firsts = iter(ints)
         new_aux = [
