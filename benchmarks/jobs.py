@@ -35,6 +35,7 @@ class Job:
         mesh: Mesh file, or the name of one; None: one process that is not throttled.
         plan: File of what is to run, if the script does not say.
         checkout: The hxla that runs it.
+        settings: Variables of its environment.
 
     Attributes:
         seconds: Of each turn, until every process waits again.
@@ -48,6 +49,7 @@ class Job:
         mesh: str | None = None,
         plan: pathlib.Path | None = None,
         checkout: pathlib.Path = ROOT,
+        settings: Mapping[str, str] | None = None,
     ):
         self.seconds: list[float] = []
         num = len(hxla.load_cluster(mesh).devices) if mesh is not None else 1
@@ -63,7 +65,7 @@ class Job:
                 stdout=log,
                 stderr=log,
                 cwd=folder,  # not a checkout, whose hxla would come before that of PYTHONPATH
-                env=environment | _PATIENT | {"PYTHONPATH": str(checkout)},
+                env=environment | _PATIENT | {"PYTHONPATH": str(checkout)} | dict(settings or {}),
             )
 
     def wait(self) -> None:

@@ -3,7 +3,9 @@
     python benchmarks/mixed_speed.py [--meshes cpu-1.0-0.33 cpu-1.0-0.5 ...]
 
 For each mesh the model of examples/gpt.py trains with the same global batch on every share of a
-core alone, and on all devices together with measured and with even counts. All jobs take turns of a
+core alone, and on all devices together with measured and with even counts, and with measured counts
+and the optimizer's state shared out by speed (ZeRO stage 1), so that a slow device also updates
+less. All jobs take turns of a
 step, until its update is done, so that the machine's drift meets all of them; the first turns, in
 which counts settle, do not count. `attainable` is the joint speed over the sum of the speeds alone,
 round by round. Writes its meshes' rows of benchmarks/results/mixed_speed.json.
@@ -20,6 +22,7 @@ import hxla
 
 SETTLING, LENGTH = 6, 128
 MEASURED, EVEN = "together, measured counts", "together, even counts"
+SHARED = "together, measured counts, shared state"
 
 
 def measured(mesh: str, batch_size: int, rounds: int) -> dict:
@@ -30,6 +33,11 @@ def measured(mesh: str, batch_size: int, rounds: int) -> dict:
         folder = pathlib.Path(name)
         asked = {
             MEASURED: {"script": [jobs.GPT, *options], "mesh": mesh},
+            SHARED: {
+                "script": [jobs.GPT, *options],
+                "mesh": mesh,
+                "settings": {"HXLA_MEMORY_ZERO": "1"},
+            },
             EVEN: {"script": [jobs.GPT, *options, "--counts", "even"], "mesh": mesh},
         }
         for share in dict.fromkeys(shares):
@@ -49,8 +57,10 @@ def measured(mesh: str, batch_size: int, rounds: int) -> dict:
         "batch_size": batch_size,
         "tokens_per_second": {n: round(tokens / s) for n, s in turns.medians(seconds).items()},
         "attainable, measured counts": turns.over(attainable, seconds[MEASURED]),
+        "attainable, shared state": turns.over(attainable, seconds[SHARED]),
         "attainable, even counts": turns.over(attainable, seconds[EVEN]),
         "measured counts / even counts": turns.over(seconds[EVEN], seconds[MEASURED]),
+        "shared state / whole state": turns.over(seconds[MEASURED], seconds[SHARED]),
         "counts": told[MEASURED]["counts"][-1],
         "same bits": len({each["sha256"] for each in told.values()}) == 1,
         "seconds": {n: [round(s, 4) for s in own] for n, own in seconds.items()},

@@ -133,14 +133,14 @@ ADAM = {"learning_rate": 1e-2, "eps": 1e-2}
 @functools.cache
 def job(name):
     if name == "mlp":
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(**ADAM))
-        arguments = lambda: Mlp(nnx.Rngs(0)), mlp_data(), mlp_loss, optimizer
+        arguments = lambda: Mlp(nnx.Rngs(0)), mlp_data(), mlp_loss, optax.adam(**ADAM)
     elif name == "gpt":
         arguments = Gpt(), gpt_data(), gpt_loss, optax.adamw(**ADAM)
     else:
         optimizer = optax.sgd(0.1, momentum=0.9)
         arguments = lambda: Conv(nnx.Rngs(0)), conv_data(), conv_loss, optimizer
-    return hxla.Job(*arguments, batch_size=BATCH, seed=len(name))
+    config = {"communication": {"clip_norm": 1.0}} if name == "mlp" else {}
+    return hxla.Job(*arguments, batch_size=BATCH, seed=len(name), config=config)
 
 
 RULES = hxla.RuleSet(
@@ -371,6 +371,11 @@ def _draw_set(form, rng, number, processes):
     if form.model == "gpt" and width == 1 and rng.random() < 0.5:
         sums["sparse"] = (SparseRows(name="embed/embedding", most_rows=VOCABULARY),)
     placed = plan.placement.model_copy(update={"sums": rng.choice(("kept", "released"))})
+    if copies > 1 and width == 1 and not form.counts and rng.random() < 0.6:
+        shares = [rng.randrange(4) for _ in range(copies - 1)]
+        shares.insert(rng.randrange(copies), rng.randint(1, 4))
+        placed = placed.model_copy(update={"zero": 1, "shares": rng.choice(((), tuple(shares)))})
+        sums.pop("sparse", None)
     counts = draw()
     return plan.replaced(
         cluster=rng.choice(("", "mine")),

@@ -138,6 +138,18 @@ class OptimizerConfig(_Section):
     shares with others, below a global norm, again instead of keeping them; 1: all at once."""
 
 
+class MemoryConfig(_Section):
+    """The section `memory`: where the state of training is."""
+
+    zero: Literal[0, 1] | None = None
+    """Stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state; 1, each has
+    a share of it and updates that part of the parameters; null: 1 where the memory that the devices
+    are described with holds no whole state, else 0."""
+    shares: Literal["auto", "even"] | list[pydantic.NonNegativeInt] = "auto"
+    """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`; `auto`: by the speed
+    of its device, as far as its memory holds it."""
+
+
 class Config(_Section):
     """All settings of a job that are not arguments of `Job` or `train`, in sections.
 
@@ -153,6 +165,7 @@ class Config(_Section):
     pipeline: PipelineConfig = PipelineConfig()
     communication: CommunicationConfig = CommunicationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
     balance: BalanceConfig = BalanceConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

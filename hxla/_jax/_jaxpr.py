@@ -213,6 +213,18 @@ _CHEAP = frozenset({
 # fmt: on
 
 
+#: What makes each element of its result from the elements at the same place.
+# fmt: off
+BY_ELEMENT = frozenset({
+    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",
+    "div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
+    "optimization_barrier", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
+
+
 def is_cheap(eqn: Any) -> bool:
     """Whether it costs hardly more to run an equation again than to keep its results."""
     inner = inner_jaxpr(eqn)

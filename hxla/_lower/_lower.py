@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
+from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of, rows_read
 from .._graph._parts import graph_at, parts_of
 from .._jax._heap import trim_heap
@@ -19,6 +20,7 @@ from .._model._loss import num_columns
 from .._model._optimizer import Optimizer
 from .._plan._layout import to_spec
 from .._plan._linked_dims import LinkedDims, planned_parts
+from .._plan._ownership import Ownership, ownership
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
@@ -27,9 +29,12 @@ from .._planner._complete import check_layers_whole, inner_axes
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._microbatch import Microbatches, MicrobatchSpec
-from ._options import extra_bytes
+from ._norm import norm_program
+from ._options import compiler_options, extra_bytes
+from ._own_state import OwnState
+from ._own_update import Gather, own_sums, own_update_program
 from ._padding import Padding, StatePadding
-from ._per_kind import compile_all, first_of_kind, for_others
+from ._per_kind import compile_all, first_of_kind, for_others, named_texts, text_of
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -37,7 +42,7 @@ from ._slots import make_slots
 from ._store import StateSpecs, Store, of_opt_state
 from ._sum import Reducer
 from ._uneven import Uneven
-from ._update import UpdateSpec, update_program
+from ._update import UpdateSpec, update_program, whole_sums
 
 Runner = Microbatches | Pipeline
 
@@ -77,6 +82,8 @@ class Programs:
         trained: Places of the parameters that are trained.
         tensors: Of the sums.
         contribution: How they join the sums.
+        own: Which copy updates what; None: each updates everything.
+        gather: Hands what each copy updated to all; None likewise.
     """
 
     def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Devices):
@@ -126,6 +133,7 @@ class Programs:
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
         #: Tensors whose sums are one array.
         self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
+        self.own = _ownership(training, plan)
         make = _microbatches if plan.pipeline is None else _pipeline
         self.contribution, runner = make(self, uneven or sharded)
         self.reducer = Reducer(
@@ -141,6 +149,10 @@ class Programs:
             rows=rows,
             # Those of a pipeline are made from what its stages keep.
             release=plan.placement.sums == "released" or plan.pipeline is not None,
+            shares=None if self.own is None else self.own.shares,
+        )
+        self.gather = (
+            None if self.own is None else Gather(self.reducer, self.tensors.params, plan.sums)
         )
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
@@ -150,16 +162,21 @@ class Programs:
             tensors=self.tensors,
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
-            clip_norm=None if training.clip_before else training.clip_norm,
+            clip_norm=None if training.clip_before or not plan.axes else training.clip_norm,
             num_groups=training.num_groups,
             buckets=self.reducer.buckets,
             padding=padding,
         )
         self._updates = [
             update_program(update, r, self._of_trained(specs), self._specs.opt_state, aux)
+            if self.own is None
+            else own_update_program(update, self.own, self.reducer.chunks, r)
             for r in local
         ]
         self._compiled_updates: list[Any] = []
+        clips = training.clip_norm is not None and not training.clip_before and not plan.axes
+        self._norms = [self._norm(update, r) for r in local] if clips else []
+        self._compiled_norms: list[Any] = []
         self.evaluation = Evaluation(
             model,
             seed=training.seed,
@@ -169,6 +186,14 @@ class Programs:
             sums=plan.sums,
             padding=padding,
         )
+
+    def _norm(self, update: UpdateSpec, replica: Replica) -> Any:
+        if self.own is None:
+            sums: Any = functools.partial(whole_sums, update, False)
+        else:
+            sums = functools.partial(own_sums, update, self.reducer.chunks, replica.index)
+        options = compiler_options(replica.devices[0].platform, self.plan.sums)
+        return norm_program(sums, len(self.tensors.params), options)
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
@@ -182,7 +207,26 @@ class Programs:
     def store(self) -> Store:
         """A place for the state of a session."""
         training = self.training
-        return Store(training.model, training.optimizer, self.reducer, self._specs, self.plan.sums)
+        return Store(
+            training.model,
+            training.optimizer,
+            self.reducer,
+            self._specs,
+            self.plan.sums,
+            self._own_state(),
+        )
+
+    def _own_state(self) -> OwnState | None:
+        if self.own is None:
+            return None
+        training = self.training
+        shapes = jax.eval_shape(training.optimizer.init, training.model.trained)
+        return OwnState(self.own, self.reducer, jax.tree.leaves(shapes))
+
+    @property
+    def _more(self) -> Any:
+        """What programs depend on besides the kinds of devices."""
+        return None if self.own is None else self.own.program_key
 
     def compile(
         self,
@@ -201,30 +245,51 @@ class Programs:
             return
         local = self.reducer.local
         tell("tracing and lowering the programs")
-        lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local)))}
+        lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local, self._more)))}
         sums = self.reducer.lower()
+        gathers = [] if self.gather is None else self.gather.lower()
         if check is not None:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
-            check({"program of the sums": _text(sums)} | dict(_named_texts(checked)))
+            # Copies of unlike shares have unlike programs of one update.
+            update = "" if self.own is None else str(self.own.update.closed)
+            texts = named_texts(checked, len(self.runners[0].names), update)
+            check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
-            named += zip((*self.runners[i].names, "the update"), own, strict=True)
+            norm = ["the norm of the gradient"] * self.clips
+            named += zip((*self.runners[i].names, *norm, "the update"), own, strict=True)
         named += [("the sum of gradients", program) for program in sums]
+        named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
         compiled = {i: list(itertools.islice(flat, len(own))) for i, own in lowered.items()}
-        self.reducer.adopt(list(flat))
+        self.reducer.adopt(list(itertools.islice(flat, len(sums))))
+        if self.gather is not None:
+            self.gather.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} copies of the model")
-        programs = for_others(local, compiled, self._lowered, over)
+        programs = for_others(local, compiled, self._lowered, over, self._more)
         for runner, (*own, update) in zip(self.runners, programs, strict=True):
             self._compiled_updates.append(update)
+            if self.clips:
+                self._compiled_norms.append(own.pop())
             runner.adopt(own)
         trim_heap()
 
     def update(self, i: int, *arguments: Any) -> Any:
-        """Run the update of a local replica: see `update_program`."""
-        return self._compiled_updates[i](*arguments)
+        """Run the update of a local replica: see `update_program` and `own_update_program`."""
+        copy = self.reducer.local[i].index
+        first = 0 if self.own is None else self.own.shares.firsts[copy]
+        return self._compiled_updates[i](*arguments, np.array([first, 0], np.int32))
+
+    @property
+    def clips(self) -> bool:
+        """Whether an update needs the norm of the gradient's sum."""
+        return bool(self._norms)
+
+    def square_digits(self, i: int, *arguments: Any) -> np.ndarray:
+        """What a local replica has of the gradient's norm: see `norm_program`."""
+        return np.asarray(self._compiled_norms[i](*arguments))
 
     def memory_bytes(self, held_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs.
@@ -238,7 +303,13 @@ class Programs:
         microbatches = runner.memory_bytes(sums)
         # Sums that are let go make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
-        update = totals + extra_bytes(self._compiled_updates[0]) + (0 if releases else sums)
+        update = max(map(extra_bytes, self._compiled_updates))
+        if self.gather is None:
+            update += totals
+        else:
+            most = max(sum(chunks.longest for chunks in self.reducer.chunks) * 4, 0)
+            update = most + max(update, self.gather.memory_bytes())
+        update += 0 if releases else sums
         return held_bytes + runner.kept_bytes + max(microbatches, summing, update)
 
     def _bytes_of_params(self) -> int:
@@ -260,10 +331,17 @@ class Programs:
         def like(x: Any, spec: P, own: Padding) -> jax.ShapeDtypeStruct:
             return replica.like(own.like(x), spec)
 
+        own = self._own_state()
+        if own is not None:
+            leaves, treedef = jax.tree.flatten(opt_state)
+            parts = [replica.like(own.like(k, replica.index)) for k in range(len(leaves))]
+            state = jax.tree.unflatten(treedef, parts)
+        else:
+            state = jax.tree.map(like, opt_state, self._specs.opt_state, padding.opt_state)
         return (
             list(map(like, jax.tree.leaves(model.params), self._specs.params, padding.params)),
             list(map(like, jax.tree.leaves(model.aux), self._specs.aux, padding.aux)),
-            jax.tree.map(like, opt_state, self._specs.opt_state, padding.opt_state),
+            state,
         )
 
     def _lowered(self, i: int) -> list[Any]:
@@ -279,10 +357,14 @@ class Programs:
             totals,
             ints,
             exponents,
-            *[np.float32(1)] * 2,
+            *[np.float32(1)] * 3,
+            np.zeros(2, np.int32),
         )
-        update = self._updates[i].lower(*arguments)
-        return [*self.runners[i].lower(params, aux, exponents), update]
+        last = [self._updates[i].lower(*arguments)]
+        if self._norms:
+            norms = np.zeros(len(self.tensors.params), np.int32)
+            last.insert(0, self._norms[i].lower(totals, exponents, norms))
+        return [*self.runners[i].lower(params, aux, exponents), *last]
 
 
 def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Programs:
@@ -298,6 +380,22 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
         AnnotationError: If a parameter cannot be cut as the plan says.
     """
     return Programs(training, graph, plan, devices)
+
+
+def _ownership(training: Training, plan: Plan) -> Ownership | None:
+    """Which copy updates what, if not each everything."""
+    if not plan.placement.zero:
+        return None
+    params = jax.eval_shape(lambda tree: tree, training.model.trained)
+    own = ownership(training.optimizer, params, plan.granules)
+    names = leaf_names(training.model.trained)
+    whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
+    if whole != plan.placement.whole:
+        raise PlanError(
+            f"placement.whole: the optimizer treats {', '.join(whole) or 'no parameter'} as a "
+            f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
+        )
+    return own
 
 
 def _sharded(graph: Graph, plan: Plan) -> Sharded | None:
@@ -389,15 +487,3 @@ def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:
         sharded=None if sharded is None else sharded.over(ordered),
     )
     return contribution, lambda replica: Pipeline(spec, replica)
-
-
-def _named_texts(lowered: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str]]:
-    """The texts of what `Programs` lowered for some replicas."""
-    for i, (*own, update) in enumerate(lowered):
-        of = f" of replica {i}" if i else ""
-        yield f"update program{of}", _text([update])
-        yield f"microbatch program{of}", _text(own)
-
-
-def _text(programs: Sequence[Any]) -> str:
-    return "".join(program.as_text() for program in programs)

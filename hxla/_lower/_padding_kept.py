@@ -13,18 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._jax._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of
+from .._jax._jaxpr import BY_ELEMENT, ClosedJaxpr, Literal, inner_jaxpr, kind_of
 from ._padding import NOT_PADDED, Padding
-
-# fmt: off
-_BY_ELEMENT = frozenset({
-    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",
-    "div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
-    "optimization_barrier", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
 
 #: Of an array: its padding, and the number in it, or None where that is not known.
 _Known = tuple[Padding, Any]
@@ -103,7 +93,7 @@ def _results(eqn: Any, own: Sequence[_Known]) -> list[_Known]:
     paddings = {p for p, _ in own if not p.is_none}
     if not paddings:
         number = own[0][1] if name == "broadcast_in_dim" else None
-        if name in _BY_ELEMENT:
+        if name in BY_ELEMENT:
             number = _number(name, own, eqn)
         return [(NOT_PADDED, number)] * len(eqn.outvars)
     if len(paddings) > 1:
@@ -112,7 +102,7 @@ def _results(eqn: Any, own: Sequence[_Known]) -> list[_Known]:
     shape = next(v.aval.shape for v, (p, _) in zip(eqn.invars, own, strict=True) if not p.is_none)
     if name == "reduce_sum" and len(eqn.params["axes"]) == len(shape) and own[0][1] == 0:
         return [(NOT_PADDED, None)]
-    if name not in _BY_ELEMENT or any(v.aval.shape != shape for v in eqn.outvars):
+    if name not in BY_ELEMENT or any(v.aval.shape != shape for v in eqn.outvars):
         raise _MixedError
     return [(padding, _number(name, own, eqn))] * len(eqn.outvars)
 

@@ -5,23 +5,31 @@ So the first replica of each kind compiles, and the others load what it has.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._jax._portable import portable
 from ._replica import Replica
 
+#: From the number of a copy of the model to what else its programs depend on.
+Key = Callable[[int], Any]
 
-def first_of_kind(replicas: Sequence[Replica]) -> list[int]:
+
+def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[int]:
     """For each replica the first one that is like it, perhaps itself.
 
     A replica of several processes is like no other: not all of them may have one to compare.
+
+    Args:
+        replicas: All that are compared.
+        more: What else must be equal.
     """
     firsts: dict[Any, int] = {}
     out = []
     for i, replica in enumerate(replicas):
         kinds = tuple((d.platform, d.device_kind) for d in replica.devices)
-        key = (replica.axes, kinds, i if replica.spans_processes else None)
+        own = None if more is None else more(replica.index)
+        key = (replica.axes, kinds, i if replica.spans_processes else None, own)
         out.append(firsts.setdefault(key, i))
     return out
 
@@ -61,6 +69,7 @@ def for_others(
     compiled: Mapping[int, Sequence[Any]],
     lower: Callable[[int], Sequence[Any]],
     over: Callable[..., Any] = map,
+    more: Key | None = None,
 ) -> list[list[Any]]:
     """Programs of all replicas, those of the first of each kind given.
 
@@ -70,11 +79,12 @@ def for_others(
         lower: From the number of a replica to its programs before compilation. A program that is
             bound to its devices is compiled for each.
         over: Like `map`, perhaps on several threads.
+        more: See `first_of_kind`.
 
     Returns:
         For each replica its programs, in the order of `lower`.
     """
-    firsts = first_of_kind(replicas)
+    firsts = first_of_kind(replicas, more)
     shared = {i for k, i in enumerate(firsts) if k != i}
     found = {i: [portable(program) for program in compiled[i]] for i in shared}
     lowered = {
@@ -93,12 +103,36 @@ def for_others(
     return [[next(flat) for _ in range(num)] for num in nums]
 
 
-def for_each(replicas: Sequence[Replica], lower: Callable[[int], Any]) -> list[Any]:
+def for_each(
+    replicas: Sequence[Replica], lower: Callable[[int], Any], more: Key | None = None
+) -> list[Any]:
     """One program, compiled for every replica.
 
     Args:
         replicas: All that need it.
         lower: From the number of a replica to its program before compilation.
+        more: See `first_of_kind`.
     """
-    compiled = {i: [lower(i).compile()] for i in sorted(set(first_of_kind(replicas)))}
-    return [own for [own] in for_others(replicas, compiled, lambda i: [lower(i)])]
+    compiled = {i: [lower(i).compile()] for i in sorted(set(first_of_kind(replicas, more)))}
+    return [own for [own] in for_others(replicas, compiled, lambda i: [lower(i)], more=more)]
+
+
+def named_texts(
+    lowered: Sequence[Sequence[Any]], num: int, update: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The texts of the programs of some replicas, which processes compare.
+
+    Args:
+        lowered: Programs of each replica: those of microbatches, and of the update.
+        num: Programs of microbatches.
+        update: What stands for the update, if replicas have unlike programs of it.
+    """
+    for i, programs in enumerate(lowered):
+        of = f" of replica {i}" if i else ""
+        yield f"update program{of}", update or text_of(programs[num:])
+        yield f"microbatch program{of}", text_of(programs[:num])
+
+
+def text_of(programs: Sequence[Any]) -> str:
+    """The text of programs before compilation."""
+    return "".join(program.as_text() for program in programs)

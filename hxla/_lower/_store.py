@@ -22,6 +22,7 @@ from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
 from ._options import compiler_options
+from ._own_state import OwnState
 from ._padding import StatePadding, even_spec, padded, unpadded
 from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
@@ -74,6 +75,7 @@ class Store:
         reducer: Knows all devices.
         specs: Where everything lies.
         sums: The plan's.
+        own: Where the optimizer's state is, if each copy has a part of it; None: all have it.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Store:
         reducer: Reducer,
         specs: StateSpecs,
         sums: SumsForm,
+        own: OwnState | None = None,
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
-        self._specs = specs
+        self._specs, self._own = specs, own
         self._options = compiler_options(reducer.devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
@@ -142,21 +145,38 @@ class Store:
             for arrays in own
         ]
 
-        padding = self._specs.padding
-
-        def init_padded(tree: PyTree) -> PyTree:
-            found = self._optimizer.init(unpadded(tree, padding.of_trained))
-            return padded(found, padding.of_opt_state)
-
-        def lowered(i: int) -> Any:
-            return self._jit(i, init_padded, self._specs.opt_state).lower(trees[i])
-
-        inits = for_each(self._reducer.local, lowered)
         self.held = [
-            Held(params=arrays[:num], aux=arrays[num:], opt_state=init(tree))
-            for init, tree, arrays in zip(inits, trees, own, strict=True)
+            Held(params=arrays[:num], aux=arrays[num:], opt_state=state)
+            for arrays, state in zip(own, self._initial_opt_states(trees), strict=True)
         ]
         self._agree()
+
+    def _initial_opt_states(self, trees: Sequence[PyTree]) -> list[PyTree]:
+        """Of each local copy, from its trained parameters."""
+        padding, local = self._specs.padding, self._reducer.local
+
+        def lowered(i: int) -> Any:
+            copy = local[i].index
+
+            def init(tree: PyTree, first: jax.Array) -> PyTree:
+                found = self._optimizer.init(unpadded(tree, padding.of_trained))
+                if self._own is None:
+                    return padded(found, padding.of_opt_state)
+                leaves, treedef = jax.tree.flatten(found)
+                taken = [self._own.take(k, x, copy, first) for k, x in enumerate(leaves)]
+                return jax.tree.unflatten(treedef, taken)
+
+            return self._jit(i, init, self._specs.opt_state).lower(trees[i], np.int32(0))
+
+        key = None if self._own is None else self._own.own.program_key
+        inits = for_each(local, lowered, key)
+        firsts = [0] * len(local)
+        if self._own is not None:
+            firsts = [self._own.own.shares.firsts[r.index] for r in local]
+        return [
+            init(tree, np.int32(first))
+            for init, tree, first in zip(inits, trees, firsts, strict=True)
+        ]
 
     def _filled(self, i: int, replica: Replica, spec: P, read: Read) -> jax.Array:
         """An array from a file, in its place."""
@@ -241,12 +261,13 @@ class Store:
         """uint32[copies, leaves]: sums of all bits of each copy's arrays, known to every process.
 
         Every process calls this, and waits for its devices. Arrays that a copy has cut are summed
-        over its devices.
+        over its devices; for those of which each has a part of its own there is a zero.
         """
         rows = np.zeros((len(self._reducer.replicas), len(self._shapes)), np.uint32)
         # What is added up inside a copy must not meet what is under way.
         jax.block_until_ready([held.leaves() for held in self.held])
-        leaves = [held.leaves() for held in self.held]
+        alike = [k for k in range(len(self._shapes)) if not self._is_own(k)]
+        leaves = [[x for k, x in enumerate(h.leaves()) if k in alike] for h in self.held]
         if not self._checksums:
             self._checksums = for_each(
                 self._reducer.local, lambda i: jax.jit(_checksums).lower(leaves[i])
@@ -254,8 +275,13 @@ class Store:
         for i, replica in enumerate(self._reducer.local):
             checksums = np.asarray(self._checksums[i](leaves[i]))
             if replica.is_led_here:
-                rows[replica.index] = checksums
+                rows[replica.index, alike] = checksums
         return self._reducer.exchange(rows)
+
+    def _is_own(self, k: int) -> bool:
+        """Whether each copy has a part of its own of an array of `Held.leaves`."""
+        of_optimizer = k - len(self._specs.params) - len(self._specs.aux)
+        return self._own is not None and of_optimizer >= 0 and not self._own.is_common[of_optimizer]
 
     def leaf_names(self) -> tuple[str, ...]:
         """Of the arrays of `Held.leaves`, in words."""
@@ -273,9 +299,9 @@ class Store:
     def state(self, step: int) -> State:
         """The state as it lies on the first local copy of the model, without padding.
 
-        Every process calls this where arrays are padded.
+        Every process calls this where arrays are padded or copies have parts of their own.
         """
-        held = self._held(self._unpadded(0))
+        held = self._held(self._unshared(self._unpadded(0)))
         return State(
             step=step,
             params=jax.tree.unflatten(self._param_def, held.params),
@@ -298,15 +324,32 @@ class Store:
         """The state over all devices, as a checkpoint takes it; nothing is moved."""
         specs = self._even
         columns = zip(*(self._unpadded(i) for i in range(len(self.held))), strict=True)
-        arrays = [
-            x[0] if self._is_alone else self._reducer.over_all(x, s)
-            for x, s in zip(columns, specs, strict=True)
+        arrays: list[Any] = [
+            x[0] if self._is_alone or self._is_own(k) else self._reducer.over_all(x, s)
+            for k, (x, s) in enumerate(zip(columns, specs, strict=True))
         ]
-        return self._tree(arrays)
+        return self._tree(self._unshared(arrays))
+
+    def _unshared(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """With those of which each copy has a part of its own over all copies."""
+        if self._own is None:
+            return list(arrays)
+        jax.block_until_ready([held.leaves() for held in self.held])
+        first = len(self._specs.params) + len(self._specs.aux)
+        return [
+            self._own.evenly(k - first, [held.leaves()[k] for held in self.held])
+            if self._is_own(k)
+            else x
+            for k, x in enumerate(arrays)
+        ]
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
-        specs = self._even
+        first = len(self._specs.params) + len(self._specs.aux)
+        specs = [
+            self._own.spec(k - first) if self._own is not None and self._is_own(k) else s
+            for k, s in enumerate(self._even)
+        ]
         arrays = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s))
             for x, s in zip(self._shapes, specs, strict=True)
@@ -320,8 +363,13 @@ class Store:
         if self._is_alone:
             self.held = [self._held(self._padded(0, arrays))]
             return
-        specs = self._even
-        parts = [self._reducer.local_parts(x, s) for x, s in zip(arrays, specs, strict=True)]
+        first = len(self._specs.params) + len(self._specs.aux)
+        parts = [
+            self._own.shared(k - first, x)
+            if self._own is not None and self._is_own(k)
+            else self._reducer.local_parts(x, s)
+            for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))
+        ]
         each = enumerate(zip(*parts, strict=True))
         self.held = [self._held(self._padded(i, own)) for i, own in each]
 

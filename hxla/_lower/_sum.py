@@ -13,6 +13,7 @@ References:
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS, PyTree
 from .._plan._layout import names_of
+from .._plan._ownership import Shares
 from .._plan._stage_storage import piece_shape
+from ._chunks import Chunks, reduce_scatter
 from ._contribution import (
     Contribution,
     DeviceSums,
@@ -36,33 +39,14 @@ from ._contribution import (
     pack_specs,
     peaks_to_maxima,
 )
+from ._host_sums import HostSums
 from ._replica import Replica
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
-_MESSAGE_BYTES = 1 << 24
 
 
 def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(-1) for x in arrays])
-
-
-def _reduce_scatter(x_DC: jax.Array, ring: bool, sent: Any) -> jax.Array:
-    """Chunk d of the sum on device d, sent in a dtype. Gloo has no ring of its own for this."""
-    num = x_DC.shape[0]
-    if not ring:
-        scattered = jax.lax.psum_scatter(
-            x_DC.astype(sent), DATA_AXIS, scatter_dimension=0, tiled=True
-        )
-        return scattered.reshape(-1).astype(x_DC.dtype)
-    me = jax.lax.axis_index(DATA_AXIS)
-    to_next = [(d, (d + 1) % num) for d in range(num)]
-
-    def add(hop: jax.Array | int, total_C: jax.Array) -> jax.Array:
-        received_C = jax.lax.ppermute(total_C.astype(sent), DATA_AXIS, to_next)
-        return x_DC[(me - hop) % num] + received_C.astype(x_DC.dtype)
-
-    # One body, compiled once however many devices there are.
-    return jax.lax.fori_loop(2, num + 1, add, x_DC[(me - 1) % num])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +85,7 @@ class Reducer:
         rows: Tensors of which only rows that are not zero are sent, with the most that a replica
             has.
         release: Whether what was added up is let go as soon as it is summed.
+        shares: Which part of each parameter's sum a copy gets; None: all get the whole.
     """
 
     def __init__(
@@ -114,6 +99,7 @@ class Reducer:
         packs: Sequence[Sequence[int]] | None = None,
         rows: Mapping[int, int] | None = None,
         release: bool = False,
+        shares: Shares | None = None,
     ):
         self._contribution = contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
@@ -127,17 +113,10 @@ class Reducer:
         self.mesh = Mesh(
             np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
         )
-        self._flat = Mesh(np.array(self.devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
-        self._exchange = jax.jit(
-            jax.shard_map(
-                lambda x: jax.lax.psum(x, DATA_AXIS),
-                mesh=self._flat,
-                in_specs=P(DATA_AXIS),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )
+        host = HostSums(self.devices)
+        self.exchange, self.exchange_bits = host.exchange, host.exchange_bits
         packs = packs or [[i] for i in range(len(tensors.floats))]
+        self._packs = packs
         self._num_tensors = len(tensors.floats)
         self._shapes = pack_shapes(tensors, packs)
         self._specs = pack_specs(specs, packs)
@@ -151,10 +130,17 @@ class Reducer:
         self._buckets = buckets(sizes, contribution.form.bucket_mib << 18, self._rows)
         #: Tensors that are summed by one program, in the order of their vector.
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
+        self._params, self._tensor_sizes = len(tensors.params), [x.size for x in tensors.floats]
+        #: For each bucket how the sums of its parameters are shared out; none if they are not.
+        self.chunks = [] if shares is None else [self._chunks(own, shares) for own in self.buckets]
         self._programs: list[Any] = []
 
+    def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
+        own = tuple(i for i in bucket if i < self._params)
+        return Chunks(shares, own, tuple(self._tensor_sizes[i] for i in own))
+
     @property
-    def _ring(self) -> bool:
+    def ring(self) -> bool:
         """Whether a reduce-scatter is a ring of permutes: Gloo has none of its own."""
         return self.devices[0].platform == "cpu"
 
@@ -181,6 +167,8 @@ class Reducer:
                 return [self._contribution.combine(*map(_concatenate, zip(*values, strict=True)))]
             if rows is not None:
                 return [self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)]
+            if self.chunks:
+                return self._sum_chunks(k, values)
             flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
             return _cut(flat, like) if self._inner else [flat]
 
@@ -202,7 +190,7 @@ class Reducer:
         if self._inner or num > 1:
             own, ints = self._small(k)
             arguments = self._arguments(k)
-            specs = [self._specs[i] for i in bucket] if self._inner else [P()]
+            specs = self._total_specs(k)
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.mesh,
@@ -211,6 +199,45 @@ class Reducer:
                 check_vma=False,
             )
         return jax.jit(run, donate_argnums=(2,) if self.releases else ())
+
+    def _others(self, k: int) -> list[int]:
+        """The tensors of a bucket that are no parameters."""
+        return [i for i in self.buckets[k] if i >= self._params]
+
+    def _total_specs(self, k: int) -> list[P]:
+        """Of what `_build` returns as totals."""
+        if self.chunks:
+            own = [P(DATA_AXIS)] if self.chunks[k].tensors else []
+            return own + ([P()] if self._others(k) else [])
+        return [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
+
+    def _total_sizes(self, k: int) -> list[int]:
+        """Elements of each, where replicas have one device."""
+        if not self.chunks:
+            return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
+        others = sum(self._tensor_sizes[i] for i in self._others(k))
+        own = [self.chunks[k].longest] if self.chunks[k].tensors else []
+        return own + ([others] if others else [])
+
+    def _sum_chunks(self, k: int, values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+        """This copy's chunk of the sums of parameters, and the whole of the others'."""
+        parts = []
+        for own in zip(*values, strict=True):
+            rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
+            parts.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
+        chunks, others, found = self.chunks[k], self._others(k), []
+        if chunks.tensors:
+            flat = [chunks.flat([part[i] for i in chunks.tensors]) for part in parts]
+            found.append(self._scattered(flat, chunks.lengths))
+        if others:
+            found.append(
+                self._all_reduce([_concatenate([part[i] for i in others]) for part in parts])
+            )
+        return found
+
+    def _pack_sizes(self, k: int) -> list[int]:
+        """Tensors of each pack of a bucket."""
+        return [len(self._packs[p]) for p in self._buckets[k]]
 
     def _arguments(self, k: int) -> Any:
         """PartitionSpecs of a program's arguments over the inner axes."""
@@ -251,12 +278,16 @@ class Reducer:
     def _all_reduce(self, parts: list[jax.Array]) -> jax.Array:
         size, num = parts[0].size, len(self.replicas)
         chunk = math.ceil(size / num)
-        padded = [jnp.pad(x, (0, chunk * num - size)).reshape(num, chunk) for x in parts]
-        total = self._contribution.combine(
-            *(_reduce_scatter(x, self._ring, self._travels_as(x)) for x in padded)
-        )
+        padded = [jnp.pad(x, (0, chunk * num - size)) for x in parts]
+        total = self._scattered(padded, [chunk] * num)
         back = total.astype(self._dtype)
         return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
+
+    def _scattered(self, parts: list[jax.Array], lengths: Sequence[int]) -> jax.Array:
+        """Each copy's own chunk of the sum, combined."""
+        return self._contribution.combine(
+            *(reduce_scatter(x, lengths, DATA_AXIS, self._travels_as(x), self.ring) for x in parts)
+        )
 
     def _travels_as(self, x: jax.Array) -> Any:
         """Integers are never rounded."""
@@ -307,11 +338,11 @@ class Reducer:
             values[k] = None
             if k == 0:
                 small = gathered, summed
-            specs = [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
+            specs = self._total_specs(k)
             for x, spec in zip(found, specs, strict=True):
                 for own_totals, part in zip(totals, self._on_each(x, spec), strict=True):
                     own_totals.append(part)
-            if self._ring and k + 1 < len(self._programs):
+            if self.ring and k + 1 < len(self._programs):
                 # Gloo mixes up collectives that wait for nothing of each other.
                 jax.block_until_ready(found)
         (rows, peaks_DT), (small_MS, *others) = small
@@ -360,6 +391,14 @@ class Reducer:
             )
         return jax.tree.unflatten(flat[0][1], stacked)
 
+    def stacked(self, per_replica: Sequence[jax.Array]) -> jax.Array:
+        """Unlike arrays of one shape of all copies as one; moves nothing.
+
+        Args:
+            per_replica: Of each local copy.
+        """
+        return self._stack([P()], [[x] for x in per_replica])[0]
+
     def local_parts(self, x: jax.Array, spec: P) -> list[jax.Array]:
         """An array that all replicas have alike, on each of the local ones; moves nothing.
 
@@ -405,60 +444,21 @@ class Reducer:
             pairs = zip(self._shapes, self._specs, strict=True)
             totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
         else:
-            totals = [
-                like((sum(math.prod(self._shapes[k]) for k in bucket),), jnp.int32, P())
-                for bucket in self._buckets
-            ]
+            sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k)]
+            totals = [like((n,), jnp.int32, P()) for n in sizes]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
-
-    def exchange(self, rows: np.ndarray) -> np.ndarray:
-        """Sum a host array over all processes, bit for bit where the others hold zeros.
-
-        Args:
-            rows: Any 32-bit dtype, any shape, of this process.
-
-        Returns:
-            The sum of the bit patterns, of the same dtype and shape.
-        """
-        if len(self.devices) == 1:
-            return rows
-        bits = np.ascontiguousarray(rows).view(np.int32).reshape(-1)
-        here = [d for d in self.devices if d.process_index == jax.process_index()]
-        shards = [jax.device_put(np.zeros_like(bits) if i else bits, d) for i, d in enumerate(here)]
-        stacked = jax.make_array_from_single_device_arrays(
-            (len(self.devices) * bits.size,), NamedSharding(self._flat, P(DATA_AXIS)), shards
-        )
-        total = self._exchange(stacked).addressable_shards[0].data
-        return np.asarray(total).view(rows.dtype).reshape(rows.shape)
-
-    def exchange_bits(self, host: np.ndarray) -> np.ndarray:
-        """`exchange` of an array of any dtype and size, in place, in messages of bounded size.
-
-        Args:
-            host: Contiguous.
-        """
-        if jax.process_count() == 1:
-            return host
-        data = host.reshape(-1).view(np.uint8)
-        size = min(_MESSAGE_BYTES, -(-data.size // 4) * 4)
-        for start in range(0, data.size, size):
-            piece = data[start : start + size]
-            message = np.zeros(size, np.uint8)  # of one size: one program
-            message[: piece.size] = piece
-            piece[:] = self.exchange(message.view(np.int32)).view(np.uint8)[: piece.size]
-        return host
 
     def whole(self, x: Any) -> np.ndarray:
         """An array of the first local replica, whole in host memory; all processes call this.
 
         Args:
-            x: As that replica holds it.
+            x: As that replica holds it, or over all replicas.
         """
-        if not any(r.spans_processes for r in self.replicas):
+        is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if not is_over_all and not any(r.spans_processes for r in self.replicas):
             return np.array(x)
         host = np.zeros(x.shape, x.dtype)
-        first = self.replicas[0]
-        if first.is_local:
+        if self.replicas[0].is_local or x.sharding.device_set == set(self.devices):
             for shard in x.addressable_shards:
                 if shard.replica_id == 0:
                     host[shard.index] = np.asarray(shard.data)

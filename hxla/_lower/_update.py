@@ -1,6 +1,7 @@
 """The program that updates a replica's state from the sums of a step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._jax._grouping import balanced, in_groups
+from .._jax._jaxpr import inlined, run_as
+from .._jax._rounded import rounded, run_rounded
 from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
@@ -108,6 +111,67 @@ def _is_by_element(
     return keeps_padding(run, plain, [*each, *of_params, *of_state])
 
 
+def whole_sums(
+    spec: UpdateSpec, has_axes: bool, totals: Sequence[jax.Array], exponents_T: jax.Array
+) -> list[jax.Array]:
+    """The sums of all tensors, in their own shapes.
+
+    Args:
+        spec: What the update is made from.
+        has_axes: Whether a copy has several devices: then its totals are not one vector a bucket.
+        totals: Those of `Reducer.reduce`.
+        exponents_T: Of the sums.
+    """
+    floats = spec.tensors.floats
+    found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
+    combined = dict(enumerate(found))
+    if not has_axes:
+        for flat, bucket in zip(found, spec.buckets, strict=True):
+            ends = np.cumsum([floats[i].size for i in bucket])
+            for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
+                combined[i] = own
+    return [
+        spec.contribution.value(combined[i], exponents_T[i]).reshape(x.shape)
+        for i, x in enumerate(floats)
+    ]
+
+
+def mean_of(x: jax.Array, weight: jax.Array, factor: jax.Array, zero: jax.Array) -> jax.Array:
+    """The gradient from its sum.
+
+    Args:
+        x: The sum.
+        weight: Of the examples.
+        factor: By what it is clipped.
+        zero: See `rounded`.
+    """
+    return rounded(x / weight * factor, zero)
+
+
+def new_aux(
+    spec: UpdateSpec,
+    aux: Sequence[jax.Array],
+    sums: Sequence[jax.Array],
+    ints: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The other variables after a step: the mean of what microbatches made of them.
+
+    Args:
+        spec: What the update is made from.
+        aux: The variables.
+        sums: Of the changes of those that are floats.
+        ints: Summed integers.
+    """
+    means = (x / spec.num_microbatches for x in sums)
+    firsts = iter(ints)
+    return [
+        (x.astype(jnp.float32) + next(means)).astype(x.dtype)
+        if is_float
+        else next(firsts).reshape(x.shape).astype(x.dtype)
+        for x, is_float in zip(aux, spec.tensors.is_float, strict=True)
+    ]
+
+
 def update_program(
     spec: UpdateSpec,
     replica: Replica,
@@ -117,9 +181,10 @@ def update_program(
 ) -> Any:
     """The program of an update, whose first three arguments are donated.
 
-    `(params, opt_state, aux, totals, ints, exponents, weight, value) -> (the first three, tick)`:
-    `totals` are those of `Reducer.reduce`, `ints` the summed integers
-    of other variables, `weight` what the sums are divided by, `value` the loss.
+    `(params, opt_state, aux, totals, ints, exponents, weight, value, factor, where) -> (the first
+    three, tick)`: `totals` are those of `Reducer.reduce`, `ints` the summed integers of other
+    variables, `weight` what the sums are divided by, `value` the loss, `factor` by what gradients
+    are clipped, `where` int32[2] the first granule that the copy owns and a zero.
 
     Args:
         spec: What the update is made from.
@@ -129,7 +194,7 @@ def update_program(
         aux: PartitionSpec of each other variable.
     """
     tensors, contribution = spec.tensors, spec.contribution
-    floats, num_params = tensors.floats, len(tensors.params)
+    num_params = len(tensors.params)
 
     def hxla_update(
         params: Sequence[jax.Array],
@@ -140,31 +205,22 @@ def update_program(
         exponents_T: jax.Array,
         weight: jax.Array,
         value: jax.Array,
+        factor: jax.Array,
+        where: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
-        combined = dict(enumerate(found))
-        if not replica.axes:  # vectors of one device's tensors
-            for flat, bucket in zip(found, spec.buckets, strict=True):
-                ends = np.cumsum([floats[i].size for i in bucket])
-                for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
-                    combined[i] = own
-        sums = [
-            contribution.value(combined[i], exponents_T[i]).reshape(x.shape)
-            for i, x in enumerate(floats)
+        sums = whole_sums(spec, bool(replica.axes), totals, exponents_T)
+        grads = [
+            mean_of(sums[i], weight, factor, where[1]).astype(p.dtype) for i, p in enumerate(params)
         ]
-        grads = [(sums[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
-        new_params, opt_state = _updated(spec, params, grads, opt_state, value)
-        means = (sums[i] / spec.num_microbatches for i in range(num_params, len(floats)))
-        firsts = iter(ints)
-        new_aux = [
-            (x.astype(jnp.float32) + next(means)).astype(x.dtype)
-            if is_float
-            else next(firsts).reshape(x.shape).astype(x.dtype)
-            for x, is_float in zip(aux, tensors.is_float, strict=True)
-        ]
-        return new_params, opt_state, new_aux, weight + 0
+        update = run_as(
+            functools.partial(_updated, spec),
+            lambda closed, arguments: run_rounded(inlined(closed), arguments, where[1]),
+        )
+        new_params, opt_state = update(list(params), grads, opt_state, value)
+        others = new_aux(spec, aux, sums[num_params:], ints)
+        return new_params, opt_state, others, weight + 0
 
     run: Callable[..., Any] = hxla_update
     if spec.num_groups > 1:

@@ -132,6 +132,11 @@ class Plan(PlanValue):
         return any(axis.shares for axis in self.axes)
 
     @property
+    def granules(self) -> tuple[int, ...]:
+        """With ZeRO, what each copy of the model owns of the optimizer's state, in granules."""
+        return self.placement.shares or (1,) * len(self.replicas)
+
+    @property
     def parameter_bytes(self) -> int:
         """The bytes of all parameters."""
         return sum(layout.num_bytes for layout in self.parameters)
@@ -165,6 +170,8 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
+        Nor does who owns which share of the optimizer's state, unless the optimizer treats some
+        parameters as a whole.
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
@@ -207,6 +214,8 @@ class Plan(PlanValue):
                 [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
             )
             found["has_weight"] = self.pipeline.has_weight
+        if self.placement.whole:  # sums over a whole tensor depend on the program that they are in
+            found["owners"] = [self.placement.whole, self.granules]
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found

@@ -57,6 +57,7 @@ def faults(plan: Any) -> Iterator[str]:
         elif plan.axes:
             yield "sums.sparse: rows travel between copies of one device only, leave it empty"
             break
+    yield from _of_shares(plan)
     yield from _of_prediction(plan)
 
 
@@ -159,6 +160,37 @@ def _of_sizes(plan: Any, p: Any, d: int) -> Iterator[str]:
         yield f"{key}: sizes are unlike only over an axis with `shares`, {own.name!r} has none"
     if sum(parts) != p.shape[d]:
         yield f"{key}: {' + '.join(map(str, parts))} is {sum(parts)}, not {p.shape[d]}"
+
+
+def _of_shares(plan: Any) -> Iterator[str]:
+    placement, num = plan.placement, len(plan.replicas)
+    if not placement.zero:
+        if placement.shares:
+            yield "placement.shares: they are of ZeRO's stage 1, set placement.zero to 1"
+        if placement.whole:
+            yield "placement.whole: it is of ZeRO's stage 1, set placement.zero to 1"
+        return
+    known = {p.name for p in plan.parameters}
+    for name in placement.whole:
+        if name not in known:
+            yield f"placement.whole: there is no parameter {name!r}"
+    if num == 1:
+        yield "placement.zero: one copy of the model has nobody to share with, use 0"
+    if plan.axes:
+        axes = ", ".join(axis.name for axis in plan.axes)
+        yield (
+            f"placement.zero: copies of one device share the optimizer's state, these are cut by "
+            f"{axes}: use 0"
+        )
+    if placement.shares and len(placement.shares) != num:
+        yield f"placement.shares: {len(placement.shares)} for {num} copies of the model"
+    elif placement.shares and not any(placement.shares):
+        yield "placement.shares: nobody owns anything, give some copy a granule"
+    if plan.sums.sparse:
+        yield (
+            "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
+            "use 0"
+        )
 
 
 def _of_pipeline(plan: Any) -> Iterator[str]:

@@ -185,6 +185,13 @@ class Placement(PlanValue):
     Attributes:
         optimizer: The memory that holds the optimizer's state.
         stash: The memory that holds what waits between forward and backward.
+        zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
+            and updates everything; 1, each copy has a share of the state, updates that part of the
+            parameters, and gathers the rest.
+        shares: With `zero`, the granules that each copy owns of every parameter and its state;
+            empty: one each.
+        whole: With `zero`, the parameters that the optimizer treats as a whole, each of which one
+            copy owns.
         sums: Whether what a device adds up is `kept` between steps, which saves the time to make it
             anew, or `released` before the update, which saves its memory there, in evaluations and
             for checkpoints. On a CPU, steps then wait until a checkpoint is written.
@@ -192,6 +199,9 @@ class Placement(PlanValue):
 
     optimizer: Literal["device"] = "device"
     stash: Literal["device"] = "device"
+    zero: Literal[0, 1] = 0
+    shares: tuple[pydantic.NonNegativeInt, ...] = ()
+    whole: tuple[str, ...] = ()
     sums: Literal["kept", "released"] = "kept"
 
 

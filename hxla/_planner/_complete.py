@@ -124,7 +124,7 @@ def complete(
         "pipeline": pipeline,
         "parameters": parameters,
         "sums": sums,
-        "placement": _placement(
+        "placement": placement_for(
             parameters,
             dict(structure.axes),
             sums,
@@ -138,7 +138,7 @@ def complete(
     return Plan.checked(fields)
 
 
-def _placement(
+def placement_for(
     parameters: Sequence[Layout],
     axes: Mapping[str, int],
     sums: SumsForm,

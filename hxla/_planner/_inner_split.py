@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from .._cluster._cluster import Cluster
+from .._cluster._cluster import Cluster, Device
 from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import fits
 from .._graph._graph import Graph
@@ -298,6 +298,14 @@ def _cuts_heads(graph: Graph, num: int) -> bool:
 
 def _sent_bytes(sharded: Sharded) -> float:
     return sum(axis.sent_bytes for axis in sharded.axes.values())
+
+
+def described_speed(device: Device) -> float:
+    """In any unit that devices of a cluster share; 0: not known."""
+    if device.core_share is not None or device.kind == "cpu":
+        return device.core_share or 1.0
+    rate = device.rate("float32")
+    return rate.flops_per_second if rate is not None else 0.0
 
 
 def _ratio(shares: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ from ._counts_of_plan import Counts, asked_counts, predicted
 from ._pipeline_watch import share_cores
 from ._session import Session
 from ._session_values import SessionOptions
+from ._shared_state import with_shared_state
 from ._short_profile import segment_profile
 from ._traced_job import TracedJob
 
@@ -197,6 +198,7 @@ def plan_for(
             reasons=(*reasons, *_what_is_trained(job, size), *said),
             profile=profile,
         )
+        plan = with_shared_state(job, plan, cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     balance = counts == "measured"

@@ -24,6 +24,7 @@ from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
 from ._links import measured_link
 from ._planning import size_asked
+from ._shared_state import with_shared_state
 from ._short_profile import short_profile
 from ._traced_job import TracedJob
 
@@ -246,7 +247,7 @@ def _completed(
         structure = dataclasses.replace(
             structure, axes=(("stage", num_stages), *inner), pipeline=request
         )
-    return complete(
+    plan = complete(
         graph,
         structure,
         cluster=cluster,
@@ -259,3 +260,4 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
+    return with_shared_state(job, plan, cluster)

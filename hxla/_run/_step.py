@@ -15,6 +15,7 @@ from .._core._types import PyTree
 from .._lower import _exact
 from .._lower._contribution import DeviceSums, peaks_to_maxima
 from .._lower._lower import Programs
+from .._lower._norm import exponents_for, norm_of
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._store import Store
@@ -68,6 +69,7 @@ class Stepper:
         self._next_exponents = store.exponents
         self._settles = False  # whether a step is to take scales from itself
         self._totals: tuple[Any, Any] = ((), ())
+        self._maxima = np.zeros(0, np.float32)  # of the last sum, by tensor
         # Watched from threads: the main one goes on handing out microbatches meanwhile.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
@@ -238,10 +240,12 @@ class Stepper:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
     def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
+        if self._programs.gather is not None and self._reducer.ring:
+            self._programs.gather.wait()
         reduced = self._reducer.reduce(told, held)
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
-        self._totals = reduced.totals, reduced.ints
+        self._totals, self._maxima = (reduced.totals, reduced.ints), reduced.maxima_T
         return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
 
     def _watch(self, i: int, tick: jax.Array | None, start: float) -> float:
@@ -261,18 +265,24 @@ class Stepper:
         mean = self._programs.training.mean
         weight = np.float32(outcome.weight if mean else 1)
         value = np.float32(outcome.loss if mean else outcome.loss * outcome.weight)
+        factor = self._clip_factor(weight)
         begun = time.perf_counter()
+        places, gather = self._programs.trained, self._programs.gather
+        old = [[held.params[k] for k in places] for held in self._store.held]
+        found = []  # of each copy its parameters, or the part of them that it updated
         for i, (held, totals, ints) in enumerate(zip(self._store.held, *self._totals, strict=True)):
-            trained = [held.params[k] for k in self._programs.trained]
-            trained, held.opt_state, held.aux, tick = self._programs.update(
+            own, held.opt_state, held.aux, tick = self._programs.update(
                 i,
-                *(trained, held.opt_state, held.aux, totals, ints),
-                *(self._exponents(i), weight, value),
+                *(old[i], held.opt_state, held.aux, totals, ints),
+                *(self._exponents(i), weight, value, factor),
             )
-            for k, x in zip(self._programs.trained, trained, strict=True):
-                held.params[k] = x
+            found.append(own)
             ticks.append(tick)
         self._totals = (), ()
+        new = found if gather is None else gather.run(found, old)
+        for held, own in zip(self._store.held, new, strict=True):
+            for k, x in zip(places, own, strict=True):
+                held.params[k] = x
 
         def wait(tick: jax.Array) -> tuple[float, float]:
             jax.block_until_ready(tick)
@@ -281,6 +291,22 @@ class Stepper:
         self._updates = [self._pool.submit(wait, tick) for tick in ticks]
         if self._contribution.is_exact and (self._next_exponents != self._store.exponents).any():
             self._set_exponents(self._next_exponents)
+
+    def _clip_factor(self, weight: np.float32) -> np.float32:
+        """By what the gradients of all copies are multiplied."""
+        programs = self._programs
+        limit = programs.training.clip_norm
+        if limit is None or not programs.clips:
+            return np.float32(1)
+        num = len(programs.tensors.params)
+        scales = exponents_for(self._maxima[:num], programs.plan.num_microbatches)
+        totals = self._totals[0]
+        here = range(len(totals)) if programs.own is not None else range(1)
+        digits = sum(programs.square_digits(i, totals[i], self._exponents(i), scales) for i in here)
+        if programs.own is not None:
+            digits = self._reducer.exchange(np.asarray(digits))
+        norm = norm_of(np.asarray(digits), scales.tolist()) / float(weight)
+        return np.float32(1 if norm <= limit else limit / norm)
 
     def wait(self) -> None:
         """Until the last update is done on every local replica."""

@@ -1,0 +1,246 @@
+"""What of an optimizer's update can be done by itself: a parameter, or any slice of one.
+
+The update is traced once for whole arrays. Parameters, gradients and state that no result brings
+together are independent of each other, so different devices may own them; where all that is done
+with an array is done element by element, they may own slices of it. Numbers that depend on no
+parameter, such as a count of steps, are common: everybody has them.
+
+References:
+    Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020.
+    Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+    SC 2020, section 5 (stage 1).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._jaxpr import (
+    BY_ELEMENT,
+    ClosedJaxpr,
+    Literal,
+    backward_slice,
+    inlined,
+    inner_jaxpr,
+    kind_of,
+    run_equation,
+)
+from ._rounded import rounded, to_round
+
+#: Equations that keep the elements of an array and their order.
+_SAME_ORDER = ("reshape", "expand_dims", "squeeze")
+
+
+class _Missing:
+    """The value of what another device owns."""
+
+
+MISSING = _Missing()
+
+
+@dataclasses.dataclass(frozen=True)
+class Independent:
+    """A traced function of several arrays, each with its result, and what of it is independent.
+
+    Attributes:
+        closed: The program, jitted functions inlined: from the arrays of each domain, whose next
+            values are its results, and after them other arguments.
+        domain_of: For each argument the number of its domain; None: it is common.
+        slices: For each domain whether its arrays may be cut anywhere, flattened.
+    """
+
+    closed: ClosedJaxpr
+    domain_of: tuple[int | None, ...]
+    slices: tuple[bool, ...]
+
+    @property
+    def num_domains(self) -> int:
+        """Arrays of different domains never meet."""
+        return len(self.slices)
+
+    def run(
+        self,
+        arguments: Sequence[Any],
+        is_owned: Callable[[int], bool],
+        piece: Callable[[int, Any], Any],
+        zero: jax.Array,
+    ) -> list[Any]:
+        """The results on a device: of domains that it owns, slices of those that are cut.
+
+        Args:
+            arguments: In the order of the program; flat slices where domains are cut, anything
+                where they are not owned.
+            is_owned: Whether the device owns a domain.
+            piece: Of a domain that is cut, the device's slice of a whole array.
+            zero: See `rounded`: how arrays are cut must not decide how products are rounded.
+
+        Returns:
+            In the order of the program; `MISSING` of what is not owned.
+        """
+        jaxpr = self.closed.jaxpr
+        domains = _Domains(self.closed, self.domain_of)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        env |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else env[v]
+
+        needed = set(map(id, backward_slice(jaxpr.eqns, jaxpr.outvars)))
+        chosen = to_round(self.closed)
+        for i, eqn in enumerate(jaxpr.eqns):
+            if id(eqn) not in needed:
+                continue
+            domain = domains.of_equation(eqn)
+            operands = [read(v) for v in eqn.invars]
+            if domain is None:
+                found = run_equation(eqn, operands)
+            elif not is_owned(domain):
+                found = [MISSING] * len(eqn.outvars)
+            elif not self.slices[domain]:
+                found = run_equation(eqn, operands)
+            else:
+                own = [
+                    piece(domain, x) if domains.of(v) is None and jnp.ndim(x) else x
+                    for v, x in zip(eqn.invars, operands, strict=True)
+                ]
+                found = _on_slices(eqn, own)
+            if i in chosen and found[0] is not MISSING:
+                found = [rounded(found[0], zero)]
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [
+            piece(d, read(v))
+            if d is not None and self.slices[d] and domains.of(v) is None
+            else MISSING
+            if d is not None and not is_owned(d)
+            else read(v)
+            for v, d in zip(jaxpr.outvars, self.domain_of, strict=False)
+        ]
+
+
+def independent(
+    function: Callable[..., Any], arrays: Sequence[Any], others: Sequence[Any], same: Sequence[int]
+) -> Independent:
+    """Find what of a function is independent.
+
+    Args:
+        function: From arrays and others to the arrays' next values.
+        arrays: Shapes.
+        others: Shapes of further arguments.
+        same: For each of the others the array that it belongs to, such as a parameter's gradient;
+            -1: none.
+    """
+    closed = inlined(jax.make_jaxpr(function)(*arrays, *others))
+    jaxpr, num = closed.jaxpr, len(arrays)
+    reads = _inputs_read(jaxpr)
+    owner = [*range(num), *(s if s >= 0 else None for s in same)]
+    met = [{owner[i] for i in reads(v)} | {k} for k, v in enumerate(jaxpr.outvars)]
+    is_param = {s for s in same if s >= 0}
+    common = {k for k in range(num) if k not in is_param}
+    while True:  # what depends only on what is common
+        fewer = {k for k in common if met[k] - {None} <= common}
+        if fewer == common:
+            break
+        common = fewer
+    roots = list(range(num))
+
+    def root(k: int) -> int:
+        while roots[k] != k:
+            k = roots[k]
+        return k
+
+    for found in met:
+        first, *rest = [root(k) for k in sorted(x for x in found if x is not None)] or [0]
+        own = [k for k in (first, *rest) if k not in common]
+        for k in own[1:]:
+            roots[root(k)] = root(own[0])
+    numbers = {
+        r: i for i, r in enumerate(dict.fromkeys(root(k) for k in range(num) if k not in common))
+    }
+    each = [None if k in common else numbers[root(k)] for k in range(num)]
+    domain_of = (*each, *(each[s] if s >= 0 else None for s in same))
+    domains = _Domains(closed, domain_of)
+    slices = [True] * len(numbers)
+    sizes: dict[int, set[int]] = {}
+    for v, d in zip(jaxpr.invars, domain_of, strict=True):
+        if d is not None:
+            sizes.setdefault(d, set()).add(math.prod(v.aval.shape))
+    for eqn in backward_slice(jaxpr.eqns, jaxpr.outvars):
+        d = domains.of_equation(eqn)
+        if d is not None and not _is_by_element(eqn, domains):
+            slices[d] = False
+    slices = [s and len(sizes[d]) == 1 for d, s in enumerate(slices)]
+    return Independent(closed, domain_of, tuple(slices))
+
+
+def _inputs_read(jaxpr: Any) -> Callable[[Any], frozenset[int]]:
+    known: dict[Any, frozenset[int]] = {v: frozenset((i,)) for i, v in enumerate(jaxpr.invars)}
+    none: frozenset[int] = frozenset()
+
+    def of(v: Any) -> frozenset[int]:
+        return none if isinstance(v, Literal) else known.get(v, none)
+
+    for eqn in jaxpr.eqns:
+        found = none.union(*map(of, eqn.invars))
+        known.update((v, found) for v in eqn.outvars)
+    return of
+
+
+class _Domains:
+    """To which domain each variable of a program belongs; None: it is common."""
+
+    def __init__(self, closed: ClosedJaxpr, of_inputs: Iterable[int | None]):
+        self._known: dict[Any, int | None] = dict(zip(closed.jaxpr.invars, of_inputs, strict=True))
+        for eqn in closed.jaxpr.eqns:
+            found = {d for v in eqn.invars if (d := self.of(v)) is not None}
+            self._known.update((v, min(found, default=None)) for v in eqn.outvars)
+
+    def of(self, v: Any) -> int | None:
+        return None if isinstance(v, Literal) else self._known.get(v)
+
+    def of_equation(self, eqn: Any) -> int | None:
+        """Of its results."""
+        return self.of(eqn.outvars[0]) if eqn.outvars else None
+
+
+def _is_by_element(eqn: Any, domains: _Domains) -> bool:
+    inner = inner_jaxpr(eqn)
+    if inner is not None:
+        if kind_of(eqn) not in ("inlined", "custom"):
+            return False
+        within = _Domains(inner, [domains.of(v) for v in eqn.invars])
+        return all(
+            within.of_equation(own) is None or _is_by_element(own, within)
+            for own in inner.jaxpr.eqns
+        )
+    name = eqn.primitive.name
+    sizes = {
+        math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars) if domains.of(v) is not None
+    }
+    others = {v.aval.shape for v in eqn.invars if domains.of(v) is None} - {()}
+    shapes = {v.aval.shape for v in eqn.outvars}
+    if name in _SAME_ORDER:
+        return len(sizes) == 1
+    return name in BY_ELEMENT and len(sizes) == 1 and others <= shapes
+
+
+def _on_slices(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """An equation by element, of flat slices."""
+    inner = inner_jaxpr(eqn)
+    if inner is None:
+        if eqn.primitive.name in _SAME_ORDER:
+            return [operands[0]]
+        found = eqn.primitive.bind(*operands, **eqn.params)
+        return list(found) if eqn.primitive.multiple_results else [found]
+    env: dict[Any, Any] = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+    env |= dict(zip(inner.jaxpr.invars, operands, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for own in inner.jaxpr.eqns:
+        env.update(zip(own.outvars, _on_slices(own, [read(v) for v in own.invars]), strict=True))
+    return [read(v) for v in inner.jaxpr.outvars]

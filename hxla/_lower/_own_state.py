@@ -1,0 +1,177 @@
+"""The optimizer's state where each copy of the model has a part of it: how it lies, and how it is
+brought into a form that has nothing to do with shares.
+
+That form is what checkpoints and users see: the user's own arrays, each cut evenly over the copies
+in the first dimension that divides, or whole where none does. Leaves are changed one after another,
+so no more than one is ever whole on a device.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import DATA_AXIS
+from .._plan._ownership import Ownership
+from ._chunks import all_gather
+from ._sum import Reducer
+from ._words import Words
+
+
+class OwnState:
+    """Where the leaves of the optimizer's state are.
+
+    Args:
+        own: Who updates what.
+        reducer: Knows all copies.
+        leaves: Shapes of the leaves, whole.
+    """
+
+    def __init__(self, own: Ownership, reducer: Reducer, leaves: Sequence[Any]):
+        self.own, self._reducer, self._leaves = own, reducer, list(leaves)
+        self._shares, self.is_common = own.of_state, own.is_common
+
+    def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
+        """The shape of a leaf as a copy has it: a flat piece, the whole, or nothing."""
+        x = self._leaves[k]
+        if self.is_common[k] or self._shares.owners[k] == copy:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ShapeDtypeStruct((self._shares.own_size(k, x.size, copy),), x.dtype)
+
+    def take(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
+        """What a copy has of a whole leaf.
+
+        Args:
+            k: Number of the leaf.
+            x: The leaf.
+            copy: Number of the copy.
+            first: Its first granule, perhaps traced.
+        """
+        owner = self._shares.owners[k]
+        if self.is_common[k] or owner == copy:
+            return x
+        if owner is None:
+            return self._shares.piece(x, self._shares.granules[copy], first)
+        return jnp.zeros(0, x.dtype)
+
+    def spec(self, k: int) -> P:
+        """How the leaf lies over the copies in the form that knows no shares."""
+        shape, num = self._leaves[k].shape, len(self._shares.granules)
+        if self.is_common[k]:
+            return P()
+        dim = next((d for d, n in enumerate(shape) if n and n % num == 0), None)
+        return P() if dim is None else P(*[None] * dim, DATA_AXIS)
+
+    # -- between the forms -----------------------------------------------------------------------
+
+    def evenly(self, k: int, parts: Sequence[jax.Array]) -> jax.Array:
+        """A leaf in the form that knows no shares; every process calls this.
+
+        Args:
+            k: Number of the leaf.
+            parts: What the local copies have of it.
+        """
+        x, reducer = self._leaves[k], self._reducer
+        if self.is_common[k]:
+            return reducer.over_all([part.reshape(x.shape) for part in parts], P())
+        most = self._most(k)
+        wide = [_widened(part, most) for part in parts]
+        stacked = reducer.stacked(wide)
+        found = self._program("evenly", k)(stacked)
+        jax.block_until_ready(found)
+        return found
+
+    def shared(self, k: int, x: jax.Array) -> list[jax.Array]:
+        """What the local copies have of a leaf; every process calls this.
+
+        Args:
+            k: Number of the leaf.
+            x: In the form that knows no shares.
+        """
+        reducer = self._reducer
+        if self.is_common[k]:
+            return reducer.local_parts(x, P())
+        found = self._program("shared", k)(x)
+        jax.block_until_ready(found)
+        parts = reducer.local_parts(found, P(DATA_AXIS))
+        shapes = [self.like(k, r.index).shape for r in reducer.local]
+        return [_narrowed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _most(self, k: int) -> int:
+        """Elements of the largest part of a leaf."""
+        size = self._leaves[k].size
+        return max(self._shares.own_size(k, size, c) for c in range(len(self._shares.granules)))
+
+    def _program(self, way: str, k: int) -> Any:
+        x, owner = self._leaves[k], self._shares.owners[k]
+        return self._made(way, x.shape, jnp.dtype(x.dtype), owner)
+
+    @functools.cache  # noqa: B019
+    def _made(self, way: str, shape: tuple[int, ...], dtype: Any, owner: int | None) -> Any:
+        k = next(
+            k
+            for k, x in enumerate(self._leaves)
+            if (x.shape, x.dtype, self._shares.owners[k]) == (shape, dtype, owner)
+            and not self.is_common[k]
+        )
+        mesh, spec = self._reducer.mesh, self.spec(k)
+        run = self._even_part(k) if way == "evenly" else self._own_part(k)
+        given, wanted = (P(DATA_AXIS), spec) if way == "evenly" else (spec, P(DATA_AXIS))
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=wanted, check_vma=False)
+        return jax.jit(mapped, out_shardings=NamedSharding(mesh, wanted))
+
+    def _even_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
+        """From the parts of all copies to this copy's even part."""
+        x, owner, shares = self._leaves[k], self._shares.owners[k], self._shares
+        num, spec = len(shares.granules), self.spec(k)
+        dim = len(spec) - 1
+        own = [shares.own_size(k, x.size, c) for c in range(num)]
+
+        def run(part: jax.Array) -> jax.Array:
+            me = jax.lax.axis_index(DATA_AXIS)
+            if owner is None:
+                whole = all_gather(part, own, DATA_AXIS)[: x.size].reshape(x.shape)
+            else:
+                words = Words.like([part])
+                sent = words.pack([jnp.where(me == owner, part, jnp.zeros_like(part))])
+                [every] = words.unpack(jax.lax.psum(sent, DATA_AXIS))
+                whole = every.reshape(x.shape)
+            if dim < 0:
+                return whole
+            size = x.shape[dim] // num
+            return jax.lax.dynamic_slice_in_dim(whole, me * size, size, dim)
+
+        return run
+
+    def _own_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
+        """From this copy's even part to its own one."""
+        x, owner, shares = self._leaves[k], self._shares.owners[k], self._shares
+        dim, most = len(self.spec(k)) - 1, self._most(k)
+
+        def run(even: jax.Array) -> jax.Array:
+            whole = even
+            if dim >= 0:
+                whole = jax.lax.all_gather(even, DATA_AXIS, axis=dim, tiled=True)
+            if owner is not None:
+                return whole.reshape(-1)
+            each = shares.granule(x.size)
+            first = jnp.asarray(shares.firsts)[jax.lax.axis_index(DATA_AXIS)]
+            room = jnp.pad(whole.reshape(-1), (0, each * shares.num + most - x.size))
+            return jax.lax.dynamic_slice(room, (first * each,), (most,))
+
+        return run
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _widened(x: jax.Array, size: int) -> jax.Array:
+    return jnp.pad(x.reshape(-1), (0, size - x.size))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _narrowed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x[: math.prod(shape)].reshape(shape)

@@ -1,0 +1,155 @@
+"""Who updates what: granules of parameters and of the optimizer's state, or the whole of some.
+
+A tensor that may be cut anywhere is flattened and cut into granules of equal size, as many as all
+shares together; each copy of the model has consecutive ones. So copies of equal shares have arrays
+of equal shapes, and one program. What the optimizer treats as a whole, such as a matrix that it
+orthogonalises, belongs to one copy.
+
+References:
+    Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+    SC 2020, section 5 (stage 1, the optimizer's state).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._core._types import PyTree
+from .._jax._independent import Independent, independent
+from .._model._optimizer import Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What each copy of the model owns.
+
+    Attributes:
+        granules: Of each copy.
+        owners: For each tensor the copy that owns the whole of it; None: it is cut.
+    """
+
+    granules: tuple[int, ...]
+    owners: tuple[int | None, ...]
+
+    @property
+    def num(self) -> int:
+        """Granules of all copies."""
+        return sum(self.granules)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first granule of each copy."""
+        return tuple(itertools.accumulate(self.granules, initial=0))[:-1]
+
+    def granule(self, size: int) -> int:
+        """Elements of a granule of a tensor of so many."""
+        return -(-size // self.num)
+
+    def own_size(self, tensor: int, size: int, copy: int) -> int:
+        """Elements of a tensor that a copy holds, with what pads the last ones."""
+        owner = self.owners[tensor]
+        if owner is None:
+            return self.granules[copy] * self.granule(size)
+        return size if owner == copy else 0
+
+    def piece(self, x: jax.Array, granules: int, first: Any) -> jax.Array:
+        """Consecutive granules of a whole tensor, flat.
+
+        Args:
+            x: The tensor.
+            granules: As many.
+            first: Number of the first, perhaps traced.
+        """
+        each = self.granule(x.size)
+        flat = jnp.pad(x.reshape(-1), (0, each * self.num - x.size))
+        return jax.lax.dynamic_slice(flat, (first * each,), (granules * each,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ownership:
+    """Which copy of the model updates what.
+
+    Attributes:
+        update: The update, from trained parameters and the optimizer's state to their next values.
+        granules: Of each copy.
+        owners: For each domain of the update the copy that owns it; None: it is cut.
+        num_params: Trained parameters.
+    """
+
+    update: Independent
+    granules: tuple[int, ...]
+    owners: tuple[int | None, ...]
+    num_params: int
+
+    @property
+    def shares(self) -> Shares:
+        """Of the parameters."""
+        return self._of(self.update.domain_of[: self.num_params])
+
+    @property
+    def of_state(self) -> Shares:
+        """Of the leaves of the optimizer's state; common ones count as cut."""
+        num = self.num_arrays
+        return self._of(self.update.domain_of[self.num_params : num])
+
+    @property
+    def num_arrays(self) -> int:
+        """Parameters and leaves of the optimizer's state."""
+        return len(self.update.closed.jaxpr.outvars)
+
+    def program_key(self, copy: int) -> Any:
+        """Copies of equal keys run the same programs."""
+        return self.granules[copy], tuple(o == copy for o in self.owners)
+
+    @property
+    def is_common(self) -> tuple[bool, ...]:
+        """For each leaf of the optimizer's state whether all copies have it."""
+        return tuple(d is None for d in self.update.domain_of[self.num_params : self.num_arrays])
+
+    def _of(self, domains: Sequence[int | None]) -> Shares:
+        return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))
+
+
+def ownership(optimizer: Optimizer, params: PyTree, granules: Sequence[int]) -> Ownership:
+    """Share out an optimizer's update.
+
+    What may be cut is cut by granules. The rest, largest first, goes to the copy that has the
+    least for its granules.
+
+    Args:
+        optimizer: The user's own.
+        params: Shapes of the trained parameters.
+        granules: Of each copy.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    state, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    num, num_arrays = len(leaves), len(leaves) + len(state)
+
+    def update(*arrays: Any) -> list[Any]:
+        own = jax.tree.unflatten(tree, arrays[:num])
+        held = jax.tree.unflatten(state_tree, arrays[num:num_arrays])
+        grads = jax.tree.unflatten(tree, arrays[num_arrays:-1])
+        updates, after = optimizer.update(grads, held, own, value=arrays[-1])
+        return [*jax.tree.leaves(optax.apply_updates(own, updates)), *jax.tree.leaves(after)]
+
+    value = jax.ShapeDtypeStruct((), np.float32)
+    found = independent(update, [*leaves, *state], [*leaves, value], [*range(num), -1])
+    sizes = [0] * len(found.slices)
+    for domain, x in zip(found.domain_of, (*leaves, *state), strict=False):
+        if domain is not None:
+            sizes[domain] += x.size
+    owners: list[int | None] = [None] * len(sizes)
+    load = [0.0] * len(granules)
+    for d in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
+        if found.slices[d]:
+            continue
+        able = [c for c, g in enumerate(granules) if g]
+        best = min(able, key=lambda c: (load[c] + sizes[d]) / granules[c])
+        owners[d], load[best] = best, load[best] + sizes[d]
+    return Ownership(found, tuple(granules), tuple(owners), num)

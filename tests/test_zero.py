@@ -1,0 +1,363 @@
+"""The optimizer's state shared out between copies of the model: the same bits, fewer bytes."""
+
+import fractions
+import itertools
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import hxla
+from hxla._core._config import MemoryConfig
+from hxla._jax._independent import independent
+from hxla._lower._chunks import Chunks, all_gather, reduce_scatter
+from hxla._lower._norm import exponents_for, norm_of, square_digits
+from hxla._plan._ownership import Shares
+
+STEPS, BATCH = 3, 24
+
+
+class Model(nnx.Module):
+    """Matrices, vectors, a scalar, and BatchNorm's statistics."""
+
+    def __init__(self, rngs):
+        self.a = nnx.Linear(6, 10, rngs=rngs)
+        self.norm = nnx.BatchNorm(10, rngs=rngs)
+        self.b = nnx.Linear(10, 7, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return self.gain * self.b(nnx.gelu(self.norm(self.a(x))))
+
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+
+
+def data():
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(BATCH * STEPS, 6)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x @ rng.normal(size=(6, 7))).astype(np.float32)}
+
+
+def no_vectors(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+def by_name(tree):
+    label = lambda path, x: "fast" if "a" in str(path[0]) else "slow"  # noqa: E731
+    return jax.tree_util.tree_map_with_path(label, tree)
+
+
+#: Those that treat each element by itself.
+BY_ELEMENT = {
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=no_vectors),
+    "lion": lambda: optax.lion(1e-2),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: optax.rmsprop(1e-2, centered=True),
+    "scheduled": lambda: optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 9)),
+    "two sorts": lambda: optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.sgd(1e-2, momentum=0.5)}, by_name
+    ),
+    "narrow moments": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+}
+#: Those that look at a whole parameter.
+BY_PARAMETER = {
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(1e-2),
+}
+
+
+def job(optimizer, **config):
+    model = lambda: Model(nnx.Rngs(0))  # noqa: E731
+    return hxla.Job(model, data(), loss, optimizer, batch_size=BATCH, config=config)
+
+
+def cluster(num, **known):
+    return hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", **known),) * num)
+
+
+def planned(job, num, **options):
+    options = {"mesh": {"data": num}} | options
+    return job.plan(cluster(num), microbatch_size=2, counts="even", **options)
+
+
+def trained(job, plan, **options):
+    with job.open(plan, steps=STEPS, **options) as session:
+        for _ in session:
+            pass
+        return session.result()
+
+
+SHARES = [[1, 1, 1], [1, 2, 3], [4, 0, 1], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("name", BY_ELEMENT)
+def test_bits_do_not_depend_on_who_owns_what(name):
+    make, clip = BY_ELEMENT[name], {"clip_norm": 0.3} if name in ("adamw", "lion") else {}
+    plain = job(make(), communication=clip)
+    plan = planned(plain, 3)
+    wanted = trained(plain, plan)
+    for i, shares in enumerate(SHARES):
+        own = job(make(), communication=clip, memory={"zero": 1, "shares": shares})
+        shared = planned(own, 3).with_counts(((4, 4, 4), (2, 9, 1), (0, 5, 7), (12, 0, 0))[i])
+        assert shared.placement.zero == 1
+        assert shared.placement.whole == ()
+        assert shared.numerics == plan.numerics
+        found = trained(own, shared)
+        assert found.sha256 == wanted.sha256
+        assert found.history.steps[-1].loss == wanted.history.steps[-1].loss
+
+
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_what_the_optimizer_treats_as_a_whole_has_one_owner(name):
+    make = BY_PARAMETER[name]
+    plain = job(make())
+    wanted = trained(plain, planned(plain, 2))
+    own = job(make(), memory={"zero": 1, "shares": [3, 1]})
+    plan = planned(own, 2)
+    assert "a/kernel" in plan.placement.whole
+    assert plan.numerics != planned(plain, 2).numerics
+    found = trained(own, plan)
+    for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(wanted.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_a_norm_over_all_parameters_ties_them_together():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-2))
+    plan = planned(job(optimizer, memory={"zero": 1}), 2)
+    assert any("communication.clip_norm" in reason for reason in plan.reasons)
+    assert len(plan.placement.whole) == 7
+
+
+def test_clipping_is_that_of_optax():
+    clipped = optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1))
+    reference = trained(job(clipped), planned(job(clipped), 2))
+    own = job(optax.sgd(0.1), communication={"clip_norm": 0.3}, memory={"zero": 1})
+    found = trained(own, planned(own, 2))
+    for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(reference.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_each_copy_holds_its_share_of_the_state():
+    shares = (1, 2, 5)
+    own = job(optax.adam(1e-2), memory={"zero": 1, "shares": list(shares)})
+    sizes = [60, 10, 10, 10, 70, 7, 1]
+    with own.open(planned(own, 3), steps=1) as session:
+        for copy, held in enumerate(session._store.held):
+            moments = [x.size for x in jax.tree.leaves(held.opt_state) if x.ndim]
+            granules = [-(-size // sum(shares)) for size in sizes]
+            assert sorted(moments) == sorted(2 * [shares[copy] * g for g in granules])
+
+
+def test_a_checkpoint_goes_on_with_other_shares(tmp_path):
+    make = BY_ELEMENT["adamw"]
+    plain = job(make())
+    wanted = trained(plain, planned(plain, 3)).sha256
+    for i, (num, before, after) in enumerate(
+        [(3, [1, 2, 3], [0, 1, 0]), (2, [5, 1], None), (3, None, [2, 1, 1])]
+    ):
+        folder, own = tmp_path / str(i), []
+        for shares in (before, after):
+            memory = {} if shares is None else {"zero": 1, "shares": shares}
+            own.append(job(make(), memory=memory))
+        with own[0].open(planned(own[0], num), steps=STEPS, checkpoint_dir=folder) as session:
+            session.step()
+            session.save()
+        found = trained(own[1], planned(own[1], num), checkpoint_dir=folder)
+        assert found.sha256 == wanted
+        assert len(found.history.steps) == STEPS - 1
+
+
+def test_shares_follow_speed_as_far_as_memory_holds_them():
+    own = job(optax.adam(1e-2), memory={"zero": 1})
+    sizes = ((1.0, None), (0.5, None))
+
+    def shares(*devices):
+        made = [
+            hxla.Device(kind="cpu", core_share=share, memory_bytes=memory)
+            for share, memory in devices
+        ]
+        own_cluster = hxla.Cluster(name="", devices=made)
+        options = {"mesh": {"data": 2}, "microbatch_size": 2, "counts": "even"}
+        return own.plan(own_cluster, **options).placement.shares
+
+    assert shares(*sizes) == (2, 1)
+    assert shares((1.0, None), (1.0, None)) == ()
+    # 168 parameters, their gradients and two limbs of each: 2688 bytes; 1348 of the state.
+    assert shares((1.0, 2688 + 400), (0.5, 4096)) == (7, 17)
+    with pytest.raises(hxla.PlanError, match=r"device 0.*lacks"):
+        shares((1.0, 2600), (0.5, 3000))
+
+
+def test_zero_is_chosen_where_the_state_does_not_fit():
+    own = job(optax.adam(1e-2))
+    options = {"mesh": {"data": 2}, "microbatch_size": 2, "counts": "even"}
+    roomy = own.plan(cluster(2, memory_bytes=1 << 20), **options)
+    tight = own.plan(cluster(2, memory_bytes=2688 + 1000), **options)
+    assert (roomy.placement.zero, tight.placement.zero) == (0, 1)
+
+
+HOSTILE = {
+    "shares alone": ({"shares": (1, 2, 3)}, "placement.shares: they are of ZeRO's stage 1"),
+    "too few shares": ({"zero": 1, "shares": (1, 2)}, "placement.shares: 2 for 3 copies"),
+    "nobody": ({"zero": 1, "shares": (0, 0, 0)}, "placement.shares: nobody owns anything"),
+    "negative": ({"zero": 1, "shares": (1, -1, 1)}, "placement.shares.1: .*greater than or equal"),
+    "a stage beyond": ({"zero": 4}, "placement.zero"),
+    "an owner of nothing": ({"zero": 1, "whole": ("x",)}, "no parameter 'x'"),
+    "whole without zero": ({"whole": ("b/bias",)}, "placement.whole: it is of ZeRO's stage 1"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_plan_with_wrong_shares_is_refused(name):
+    fields, words = HOSTILE[name]
+    plan = planned(job(optax.adam(1e-2)), 3)
+    table = plan.model_dump(mode="json")
+    table["placement"] |= fields
+    with pytest.raises(hxla.PlanError, match=words):
+        hxla.Plan.from_json(json.dumps(table))
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(hxla.PlanError, match="one copy of the model has nobody to share with"):
+        planned(job(optax.adam(1e-2), memory={"zero": 1}), 1)
+    with pytest.raises(hxla.PlanError, match=r"memory.shares needs memory.zero"):
+        planned(job(optax.adam(1e-2), memory={"shares": [1, 2]}), 2)
+    with pytest.raises(hxla.PlanError, match=r"placement.zero: copies of one device share"):
+        planned(job(optax.adam(1e-2), memory={"zero": 1}), 4, mesh=None, stages=2)
+    with pytest.raises(hxla.ConfigError, match=r"memory.zero"):
+        job(optax.adam(1e-2), memory={"zero": 7})
+    assert MemoryConfig().zero is None
+
+
+def test_an_edited_list_of_whole_parameters_is_refused():
+    own = job(optax.adam(1e-2), memory={"zero": 1})
+    plan = planned(own, 2)
+    placed = plan.placement.model_copy(update={"whole": ("b/bias",)})
+    with pytest.raises(
+        hxla.PlanError, match="treats no parameter as a whole, the plan says b/bias"
+    ):
+        own.open(plan.replaced(placement=placed), steps=1)
+
+
+# -- the parts ----------------------------------------------------------------------------------
+
+
+def over_copies(run, num, *arrays):
+    mesh = jax.make_mesh((num,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    return mapped, mapped(*arrays)
+
+
+def sent_elements(closed):
+    """Elements on all links, of permutes in the order of the program."""
+    total = 0
+    for eqn in closed.eqns:
+        if eqn.primitive.name == "ppermute":
+            total += eqn.invars[0].aval.size * len(eqn.params["perm"])
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += sent_elements(inner)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_of_any_length_are_summed_and_gathered(seed):
+    rng = random.Random(seed)
+    num = rng.randint(2, 6)
+    lengths = [rng.choice((0, 1, 3, 8, 8, 20)) for _ in range(num - 1)] + [9]
+    total = sum(lengths)
+    rows = np.random.default_rng(seed).integers(-100, 100, (num, total)).astype(np.int32)
+
+    def scatter(row):
+        return reduce_scatter(row.reshape(-1), lengths, "data", jnp.int32, True)[None]
+
+    program, found = over_copies(scatter, num, rows)
+    ends = np.cumsum(lengths)
+    wanted = np.split(rows.sum(axis=0), ends[:-1])
+    for own, part in zip(np.asarray(found), wanted, strict=True):
+        np.testing.assert_array_equal(own[: len(part)], part)
+    # Each chunk goes to all copies but one: no fewer bytes can do it.
+    assert sent_elements(jax.make_jaxpr(program)(rows).jaxpr) == (num - 1) * total
+
+    def gather(own):
+        return all_gather(own.reshape(-1), lengths, "data")[None]
+
+    wide = np.stack([np.pad(part, (0, max(lengths) - len(part))) for part in wanted])
+    program, found = over_copies(gather, num, wide)
+    for own in np.asarray(found):
+        np.testing.assert_array_equal(own, rows.sum(axis=0))
+    if len(set(lengths)) > 1:
+        assert sent_elements(jax.make_jaxpr(program)(wide).jaxpr) == (num - 1) * total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_hold_every_element_once(seed):
+    rng = random.Random(seed)
+    num = rng.randint(1, 5)
+    granules = (*(rng.randrange(4) for _ in range(num - 1)), rng.randint(1, 3))
+    shapes = [rng.choice([(), (3,), (4, 5), (17,), (2, 3, 4)]) for _ in range(5)]
+    able = [c for c, g in enumerate(granules) if g]
+    owners = tuple(rng.choice([None, None, rng.choice(able)]) for _ in shapes)
+    arrays = [np.arange(np.prod(s, dtype=int), dtype=np.float32).reshape(s) + 1 for s in shapes]
+    chunks = Chunks(Shares(granules, owners), tuple(range(5)), tuple(x.size for x in arrays))
+    flat = chunks.flat([jnp.asarray(x) for x in arrays])
+    assert flat.shape == (sum(chunks.lengths),)
+    for x, back in zip(arrays, chunks.unflat(flat, shapes), strict=True):
+        np.testing.assert_array_equal(x, back)
+    own = np.split(np.asarray(flat), np.cumsum(chunks.lengths)[:-1])
+    for copy, part in enumerate(own):
+        padded = jnp.pad(part, (0, chunks.longest - part.size))
+        pieces = chunks.pieces(padded, copy)
+        np.testing.assert_array_equal(chunks.chunk(pieces, copy), padded)
+        first = chunks.shares.firsts[copy]
+        for i, x in enumerate(arrays):
+            if owners[i] is None:
+                wanted = chunks.shares.piece(jnp.asarray(x), granules[copy], first)
+            else:
+                wanted = x.reshape(-1) if owners[i] == copy else x.reshape(-1)[:0]
+            np.testing.assert_array_equal(pieces[i], wanted)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e18])
+def test_the_norm_is_right_and_does_not_depend_on_the_parts(scale):
+    rng = np.random.default_rng(7)
+    tensors = [(rng.standard_t(2, size=n) * scale).astype(np.float32) for n in (1, 1000, 20011)]
+    exponents = exponents_for(np.array([np.abs(x).max() for x in tensors]), 12)
+
+    def digits(x, exponent):
+        return np.asarray(square_digits(jnp.asarray(x), exponent))
+
+    whole = np.stack([digits(x, e) for x, e in zip(tensors, exponents, strict=True)])
+    found = norm_of(whole, exponents.tolist())
+    exact = sum(fractions.Fraction(float(v)) ** 2 for x in tensors for v in x)
+    assert abs(float(fractions.Fraction(found) ** 2 / exact) - 1) < 1e-6
+    parted = np.stack(
+        [
+            sum(digits(part, e) for part in np.array_split(x, 5))
+            for x, e in zip(tensors, exponents, strict=True)
+        ]
+    )
+    assert norm_of(parted, exponents.tolist()) == found
+
+
+def test_what_depends_on_what_is_found():
+    def step(a, b, count, grad_a, grad_b):
+        rate = 0.1 / (count + 1)
+        return a - rate * grad_a, b - rate * grad_b / jnp.linalg.norm(grad_b), count + 1
+
+    arrays = [jax.ShapeDtypeStruct((3, 4), "float32")] * 2 + [jax.ShapeDtypeStruct((), "float32")]
+    found = independent(step, arrays, arrays[:2], [0, 1])
+    assert found.domain_of == (0, 1, None, 0, 1)
+    assert found.slices == (True, False)
+    pairs = itertools.pairwise(found.domain_of[:2])
+    assert all(a != b for a, b in pairs)
