@@ -20,9 +20,9 @@ from ._structures import Structure
 _PASSES = 3.0  # a backward is two products for each of the forward's
 _SUMMED_BYTES = 24.0  # of a float32 gradient read, and two int32 limbs read and written
 _ALIKE = 1.05  # ratio of seconds up to which devices are alike
-# One core of an Intel Xeon (Sapphire Rapids), as benchmarks/uneven_split.py runs on it: products of
-# 768 columns, element-wise work in place, all-reduces between two processes over Gloo. Only their
-# ratios matter.
+# Of one core of an Intel Xeon, rounded: not measured one by one, but set so that the shares of time
+# that devices repeat come near to those of benchmarks/uneven_split.py there. Products, element-wise
+# work, all-reduces over Gloo. Only their ratios matter; a profile's times take their place.
 _CORE_FLOPS_PER_SECOND = 8e10
 _CORE_BYTES_PER_SECOND = 5e9
 _CORE_SENT_BYTES_PER_SECOND = 3e8
