@@ -237,6 +237,9 @@ def test_sizes_that_disagree_or_cut_a_unit_are_refused():
         ({"tensor": (2, 1), "expert": (2, 1)}, "one axis may have them"),
         ({"stage": 2, "tensor": (2, 1)}, "inside a pipeline's stages"),
         ({"fsdp": 2, "tensor": (2, 1)}, "copies with one axis"),
+        ({"tensor": (2, -1)}, "must be at least 1"),
+        ({"tensor": ("2", "1")}, "no whole number"),
+        ({"stage": (2, 1)}, "which cuts no parameters"),
     ],
 )
 def test_a_ratio_that_cannot_be_met_is_one_error(mesh, message):
@@ -256,7 +259,8 @@ def test_devices_of_unlike_speed_get_unlike_parts():
     graph = Run("columns", 8, (3, 1)).graph
     plan = hxla.make_plan(graph, "cpu-1.0-0.33", mesh={"tensor": 2})
     by_name = {layout.name: layout for layout in plan.parameters}
-    assert by_name["up/kernel"].sizes == ((), (6, 2))
+    # Less than a quarter: what it repeats takes the slow device three times as long, too.
+    assert by_name["up/kernel"].sizes == ((), (7, 1))
     assert "by the speeds of the devices" in plan.explain()
     stated = hxla.make_plan(graph, "cpu-1.0-0.33", mesh={"tensor": (1, 1)})
     assert not stated.is_uneven

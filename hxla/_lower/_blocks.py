@@ -34,6 +34,7 @@ class Block:
         is_differentiable: For each input whether a gradient flows back through it.
         results: How the results are cut.
         num_classes: The distinct sizes of devices.
+        lay_out: How an array is laid out before it is padded: a CPU is slow at both at once.
     """
 
     run: Callable[[int, Any, Sequence[Any]], list[Any]]
@@ -41,6 +42,7 @@ class Block:
     is_differentiable: tuple[bool, ...]
     results: tuple[Width, ...]
     num_classes: int
+    lay_out: Callable[[Any], Any]
 
     def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
         """The results on this device, padded.
@@ -62,7 +64,7 @@ class Block:
                     own = _narrowed(c, inputs, self.inputs)
                     found, held = halves[c].run_early([offsets, *own])
                     wide = [_as_wide(x, shapes) for x, shapes in zip(held, kept, strict=True)]
-                    return _widened(found, self.results), wide
+                    return self._widened(found, self.results), wide
 
                 return run
 
@@ -78,7 +80,7 @@ class Block:
                     back = _narrowed(c, floats, widths)
                     narrow = [_of_shape(x, s[c]) for x, s in zip(held, kept, strict=True)]
                     found = halves[c].run_late([offsets, *own, *back], narrow)
-                    return _widened(found, of_grads)
+                    return self._widened(found, of_grads)
 
                 return run
 
@@ -99,6 +101,12 @@ class Block:
         if len(branches) == 1:
             return branches[0](*operands)
         return jax.lax.switch(size_class, branches, *operands)
+
+    def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
+        return [
+            x if width is None else widen(self.lay_out(x), width[0], max(width[1]))
+            for x, width in zip(arrays, widths, strict=True)
+        ]
 
     # -- tracing ---------------------------------------------------------------------------------
 
@@ -161,13 +169,6 @@ class Block:
 def _narrowed(c: int, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
     return [
         x if width is None else narrow(x, width[0], width[1][c])
-        for x, width in zip(arrays, widths, strict=True)
-    ]
-
-
-def _widened(arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
-    return [
-        x if width is None else widen(x, width[0], max(width[1]))
         for x, width in zip(arrays, widths, strict=True)
     ]
 

@@ -16,6 +16,7 @@ from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import as_function
 from .._plan._sharding import Sharded
+from ._across import Cut
 from ._contribution import (
     Contribution,
     DeviceSums,
@@ -24,15 +25,21 @@ from ._contribution import (
     changes,
     first_only,
     gradient_of,
+    largest,
     local_largest,
     microbatch_key,
     pack_shapes,
     pack_specs,
+    peak_bits,
     row_bits,
 )
+from ._granules import Granules
 from ._options import compiler_options, extra_bytes
 from ._replica import Replica
 from ._uneven import Uneven
+
+#: `(values, parts of the sums, exponents, keep) -> (parts of the sums, peaks)`.
+_Joining = Callable[[Any, Any, jax.Array, Any], tuple[list[tuple[jax.Array, ...]], jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,33 +210,99 @@ def _gradient(
     return gradient_of(run, spec.trained, on_cpu)
 
 
+def _joining(spec: MicrobatchSpec, replica: Replica, on_cpu: bool) -> _Joining:
+    """How a microbatch's values join the sums on a replica's devices."""
+    lay_out = row_major if on_cpu else lambda x: x
+    packs = [np.array(pack) for pack in spec.packs]
+    if spec.uneven is not None:
+        return _joining_parts(spec, replica, lay_out)
+
+    def added(
+        before: Sequence[Any], values: Sequence[jax.Array], exponents_T: jax.Array, keep: Any
+    ) -> list[tuple[jax.Array, ...]]:
+        return [
+            spec.contribution.add(
+                old, x, exponents_T[pack[0]] if len(pack) == 1 else exponents_T[pack, None], keep
+            )
+            for old, x, pack in zip(before, values, packs, strict=True)
+        ]
+
+    def alone(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:
+        found, peaks_T = local_largest(values, lay_out, spec.packs)
+        return added(before, found, exponents_T, keep), peaks_T
+
+    if spec.sharded is None:
+        return alone
+    mesh, specs = replica.mesh, spec.specs()
+
+    def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        found, peaks_T = local_largest(values, lay_out, spec.packs)
+        return found, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
+    )
+
+    def run(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:
+        placed = [
+            jax.lax.with_sharding_constraint(x, replica.sharding(s))
+            for x, s in zip(values, specs, strict=True)
+        ]
+        found, peaks_T = mapped(placed)
+        return added(before, found, exponents_T, keep), peaks_T
+
+    return run
+
+
+def _joining_parts(
+    spec: MicrobatchSpec, replica: Replica, lay_out: Callable[[jax.Array], jax.Array]
+) -> _Joining:
+    """The same, each device for its own part of what is cut into unlike ones."""
+    assert spec.uneven is not None
+    specs, mesh, num = spec.specs(), replica.mesh, spec.contribution.form.num_parts
+    cuts = spec.uneven.cuts_of_sums(spec.trained)
+
+    def one(x: jax.Array, before: Any, exponent: jax.Array, keep: Any, cut: Cut | None) -> Any:
+        x = lay_out(x)
+        if cut is None:
+            return spec.contribution.add(before, x, exponent, keep), largest(x)
+        granules = Granules.of(cut)
+
+        def step(i: Any, old: list[jax.Array], peak: jax.Array) -> Any:
+            new = granules.take(x, i)
+            added = spec.contribution.add(old, new, exponent, keep)
+            return added, jnp.maximum(peak, largest(new))
+
+        parts, peak = granules.loop(step, before, jnp.zeros(()))
+        return tuple(parts), peak
+
+    def local(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:
+        pairs = [
+            one(x, before[p], exponents_T[i], keep, cuts[i])
+            for p, [i] in enumerate(spec.packs)
+            for x in [values[i]]
+        ]
+        peaks_T = peak_bits(jnp.stack([peak for _, peak in pairs]))
+        return [parts for parts, _ in pairs], jax.lax.pmax(peaks_T, mesh.axis_names)
+
+    of_parts = [(s,) * num for s in specs]
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, of_parts, P(), P()),
+        out_specs=(of_parts, P()),
+        check_vma=False,
+    )
+
+
 def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[DeviceSums, Any]]:
     """`(params, aux, sums, exponents, where, batch) -> (sums, tick)`.
 
     `where` is int32[3]: step, microbatch, and 0 to begin the sums anew or 1 to add to them.
     """
     on_cpu = replica.devices[0].platform == "cpu"
-    gradient, specs = _gradient(spec, replica, on_cpu), spec.specs()
-    packs = [np.array(pack) for pack in spec.packs]
-
-    def with_peaks(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        lay_out = row_major if on_cpu else lambda x: x
-        if spec.sharded is None:
-            return local_largest(values, lay_out, spec.packs)
-        mesh = replica.mesh
-        values = [
-            jax.lax.with_sharding_constraint(x, replica.sharding(s))
-            for x, s in zip(values, specs, strict=True)
-        ]
-
-        def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            values, peaks_T = local_largest(values, lay_out, spec.packs)
-            return values, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
-        )
-        return mapped(values)  # type: ignore[no-any-return]
+    gradient = _gradient(spec, replica, on_cpu)
+    join = _joining(spec, replica, on_cpu)
 
     def hxla_micro(
         params: Sequence[jax.Array],
@@ -248,15 +321,12 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
             own = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
             grads = [g * share for g in own]
         deltas, ints = changes(aux, new_aux, spec.tensors.is_float)
-        values, peaks_T = with_peaks([*(g.astype(jnp.float32) for g in grads), *deltas])
-        add = functools.partial(spec.contribution.add, keep=keep)
+        values = [*(g.astype(jnp.float32) for g in grads), *deltas]
+        added, peaks_T = join(values, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
             jnp.maximum(sums.peaks_T * keep, peaks_T),
-            [
-                add(before, x, exponents_T[pack[0]] if len(pack) == 1 else exponents_T[pack, None])
-                for before, x, pack in zip(sums.values, values, packs, strict=True)
-            ],
+            added,
             [first_only(a * keep, b, index) for a, b in zip(sums.ints, ints, strict=True)],
         )
         return out, row_S[1]

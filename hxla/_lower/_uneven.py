@@ -22,6 +22,7 @@ from .._graph._graph import Graph
 from .._graph._interpreter import Env, run_ops
 from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
 from .._graph._operations import Op, leaves
+from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import checkpoint_like, scan_counts
 from .._plan._linked_dims import Parts
 from .._plan._sharding import Sharded
@@ -88,6 +89,17 @@ class Uneven:
             for v, cut in zip(self.graph.aux_values, cuts, strict=True)
         ]
 
+    def cuts_of_sums(self, trained: Sequence[int]) -> list[Cut | None]:
+        """How each float tensor of the sums is cut, where its parts are unlike; else None.
+
+        Args:
+            trained: Places of the parameters that are trained.
+        """
+        values, graph = self.graph.values, self.graph
+        aux = [v for v in graph.aux_values if jnp.issubdtype(values[v].dtype, jnp.floating)]
+        cuts = [self.cut_of(v) for v in (*(graph.param_values[i] for i in trained), *aux)]
+        return [cut if cut and len(set(cut.sizes)) > 1 else None for cut in cuts]
+
     # -- gradients -------------------------------------------------------------------------------
 
     def gradient(
@@ -103,7 +115,7 @@ class Uneven:
         params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
 
         def local(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
-            return self.run(params, aux, jax.random.wrap_key_data(key), batch)
+            return self.run(params, aux, jax.random.wrap_key_data(key), batch, on_cpu=on_cpu)
 
         mapped = jax.shard_map(
             gradient_of(local, trained, on_cpu),
@@ -118,7 +130,15 @@ class Uneven:
 
         return run
 
-    def run(self, params: Sequence[Any], aux: Sequence[Any], key: Any, batch: Any) -> list[Any]:
+    def run(
+        self,
+        params: Sequence[Any],
+        aux: Sequence[Any],
+        key: Any,
+        batch: Any,
+        *,
+        on_cpu: bool = False,
+    ) -> list[Any]:
         """The results of the loss on this device: the first two whole, the others as their own."""
         graph = self.graph
         env: Env = dict(graph.consts)
@@ -129,7 +149,7 @@ class Uneven:
             (graph.batch_values, batch),
         ):
             env.update(zip(numbers, arrays, strict=True))
-        level = _Level(self, graph.ops, env, graph.result_values)
+        level = _Level(self, graph.ops, env, graph.result_values, on_cpu=on_cpu)
         level.run()
         num = len(graph.result_values) - len(graph.aux_values)
         wanted = [*[None] * num, *map(self.cut_of, graph.aux_values)]
@@ -145,11 +165,20 @@ class _Level:
         env: Arrays that the operations read, those that are cut padded.
         ends: Values that are wanted of them.
         prefix: Name stack around them.
+        on_cpu: Whether arrays are laid out as a CPU likes them.
     """
 
     def __init__(
-        self, uneven: Uneven, ops: Sequence[Op], env: Env, ends: Sequence[Any], prefix: str = ""
+        self,
+        uneven: Uneven,
+        ops: Sequence[Op],
+        env: Env,
+        ends: Sequence[Any],
+        prefix: str = "",
+        *,
+        on_cpu: bool,
     ):
+        self._on_cpu = on_cpu
         self._uneven, self._ops, self._env, self._prefix = uneven, ops, env, prefix
         self._values = uneven.graph.values
         self._assigned, self._linked = uneven._assigned, uneven._linked
@@ -272,6 +301,7 @@ class _Level:
             is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
             results=tuple(map(width, results)),
             num_classes=len(classes),
+            lay_out=row_major if self._on_cpu else lambda x: x,
         )
         of_device = Cut(0, (1,) * self._num, uneven.axis)
         starts = jnp.stack(
@@ -371,7 +401,9 @@ class _Level:
         def body(*arrays: Any) -> "_Level":
             env: Env = dict(op.body_consts)
             env.update(zip(op.body_inputs, arrays, strict=True))
-            level = _Level(self._uneven, op.body, env, op.body_outputs, op.stack)
+            level = _Level(
+                self._uneven, op.body, env, op.body_outputs, op.stack, on_cpu=self._on_cpu
+            )
             level.run()
             return level
 

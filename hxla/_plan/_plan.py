@@ -18,6 +18,7 @@ from .._core._errors import PlanError
 from .._core._files import MOST_JSON_BYTES, named, read_bytes
 from .._core._types import STAGE_AXIS
 from ._layout import Layout, PlanValue, whole
+from ._part_bytes import parts_in_words
 from ._plan_check import faults
 from ._plan_differences import differences
 from ._plan_file import faults_of, from_json, refusal
@@ -377,6 +378,9 @@ class Plan(PlanValue):
                 f"  parameters {self.parameter_bytes:,} bytes, {self.device_parameter_bytes:,} on "
                 "a device"
             )
+        if self.is_uneven:
+            [axis] = self.axes
+            lines += parts_in_words(self.parameters, axis.name, axis.size)
         if self.pipeline is not None:
             lines += self._of_pipeline(self.pipeline)
         if self.prediction is not None:

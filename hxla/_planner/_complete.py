@@ -24,6 +24,7 @@ from .._plan._plan_parts import (
     Versions,
 )
 from .._plan._stage_storage import storage_specs
+from .._profile._profile import Profile
 from ._axes import Axes
 from ._counts import even_counts
 from ._inner_split import Sizes, inner_split, lines_of
@@ -43,6 +44,7 @@ def complete(
     prediction: Prediction | None = None,
     runners_up: Sequence[RunnerUp] = (),
     reasons: Sequence[str] = (),
+    profile: Profile | None = None,
 ) -> Plan:
     """The plan of a structure.
 
@@ -58,6 +60,7 @@ def complete(
         prediction: Of time and memory.
         runners_up: Next best plans.
         reasons: Why, besides what the structure says.
+        profile: Times of the model on each kind of device alone, for the sizes of a split.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
@@ -75,7 +78,7 @@ def complete(
     if structure.inner:
         whole = sum(graph.values[v].num_bytes for v in graph.param_values)
         factor = 2 + optimizer_bytes / max(whole, 1) + sums.num_parts  # and a gradient
-        split = inner_split(graph, structure, cluster, factor)
+        split = inner_split(graph, structure, cluster, factor, profile)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
         said += lines_of(split)

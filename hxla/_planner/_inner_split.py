@@ -14,12 +14,15 @@ from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import fits
 from .._graph._graph import Graph
 from .._graph._operations import leaves
+from .._plan._layout import from_spec
 from .._plan._linked_dims import LinkedDims
 from .._plan._sharding import Sharded
 from .._plan._shares import in_shares
+from .._profile._profile import Profile
 from ._axes import resolve_rules, shard_graph
 from ._parts_check import check_parts
 from ._split_sizes import SplitDevice, best_sizes
+from ._split_times import Place, places_of, split_devices
 from ._structures import Structure
 
 #: For each dimension of a parameter the sizes of its parts, as a layout has them.
@@ -27,6 +30,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 _MOST_TOLD = 8
 _NUM_GRANULES = 120  # of a split's whole work
+_LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,11 @@ class InnerSplit:
 
 
 def inner_split(
-    graph: Graph, structure: Structure, cluster: Cluster, state_factor: float = 1.0
+    graph: Graph,
+    structure: Structure,
+    cluster: Cluster,
+    state_factor: float = 1.0,
+    profile: Profile | None = None,
 ) -> InnerSplit:
     """Choose what is cut, and where.
 
@@ -56,6 +64,7 @@ def inner_split(
         structure: How the devices share the model.
         cluster: That its ranks are of.
         state_factor: The bytes of a device for each byte of its parameters.
+        profile: Times of the model on each kind of device alone; None: they follow from figures.
 
     Raises:
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
@@ -69,11 +78,14 @@ def inner_split(
                 f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
             )
         return _unlike(graph, structure, structure.shares, "as stated", stated=True)
-    devices = () if why_not or structure.shares else _devices(structure, cluster)
+    is_free = not why_not and not structure.shares
+    places = places_of(graph, structure, cluster, profile) if is_free else ()
     said: tuple[str, ...] = ()
-    if devices:
+    if places:
         try:
-            return _by_speed(graph, structure, devices, state_factor)
+            own_sizes = _by_speed(graph, structure, places, state_factor)
+            if own_sizes is not None:
+                return own_sizes
         except (AnnotationError, PlanError) as error:
             said = (f"parts are alike on devices of unlike speed: {_first_line(error)}",)
     num = structure.inner[0][1]
@@ -173,11 +185,14 @@ def _unlike(
 
 
 def _by_speed(
-    graph: Graph, structure: Structure, devices: Sequence[SplitDevice], state_factor: float
-) -> InnerSplit:
-    """Parts that suit the devices' speeds and memory."""
+    graph: Graph, structure: Structure, places: Sequence[Place], state_factor: float
+) -> InnerSplit | None:
+    """Parts that suit the devices' speeds and memory; None where devices are alike."""
     found = _sharded(graph, structure, unlike=True)
     sharded = found[0]
+    devices = split_devices(graph, sharded, places, _NUM_GRANULES)
+    if not devices:
+        return None
     bytes_of = {
         is_cut: state_factor
         * sum(
@@ -192,19 +207,60 @@ def _by_speed(
         [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
         padded_bytes=bytes_of[True] / _NUM_GRANULES,
     )
+    seconds = [d.seconds(n) for d, n in zip(devices, shares, strict=True)]
     common = math.gcd(*shares)
     shares = tuple(n // common for n in shares)
     if len(set(shares)) == 1:
         raise PlanError("the memory of the slower devices is needed in full")
-    return _unlike(graph, structure, shares, "by the speeds of the devices", found=found)
+    repeated = "/".join(
+        f"{d.fixed_seconds / own:.0%}" for d, own in zip(devices, seconds, strict=True)
+    )
+    how = "measured" if places[0].measured_seconds is not None else "estimated"
+    why = f"by the speeds of the devices ({how}; of their time {repeated} is for what each repeats)"
+    made = _unlike(graph, structure, shares, why, found=found)
+    return dataclasses.replace(
+        made, reasons=(*made.reasons, _who_waits(graph, made, devices, structure.inner[0][0]))
+    )
+
+
+def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
+    """Which device the others wait for, and how long, with the sizes in whole units."""
+    cut = [0.0] * len(devices)
+    for v, specs, sizes in zip(
+        graph.param_values, made.sharded.param_specs(), made.sizes, strict=True
+    ):
+        shape = graph.values[v].shape
+        for dim, names in enumerate(from_spec(specs, len(shape))):
+            if axis in names:
+                even = (shape[dim] / len(devices),) * len(devices)
+                for d, own in enumerate((sizes[dim] if sizes else ()) or even):
+                    cut[d] += graph.values[v].num_bytes * own / shape[dim]
+    parts = [own / (sum(cut) or 1) * _NUM_GRANULES for own in cut]
+    seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
+    last = max(range(len(devices)), key=seconds.__getitem__)
+    waits = "; ".join(
+        f"{d.name} waits {1 - own / seconds[last]:.0%} of it"
+        for d, own in zip(devices, seconds, strict=True)
+        if d is not devices[last]
+    )
+    return f"of a microbatch {devices[last].name} works all the time; {waits}"
 
 
 def _units(num_units: int, shares: Sequence[int], *, stated: bool) -> tuple[int, ...]:
-    """A stated ratio is rounded; speeds are met by the optimum."""
+    """A stated ratio is rounded; speeds are met by the optimum.
+
+    Many units, as columns are, are handed out in powers of two, for no kernel likes odd sizes.
+    """
+    granule, least = 1, _LEAST_GRANULES * len(shares)
+    while num_units % (2 * granule) == 0 and num_units // (2 * granule) >= least:
+        granule *= 2
+    num = num_units // granule
     if stated:
-        return in_shares(num_units, shares)
-    devices = [SplitDevice(name=str(d), unit_seconds=1 / s) for d, s in enumerate(shares)]
-    return best_sizes(num_units, devices)
+        sizes = in_shares(num, shares)
+    else:
+        devices = [SplitDevice(name=str(d), unit_seconds=1 / s) for d, s in enumerate(shares)]
+        sizes = best_sizes(num, devices)
+    return tuple(n * granule for n in sizes)
 
 
 def _too_few(
@@ -242,27 +298,6 @@ def _cuts_heads(graph: Graph, num: int) -> bool:
 
 def _sent_bytes(sharded: Sharded) -> float:
     return sum(axis.sent_bytes for axis in sharded.axes.values())
-
-
-def _devices(structure: Structure, cluster: Cluster) -> tuple[SplitDevice, ...]:
-    """The devices at each place of a copy; empty where they are alike, or nothing is known.
-
-    A place is as fast, and has as much memory, as the least of its devices in any copy.
-    """
-    columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*structure.replicas)]  # noqa: B905
-    speeds = [min(map(described_speed, own)) for own in columns]
-    if not all(speeds) or max(speeds) <= 1.05 * min(speeds):
-        return ()
-    return tuple(
-        SplitDevice(
-            name=f"device {place} of a copy ({own[0].label})",
-            unit_seconds=1 / speed,
-            memory_bytes=min(
-                (d.memory_bytes for d in own if d.memory_bytes is not None), default=None
-            ),
-        )
-        for place, (own, speed) in enumerate(zip(columns, speeds, strict=True))
-    )
 
 
 def described_speed(device: Device) -> float:

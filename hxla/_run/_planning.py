@@ -176,7 +176,7 @@ def plan_for(
             counts = "even" if counts == "measured" else counts
         if wishes.mesh is None:
             structure, fractions = _cut(job, structure, size, wishes, cluster, devices, profile)
-    elif profile is not None and structure.axes:
+    elif profile is not None and structure.axes and len(structure.inner) != 1:
         reasons.append("the profile is of a model on one device: not used")
     timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
@@ -196,6 +196,7 @@ def plan_for(
             counts=asked_counts(counts, job.batch_size // size, num),
             prediction=Prediction(stage_fractions=fractions) if fractions else None,
             reasons=(*reasons, *_what_is_trained(job, size), *said),
+            profile=profile,
         )
         plan = with_shared_state(job, plan, cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
