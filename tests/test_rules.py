@@ -185,7 +185,8 @@ class LinenStack(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         options = {"split_rngs": {"params": True}}
-        scan = nn.scan(LinenLayer, variable_axes={"params": int(self.how == "columns")}, length=4, **options)
+        axis = 1 if self.how == "columns" else 0
+        scan = nn.scan(LinenLayer, variable_axes={"params": axis}, length=4, **options)
         inner = nn.scan(LinenLayer, variable_axes={"params": 0}, length=2, **options)
         x = nn.Embed(models.VOCABULARY, 16, name="tok")(tokens)
         if self.how == "loop":
@@ -225,9 +226,7 @@ class NnxStack(nnx.Module):
         for layer in self.layer if self.how == "loop" else ():
             x = layer(x)
         if self.how != "loop":
-            scan = nnx.scan(
-                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-            )
+            scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x = scan(x, self.layer)
         return self.head(x)
 
