@@ -151,7 +151,15 @@ def trained(net, **options):
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("make", [lambda: Block(nnx.Rngs(0)), Logical])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Block(nnx.Rngs(0)),
+        Logical,
+        lambda: NnxStack("rows"),
+        lambda: LinenStack("columns"),
+    ],
+)
 def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes):
     one = trained(make(), mesh=models.mesh(data=1))
     many = trained(make(), mesh=models.mesh(**axes), rules="decoder")
