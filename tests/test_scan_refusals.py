@@ -215,12 +215,7 @@ HOSTILE = {
         (ValueError, hxla.LossError),
         r"different leading axis sizes: 6, 7",
     ),
-    "stages inside an iteration": (
-        lambda _: planned(StagesInside(), stages=None),
-        PLAN,
-        r"annotations make . parts for 2 stages|reads what TaskGraph",
-    ),
-    "stages inside an iteration, and asked for": (
+    "stages annotated inside an iteration, and asked for": (
         lambda _: planned(StagesInside()),
         hxla.ConfigError,
         r"stages=2 cuts a model that annotations cut already",
