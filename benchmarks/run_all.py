@@ -109,6 +109,19 @@ def mixed_speed(result: Any) -> list[Row]:
     return out
 
 
+def scanned_layers(result: Any) -> list[Row]:
+    where, out = f"{result['layers']} layers", []
+    for cut, row in result["rows"].items():
+        seconds = [f"{row[name]['compile_seconds']} s" for name in ("scanned", "loop")]
+        ratio = f"{row['scanned / loop']['compile_seconds']}x"
+        out.append((f"compiling {where}, stages {cut}: scanned / loop", *seconds, ratio))
+    for name, ratio in result["steps"]["ratios"].items():
+        figures = (f"{result['steps']['step_cpu_seconds'][cut]} s" for cut in name.split(" / "))
+        what = f"a step of {where} scanned, processor's seconds, stages {name}"
+        out.append((what, *figures, spread(ratio)))
+    return out
+
+
 def torch_ddp(result: Any) -> list[Row]:
     return of_ratios(result, result["mesh"])
 
@@ -229,6 +242,12 @@ PARTS = (
         options=["--rounds", "3"],
         quick=["--rounds", "1"],
         rows=startup,
+    ),
+    Part(
+        name="scanned_layers",
+        options=["--cuts", "1,1", "3,1"],
+        quick=["--layers", "4", "--cuts", "1,1", "3,1", "--rounds", "1"],
+        rows=scanned_layers,
     ),
     Part(
         name="dispatch",

@@ -21,6 +21,7 @@ parser.add_argument("--microbatch-size", type=int, default=2, help="0: as hxla c
 parser.add_argument("--counts", default="measured", help="measured, or even")
 parser.add_argument("--reduction", default="exact")
 parser.add_argument("--tensor", type=int, help="cut the model over so many devices, by rules")
+parser.add_argument("--scanned", action="store_true", help="with its layers as one scan")
 parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
 args = parser.parse_args()
 if args.tensor:
@@ -29,6 +30,7 @@ if args.tensor:
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from gpt import GPT, library, loss  # noqa: E402
+from scanned_gpt import ScannedGPT  # noqa: E402
 from turns import take_turn  # noqa: E402
 
 import hxla  # noqa: E402
@@ -52,7 +54,7 @@ if args.stages:
     shares = [float(x) for x in args.stages.split(",")]
     options["stages"] = shares if len(shares) > 1 else int(shares[0])
 result = hxla.train(
-    GPT(nnx.Rngs(0)),
+    (ScannedGPT if args.scanned else GPT)(nnx.Rngs(0)),
     library(),
     loss,
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),

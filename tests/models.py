@@ -9,6 +9,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+import hxla
+
 VOCABULARY, WIDTH, LENGTH = 32, 16, 12
 
 
@@ -47,6 +49,32 @@ class LinenNet(nn.Module):
         y = nn.MultiHeadDotProductAttention(2)(y)
         x = x + nn.Dropout(0.1, deterministic=not train)(y)
         return nn.Dense(VOCABULARY)(x)
+
+
+class SplitLayers(nn.Module):
+    """Layers in a scan, each with a split inside."""
+
+    layers: int
+    outputs: int
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                with hxla.split():
+                    y = nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(4 * WIDTH)(x)))
+                return x + y, None
+
+        scan = nn.scan(
+            nn.remat(Layer) if self.remat else Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+        )
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        return nn.Dense(self.outputs)(scan(name="layers")(x, None)[0])
 
 
 def token_loss(model, batch):

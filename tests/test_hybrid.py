@@ -215,29 +215,10 @@ class Tied(nnx.Module):
             return self.embed.attend(x)
 
 
-class Scanned(nn.Module):
-    """Layers in a scan, rematerialised, each with a split inside."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                with hxla.split():
-                    y = nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(4 * WIDTH)(x)))
-                return x + y, None
-
-        layers = nn.scan(
-            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )
-        x = nn.Embed(models.VOCABULARY, WIDTH)(tokens)
-        x, _ = layers()(x, None)
-        return nn.Dense(CLASSES)(x)
-
-
 @pytest.mark.parametrize("flavour", ["tied", "scanned"])
 def test_shared_parameters_and_scanned_layers_train_as_on_one_device(flavour):
-    make = {"tied": lambda: Tied(nnx.Rngs(0)), "scanned": Scanned}[flavour]
+    scanned = models.SplitLayers(3, CLASSES, remat=True)
+    make = {"tied": lambda: Tied(nnx.Rngs(0)), "scanned": lambda: scanned}[flavour]
     data = batches(3, 32)
     losses, _, params = reference(make(), data)
     variables = None

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import lowering
 import models
 import numpy as np
 import optax
@@ -150,7 +151,15 @@ def trained(net, **options):
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("make", [lambda: Block(nnx.Rngs(0)), Logical])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Block(nnx.Rngs(0)),
+        Logical,
+        lambda: NnxStack("rows"),
+        lambda: LinenStack("columns"),
+    ],
+)
 def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes):
     one = trained(make(), mesh=models.mesh(data=1))
     many = trained(make(), mesh=models.mesh(**axes), rules="decoder")
@@ -166,3 +175,103 @@ def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes)
 def test_rules_without_a_mesh_are_refused():
     with pytest.raises(hxla.ConfigError, match="need a mesh"):
         trained(Block(nnx.Rngs(0)), rules="decoder")
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(name="norm")(x))
+        y = nn.gelu(nn.Dense(64, name="up")(x + y))
+        return x + nn.Dense(16, name="down")(y), None
+
+
+class LinenStack(nn.Module):
+    """Layers in a loop, in a scan, in scans inside a scan, or stacked in another dimension."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        options = {"split_rngs": {"params": True}}
+        axis = 1 if self.how == "columns" else 0
+        scan = nn.scan(LinenLayer, variable_axes={"params": axis}, length=4, **options)
+        inner = nn.scan(LinenLayer, variable_axes={"params": 0}, length=2, **options)
+        x = nn.Embed(models.VOCABULARY, 16, name="tok")(tokens)
+        if self.how == "loop":
+            for i in range(4):
+                x, _ = LinenLayer(name=f"layer{i}")(x)
+        elif self.how == "nested":
+            x, _ = nn.scan(inner, variable_axes={"params": 0}, length=2, **options)(name="layer")(
+                x, None
+            )
+        else:
+            x, _ = nn.remat(scan, prevent_cse=False)(name="layer")(x, None)
+        return nn.Dense(models.VOCABULARY, name="head")(x)
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(x + self.attention(x))))
+
+
+class NnxStack(nnx.Module):
+    def __init__(self, how):
+        rngs, self.how = nnx.Rngs(0), how
+        self.tok = nnx.Embed(models.VOCABULARY, 16, rngs=rngs)
+        self.head = nnx.Linear(16, models.VOCABULARY, rngs=rngs)
+        if how == "loop":
+            self.layer = nnx.List([NnxLayer(rngs) for _ in range(4)])
+        else:
+            self.layer = nnx.split_rngs(splits=4)(nnx.vmap(NnxLayer))(rngs)
+
+    def __call__(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layer if self.how == "loop" else ():
+            x = layer(x)
+        if self.how != "loop":
+            scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            x = scan(x, self.layer)
+        return self.head(x)
+
+
+def layouts_of(net, rules):
+    """The spec of each parameter, without the entries of the dimensions of its layers."""
+    job = hxla.Job(net, models.tokens(16), models.token_loss, optax.sgd(0.1), batch_size=16)
+    mesh = {"data": 1, "fsdp": 2, "tensor": 2}
+    plan = job.plan(lowering.cpus(4), mesh=mesh, rules=rules, microbatch_size=16)
+    return {p.name: (p.shape, p.spec) for p in plan.parameters}
+
+
+@pytest.mark.parametrize("rules", ["decoder", "encoder", "encoder_decoder"])
+@pytest.mark.parametrize(
+    ("make", "how", "stacked"),
+    [
+        (LinenStack, "rows", (0,)),
+        (LinenStack, "columns", (1,)),
+        (LinenStack, "nested", (0, 1)),
+        (NnxStack, "rows", (0,)),
+    ],
+)
+def test_rules_cut_the_dimensions_of_a_layer_where_a_scan_stacks_them(make, how, stacked, rules):
+    loop, scan = layouts_of(make("loop"), rules), layouts_of(make(how), rules)
+    cut = 0
+    for name, (shape, spec) in scan.items():
+        own = list(range(len(shape)))
+        if name.startswith("layer"):
+            assert [spec[d] for d in stacked] == [()] * len(stacked)
+            own = [d for d in own if d not in stacked]
+        of_loop = name.replace("layer/", "layer/0/" if make is NnxStack else "layer0/")
+        assert (tuple(shape[d] for d in own), tuple(spec[d] for d in own)) == loop[of_loop]
+        cut += len(shape) > len(own) and any(spec)
+    assert cut >= 6
+
+
+def test_a_rule_that_counts_the_stacked_dimension_says_that_it_is_stacked():
+    rule = Rule(path="k$", axes=((), (), ("tensor",)))
+    with pytest.raises(hxla.AnnotationError, match=r"stacked in dimension 1.*has 3 dimensions"):
+        rule_set(rule).resolve(["k"], [(8, 4, 8)], AXES, stacked=[(1,)])

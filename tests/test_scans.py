@@ -6,13 +6,24 @@ import jax.numpy as jnp
 import lowering
 import models
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from scanned_models import (
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    LinenLayer,
+    LinenNet,
+    NnxNet,
+    data,
+    job,
+    loss,
+    run_plan,
+    same,
+    train,
+)
 
-import hxla
 from hxla._graph._parts import graph_at, graph_of
 from hxla._graph._segments import run_segment, segments
 from hxla._graph._trace import trace_functional
@@ -21,117 +32,6 @@ from hxla._model._functional import functional
 from hxla._plan._stage_storage import storage_specs
 from hxla._planner._axes import shard_graph
 from hxla._profile._segment_times import layer_sizes, measure
-
-LAYERS, WIDTH, LENGTH, VOCABULARY = 6, 16, 8, 32
-
-
-class LinenLayer(nn.Module):
-    """Carries two arrays, reads its depth beside its parameters, puts out a mean."""
-
-    dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, carry, depth):
-        x, total = carry
-        y = nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))))
-        y = nn.Dropout(self.dropout, deterministic=False)(y)
-        return (x + y / (1 + depth), total + y.sum((1, 2))), y.mean()
-
-
-class LinenNet(nn.Module):
-    layers: int = LAYERS
-    dropout: float = 0.0
-    remat: bool = False
-    axis: int = 0
-    reverse: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        scan = nn.scan(
-            nn.remat(LinenLayer, prevent_cse=False) if self.remat else LinenLayer,
-            variable_axes={"params": self.axis},
-            split_rngs={"params": True, "dropout": True},
-            length=self.layers,
-            reverse=self.reverse,
-        )
-        depths = jnp.arange(self.layers, dtype=jnp.float32)
-        (x, total), means = scan(self.dropout, name="layers")((x, jnp.zeros(len(x))), depths)
-        weight = self.param("weight", nn.initializers.ones, (self.layers,))
-        return nn.Dense(VOCABULARY)(x), total * 1e-3 + (means * weight).sum()
-
-
-def loss(model, batch):
-    logits, extra = model(batch["tokens"][:, :-1])
-    own = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
-    return own.mean(1) + extra**2
-
-
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.dropout(self.down(jax.nn.gelu(self.up(x))))
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, layers=LAYERS):
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs):
-            return NnxLayer(rngs)
-
-        rngs = nnx.Rngs(0, dropout=1)
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.layers = make(rngs)
-        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-    def __call__(self, tokens):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x, layer):
-            return layer(x)
-
-        return self.head(run(self.embed(tokens), self.layers)), 0.0
-
-
-def data(num=16):
-    rng = np.random.default_rng(0)
-    return {"tokens": rng.integers(0, VOCABULARY, (num, LENGTH + 1)).astype(np.int32)}
-
-
-def run_plan(model, plan):
-    options = {"plan": plan, "counts": None, "microbatch_size": None}
-    return train(model, None, len(plan.devices), **options)
-
-
-def train(model, stages=None, num=None, *, steps=3, batch_size=8, **options):
-    num = num or (stages if isinstance(stages, int) else len(stages or [1]))
-    config = {"cluster": {"visible_devices": list(range(num))}} | options.pop("config", {})
-    arguments = {
-        "optimizer": optax.sgd(0.1, momentum=0.9),
-        "batch_size": batch_size,
-        "microbatch_size": 2,
-        "steps": steps,
-        "stages": stages,
-        "counts": "even",
-        "shuffle": False,
-        "config": config,
-    }
-    return hxla.train(model, data(3 * batch_size), loss, **(arguments | options))
-
-
-def same(ours, theirs):
-    own, other = ({s.step: s.loss for s in r.history.steps} for r in (ours, theirs))
-    common = sorted(set(own) & set(other))
-    assert common
-    np.testing.assert_allclose([own[s] for s in common], [other[s] for s in common], rtol=2e-6)
-    assert jax.tree.structure(ours.state) == jax.tree.structure(theirs.state)
-    for a, b in zip(jax.tree.leaves(ours.state), jax.tree.leaves(theirs.state), strict=True):
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * max(1.0, np.abs(b).max()))
 
 
 def traced(model, own_loss=loss, num=2):
@@ -361,39 +261,43 @@ def test_24_layers_in_2_to_8_stages_train_as_the_whole(stages):
         assert len({shares.count(p) for p in set(shares)}) > 1
 
 
-class SplitNet(nn.Module):
-    """Layers in a scan, each with a split inside."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                with hxla.split():
-                    y = nn.Dense(WIDTH)(jax.nn.gelu(nn.Dense(4 * WIDTH)(x)))
-                return x + y, None
-
-        scan = nn.scan(
-            Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        return nn.Dense(VOCABULARY)(scan(name="layers")(x, None)[0]), 0.0
-
-
 @pytest.mark.slow
 def test_stages_of_two_devices_split_their_iterations():
-    made = train(SplitNet(), num=4, mesh={"data": 1, "stage": 2, "tensor": 2})
-    same(made, train(SplitNet()))
+    net = models.SplitLayers(LAYERS, VOCABULARY)
+    options = {"loss": models.token_loss}
+    made = train(net, num=4, mesh={"data": 1, "stage": 2, "tensor": 2}, **options)
+    same(made, train(net, **options))
     cut = {p.name: p.spec for p in made.plan.parameters if "layers/Dense" in p.name}
     assert any("tensor" in names for spec in cut.values() for names in spec)
     assert any("layers[" in s.name for s in made.plan.pipeline.segments)
 
 
-# -- plans and refusals ------------------------------------------------------------------------
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return LinenLayer()((x, jnp.zeros(len(x))), 0.0)[0][0]
 
 
-def job(model):
-    return hxla.Job(model, data(24), loss, optax.sgd(0.1), batch_size=8)
+class Blocks(nn.Module):
+    """A scan over blocks of layers, a scan in each, with a checkpoint around each block."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        x = nn.remat_scan(Block, lengths=(3, 2))(name="blocks")(x)
+        return nn.Dense(VOCABULARY)(x), 0.0
+
+
+def test_scans_in_a_scan_are_cut_between_the_iterations_of_the_outer_one():
+    made = train(Blocks(), (1, 2))
+    same(made, train(Blocks()))
+    text = made.plan.explain()
+    assert "stage 1: blocks/" in text
+    assert "[1:3]" in text
+    assert "inside a scan over layers: stages are cut between the iterations of the outer" in text
+
+
+# -- plans -------------------------------------------------------------------------------------
 
 
 def test_the_plan_names_the_iterations_and_can_be_edited_to_cut_anywhere():
@@ -431,55 +335,3 @@ def test_a_profile_times_each_iteration_and_measures_like_ones_once():
     sizes = layer_sizes(graph, chain, shard_graph(graph, (), {}))
     own = [s.parameter_bytes for s, c in zip(sizes, chain, strict=True) if c.name in of]
     assert sum(own) == sum(4 * x.size for x in jax.tree.leaves(model.params))
-
-
-def stacked_spec(plan, name, spec):
-    layouts = tuple(
-        p.model_copy(update={"spec": spec}) if p.name == name else p for p in plan.parameters
-    )
-    return plan.replaced(parameters=layouts, prediction=None)
-
-
-class Ensemble(nn.Module):
-    """Iterations that hand nothing on are no layers; nor are those inside a remat around all."""
-
-    inside: bool
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        w = self.param("w", nn.initializers.normal(0.1), (LAYERS, WIDTH, VOCABULARY))
-        if self.inside:
-            v = self.param("v", nn.initializers.normal(0.1), (LAYERS, WIDTH, WIDTH))
-            step = lambda x, v: (jnp.tanh(x @ v), None)  # noqa: E731
-            x = jax.checkpoint(lambda x, v: jax.lax.scan(step, x, v)[0])(x, v)
-        return jax.lax.map(lambda w: x @ w, w).mean(0), 0.0
-
-
-def test_what_cannot_be_cut_between_iterations_is_refused_with_its_reason():
-    with pytest.raises(hxla.PlanError, match=r"parts that can be told apart.* use at most"):
-        job(LinenNet(layers=2)).plan(lowering.cpus(16), stages=(1,) * 16, microbatch_size=1)
-    with pytest.raises(hxla.PlanError, match=r"a scan, .*, is one: it takes no slices"):
-        job(Ensemble(inside=False)).plan(lowering.cpus(8), stages=(1,) * 8, microbatch_size=2)
-    with pytest.raises(hxla.PlanError, match=r"parts that can be told apart"):
-        job(Ensemble(inside=True)).plan(lowering.cpus(8), stages=(1,) * 8, microbatch_size=2)
-    plan = job(SplitNet()).plan(
-        lowering.cpus(4), mesh={"data": 1, "stage": 2, "tensor": 2}, microbatch_size=2
-    )
-    name = "layers/Dense_0/kernel"
-    wrong = stacked_spec(plan, name, (("tensor",), ("stage",), ()))
-    with pytest.raises(hxla.PlanError, match=rf"{name}.spec: 'tensor' cuts dimension 0.*stacked"):
-        run_plan(SplitNet(), wrong)
-    plan = job(LinenNet()).plan(lowering.cpus(2), stages=(1, 1), microbatch_size=2)
-    with pytest.raises(hxla.PlanError, match=r"parameters.layers/Dense_0/bias"):
-        run_plan(LinenNet(layers=8), plan)
-    gone = plan.pipeline.segments[-1].model_copy(update={"first": 99})
-    segments = (*plan.pipeline.segments[:-1], gone)
-    wrong = plan.replaced(pipeline=plan.pipeline.model_copy(update={"segments": segments}))
-    with pytest.raises(hxla.PlanError, match="the loss has no equation 99"):
-        run_plan(LinenNet(), wrong)
-    first = plan.pipeline.segments[1].model_copy(update={"first": 0})
-    segments = (plan.pipeline.segments[0], first, *plan.pipeline.segments[2:])
-    twice = plan.pipeline.model_copy(update={"segments": segments})
-    with pytest.raises(hxla.PlanError, match="must grow from 0"):
-        plan.replaced(pipeline=twice)

@@ -39,6 +39,44 @@ def num_iterations(graph: Graph, op: Op) -> int:
     return int(op.eqn.params["length"]) if is_over_layers(graph, op) else 1
 
 
+def stacked_dims(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """For each parameter the dimensions along which scans take slices of it: its layers.
+
+    A scan inside a scan, as over blocks of layers, takes two of them.
+    """
+    found: dict[int, set[int]] = {}
+    # Of what is a parameter, or a slice or a cast of it, the parameter's dimensions that it has.
+    dims = {v: tuple(range(len(graph.values[v].shape))) for v in graph.param_values}
+    _add_stacked(graph, graph.ops, dims, found)
+    return tuple(tuple(sorted(found.get(p, ()))) for p in range(len(graph.param_values)))
+
+
+def _add_stacked(
+    graph: Graph, ops: Sequence[Op], dims: dict[int, tuple[int, ...]], found: dict[int, set[int]]
+) -> None:
+    for op in ops:
+        if op.name in _ROW_BY_ROW and (own := dims.get(_number(op.inputs[0]))) is not None:
+            order = op.eqn.params["permutation"] if op.name == "transpose" else range(len(own))
+            dims[op.outputs[0]] = tuple(own[d] for d in order)
+        elif op.body:
+            first_slice = sum(scan_counts(op.eqn)) if op.kind == "scan" else len(op.inputs)
+            for i, (outer, inner) in enumerate(zip(op.inputs, op.body_inputs, strict=True)):
+                own = dims.get(_number(outer))
+                param = None if own is None else graph.values[inner].param
+                if own is None or param is None:
+                    continue
+                if i >= first_slice:
+                    found.setdefault(param, set()).add(own[0])
+                    own = own[1:]
+                dims[inner] = own
+            _add_stacked(graph, op.body, dims, found)
+
+
+def _number(v: Input) -> int:
+    """The number of a value; of a literal one that no value has."""
+    return v if isinstance(v, int) else -1
+
+
 def opened(graph: Graph, cuts: Mapping[tuple[int, ...], Sequence[int]] | None = None) -> Graph:
     """The graph with its scans over layers cut into ranges of iterations.
 

@@ -154,12 +154,10 @@ class PipelineProgram:
 
     def _shared(self) -> tuple[int, ...]:
         """For each part the first that computes the same in the same slots."""
-        num = self.spec.slots.num_stages
         seen: dict[Any, int] = {}
         out = []
         for p, stage in enumerate(self.stages):
-            held = self.spec.slots.of[p % num]
-            key = stage.signature(), *(held[i] for i in stage.params)
+            key = stage.signature(), *self._held(p)
             out.append(seen.setdefault(key, p))
         return tuple(out)
 
@@ -229,26 +227,29 @@ class PipelineProgram:
         own_slots = [x[0] for x in slots]
         exponents = exponents[self._tensors()[me]]
         inner = jax.tree.map(lambda x: x[0], carry)
+        # Once for all ticks: some rows of a slot would be copied by each action.
+        params = {p: self._params(p, own_slots) for p in sorted(set(self.programs))}
 
         def tick(t: jax.Array, carry: Carry) -> Carry:
             row_F = table_TSF[t, me]
             field = {name: row_F[i] for i, name in enumerate(FIELDS)}
             index = where[1] + field["microbatch"]
             given = self._given(aux, batch_K, where[0], index, field["microbatch"])
-            for number, action in self._all_actions():
-                own = (own_slots, given, field, index, exponents)
-                carry = _when(field["action"] == number, self._placing(action), carry, own)
+            for number, p, action in self._all_actions():
+                own = (params[p], given, field, index, exponents)
+                carry = _when(field["action"] == number, self._placing(p, action), carry, own)
             return self._exchange(carry, field)
 
         inner = jax.lax.fori_loop(where[2], where[3], tick, inner)
         return jax.tree.map(lambda x: x[None], inner), inner.acc.small_MS[0, 0]
 
-    def _placing(self, action: Callable[..., Carry]) -> Callable[..., Carry]:
-        """An action whose arrays lie where they did, whatever it does with them."""
+    def _placing(self, p: int, action: Callable[..., Carry]) -> Callable[..., Carry]:
+        """An action of a part whose arrays lie where they did, whatever it does with them."""
+        specs = [self.slot_specs[i] for i in self._held(p)]
 
-        def run(carry: Carry, slots: Any, *others: Any) -> Carry:
+        def run(carry: Carry, params: Any, *others: Any) -> Carry:
             carry = self.inside.place(carry, self.carry_specs)
-            carry = action(carry, self.inside.place(slots, self.slot_specs), *others)
+            carry = action(carry, self.inside.place(params, specs), *others)
             return self.inside.place(carry, self.carry_specs)  # type: ignore[no-any-return]
 
         return run
@@ -280,39 +281,36 @@ class PipelineProgram:
         given[graph.key_value] = key
         return given
 
-    def _all_actions(self) -> list[tuple[int, Any]]:
-        out: list[tuple[int, Any]] = []
+    def _all_actions(self) -> list[tuple[int, int, Any]]:
+        """The number of each, its part, and what it does."""
+        out: list[tuple[int, int, Any]] = []
         for p in sorted(set(self.programs)):
             stage = self.stages[p]
             if not (self.spec.recompute and stage.part.is_last):
-                out.append((_actions.number(p, FORWARD), self._forward(p, stage)))
+                out.append((_actions.number(p, FORWARD), p, self._forward(p, stage)))
             if self.halves:
-                out.append((_actions.number(p, BACKWARD), self._input_grads(p, stage)))
-                out.append((_actions.number(p, WEIGHT), self._weight_grads(p, stage)))
+                out.append((_actions.number(p, BACKWARD), p, self._input_grads(p, stage)))
+                out.append((_actions.number(p, WEIGHT), p, self._weight_grads(p, stage)))
             else:
-                out.append((_actions.number(p, BACKWARD), self._backward(p, stage)))
+                out.append((_actions.number(p, BACKWARD), p, self._backward(p, stage)))
         return out
 
-    def _params(self, p: int, stage: StagePart, slots: Sequence[jax.Array]) -> list[jax.Array]:
+    def _held(self, p: int) -> list[int]:
+        """The slots of a part's parameters."""
         held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        arrays = [slots[held[i]] for i in stage.params]
-        # A slot for a range of a stacked parameter is as long as the longest stage's.
-        return [
-            x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
-            for x, shape in zip(arrays, self._param_shapes(stage), strict=True)
-        ]
+        return [held[i] for i in self.stages[p].params]
 
-    def _param_shapes(self, stage: StagePart) -> list[tuple[int, ...]]:
+    def _params(self, p: int, slots: Sequence[jax.Array]) -> list[jax.Array]:
         graph = self.spec.graph
-        return [graph.values[graph.param_values[i]].shape for i in stage.params]
+        shapes = [graph.values[graph.param_values[i]].shape for i in self.stages[p].params]
+        return [_first_rows(slots[i], own) for i, own in zip(self._held(p), shapes, strict=True)]
 
     def _forward(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers, acc = carry
             inputs = self.inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
-            params = self._params(p, stage, slots)
             if self.spec.recompute:
                 made = stage.forward(params, inputs, given)
             else:
@@ -330,10 +328,9 @@ class PipelineProgram:
 
     def _backward(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers, acc = carry
-            params = self._params(p, stage, slots)
             if self.spec.recompute:
                 grads = self.inside.whole(
                     stage.below.float_words.unpack(buffers.grads[field["grad"]])
@@ -353,11 +350,10 @@ class PipelineProgram:
 
     def _input_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers = carry.buffers
             saved, grads = self._waiting(p, stage, buffers, field)
-            params = self._params(p, stage, slots)
             d_inputs, kept = stage.input_grads(params, saved, given, grads)
             buffers = buffers._replace(
                 late=self._late.put(buffers.late, p, kept, field["late"]),
@@ -369,10 +365,9 @@ class PipelineProgram:
 
     def _weight_grads(self, p: int, stage: StagePart) -> Any:
         def run(
-            carry: Carry, slots: Any, given: Env, field: Any, index: jax.Array, exponents: Any
+            carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             saved, grads = self._waiting(p, stage, carry.buffers, field)
-            params = self._params(p, stage, slots)
             kept = self._late.get(carry.buffers.late, p, field["late"])
             d_params = stage.weight_grads(params, saved, given, grads, kept)
             return carry._replace(acc=self._add_grads(p, stage, carry.acc, d_params, exponents))
@@ -387,18 +382,18 @@ class PipelineProgram:
     def _add_grads(
         self, p: int, stage: StagePart, acc: Accumulated, grads: Sequence[Any], exponents: Any
     ) -> Accumulated:
-        held = self.spec.slots.of[p % self.spec.slots.num_stages]
-        own = [held[stage.params[i]] for i in stage.trained]
+        held = self._held(p)
+        own = [held[i] for i in stage.trained]
         places, specs = [self._sum_of[i] for i in own], [self.slot_specs[i] for i in own]
-        grads = [
-            _padded(x, self.spec.slots.slots[i].shape) for i, x in zip(own, grads, strict=True)
-        ]
         peaks_NT, grads = self.inside.raise_peaks(
             acc.peaks_NT, places, self.inside.place(grads, specs), specs
         )
         slots = list(acc.slots)
         for i, grad in zip(places, grads, strict=True):
-            slots[i] = self.spec.contribution.add(slots[i], grad, exponents[i])
+            added = self.spec.contribution.add(
+                tuple(_first_rows(x, grad.shape) for x in slots[i]), grad, exponents[i]
+            )
+            slots[i] = tuple(map(_with_first_rows, slots[i], added))
         return acc._replace(slots=slots, peaks_NT=peaks_NT)
 
     def _record(
@@ -479,11 +474,13 @@ def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: A
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
 
 
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with zeros behind it up to a shape."""
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, full - own) for own, full in zip(x.shape, shape, strict=True)])
+def _first_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """What a stage uses of a slot, which is as long as the longest stage's."""
+    return x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
+
+
+def _with_first_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return rows if x.shape == rows.shape else jax.lax.dynamic_update_slice(x, rows, (0,) * x.ndim)
 
 
 def _set(buffers: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:

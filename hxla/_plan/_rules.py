@@ -31,7 +31,8 @@ class Rule(pydantic.BaseModel):
             path component; None for a logical rule.
         logical: The name of a logical axis; None for a path rule.
         rank: The number of dimensions that the parameter must have; None: any.
-        axes: The mesh axes that cut each of the parameter's last dimensions.
+        axes: The mesh axes that cut each of the parameter's last dimensions. A path rule's rank and
+            axes mean the dimensions of one layer, where a scan stacks layers.
         source: The source of the rule.
     """
 
@@ -124,6 +125,7 @@ class RuleSet(pydantic.BaseModel):
         axes: Mapping[str, int],
         logical: Sequence[Sequence[str | None] | None] | None = None,
         unlike: bool = False,
+        stacked: Sequence[Sequence[int]] | None = None,
     ) -> Resolved:
         """Apply the rules to parameters.
 
@@ -133,6 +135,8 @@ class RuleSet(pydantic.BaseModel):
             axes: The mesh axes and their sizes. Usual axes that are missing count as size one.
             logical: The logical names of each parameter's dimensions, from Flax's metadata.
             unlike: Whether the parts of devices may be unlike, so that nothing needs to divide.
+            stacked: The dimensions of each parameter along which a scan stacks layers: rules mean
+                the others. None: nothing is stacked.
 
         Returns:
             What each parameter's cut is, and what a user should know of it.
@@ -158,15 +162,20 @@ class RuleSet(pydantic.BaseModel):
         unmatched, conflicts = [], []
         used: set[Rule] = set()
         for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-            found = [r for r in self.rules if _matches(r, name, len(shape))]
+            layers = () if stacked is None else stacked[i]
+            dims_of_layer = [d for d in range(len(shape)) if d not in layers]
+            where = _Where(name=name, shape=shape, dims=dims_of_layer)
+            found = [r for r in self.rules if _matches(r, name, len(where.dims))]
             own = logical[i] if logical is not None else None
-            wanted = [self._cuts(r, name, shape, axes, problems, unlike) for r in found[:1]]
-            others = [self._cuts(r, name, shape, axes, [], unlike) for r in found[1:]]
+            wanted = [self._cuts(r, where, axes, problems, unlike) for r in found[:1]]
+            others = [self._cuts(r, where, axes, [], unlike) for r in found[1:]]
             if not found and own is not None:
                 groups = [by_logical[n].axes[0] if n in by_logical else () for n in own]
                 rule = Rule(logical="/".join(str(n) for n in own), axes=tuple(groups))
                 used |= {by_logical[n] for n in own if n in by_logical}
-                wanted = [self._cuts(rule, name, shape, axes, problems, unlike)]
+                if len(own) == len(shape):  # the stacked ones have names too
+                    where = dataclasses.replace(where, dims=range(len(shape)))
+                wanted = [self._cuts(rule, where, axes, problems, unlike)]
                 found = [rule]
             used |= set(found)
             dims.append(wanted[0] if wanted else {})
@@ -191,36 +200,57 @@ class RuleSet(pydantic.BaseModel):
     def _cuts(
         self,
         rule: Rule,
-        name: str,
-        shape: tuple[int, ...],
+        where: "_Where",
         axes: Mapping[str, int],
         problems: list[str],
         unlike: bool,
     ) -> dict[str, int]:
-        where = f"rule set {self.name!r}, {rule}, parameter {name} {list(shape)}"
-        if len(rule.axes) > len(shape):
+        place, num = f"rule set {self.name!r}, {rule}, {where}", len(where.dims)
+        if len(rule.axes) > num:
             problems.append(
-                f"{where}: the rule has {len(rule.axes)} dimensions; add rank = "
+                f"{place}: the rule has {len(rule.axes)} dimensions; add rank = "
                 f"{len(rule.axes)} to the rule, or shorten it"
             )
             return {}
         out: dict[str, int] = {}
-        for k, group in enumerate(rule.axes):
-            dim = len(shape) - len(rule.axes) + k
-            size = 1
+        for dim, group in zip(where.dims[num - len(rule.axes) :], rule.axes, strict=True):
+            size, length = 1, where.shape[dim]
             for axis in group:
                 if axis in out:
-                    problems.append(f"{where}: axis {axis!r} cuts two dimensions; leave one out")
+                    problems.append(f"{place}: axis {axis!r} cuts two dimensions; leave one out")
                 if axes.get(axis, 1) > 1:
                     out[axis] = dim
                     size *= axes[axis]
-            if shape[dim] % size and not unlike:
+            if length % size and not unlike:
                 problems.append(
-                    f"{where}: dimension {dim} of size {shape[dim]} does not divide into {size} "
+                    f"{place}: dimension {dim} of size {length} does not divide into {size} "
                     f"({' x '.join(group)}); use a size that is a multiple of {size}, a smaller "
                     "axis, or a rule of its own for this parameter"
                 )
         return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Where:
+    """A parameter as a rule sees it.
+
+    Attributes:
+        name: Its path.
+        shape: The whole of it.
+        dims: The dimensions that the rule means.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: Sequence[int]
+
+    def __str__(self) -> str:
+        text = f"parameter {self.name} {list(self.shape)}"
+        layers = [str(d) for d in range(len(self.shape)) if d not in self.dims]
+        if not layers:
+            return text
+        several = "s" if len(layers) > 1 else ""
+        return f"{text}, whose layers are stacked in dimension{several} {', '.join(layers)}"
 
 
 def _matches(rule: Rule, name: str, rank: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from .._graph._graph import Graph
+from .._graph._scans import stacked_dims
 from .._plan._plan_parts import Role
 from .._plan._rules import Resolved, RuleSet
 from .._plan._sharding import AxisAssignment, Sharded
@@ -32,6 +33,7 @@ def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = Fa
         dict(axes),
         logical=graph.param_logical,
         unlike=unlike,
+        stacked=stacked_dims(graph),
     )
 
 

@@ -10,6 +10,7 @@ from .._core._types import STAGE_AXIS
 from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph, params_of
 from .._graph._parts import ChainPart, graph_at, parts_of
+from .._graph._uncut_scans import uncut_scans
 from .._plan._layout import Layout, dtype_name, from_spec
 from .._plan._plan import Plan
 from .._plan._plan_parts import (
@@ -92,6 +93,8 @@ def complete(
         )
         ordered, points = graph_at(graph, pipeline.cut_by, pipeline.points)
         check_layers_whole(ordered, layouts(graph, specs, sizes))
+        if pipeline.cut_by == "work":
+            said += uncut_scans(graph)
         said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
     parameters = layouts(graph, specs, sizes)
     num = batch_size // microbatch_size

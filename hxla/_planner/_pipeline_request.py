@@ -12,6 +12,8 @@ from .._graph._graph import Graph
 from .._graph._operations import source_of
 from .._graph._parts import graph_of
 from .._graph._segments import cut_points, segments_at, task_points
+from .._graph._uncut_scans import uncut_scans
+from .._jax._jaxpr import scan_counts
 from .._plan._plan_parts import PlannedPipeline, PlannedSegment
 
 _FINE = 4  # segments that each part is chosen from
@@ -144,11 +146,14 @@ class PipelineRequest:
 
 def _too_few(graph: Graph, names: Sequence[str], request: PipelineRequest) -> PlanError:
     scans = [op for op in graph.ops if op.kind == "scan" and op.iterations is None]
-    why = ""
-    if scans:
+    uncut = uncut_scans(graph)
+    why = "".join(f" ({line})" for line in uncut)
+    if scans and not uncut:
+        lacks = "takes no slices of parameters"
+        if scan_counts(scans[0].eqn)[1] == 0:
+            lacks = "hands nothing from one iteration to the next"
         why = (
-            f" (a scan, {source_of(scans[0].eqn)}, is one: it takes no slices of parameters, as a "
-            "scan over layers does)"
+            f" (a scan, {source_of(scans[0].eqn)}, is one: it {lacks}, as a scan over layers does)"
         )
     remedy = f"use at most {len(names) // request.num_chunks}"
     if len(names) == 1 and scans:
