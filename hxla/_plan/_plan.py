@@ -170,9 +170,8 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
-        Nor does who owns which share of the optimizer's state, unless the optimizer treats some
-        parameters as a whole; but that it is shared out (`placement.zero`) enters: such updates
-        round every product by itself, where one program of everything may contract it with a sum.
+        That the optimizer's state is shared out (`placement.zero`) enters, for then every product
+        is rounded by itself; who owns which share does only where a parameter has one owner.
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
@@ -215,10 +214,8 @@ class Plan(PlanValue):
                 [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
             )
             found["has_weight"] = self.pipeline.has_weight
-        if self.placement.zero:  # its updates round every product by itself
-            found["zero"] = self.placement.zero
-        if self.placement.whole:  # sums over a whole tensor depend on the program that they are in
-            found["owners"] = [self.placement.whole, self.granules]
+        if self.placement.zero:  # sums over a whole tensor depend on the program around them
+            found["zero"] = [self.placement.whole, self.placement.whole and self.granules]
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found
