@@ -193,6 +193,8 @@ def plain(name, size):
         losses.append(float(total / weight))
         mean = jax.tree.map(lambda *g: sum(g) / weight, *grads)  # noqa: B023
         sizes.append(jax.tree.map(lambda *g: sum(np.abs(x).max() for x in g) / weight, *grads))  # noqa: B023
+        if (limit := own.config.get("communication", {}).get("clip_norm")) is not None:
+            mean, _ = optax.clip_by_global_norm(limit).update(mean, optax.EmptyState())
         updates, state = own.optimizer.update(mean, state, params)
         params = optax.apply_updates(params, updates)
         rest = jax.tree.map(lambda *x: sum(x) / len(x), *states)
