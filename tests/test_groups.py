@@ -65,8 +65,7 @@ def update(optimizer, num_groups, **options):
         **options,
     )
     sums = np.random.default_rng(0).normal(size=NUM * SIDE * SIDE).astype(np.float32)
-    others = [[sums], [], np.zeros(NUM, np.int32), np.float32(2), np.float32(1)]
-    others += [np.zeros(2, np.int32), np.zeros(made._updates._num_sums, np.float32)]
+    others = [sums], [], np.zeros(NUM, np.int32), np.float32(2), np.float32(1)
     arguments = params, optimizer.init(params), [], *others
     return made._updates.programs[0].lower(*arguments).compile(), arguments
 

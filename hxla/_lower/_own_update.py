@@ -72,7 +72,8 @@ def own_update_program(
 ) -> Any:
     """The program of a copy's own update: its state and other variables are donated.
 
-    The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part. The
+    The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part, and
+    two more: `where`, int32[2], its first granule and a zero, and `sums`, what `summed` gave. The
     results are chunks of its new parameters, for each bucket, and as there its state, the other
     variables, and a tick.
 

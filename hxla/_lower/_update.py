@@ -166,10 +166,9 @@ def update_program(
 ) -> Any:
     """The program of an update, whose first three arguments are donated.
 
-    `(params, opt_state, aux, totals, ints, exponents, weight, value, where, sums) -> (the first
-    three, tick)`: `totals` are those of `Reducer.reduce`, `ints` the summed integers of other
-    variables, `weight` what the sums are divided by, `value` the loss, `where` int32[2] the first
-    granule that the copy owns and a zero, `sums` what `summed` gave.
+    `(params, opt_state, aux, totals, ints, exponents, weight, value) -> (the first three, tick)`:
+    `totals` are those of `Reducer.reduce`, `ints` the summed integers of other variables, `weight`
+    what the sums are divided by, `value` the loss.
 
     Args:
         spec: What the update is made from.
@@ -190,8 +189,6 @@ def update_program(
         exponents_T: jax.Array,
         weight: jax.Array,
         value: jax.Array,
-        where: jax.Array,
-        sums: jax.Array,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
         found = whole_sums(spec, bool(replica.axes), totals, exponents_T)
         grads = [(found[i] / weight).astype(p.dtype) for i, p in enumerate(params)]

@@ -51,9 +51,8 @@ class Updates:
             arguments = functools.partial(own_arguments, spec, own, chunks, replica.index)
             options = compiler_options(replica.devices[0].platform, spec.contribution.form)
             self._sums.append(sum_programs(own.update, arguments, options))
-        firsts = [0 if own is None else own.shares.firsts[r.index] for r in local]
+        firsts = [] if own is None else [own.shares.firsts[r.index] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
-        self._num_sums = 0 if own is None else len(own.update.sums)
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
 
     @property
@@ -80,14 +79,14 @@ class Updates:
             ints: Of the summed integers.
             exponents: Of the scales.
         """
-        numbers = np.float32(1), np.float32(1), np.zeros(2, np.int32)
-        sums = []
-        if self._own is not None:
-            given = (params, opt_state, totals, exponents, *numbers)
-            sums = lowered_sums(self._own.update, self._sums[i], given)
-        own = (params, opt_state, aux, totals, ints, exponents)
-        none = np.zeros(self._num_sums, np.float32)
-        return [*sums, self.programs[i].lower(*own, *numbers, none)]
+        numbers = np.float32(1), np.float32(1)
+        given = (params, opt_state, aux, totals, ints, exponents, *numbers)
+        if self._own is None:
+            return [self.programs[i].lower(*given)]
+        traced, where = self._own.update, self._where[i]
+        read = (params, opt_state, totals, exponents, *numbers, where)
+        last = self.programs[i].lower(*given, where, np.zeros(len(traced.sums), np.float32))
+        return [*lowered_sums(traced, self._sums[i], read), last]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of the next local copy, compiled."""
@@ -104,24 +103,20 @@ class Updates:
             weight: What the sums are divided by.
             value: The loss.
         """
-        sums = np.zeros(self._num_sums, np.float32)
-        if self._own is not None and self._num_sums:
-            given = [
-                [params, opt_state, totals, exponents, weight, value, where]
-                for (params, opt_state, _, totals, _, exponents), where in zip(
-                    local, self._where, strict=True
-                )
-            ]
-            sums = summed(
-                self._own.update,
-                self.compiled,
-                given,
-                self._reducer.exchange,
-                (jax.process_index(), jax.process_count()),
+        last = [programs[-1] for programs in self.compiled]
+        if self._own is None:
+            return [update(*own, weight, value) for update, own in zip(last, local, strict=True)]
+        read = [
+            [params, opt_state, totals, exponents, weight, value, where]
+            for (params, opt_state, _, totals, _, exponents), where in zip(
+                local, self._where, strict=True
             )
+        ]
+        rank = jax.process_index(), jax.process_count()
+        sums = summed(self._own.update, self.compiled, read, self._reducer.exchange, rank)
         return [
-            programs[-1](*own, weight, value, where, sums)
-            for programs, own, where in zip(self.compiled, local, self._where, strict=True)
+            update(*own, weight, value, where, sums)
+            for update, own, where in zip(last, local, self._where, strict=True)
         ]
 
     def extra_bytes(self) -> int:

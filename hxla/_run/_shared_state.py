@@ -113,8 +113,8 @@ def _words(
     domains = own.update.domain_of[: own.num_params]
     if len(names) > 1 and len(set(domains)) == 1 and whole:
         said.append(
-            "the optimizer ties all parameters together, as a global norm does, so one copy owns "
-            "all of its state: take communication.clip_norm instead of a clipping transformation"
+            "the optimizer ties all parameters together, as one that branches over all of them "
+            "does, so one copy owns all of its state"
         )
     elif whole:
         shown = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
