@@ -59,6 +59,13 @@ class Replica:
         """Whether this process has its first device, and so speaks for it."""
         return self.devices[0].process_index == jax.process_index()
 
+    @property
+    def only_place(self) -> int | None:
+        """The place of the one device of it that is here, all others elsewhere; None: no such."""
+        here = jax.process_index()
+        places = [k for k, d in enumerate(self.devices) if d.process_index == here]
+        return places[0] if len(places) == 1 and self.spans_processes else None
+
     def sharding(self, spec: P) -> Sharding:
         """Of an array with this spec over `axes`."""
         if not self.axes:

@@ -9,6 +9,7 @@ References:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from ._across import Cut, added, entered, extreme, gathered, own_part
 from ._blocks import Block, Width
 from ._contribution import gradient_of
 from ._padding import Padding
+from ._replica import Replica
 
 
 class Uneven:
@@ -38,13 +40,22 @@ class Uneven:
     Args:
         sharded: What the axis cuts.
         parts: The sizes.
+        place: Of the one device that its programs are for; None: any device runs them.
     """
 
-    def __init__(self, sharded: Sharded, parts: Parts):
+    def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
         [(self.axis, self._assigned)] = sharded.axes.items()
         self.graph: Graph = sharded.graph
-        self.sharded, self.parts = sharded, parts
+        self.sharded, self.parts, self.place = sharded, parts, place
         self._linked = parts.linked
+
+    def on(self, replica: Replica) -> "Uneven":
+        """For the devices of a copy that are here.
+
+        A process with one of them compiles what this one runs: its own sizes and no branches. So
+        processes have unlike programs, which come to the same collectives in the same order.
+        """
+        return Uneven(self.sharded, self.parts, replica.only_place)
 
     def cut_of(self, v: int) -> Cut | None:
         """How a value is cut as its maker leaves it; None if it is whole."""
@@ -54,7 +65,7 @@ class Uneven:
         return self._cut(group, dim, self.graph.values[v].shape[dim])
 
     def _cut(self, group: int, dim: int, size: int) -> Cut:
-        return Cut(dim, self.parts.sizes(group, size), self.axis)
+        return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
     def _cuts(self, op: Op) -> bool:
         """Whether devices do different things in an operation."""
@@ -301,9 +312,10 @@ class _Level:
             is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
             results=tuple(map(width, results)),
             num_classes=len(classes),
+            own_class=None if uneven.place is None else classes.index(units[uneven.place]),
             lay_out=row_major if self._on_cpu else lambda x: x,
         )
-        of_device = Cut(0, (1,) * self._num, uneven.axis)
+        of_device = Cut(0, (1,) * self._num, uneven.axis, uneven.place)
         starts = jnp.stack(
             [
                 of_device.own([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
@@ -449,9 +461,9 @@ class _Level:
 
 def _shifted(cut: Cut | None) -> Cut | None:
     """Of the stack of slices that are cut so."""
-    return None if cut is None else Cut(cut.dim + 1, cut.sizes, cut.axis)
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim + 1)
 
 
 def _inside(cut: Cut | None) -> Cut | None:
     """Of one slice of a stack that is cut so."""
-    return None if cut is None else Cut(cut.dim - 1, cut.sizes, cut.axis)
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim - 1)
