@@ -81,6 +81,7 @@ class Programs:
         trained: Places of the parameters that are trained.
         tensors: Of the sums.
         contribution: How they join the sums.
+        sharded: What the axes inside a copy cut; None: there are none.
         own: Which copy updates what; None: each updates everything.
         gather: Hands what each copy updated to all; None likewise.
     """
@@ -97,7 +98,7 @@ class Programs:
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
         self.tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
-        sharded = _sharded(graph, plan)
+        self.sharded = sharded = _sharded(graph, plan)
         uneven = _uneven(sharded, plan)
         aux = (
             sharded.aux_specs()
