@@ -19,6 +19,7 @@ import pathlib
 import statistics
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import jobs
 import results
@@ -57,12 +58,14 @@ def mesh_of(shares: Sequence[float], path: pathlib.Path) -> str:
     return str(path)
 
 
-def advised(script: Sequence[str | pathlib.Path], mesh: str, folder: pathlib.Path) -> list[int]:
-    """The ratio that a run's report advises; that of its plan if none is better."""
+def as_planned(
+    script: Sequence[str | pathlib.Path], mesh: str, folder: pathlib.Path
+) -> dict[str, Any]:
+    """What a run with the sizes that are planned tells: what devices worked, and a better ratio."""
     asked = {"planned": {"script": [*script, "--turns", ADVISED_AFTER], "mesh": mesh}}
     with jobs.started(asked, folder) as running:
         jobs.in_turns(running, ADVISED_AFTER)
-        return list(running["planned"].finish()["better_shares"])
+        return running["planned"].finish()
 
 
 def measured(mesh: str, rounds: int) -> dict:
@@ -83,14 +86,16 @@ def measured(mesh: str, rounds: int) -> dict:
         split = [WORKER, "--copies", copies]
         part = ["--batch-size", 32 // copies]
         turns_asked = ["--turns", SETTLING + rounds]
+        alone: dict[str, Any] = {"worked": [], "better_shares": []}
         asked = {"even": {"script": [*split, "--shares", "1,1", *turns_asked], "mesh": mesh}}
         if are_alike:
             manual = ["--shares", "1,1", "--manual", *turns_asked]
             asked["unlike"] = {"script": [*split, *manual], "mesh": mesh}
         else:
             (folder / "advice").mkdir()
-            better = advised(split, mesh, folder / "advice")
-            own = ["--shares", ",".join(map(str, better))] if better else []
+            alone = as_planned(split, mesh, folder / "advice")
+            better = ",".join(map(str, alone["better_shares"]))
+            own = ["--shares", better] if better else []
             asked["unlike"] = {"script": [*split, *own, *turns_asked], "mesh": mesh}
             asked["unlike, as planned"] = {"script": [*split, *turns_asked], "mesh": mesh}
         num = ALL_REDUCES * MICROBATCHES // copies
@@ -117,7 +122,8 @@ def measured(mesh: str, rounds: int) -> dict:
         "unlike over even": turns.over(seconds["even"], seconds["unlike"]),
         "bound": round(limit, 4),
         "bound over": {n: round(limit / middle[n], 4) for n in splits},
-        "worked of a step": {n: told[n]["worked"] for n in splits},
+        "worked of a step, as planned": alone["worked"],
+        "advised": alone["better_shares"],
         "sizes": {n: told[n]["sizes"] for n in splits if told[n]["sizes"]},
         "bytes of parameters on a device": {n: told[n]["device_parameter_bytes"] for n in splits},
         "losses": {n: told[n]["losses"][-1] for n in splits},

@@ -61,10 +61,14 @@ class Replica:
 
     @property
     def only_place(self) -> int | None:
-        """The place of the one device of it that is here, all others elsewhere; None: no such."""
+        """The place of the one device of it that is here, all others elsewhere; None: no such.
+
+        TPUs are none, for they want one program of all processes.
+        """
         here = jax.process_index()
         places = [k for k, d in enumerate(self.devices) if d.process_index == here]
-        return places[0] if len(places) == 1 and self.spans_processes else None
+        is_alone = len(places) == 1 and self.spans_processes
+        return places[0] if is_alone and self.devices[0].platform != "tpu" else None
 
     def sharding(self, spec: P) -> Sharding:
         """Of an array with this spec over `axes`."""

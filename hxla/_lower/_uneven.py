@@ -22,7 +22,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._interpreter import Env, run_ops
 from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
-from .._graph._operations import Op, leaves
+from .._graph._operations import Op
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import checkpoint_like, scan_counts
 from .._plan._linked_dims import Parts
@@ -68,22 +68,18 @@ class Uneven:
         return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
     def _cuts(self, op: Op) -> bool:
-        """Whether devices do different things in an operation."""
-        made = self._assigned.made
+        """Whether devices do different things in an operation.
+
+        What only reads a cut value whole, all do alike.
+        """
+        made, wanted = self._assigned.made, self._assigned.wanted
         if any(made.get(v) is not None for v in op.outputs):
             return True
+        if op.body and op.kind != "custom":
+            return any(map(self._cuts, op.body))
         if op.kind == "custom":
             return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
-        return any(
-            made.get(v) is not None
-            for leaf in leaves((op,))
-            for v in (*leaf.outputs, *leaf.inputs)
-            if isinstance(v, int)
-        ) or any(
-            wanted is not None
-            for leaf in leaves((op,))
-            for wanted in self._assigned.wanted.get(leaf.outputs[0] if leaf.outputs else -1, ())
-        )
+        return any(dim is not None for own in op.outputs[:1] for dim in wanted.get(own, ()))
 
     def aux_paddings(self) -> list[Padding]:
         """Of each other variable."""
