@@ -32,6 +32,17 @@ for name, optimizer in optimizers.items():
     told["num_split"] = len(result.history.split.names) if result.history.split else 0
     if jax.process_index() == 0:
         print("RESULT", name, json.dumps(told))
+
+if mesh["data"] == 1:
+    job = hxla.Job(
+        models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+    )
+    plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
+    with job.open(plan, steps=9) as session:
+        for _ in session:
+            if session.step_number == 2 and jax.process_index() == 1:
+                session.stop()
+    print("ended at", session.step_number)
 """
 
 
@@ -75,6 +86,12 @@ def test_processes_train_as_devices_of_one_process_do(pairs, name, optimizer):
     history = whole.history
     losses = [r.loss for r in (*history.steps, *history.evaluations)]
     np.testing.assert_allclose(pairs[1][1][name]["losses"], losses, rtol=2e-4)
+
+
+def test_what_one_process_of_a_copy_asks_all_do(pairs):
+    out, _ = pairs[1]
+    assert "[0] ended at 3" in out
+    assert "[1] ended at 3" in out
 
 
 def test_a_report_says_who_waited_where_processes_have_a_share_of_a_core(pairs):
