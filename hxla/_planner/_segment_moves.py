@@ -16,6 +16,8 @@ READY = "ready"
 # already, from 1; the first segment; the last one.
 Cell = tuple[int, int, int, int]
 
+_MOST_READY = 32  # segments: of longer chains no backward waits, which would take minutes to search
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moves:
@@ -80,7 +82,7 @@ class SlottedChain:
         self._ends = np.cumsum([0.0, *(c.forward_seconds for c in self._costs)])
         # A backward may wait for forwards before it only where it makes more than it frees.
         self._light = [
-            [r for r in c.residuals if _held(c, r) < _made(c)] if i else []
+            [r for r in c.residuals if _held(c, r) < _made(c)] if i and num <= _MOST_READY else []
             for i, c in enumerate(self._costs)
         ]
         offloads = any(c.offload_seconds is not None for c in costs)
@@ -157,26 +159,25 @@ class SlottedChain:
             forward = [SegmentOperation(FORWARD, s, r.name)]
             forward *= not (r.is_input or (ready and s == t))
             return [*forward, *([upper] if s < t else []), SegmentOperation(BACKWARD, s, r.name)]
-        stop = move.lower[3].start + k if move.kind == READY else s + 1 + k
-        if ready and stop == t:
-            stop = s
-        kept = move.kind != OFFLOAD or not host
-        forwards = [
-            SegmentOperation(FORWARD, j, keeps_input=j == s and kept) for j in range(s, stop)
-        ]
         if move.kind == READY and r is not None:
-            lower: tuple[Cell, int] = (*move.lower[:3], stop), slots
-            upper = (0, ready, stop + 1, t), slots - move.withheld
+            last = move.lower[3].start
+            forwards = _forwards(s, last, keeps_input=True)
             if not r.is_input:
-                forwards.append(SegmentOperation(FORWARD, stop, r.name))
-            elif stop < t:
-                forwards.append(SegmentOperation(FORWARD, stop, keeps_input=True))
-            return [*forwards, *([upper] if stop < t else []), lower]
+                forwards.append(SegmentOperation(FORWARD, last, r.name))
+            elif last < t:
+                forwards.append(SegmentOperation(FORWARD, last, keeps_input=True))
+            upper = (0, ready, last + 1, t), slots - move.withheld
+            lower: tuple[Cell, int] = (*move.lower[:3], last), slots
+            return [*forwards, *([upper] if last < t else []), lower]
+        first = s + 1 + k  # of the upper part
+        # A copy on the host that is there already costs nothing; only the device's is dropped.
+        forwards = _forwards(s, first, keeps_input=move.kind == FORWARD or not host)
+        if ready and first == t:
+            forwards = []
         if move.kind == FORWARD:
-            return [*forwards, upper, ((host, 0, s, s + k), slots)]
-        # A copy that is there already costs nothing; only the device's is dropped.
+            return [*forwards, upper, ((host, 0, s, first - 1), slots)]
         out = [SegmentOperation(OFFLOAD, s)] * (not host or not forwards)
-        lower = (1, 0, s, s + k), slots
+        lower = (1, 0, s, first - 1), slots
         fetch = SegmentOperation(FETCH, s)
         return [*forwards[:1], *out, *forwards[1:], upper, fetch, lower]
 
@@ -228,6 +229,14 @@ class SlottedChain:
         _, ready, _, t = cell
         made = _held(self._costs[t], self._light[t][ready - 1]) if ready else 0
         return self._above[t] + made
+
+
+def _forwards(start: int, stop: int, *, keeps_input: bool) -> list[SegmentOperation]:
+    """Forwards of consecutive segments, of which only the first may keep its input."""
+    return [
+        SegmentOperation(FORWARD, j, keeps_input=j == start and keeps_input)
+        for j in range(start, stop)
+    ]
 
 
 def _held(cost: SegmentCost, r: Residuals) -> int:
