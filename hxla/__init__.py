@@ -43,6 +43,8 @@ from ._plan._plan_parts import Versions as Versions, PlannedDevice as PlannedDev
 from ._plan._plan_parts import Axis as Axis, Role as Role, ReplicaWork as ReplicaWork
 from ._plan._plan_parts import PlannedPipeline as PlannedPipeline
 from ._plan._plan_parts import PlannedSegment as PlannedSegment
+from ._plan._plan_parts import PlannedChain as PlannedChain
+from ._plan._plan_parts import ChainSegment as ChainSegment
 from ._plan._layout import Layout as Layout
 from ._plan._plan_parts import SumsForm as SumsForm, SparseRows as SparseRows
 from ._plan._plan_parts import Precision as Precision, Placement as Placement

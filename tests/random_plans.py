@@ -30,7 +30,14 @@ from flax import nnx
 import hxla
 from hxla._graph._parts import graph_of
 from hxla._graph._segments import cut_points, segments_at
-from hxla._plan._plan_parts import PlannedDevice, PlannedSegment, ReplicaWork, SparseRows
+from hxla._plan._plan_parts import (
+    ChainSegment,
+    PlannedChain,
+    PlannedDevice,
+    PlannedSegment,
+    ReplicaWork,
+    SparseRows,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 BATCH, STEPS, NUM_EXAMPLES = 8, 4, 24
@@ -169,6 +176,7 @@ class Form:
         has_weight: Whether weight gradients are operations of their own.
         counts: Of float sums, which depend on them; none: sums are exact.
         zero: Whether copies share out the optimizer's state.
+        chain: Segments of a microbatch that are programs of their own; 0: it is one program.
         seed: Of the cut.
     """
 
@@ -181,6 +189,7 @@ class Form:
     has_weight: bool = False
     counts: tuple[int, ...] = ()
     zero: bool = False
+    chain: int = 0
     seed: int = 0
 
     def __str__(self):
@@ -215,7 +224,9 @@ class Form:
     @functools.cached_property
     def graph(self):
         """What is cut."""
-        return graph_of(job(self.model).graph(self.size), self.usual.pipeline.cut_by)
+        pipeline = self.usual.pipeline
+        cut_by = "work" if pipeline is None else pipeline.cut_by
+        return graph_of(job(self.model).graph(self.size), cut_by)
 
     @property
     def firsts(self):
@@ -233,6 +244,17 @@ class Form:
             schedule = "zb-h1" if self.has_weight else usual
             cut = self.cut(plan.pipeline, cuts, cuts, schedule)
             plan = plan.replaced(pipeline=cut, prediction=None)
+        if self.chain:
+            rng = random.Random(self.seed)
+            points = sorted(rng.sample(self.firsts, self.chain - 1))
+            segments = tuple(
+                ChainSegment(name=segment.name, first=first)
+                for first, segment in zip(
+                    (0, *points), segments_at(self.graph, points), strict=True
+                )
+            )
+            sequence = draw_sequence(rng, 0, self.chain - 1)
+            plan = plan.replaced(chain=PlannedChain(segments=segments, sequence=sequence))
         return plan
 
     def cut(self, pipeline, cuts, points, schedule):
@@ -260,6 +282,7 @@ def forms():
             {"size": 1},
             {"size": 2},
             {"zero": True},
+            {"chain": rng.randint(3, 5), "zero": model == "gpt"},
             {"tensor": 2},
             {"stages": 2},
             {"stages": 3, "has_weight": True},
@@ -380,7 +403,12 @@ def _draw_set(form, rng, number, processes):
         placed = placed.model_copy(update={"zero": 1, "shares": rng.choice(((), tuple(shares)))})
         sums.pop("sparse", None)
     counts = draw()
+    chain = plan.chain
+    if chain is not None:
+        sequence = draw_sequence(rng, 0, len(chain.segments) - 1)
+        chain = chain.model_copy(update={"sequence": sequence})
     return plan.replaced(
+        chain=chain,
         cluster=rng.choice(("", "mine")),
         pipeline=pipeline,
         devices=tuple(PlannedDevice(rank=rank, kind="cpu") for rank in sorted(ranks)),
@@ -399,6 +427,20 @@ def _draw_counts(rng, num, copies, unit=1):
     """Multiples of `unit` that add up to `num`, zeros among them."""
     ends = sorted(rng.randint(0, num // unit) for _ in range(copies - 1))
     return tuple(unit * (b - a) for a, b in itertools.pairwise((0, *ends, num // unit)))
+
+
+def draw_sequence(rng, first, last, end=None):
+    """What runs for the gradients of some segments, forwards kept or run again by chance."""
+    end = last if end is None else end
+    if first == last:
+        return (f"B{last}:input",) if last == end else (f"F{last}:cut", f"B{last}:cut")
+    if rng.random() < 0.4:
+        inner = draw_sequence(rng, first + 1, last, end)
+        return (f"F{first}:cut", *inner, f"B{first}:cut")
+    middle = rng.randint(first + 1, last)
+    forwards = (f"F{first}+", *(f"F{i}" for i in range(first + 1, middle)))
+    above = draw_sequence(rng, middle, last, end)
+    return (*forwards, *above, *draw_sequence(rng, first, middle - 1, end))
 
 
 def draw_table(rng, num_stages, num_chunks, num_microbatches, has_weight):

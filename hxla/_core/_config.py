@@ -148,6 +148,14 @@ class MemoryConfig(_Section):
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""
+    recompute: Literal["none", "boundaries", "auto"] | None = None
+    """What waits for the backward of a microbatch. With a word a microbatch runs as a chain of
+    segments, each with programs of its own: `none` keeps the residuals of all; `boundaries` keeps
+    only what crosses between segments, and runs each forward again; `auto` runs again what is
+    cheapest, so that it fits into the memory that the devices are described with. Null: it is one
+    program, and XLA decides. Between the words no bit moves."""
+    segments: int | None = pydantic.Field(None, ge=1)
+    """With `recompute`, about how many segments there are; null: one for each layer."""
 
 
 class Config(_Section):

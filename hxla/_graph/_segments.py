@@ -179,7 +179,7 @@ def _last_use(graph: Graph, ops: Sequence[Op]) -> dict[int, int]:
     return last | {v: len(ops) for v in graph.result_values if isinstance(v, int)}
 
 
-def _crossing(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
+def crossing_bytes(graph: Graph, ops: Sequence[Op]) -> np.ndarray:
     """Bytes that cross before each operation, int64[num ops + 1]."""
     change = np.zeros(len(ops) + 2, np.int64)
     last = _last_use(graph, ops)
@@ -197,7 +197,7 @@ def _flops(op: Op) -> float:
 
 def _cuts(graph: Graph, num: int) -> list[int]:
     ops = chain_ops(graph)
-    crossing = _crossing(graph, ops)
+    crossing = crossing_bytes(graph, ops)
     work = np.concatenate([[0.0], np.cumsum([_flops(op) for op in ops])])
     share = work[-1] / num
     found: list[int] = []

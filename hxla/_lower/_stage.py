@@ -39,10 +39,16 @@ class Crossing:
     float_words: Words
 
 
-def crossing(graph: Graph, values: Sequence[int]) -> Crossing:
-    """Of the values that cross a boundary."""
+def crossing(
+    graph: Graph, values: Sequence[int], wanted: Collection[int] | None = None
+) -> Crossing:
+    """Of the values that cross a boundary; a gradient of those `wanted` alone comes back."""
     shapes = shapes_of(graph, values)
-    floats = tuple(i for i, v in enumerate(values) if graph.values[v].differentiable)
+    floats = tuple(
+        i
+        for i, v in enumerate(values)
+        if graph.values[v].differentiable and (wanted is None or v in wanted)
+    )
     return Crossing(
         values=tuple(values),
         words=Words.like(shapes),
@@ -60,6 +66,7 @@ class StagePart:
         place: Where arrays lie on a stage's devices.
         trained: Parameters that are trained: others have no gradient.
         on_cpu: Whether dots are written as a CPU likes them.
+        wanted: Values whose gradient is wanted, if they have one; None: all.
     """
 
     def __init__(
@@ -70,15 +77,16 @@ class StagePart:
         *,
         trained: Collection[int],
         on_cpu: bool,
+        wanted: Collection[int] | None = None,
     ):
         self.part = part
         self._on_cpu = on_cpu
         self._graph = graph
         self.params = part.segment.params
         self.trained = tuple(i for i, p in enumerate(self.params) if p in trained)
-        self.above = crossing(graph, part.inputs)
-        self.below = crossing(graph, part.outputs)
-        self._given = (*graph.aux_values, *graph.batch_values, graph.key_value)
+        self.above = crossing(graph, part.inputs, wanted)
+        self.below = crossing(graph, part.outputs, wanted)
+        self._given = part.segment.given
         self._run = run_part(graph, part, place)
 
     @functools.cached_property
@@ -131,6 +139,57 @@ class StagePart:
     def residuals(self) -> Sequence[jax.ShapeDtypeStruct]:
         """Shapes of what `forward_and_residuals` keeps."""
         return self._passes.kept
+
+    @functools.cached_property
+    def _found(self) -> list[tuple[str, int]]:
+        """For each residual where it is found: among inputs, outputs, or on its own."""
+        early = self._passes.early
+        ends = len(early.invars) - len(self._shapes[2])
+        inputs = {v: i for i, v in enumerate(early.invars[ends - len(self.part.inputs) : ends])}
+        outputs = {v: i for i, v in enumerate(early.outvars[: self._passes.num_first])}
+        out: list[tuple[str, int]] = []
+        own = 0
+        for v in early.outvars[self._passes.num_first :]:
+            if v in inputs:
+                out.append(("input", inputs[v]))
+            elif v in outputs:
+                out.append(("output", outputs[v]))
+            else:
+                out.append(("own", own))
+                own += 1
+        return out
+
+    @property
+    def below_floats(self) -> tuple[int, ...]:
+        """Values that it makes whose gradient comes back."""
+        return tuple(self.below.values[i] for i in self.below.floats)
+
+    @property
+    def above_floats(self) -> tuple[int, ...]:
+        """Values that it reads of whose gradient it makes a part."""
+        return tuple(self.above.values[i] for i in self.above.floats)
+
+    @property
+    def trained_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the gradients of its parameters."""
+        return [self._shapes[0][i] for i in self.trained]
+
+    @property
+    def reads_its_input(self) -> bool:
+        """Whether the backward reads inputs of the forward as they are."""
+        return any(where == "input" for where, _ in self._found)
+
+    @property
+    def own_residuals(self) -> list[int]:
+        """Places of the residuals that are neither inputs nor outputs."""
+        return [i for i, (where, _) in enumerate(self._found) if where == "own"]
+
+    def all_residuals(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]
+    ) -> list[Any]:
+        """All that a backward reads, from what a forward read and made."""
+        kinds = {"input": inputs, "output": outputs, "own": own}
+        return [kinds[where][i] for where, i in self._found]
 
     @property
     def late(self) -> Sequence[jax.ShapeDtypeStruct]:

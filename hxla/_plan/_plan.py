@@ -25,6 +25,7 @@ from ._plan_file import faults_of, from_json, refusal
 from ._plan_parts import (
     Axis,
     Placement,
+    PlannedChain,
     PlannedDevice,
     PlannedPipeline,
     Precision,
@@ -35,6 +36,7 @@ from ._plan_parts import (
     Versions,
 )
 from ._plan_picture import DeviceRow, draw_devices
+from ._plan_words import chain_in_words, pipeline_in_words
 
 _MOST_LINES = 24  # of differences, and of devices in words
 
@@ -56,6 +58,7 @@ class Plan(PlanValue):
         axes: The mesh axes inside a copy of the model; none where a copy has one device.
         replicas: The copies of the model, with their devices and their work.
         pipeline: The stages and their schedule, where `stage` is the first of the axes.
+        chain: The segments of a microbatch that are programs of their own; None: it is one program.
         parameters: The layout of each parameter over its copy's devices between steps.
         sums: The way gradients are added up.
         precision: The dtypes of the computation.
@@ -89,6 +92,7 @@ class Plan(PlanValue):
     axes: tuple[Axis, ...] = ()
     replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
     pipeline: PlannedPipeline | None = None
+    chain: PlannedChain | None = None
     parameters: tuple[Layout, ...]
     sums: SumsForm = SumsForm()
     precision: Precision = Precision()
@@ -214,6 +218,8 @@ class Plan(PlanValue):
                 [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
             )
             found["has_weight"] = self.pipeline.has_weight
+        if self.chain is not None:  # whatever is recomputed, the programs are the same
+            found["chain"] = self.chain.points
         if self.placement.zero:  # sums over a whole tensor depend on the program around them
             found["zero"] = [self.placement.whole, self.placement.whole and self.granules]
         if self.sums.kind == "float":
@@ -379,7 +385,9 @@ class Plan(PlanValue):
             [axis] = self.axes
             lines += parts_in_words(self.parameters, axis.name, axis.size)
         if self.pipeline is not None:
-            lines += self._of_pipeline(self.pipeline)
+            lines += pipeline_in_words(self.pipeline, self.num_stages)
+        if self.chain is not None:
+            lines += chain_in_words(self.chain)
         if self.prediction is not None:
             lines += self._of_prediction(self.prediction)
         lines += [f"  {reason}" for reason in self.reasons]
@@ -392,16 +400,6 @@ class Plan(PlanValue):
             return ""
         micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
         return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s"
-
-    def _of_pipeline(self, pipeline: PlannedPipeline) -> Iterator[str]:
-        schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a table"
-        chunks = f" with {pipeline.num_chunks} chunks each" if pipeline.num_chunks > 1 else ""
-        kept = "forwards run again" if pipeline.recompute else "residuals are kept"
-        yield f"  pipeline of {self.num_stages} stages, {schedule}{chunks}: {kept}"
-        for part in range(self.num_stages * pipeline.num_chunks):
-            own = [s.name for s in pipeline.segments if s.part == part]
-            between = f"{own[0]} .. {own[-1]}" if len(own) > 1 else own[0]
-            yield f"  stage {part % self.num_stages}: {between}"
 
     def _of_prediction(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:

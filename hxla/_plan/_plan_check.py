@@ -9,6 +9,8 @@ from typing import Any
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS
 from .._schedule._schedules import Schedule, make_schedule, schedule_from_table
+from .._schedule._segment_sequence import sequence_from_texts
+from .._schedule._sequence_replay import Residuals, SegmentCost, replay_sequence
 
 
 def schedule_of(schedule: Any, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -48,6 +50,8 @@ def faults(plan: Any) -> Iterator[str]:
     yield from _of_parameters(plan)
     if plan.pipeline is not None:
         yield from _of_pipeline(plan)
+    if plan.chain is not None:
+        yield from _of_chain(plan)
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     known = {p.name for p in plan.parameters}
@@ -225,6 +229,46 @@ def _of_pipeline(plan: Any) -> Iterator[str]:
                 "each forward would run three times, use schedule '1f1b'"
             )
             return
+
+
+def _of_chain(plan: Any) -> Iterator[str]:
+    chain = plan.chain
+    if plan.axes:
+        axes = ", ".join(axis.name for axis in plan.axes)
+        yield (
+            f"chain: segments are programs of one device, the copies are cut by {axes}: leave it "
+            "out"
+        )
+    firsts = [segment.first for segment in chain.segments]
+    if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
+        yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"
+    try:
+        sequence = sequence_from_texts(len(firsts), chain.sequence)
+        replay_sequence(sequence, _no_costs(len(firsts)))
+    except PlanError as error:
+        yield f"chain.sequence: {error}"
+
+
+def _no_costs(num: int) -> list[SegmentCost]:
+    """Of a chain's programs, to see whether a sequence can run."""
+    return [
+        SegmentCost(
+            name=str(i),
+            input_bytes=1,
+            input_gradient_bytes=1,
+            forward_seconds=0.0,
+            residuals=(
+                Residuals(
+                    name="input" if i == num - 1 else "cut",
+                    num_bytes=int(i < num - 1),
+                    reads_input=i == num - 1,
+                    forward_seconds=0.0,
+                    backward_seconds=0.0,
+                ),
+            ),
+        )
+        for i in range(num)
+    ]
 
 
 def _of_prediction(plan: Any) -> Iterator[str]:

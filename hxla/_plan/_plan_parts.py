@@ -76,21 +76,31 @@ class ReplicaWork(PlanValue):
     num_microbatches: pydantic.NonNegativeInt
 
 
-class PlannedSegment(PlanValue):
-    """Consecutive equations of the loss: what can be moved from one stage to another.
+class ChainSegment(PlanValue):
+    """Consecutive equations of the loss.
 
     Attributes:
         name: The first and last module in it.
         first: The number of its first equation; those that only recast parameters are not counted,
             and each iteration of a scan over layers counts as one, such as `layers[3]`.
+    """
+
+    name: str
+    first: pydantic.NonNegativeInt
+
+
+class PlannedSegment(ChainSegment):
+    """Consecutive equations of the loss: what can be moved from one stage to another.
+
+    Attributes:
+        name: See `ChainSegment`.
+        first: Likewise.
         part: The part of the pipeline that it belongs to: chunk c of stage s of S is part `c * S +
             s`.
         keep: What waits for its backward: `residuals`, the fewest bytes that the backward needs, or
             `inputs`, from which the forward runs again.
     """
 
-    name: str
-    first: pydantic.NonNegativeInt
     part: pydantic.NonNegativeInt
     keep: Literal["residuals", "inputs"] = "residuals"
 
@@ -129,6 +139,25 @@ class PlannedPipeline(PlanValue):
     def recompute(self) -> bool:
         """Whether forwards run again from their inputs."""
         return any(segment.keep == "inputs" for segment in self.segments)
+
+
+class PlannedChain(PlanValue):
+    """A microbatch as programs that run one after another: a forward and a backward per segment.
+
+    Attributes:
+        segments: The segments; the last has one program for its forward and backward.
+        sequence: What runs for a microbatch: `F2` is the forward of segment 2, `F2+` keeps its
+            input, `F2:cut` what its backward `B2:cut` reads, the fewest bytes; `B3:input` is the
+            backward of the last segment. A forward that is there twice is recomputed.
+    """
+
+    segments: tuple[ChainSegment, ...] = pydantic.Field(min_length=1)
+    sequence: tuple[str, ...]
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """The numbers of the equations at which a segment begins, but for the first."""
+        return tuple(segment.first for segment in self.segments[1:])
 
 
 class SparseRows(PlanValue):

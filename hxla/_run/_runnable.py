@@ -11,6 +11,7 @@ from .._graph._parts import graph_of
 from .._graph._segments import segments_at
 from .._plan._layout import dtype_name
 from .._plan._plan import Plan
+from .._plan._plan_parts import ChainSegment
 from .._planner._complete import versions_for
 from ._agreement import facts_of_plan, facts_of_versions
 from ._session_values import SessionOptions
@@ -44,7 +45,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
         _of_job(plan, job.batch_size, cluster),
         _of_devices(plan, cluster, devices),
         _of_parameters(plan, graph),
-        _of_stages(plan, graph),
+        _of_segments(plan, graph),
         _of_sums(plan, graph),
     ):
         found = [f"  {fault}" for fault in sort]
@@ -115,21 +116,25 @@ def _array(known: tuple[tuple[int, ...], str] | None) -> str:
     return "none" if known is None else f"{known[1]}{list(known[0])}"
 
 
-def _of_stages(plan: Plan, graph: Graph) -> Iterator[str]:
-    if plan.pipeline is None:
+def _of_segments(plan: Plan, graph: Graph) -> Iterator[str]:
+    planned: tuple[ChainSegment, ...]
+    if plan.pipeline is not None:
+        key, cut_by, planned = "pipeline", plan.pipeline.cut_by, plan.pipeline.segments
+    elif plan.chain is not None:
+        key, cut_by, planned = "chain", "work", plan.chain.segments
+    else:
         return
-    planned = plan.pipeline.segments
     try:
-        chain = segments_at(graph_of(graph, plan.pipeline.cut_by), [s.first for s in planned[1:]])
+        chain = segments_at(graph_of(graph, cut_by), [s.first for s in planned[1:]])
     except PlanError as error:
-        yield f"pipeline.cut_by: {error}"
+        yield f"{key}.cut_by: {error}"
         return
     for i, (segment, own) in enumerate(zip(planned, chain, strict=True)):
         if not own.ops:
-            yield f"pipeline.segments.{i}: the loss has no equation {segment.first}"
+            yield f"{key}.segments.{i}: the loss has no equation {segment.first}"
         elif _LINE.sub("", segment.name) != _LINE.sub("", own.name):
             yield (
-                f"pipeline.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
+                f"{key}.segments.{i}: {segment.name!r} begins at equation {segment.first} in "
                 f"the plan, {own.name!r} in the loss"
             )
 

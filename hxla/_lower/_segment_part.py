@@ -1,0 +1,344 @@
+"""What one part of a chain computes for one microbatch, and adds to the sums of its parameters.
+
+Legend of shape suffixes: M microbatches of a step, S sums of a microbatch (loss, weight, metrics),
+T tensors of one part.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._graph._graph import Graph, params_of
+from .._graph._interpreter import AS_THEY_ARE, Env
+from .._graph._parts import ChainPart
+from .._graph._segments import segments_at
+from .._jax._cpu_dots import row_major
+from ._contribution import (
+    Contribution,
+    Tensors,
+    changes,
+    first_only,
+    local_largest,
+    microbatch_key,
+    packs_of,
+    row_bits,
+)
+from ._stage import StagePart
+
+Rows = tuple[int, int, int]  # the dimension, the first row, the one after the last
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentedSpec:
+    """What the programs of a chain are made from.
+
+    Attributes:
+        graph: Of the loss, for one microbatch, in the order in which it is cut.
+        parts: Of the chain; each reads what any earlier one made.
+        tensors: Of the sums.
+        packs: Of tensors whose sums are one array; those of a pack are of one part.
+        trained: Places of the parameters that are trained.
+        contribution: How they join the sums.
+        num_microbatches: M, of a step.
+        num_columns: S, sums of a microbatch.
+        seed: Root of all random keys.
+    """
+
+    graph: Graph
+    parts: tuple[ChainPart, ...]
+    tensors: Tensors
+    packs: Sequence[Sequence[int]]
+    trained: tuple[int, ...]
+    contribution: Contribution
+    num_microbatches: int
+    num_columns: int
+    seed: int
+
+
+def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
+    """The parts of a chain that one device runs: each reads what any earlier one made.
+
+    Args:
+        graph: Traced.
+        points: Cuts, see `_segments.cut_points`.
+    """
+    chain = segments_at(graph, points)
+    return tuple(
+        ChainPart(
+            segment=segment,
+            inputs=segment.inputs,
+            outputs=() if i == len(chain) - 1 else segment.outputs,
+            is_last=i == len(chain) - 1,
+        )
+        for i, segment in enumerate(chain)
+    )
+
+
+def parts_of_tensors(
+    graph: Graph, parts: Sequence[ChainPart], tensors: Tensors, trained: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """For each float tensor the parts that add to its sums; other variables are the last one's."""
+    param_of, last = params_of(graph), len(parts) - 1
+    found: dict[int, dict[int, None]] = collections.defaultdict(dict)
+    for i, part in enumerate(parts):
+        for entry in part.segment.params:
+            found[param_of[entry]][i] = None
+    return [*(tuple(found[p]) or (last,) for p in trained), *[(last,)] * len(tensors.float_aux)]
+
+
+def chain_packs(
+    tensors: Tensors, parts_of: Sequence[tuple[int, ...]], alone: Collection[int]
+) -> list[list[int]]:
+    """`packs_of` whose tensors are of one part; those of several entries are packed with none."""
+    out = []
+    for part in sorted(set(parts_of)):
+        others = {t for t, own in enumerate(parts_of) if own != part or len(own) > 1}
+        packs = packs_of(tensors, {*alone, *others})
+        out += [pack for pack in packs if parts_of[pack[0]] == part]
+    return out
+
+
+def shared_tensors(
+    graph: Graph, parts: Sequence[ChainPart], trained: Sequence[int]
+) -> frozenset[int]:
+    """Tensors to whose sums several entries add, or such that are some of their rows."""
+    param_of = params_of(graph)
+    num: collections.Counter[int] = collections.Counter()
+    for entry in (entry for part in parts for entry in part.segment.params):
+        has_rows = graph.values[graph.param_values[entry]].rows is not None
+        num[param_of[entry]] += 1 + has_rows
+    return frozenset(t for t, p in enumerate(trained) if num[p] > 1)
+
+
+def wanted_values(graph: Graph, trained: Collection[int]) -> set[int]:
+    """Values that are made of trained parameters, and of which the loss is made."""
+    param_of = params_of(graph)
+    varies = {v for v, p in zip(graph.param_values, param_of, strict=True) if p in trained}
+    for op in graph.ops:
+        if not varies.isdisjoint(v for v in op.inputs if isinstance(v, int)):
+            varies.update(op.outputs)
+    found = {v for v in graph.result_values[:1] if isinstance(v, int)}
+    for op in reversed(graph.ops):
+        if not found.isdisjoint(op.outputs):
+            found.update(v for v in op.inputs if isinstance(v, int))
+    return found & varies
+
+
+class SegmentPart:
+    """One part of a chain, as functions that are traced into its programs.
+
+    Args:
+        spec: Of the chain.
+        index: Of the part.
+        shared: Tensors to whose sums other parts add too.
+        on_cpu: Whether arrays are laid out as a CPU likes them.
+
+    Attributes:
+        stage: The part's own mathematics.
+        params: The parameters that it reads, whole ones or such of which it reads rows.
+        starts: Of those of which it reads rows the first, int32.
+        batch: The places of what it reads of the batch.
+        aux: The places of the other variables that it reads.
+        packs: The sums that it adds to, by their places in `SegmentedSpec.packs`.
+        tensors: The tensors of those sums, in order.
+        pending: The inputs to whose gradients a later part has added.
+    """
+
+    def __init__(self, spec: SegmentedSpec, index: int, shared: Collection[int], on_cpu: bool):
+        graph, part = spec.graph, spec.parts[index]
+        param_of = params_of(graph)
+        entries = [i for i, p in enumerate(param_of) if p in spec.trained]
+        self._spec, self._on_cpu = spec, on_cpu
+        self.stage = StagePart(
+            graph,
+            part,
+            AS_THEY_ARE,
+            trained=entries,
+            on_cpu=on_cpu,
+            wanted=wanted_values(graph, spec.trained),
+        )
+        self.is_last = part.is_last
+        self.params = tuple(param_of[entry] for entry in self.stage.params)
+        self._rows = [graph.values[graph.param_values[entry]].rows for entry in self.stage.params]
+        self.starts = np.array([rows[1] for rows in self._rows if rows is not None], np.int32)
+        read = set(part.segment.given)
+        self.batch = tuple(i for i, v in enumerate(graph.batch_values) if v in read)
+        self.aux = tuple(i for i, v in enumerate(graph.aux_values) if v in read or self.is_last)
+        place = {p: t for t, p in enumerate(spec.trained)}
+        #: For each gradient its tensor, and its rows.
+        self._grads = [(place[self.params[i]], self._rows[i]) for i in self.stage.trained]
+        own = {t for t, _ in self._grads}
+        if self.is_last:
+            # What no part reads has a gradient of zero.
+            everywhere = {
+                place[p]
+                for q in spec.parts
+                for e in q.segment.params
+                if (p := param_of[e]) in place
+            }
+            self._unread = sorted(set(place.values()) - everywhere)
+            own |= {*self._unread, *range(len(place), len(spec.tensors.floats))}
+        self.packs = tuple(k for k, pack in enumerate(spec.packs) if not own.isdisjoint(pack))
+        self.tensors = tuple(t for k in self.packs for t in spec.packs[k])
+        self._shared = frozenset(shared)
+        later = {v for q in spec.parts[index + 1 :] for v in q.inputs}
+        self.floats = self.stage.above_floats
+        self.pending = tuple(v for v in self.floats if v in later)
+
+    # -- the programs ----------------------------------------------------------------------------
+
+    def forward(
+        self, params: Any, starts: jax.Array, inputs: Any, aux: Any, batch: Any, where: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What later parts read, and those residuals that are neither this nor an input."""
+        given = self._given(aux, batch, where)
+        own = self._own(params, starts)
+        made, saved = self.stage.forward_and_residuals(own, inputs, given)
+        return made, [saved[i] for i in self.stage.own_residuals]
+
+    def backward(
+        self,
+        params: Any,
+        starts: jax.Array,
+        saved: Any,
+        aux: Any,
+        batch: Any,
+        where: jax.Array,
+        grads: Any,
+        pending: Any,
+        sums: Any,
+        peaks_T: jax.Array,
+        exponents_T: jax.Array,
+    ) -> tuple[Any, ...]:
+        """Gradients of the inputs; the sums and the peaks of the part's tensors."""
+        given, own = self._given(aux, batch, where), self._own(params, starts)
+        d_params, d_inputs = self.stage.backward_from_residuals(own, saved, given, grads)
+        added = self._added(d_params, starts, (), sums, peaks_T, exponents_T, where[2])
+        return self._with_pending(d_inputs, pending), *added
+
+    def loss(
+        self,
+        params: Any,
+        starts: jax.Array,
+        inputs: Any,
+        aux: Any,
+        batch: Any,
+        where: jax.Array,
+        small_MS: jax.Array,
+        ints: Any,
+        sums: Any,
+        peaks_T: jax.Array,
+        exponents_T: jax.Array,
+    ) -> tuple[Any, ...]:
+        """Forward and backward of the last part; what the microbatch is worth, and sums."""
+        given, own = self._given(aux, batch, where), self._own(params, starts)
+        d_params, d_inputs, (_, row_S, *new_aux) = self.stage.backward(own, inputs, given, [])
+        index, keep = where[1], where[2]
+        deltas, new_ints = changes(aux, new_aux, self._spec.tensors.is_float)
+        added = self._added(d_params, starts, deltas, sums, peaks_T, exponents_T, keep)
+        small_MS = (small_MS * keep).at[index].set(row_bits(row_S))
+        ints = [first_only(a * keep, b, index) for a, b in zip(ints, new_ints, strict=True)]
+        return d_inputs, *added, small_MS, ints
+
+    # -- what they are made of -------------------------------------------------------------------
+
+    def _own(self, params: Sequence[jax.Array], starts: jax.Array) -> list[jax.Array]:
+        """The parameters, of stacked ones the rows that are read."""
+        out, k = [], 0
+        for x, rows in zip(params, self._rows, strict=True):
+            if rows is not None:
+                dim, start, stop = rows
+                x = jax.lax.dynamic_slice_in_dim(x, starts[k], stop - start, dim)
+                k += 1
+            out.append(x)
+        return out
+
+    def _given(self, aux: Any, batch: Any, where: jax.Array) -> Env:
+        graph = self._spec.graph
+        given: Env = {graph.aux_values[i]: x for i, x in zip(self.aux, aux, strict=True)}
+        given |= {graph.batch_values[i]: x for i, x in zip(self.batch, batch, strict=True)}
+        given[graph.key_value] = microbatch_key(self._spec.seed, where[0], where[1])
+        return given
+
+    def _with_pending(self, grads: Sequence[jax.Array], pending: Sequence[jax.Array]) -> Any:
+        before = dict(zip(self.pending, pending, strict=True))
+        pairs = zip(self.floats, grads, strict=True)
+        return [before[v] + g if v in before else g for v, g in pairs]
+
+    def _added(
+        self,
+        d_params: Sequence[jax.Array],
+        starts: jax.Array,
+        deltas: Sequence[jax.Array],
+        sums: Sequence[Any],
+        peaks_T: jax.Array,
+        exponents_T: jax.Array,
+        keep: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        """The sums with this microbatch's gradients, and the largest magnitudes."""
+        spec = self._spec
+        values: dict[int, list[tuple[jax.Array, Any]]] = collections.defaultdict(list)
+        order = iter(range(len(self.starts)))
+        start_of = [None if rows is None else next(order) for rows in self._rows]
+        for (t, rows), i, grad in zip(self._grads, self.stage.trained, d_params, strict=True):
+            at = None if rows is None else (rows[0], starts[start_of[i]])
+            values[t].append((grad.astype(jnp.float32), at))
+        for i, delta in enumerate(deltas):
+            values[len(spec.trained) + i].append((delta, None))
+        if self.is_last:
+            for t in self._unread:
+                values[t].append((jnp.zeros(spec.tensors.floats[t].shape), None))
+        if not self.packs:
+            return sums, peaks_T
+        lay_out = row_major if self._on_cpu else lambda x: x
+        exponent = {t: exponents_T[i] for i, t in enumerate(self.tensors)}
+        out, peaks = [], dict[int, jax.Array]()
+        for k, old in zip(self.packs, sums, strict=True):
+            pack = spec.packs[k]
+            if self._shared.isdisjoint(pack):
+                [found], own = local_largest(
+                    [values[t][0][0] for t in pack], lay_out, [list(range(len(pack)))]
+                )
+                scale = exponent[pack[0]]
+                if len(pack) > 1:
+                    scale = jnp.stack([exponent[t] for t in pack])[:, None]
+                out.append(spec.contribution.add(old, found, scale, keep))
+                peaks |= dict(zip(pack, own, strict=True))
+                continue
+            [t] = pack
+            for grad, at in values[t]:
+                [found], [own] = local_largest([grad], lay_out, [[0]])
+                old = self._added_to(old, found, at, exponent[t], spec.tensors.floats[t].shape)
+                peaks[t] = jnp.maximum(peaks.get(t, 0), own)
+            out.append(old)
+        return out, jnp.maximum(peaks_T * keep, jnp.stack([peaks[t] for t in self.tensors]))
+
+    def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array, shape: Any) -> Any:
+        """A sum that began at zero, with a term for all of it or for some rows."""
+        add = self._spec.contribution.add
+        if at is None:
+            return add(old, x, exponent)
+        dim, start = at
+        rows = [jax.lax.dynamic_slice_in_dim(p, start, x.shape[dim], dim) for p in old]
+        new = add(rows, x, exponent)
+        pairs = zip(old, new, strict=True)
+        return tuple(jax.lax.dynamic_update_slice_in_dim(p, n, start, dim) for p, n in pairs)
+
+    @property
+    def key(self) -> Any:
+        """What two parts share only if their programs are the same."""
+        spec = self._spec
+        order = {t: i for i, t in enumerate(self.tensors)}
+        packs = [
+            (len(spec.packs[k]), not self._shared.isdisjoint(spec.packs[k])) for k in self.packs
+        ]
+        grads = [(order[t], rows and (rows[0], rows[2] - rows[1])) for t, rows in self._grads]
+        shapes = [spec.tensors.floats[t].shape for t in self.tensors]
+        whole = [spec.graph.param_shapes[p] for p in self.params]
+        pending = [self.floats.index(v) for v in self.pending]
+        return self.stage.signature(), str((packs, grads, shapes, whole, pending))

@@ -1,0 +1,263 @@
+"""What a sequence of segment programs takes: seconds and bytes, operation by operation."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from .._core._errors import PlanError
+from .._core._faults import listed
+from ._schedules import BACKWARD
+from ._segment_sequence import FETCH, OFFLOAD, SegmentOperation, SegmentSequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """One choice of what a segment's forward leaves for its backward.
+
+    Attributes:
+        name: The name of the choice, such as `all`, `cut`, `dots` or `input`.
+        num_bytes: The bytes that are kept besides the segment's input.
+        reads_input: Whether the backward reads the segment's input too.
+        forward_seconds: The seconds of the forward that makes them.
+        backward_seconds: The seconds of the backward that reads them.
+        forward_temporary_bytes: The bytes of that forward beyond its input, outputs and residuals.
+        backward_temporary_bytes: The bytes of that backward beyond what it reads, the gradients of
+            inputs that it makes, and those of parameters that it leaves.
+    """
+
+    name: str
+    num_bytes: int
+    reads_input: bool = True
+    forward_seconds: float
+    backward_seconds: float
+    forward_temporary_bytes: int = 0
+    backward_temporary_bytes: int = 0
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the backward starts from the input alone, and runs the forward itself."""
+        return self.reads_input and not self.num_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentCost:
+    """What the programs of one segment take for one microbatch.
+
+    What lies on the device throughout (parameters, the batch, sums) is not counted.
+
+    Attributes:
+        name: The name for messages.
+        input_bytes: The bytes of its inputs, which are the outputs of the segment before.
+        input_gradient_bytes: The bytes of the gradients of those inputs that are floating.
+        forward_seconds: The seconds of the forward that leaves nothing.
+        forward_temporary_bytes: The bytes of that forward beyond its inputs and outputs.
+        residuals: The choices of what its backward starts from.
+        parameter_gradient_bytes: The bytes that its backward leaves until the end of the
+            microbatch.
+        offload_seconds: The seconds for which the device waits while its inputs go to host memory;
+            None: they may not. Whether a copy hides behind computation is the caller's assumption,
+            and one for both directions.
+        fetch_seconds: The seconds for which the device waits while they come back.
+    """
+
+    name: str
+    input_bytes: int
+    input_gradient_bytes: int
+    forward_seconds: float
+    residuals: tuple[Residuals, ...]
+    forward_temporary_bytes: int = 0
+    parameter_gradient_bytes: int = 0
+    offload_seconds: float | None = None
+    fetch_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceReplay:
+    """A replayed sequence.
+
+    Attributes:
+        sequence: What ran.
+        seconds: The seconds of all operations.
+        bytes_O: The bytes on the device during each of its operations.
+        host_bytes: The most bytes in host memory.
+    """
+
+    sequence: SegmentSequence
+    seconds: float
+    bytes_O: tuple[int, ...]
+    host_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device."""
+        return max(self.bytes_O)
+
+    @property
+    def peak_operation(self) -> SegmentOperation:
+        """The first operation that needs them."""
+        return self.sequence.operations[self.bytes_O.index(self.peak_bytes)]
+
+
+def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> SequenceReplay:
+    """Run a sequence on paper.
+
+    Args:
+        sequence: The operations.
+        costs: What each segment of the chain takes.
+
+    Returns:
+        Its seconds and bytes. The gradients of the last segment's outputs are constants and take
+        none, nor do these outputs: a loss and metrics.
+
+    Raises:
+        PlanError: With all that the first operation which cannot run lacks, or every backward that
+            is missing.
+    """
+    check_costs(costs)
+    if sequence.num_segments != len(costs):
+        raise PlanError(
+            f"costs of {len(costs)} segments for a sequence over {sequence.num_segments}: give one "
+            "for each"
+        )
+    memory = _Memory(costs)
+    bytes_O, seconds, host_bytes = [], [], 0
+    for place, op in enumerate(sequence.operations):
+        faults = [f"operation {place}, {op}: {fault}" for fault in memory.faults(op)]
+        _raise(faults)
+        during, took = memory.run(op)
+        bytes_O.append(during)
+        seconds.append(took)
+        host_bytes = max(host_bytes, memory.host_bytes)
+    missing = range(memory.top + 1)
+    _raise([f"the backward of segment {i} ({costs[i].name}) never runs; add it" for i in missing])
+    return SequenceReplay(
+        sequence=sequence,
+        seconds=math.fsum(seconds),
+        bytes_O=tuple(bytes_O),
+        host_bytes=host_bytes,
+    )
+
+
+def check_costs(costs: Sequence[SegmentCost]) -> None:
+    """Refuse costs that cannot be.
+
+    Raises:
+        PlanError: With every fault.
+    """
+    faults = [] if costs else ["there are no segments: give the cost of one or more"]
+    for i, cost in enumerate(costs):
+        where = f"segment {i} ({cost.name})"
+        names = [r.name for r in cost.residuals]
+        if not names or len(set(names)) < len(names) or not all(names):
+            faults.append(f"{where}: its residuals are named {names}: name one or more apart")
+        values: list[SegmentCost | Residuals] = [cost, *cost.residuals]
+        for value in values:
+            of = f"{where}, residuals {value.name}" if isinstance(value, Residuals) else where
+            faults += [f"{of}: {fault}" for fault in _faults(value)]
+    if faults:
+        raise PlanError(f"the costs of the segments cannot be:{listed(faults)}")
+
+
+def _raise(faults: Sequence[str]) -> None:
+    if faults:
+        raise PlanError(f"the sequence of segments cannot run:{listed(faults)}")
+
+
+def _faults(value: SegmentCost | Residuals) -> Iterator[str]:
+    for field in dataclasses.fields(value):
+        number = getattr(value, field.name)
+        if field.name.endswith("_bytes") and (type(number) is not int or number < 0):
+            yield f"{field.name} is {number!r}: give a whole number, 0 or more"
+        if field.name.endswith("_seconds") and number is not None and not 0 <= number < math.inf:
+            yield f"{field.name} is {number!r}: give a finite number, 0 or more"
+
+
+class _Memory:
+    """What lies on the device, and on the host, between two operations."""
+
+    def __init__(self, costs: Sequence[SegmentCost]) -> None:
+        self._costs = costs
+        self._inputs = {0}
+        self._residuals: dict[int, Residuals] = {}
+        self._host: set[int] = set()
+        self.top = len(costs) - 1  # the last segment whose backward has not run
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the inputs on the host."""
+        return sum(self._costs[i].input_bytes for i in self._host)
+
+    def faults(self, op: SegmentOperation) -> Iterator[str]:
+        """What the operation lacks."""
+        if op.segment >= len(self._costs):
+            yield f"the chain has {len(self._costs)} segments, counted from 0; remove it"
+            return
+        cost = self._costs[op.segment]
+        choice = _choice(cost, op.residuals)
+        if op.segment > self.top:
+            yield "the backward of its segment has run; remove it"
+        elif op.kind == FETCH:
+            if op.segment not in self._host:
+                yield "the input is not in host memory; offload it before"
+        elif op.segment not in self._inputs and (
+            op.kind != BACKWARD or choice is None or choice.reads_input
+        ):
+            yield "the input is not on the device; run the forward before it, or fetch it"
+        if op.kind == OFFLOAD and cost.offload_seconds is None:
+            yield "the input may not be offloaded; keep it, or give its offload_seconds"
+        if choice is None and (op.residuals or op.kind == BACKWARD):
+            known = ", ".join(r.name for r in cost.residuals)
+            yield f"the segment has no residuals {op.residuals!r}; choose of {known}"
+        elif op.kind == BACKWARD:
+            if op.segment < self.top:
+                yield f"the backward of segment {self.top} has not run; run it before"
+            elif choice != self._residuals.get(op.segment) and not (choice and choice.is_input):
+                yield f"no forward has left {op.residuals!r}; run F{op.segment}:{op.residuals}"
+        elif op.residuals and op.segment in self._residuals:
+            yield "its residuals are there already; remove one of the forwards"
+
+    def run(self, op: SegmentOperation) -> tuple[int, float]:
+        """Bytes on the device during an operation, and its seconds."""
+        i, cost = op.segment, self._costs[op.segment]
+        choice = _choice(cost, op.residuals)
+        before = self._device_bytes()
+        if op.kind == OFFLOAD:
+            took = 0.0 if i in self._host else cost.offload_seconds or 0.0
+            self._host.add(i)
+            self._inputs.discard(i)
+            return before, took
+        if op.kind == FETCH:
+            self._inputs.add(i)
+            return self._device_bytes(), cost.fetch_seconds
+        if op.kind == BACKWARD:
+            assert choice is not None
+            for held in (self._inputs, self._host):
+                held.discard(i)
+            self._residuals.pop(i, None)
+            self.top = i - 1
+            made = cost.input_gradient_bytes + cost.parameter_gradient_bytes
+            return before + made + choice.backward_temporary_bytes, choice.backward_seconds
+        if not (op.keeps_input or (choice and choice.reads_input)):
+            self._inputs.discard(i)
+        during = before
+        if i + 1 < len(self._costs):
+            during += self._costs[i + 1].input_bytes
+        if i < self.top and i + 1 not in self._residuals:
+            self._inputs.add(i + 1)
+        if choice is None:
+            return during + cost.forward_temporary_bytes, cost.forward_seconds
+        if not choice.is_input:
+            self._residuals[i] = choice
+        during += choice.num_bytes + choice.forward_temporary_bytes
+        return during, choice.forward_seconds
+
+    def _device_bytes(self) -> int:
+        above = self._costs[self.top + 1 :]
+        gradients = above[0].input_gradient_bytes if above else 0
+        gradients += sum(c.parameter_gradient_bytes for c in above)
+        inputs = sum(self._costs[i].input_bytes for i in self._inputs)
+        return gradients + inputs + sum(r.num_bytes for r in self._residuals.values())
+
+
+def _choice(cost: SegmentCost, name: str) -> Residuals | None:
+    return next((r for r in cost.residuals if r.name == name), None)
