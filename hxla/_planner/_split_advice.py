@@ -8,6 +8,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
+from ._axes import BATCH_AXES
 from ._inner_split import NUM_GRANULES, best_shares, in_lowest_terms
 from ._split_times import places_of, split_devices
 
@@ -46,6 +47,8 @@ def better_shares(
         state_factor: The bytes of a device for each byte of its parameters.
     """
     [axis] = plan.axes
+    if axis.name in BATCH_AXES:
+        return None  # it carries examples, of which there are no shares
     places = places_of(graph, [r.devices for r in plan.replicas], cluster)
     if not places:
         return None
