@@ -1,6 +1,6 @@
 """Draws recompute.svg from benchmarks/results/recompute.json: time against memory.
 
-    python docs/pictures/draw_recompute.py
+python docs/pictures/draw_recompute.py
 """
 
 import json
@@ -9,7 +9,7 @@ import pathlib
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
 FOUND = json.loads((HERE.parents[1] / "benchmarks/results/recompute.json").read_text())
