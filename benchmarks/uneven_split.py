@@ -1,20 +1,25 @@
 """Seconds of a step of a Transformer split over two unlike devices, in unlike and in even parts.
 
-    python benchmarks/uneven_split.py [--meshes cpu-1.0-0.5 cpu-1.0-0.33 cpu-1.0-1.0]
+    python benchmarks/uneven_split.py [--meshes cpu-1.0-0.5 cpu-1.0-0.33 cpu-1.0-1.0 pairs]
 
 For each mesh the GPT of examples/gpt.py (a layer of 16 heads, 1024 wide) trains split over both
-devices, with sizes that follow their speeds and with even ones. On equal devices it trains in the
-even form and in that of unlike parts. All jobs take turns of a step.
+devices: with the sizes that are planned from the shares of a core; with those that its own report
+advises after some steps, by what the devices were measured to work; and with even ones. On equal
+devices it trains in the even form and in that of unlike parts. All jobs take turns of a step.
+`pairs` is data parallelism over two pairs of 0.66 and 0.33 of a core, on four processes.
 
 The bound is made of what was measured beside it: a step of the same model with all of its heads and
 columns and with a half of them, on each share of a core alone, whose difference is the time of a
 unit and the rest what every device repeats; and as many all-reduces as a step has, alone on these
-processes. The units of the bound may be any fraction. Writes benchmarks/results/uneven_split.json.
+processes. The units of the bound may be any fraction. That of two pairs is a pair's for its half of
+the batch: the sum over both is not in it. Writes benchmarks/results/uneven_split.json.
 """
 
 import pathlib
 import statistics
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import jobs
 import results
@@ -23,11 +28,14 @@ import turns
 import hxla
 
 SETTLING = 2
+ADVISED_AFTER = 12  # steps
 WORKER = jobs.ROOT / "benchmarks" / "uneven_split_worker.py"
 UNITS, HALF = 16, 8
-#: Of a step of four microbatches of one layer: its embedding and its logits have one each, its
-#: attention and its MLP one forward and one backward.
-ALL_REDUCES = 4 * 6
+MICROBATCHES = 4
+#: Of a microbatch of one layer: its embedding and its logits have one each, its attention and its
+#: MLP one forward and one backward.
+ALL_REDUCES = 6
+PAIRS = (0.66, 0.33)
 
 
 def bound(seconds: dict[str, float], shares: list[float]) -> float:
@@ -43,55 +51,91 @@ def bound(seconds: dict[str, float], shares: list[float]) -> float:
     return t + seconds["collectives"]
 
 
+def mesh_of(shares: Sequence[float], path: pathlib.Path) -> str:
+    """A mesh file of devices with these shares of a core."""
+    devices = "".join(f'[[device]]\nkind = "cpu"\ncore_share = {s}\n' for s in shares)
+    path.write_text(f'name = "{path.stem}"\n{devices}')
+    return str(path)
+
+
+def as_planned(
+    script: Sequence[str | pathlib.Path], mesh: str, folder: pathlib.Path
+) -> dict[str, Any]:
+    """What a run with the sizes that are planned tells: what devices worked, and a better ratio."""
+    asked = {"planned": {"script": [*script, "--turns", ADVISED_AFTER], "mesh": mesh}}
+    with jobs.started(asked, folder) as running:
+        jobs.in_turns(running, ADVISED_AFTER)
+        return running["planned"].finish()
+
+
 def measured(mesh: str, rounds: int) -> dict:
     """One mesh."""
-    devices = hxla.load_cluster(mesh).devices
-    shares = [device.core_share or 1.0 for device in devices]
-    script = [WORKER, "--turns", SETTLING + rounds]
-    copies = ["--copies", len(devices) // 2]
-    other = ["--shares", "1,1", "--manual"] if len(set(shares)) == 1 else []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        asked = {
-            "unlike": {"script": [*script, *copies, *other], "mesh": mesh},
-            "even": {"script": [*script, *copies, "--shares", "1,1"], "mesh": mesh},
+        shares = list(PAIRS)
+        if mesh == "pairs":
+            mesh, pair = (
+                mesh_of(2 * PAIRS, folder / "pairs.toml"),
+                mesh_of(PAIRS, folder / "pair.toml"),
+            )
+            copies = 2
+        else:
+            shares = [device.core_share or 1.0 for device in hxla.load_cluster(mesh).devices]
+            pair, copies = mesh, 1
+        are_alike = len(set(shares)) == 1
+        split = [WORKER, "--copies", copies]
+        part = ["--batch-size", 32 // copies]
+        turns_asked = ["--turns", SETTLING + rounds]
+        alone: dict[str, Any] = {"worked": [], "better_shares": []}
+        asked = {"even": {"script": [*split, "--shares", "1,1", *turns_asked], "mesh": mesh}}
+        if are_alike:
+            manual = ["--shares", "1,1", "--manual", *turns_asked]
+            asked["unlike"] = {"script": [*split, *manual], "mesh": mesh}
+        else:
+            (folder / "advice").mkdir()
+            alone = as_planned(split, mesh, folder / "advice")
+            better = ",".join(map(str, alone["better_shares"]))
+            own = ["--shares", better] if better else []
+            asked["unlike"] = {"script": [*split, *own, *turns_asked], "mesh": mesh}
+            asked["unlike, as planned"] = {"script": [*split, *turns_asked], "mesh": mesh}
+        num = ALL_REDUCES * MICROBATCHES // copies
+        asked["collectives"] = {
+            "script": [WORKER, "--collectives", num, *turns_asked],
+            "mesh": pair,
         }
-        if len(devices) == 2:
-            asked["collectives"] = {"script": [*script, "--collectives", ALL_REDUCES], "mesh": mesh}
-            for share in dict.fromkeys(shares):
-                one = folder / f"{share}.toml"
-                one.write_text(f'name = "one"\n[[device]]\nkind = "cpu"\ncore_share = {share}\n')
-                for units in (UNITS, HALF):
-                    asked[f"{share} alone, {units} units"] = {
-                        "script": [*script, "--units", units],
-                        "mesh": str(one),
-                    }
+        for share in dict.fromkeys(shares):
+            one = mesh_of([share], folder / f"{share}.toml")
+            for units in (UNITS, HALF):
+                asked[f"{share} alone, {units} units"] = {
+                    "script": [WORKER, "--units", units, *part, *turns_asked],
+                    "mesh": one,
+                }
         with jobs.started(asked, folder) as running:
             jobs.in_turns(running, SETTLING)
             seconds = jobs.in_turns(running, rounds)
             told = {name: job.finish() for name, job in running.items()}
-    row = {
+    splits = [name for name in asked if name.startswith(("even", "unlike"))]
+    middle = {n: statistics.median(own) for n, own in seconds.items()}
+    limit = bound(middle, shares)
+    return {
         "seconds of a step": {n: round(s, 4) for n, s in turns.medians(seconds).items()},
         "unlike over even": turns.over(seconds["even"], seconds["unlike"]),
-        "sizes": told["unlike"]["sizes"],
-        "bytes of parameters on a device": {
-            n: told[n]["device_parameter_bytes"] for n in ("unlike", "even")
-        },
-        "losses": {n: told[n]["losses"][-1] for n in ("unlike", "even")},
+        "bound": round(limit, 4),
+        "bound over": {n: round(limit / middle[n], 4) for n in splits},
+        "worked of a step, as planned": alone["worked"],
+        "advised": alone["better_shares"],
+        "sizes": {n: told[n]["sizes"] for n in splits if told[n]["sizes"]},
+        "bytes of parameters on a device": {n: told[n]["device_parameter_bytes"] for n in splits},
+        "losses": {n: told[n]["losses"][-1] for n in splits},
         "seconds": {n: [round(s, 4) for s in own] for n, own in seconds.items()},
     }
-    if len(devices) == 2:
-        middle = {n: statistics.median(own) for n, own in seconds.items()}
-        row["bound"] = round(bound(middle, shares), 4)
-        row["bound over unlike"] = round(row["bound"] / middle["unlike"], 4)
-    return row
 
 
 def main() -> None:
     """Every mesh."""
     parser = results.parser(__doc__, "uneven_split")
     parser.add_argument(
-        "--meshes", nargs="+", default=["cpu-1.0-0.5", "cpu-1.0-0.33", "cpu-1.0-1.0"]
+        "--meshes", nargs="+", default=["cpu-1.0-0.5", "cpu-1.0-0.33", "cpu-1.0-1.0", "pairs"]
     )
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()

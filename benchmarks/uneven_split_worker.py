@@ -19,12 +19,13 @@ from turns import take_turn  # noqa: E402
 import hxla  # noqa: E402
 
 WIDTH, HEADS = 1024, 16
-BATCH, MICROBATCH = 32, 8
+MICROBATCH = 8
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", help="of the turns")
 parser.add_argument("--turns", type=int, required=True, help="steps after the first one")
 parser.add_argument("--shares", help="of the devices of a copy, 1,1; none: by their speeds")
+parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--copies", type=int, default=1)
 parser.add_argument("--manual", action="store_true", help="equal parts in the form of unlike ones")
 parser.add_argument("--units", type=int, help="no split: so many heads, with their columns")
@@ -93,7 +94,7 @@ def steps() -> None:
     if args.units:
         model.blocks = nnx.List([Part(nnx.Rngs(0), args.units)])
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
-    job = hxla.Job(model, library(), loss, optimizer, batch_size=BATCH)
+    job = hxla.Job(model, library(), loss, optimizer, batch_size=args.batch_size)
     if args.units:
         plan = job.plan(microbatch_size=MICROBATCH)
     else:
@@ -106,9 +107,12 @@ def steps() -> None:
     with job.open(plan, steps=args.turns + 1) as session:
         for _ in session:
             take_turn(args.folder, jax.process_index())
-        losses = [round(step.loss, 4) for step in session.history.steps]
+        history = session.result().history
+    work = history.split
     tell(
-        losses=losses,
+        losses=[round(step.loss, 4) for step in history.steps],
+        worked=[round(s / work.step_seconds, 3) for s in work.work_seconds] if work else [],
+        better_shares=work.better_shares if work else (),
         sizes={p.name: p.sizes for p in plan.parameters if p.sizes and "0" in p.name},
         device_parameter_bytes=plan.device_parameter_bytes,
         sent_bytes=plan.prediction.sent_bytes if plan.prediction is not None else 0,

@@ -59,7 +59,11 @@ from ._lower._state import State as State
 from ._run._session_values import Result as Result
 from ._run._fingerprint import fingerprint as fingerprint
 from ._report._history import History as History, StepRecord as StepRecord
-from ._report._history import EvalRecord as EvalRecord, Rebalance as Rebalance
+from ._report._history import (
+    EvalRecord as EvalRecord,
+    Rebalance as Rebalance,
+    SplitWork as SplitWork,
+)
 from ._report._history import MetricValue as MetricValue
 from ._inspect._inspect import inspect as inspect
 from ._inspect._inspection import Inspection as Inspection

@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--rules", help="rule set that parameters should follow")
     inspect.add_argument("--diff", metavar="DUMP", help="a later dump: what changed")
     inspect.add_argument("--html", metavar="FILE", help="write one page, of --diff too")
-    inspect.add_argument("--profile", metavar="DIR", help="of jax.profiler.trace, for --html")
+    inspect.add_argument("--profile", metavar="DIR", help="of jax.profiler.trace: who waited")
+    inspect.add_argument("--plan", metavar="FILE", help="that ran: sizes of its parts")
     inspect.add_argument("--predicted", metavar="FILE", help="of hxla plan --write, for --html")
     inspect.add_argument("--json", action="store_true", help="for machines")
     inspect.add_argument("--limit", type=int, default=20, help="most rows of a table")
@@ -115,21 +116,27 @@ def _inspect(args: argparse.Namespace) -> None:
     def read(dump: str) -> Inspection:
         return inspect(dump, mesh=args.axes, cluster=args.mesh, rules=args.rules)
 
-    if args.html is None and (args.profile or args.predicted):
-        raise InspectError("--profile and --predicted are drawn on a page: give --html FILE")
-    if args.diff is not None and (args.profile or args.predicted):
-        raise InspectError("a page of --diff has no timeline: leave out --profile and --predicted")
+    if args.html is None and args.predicted:
+        raise InspectError("--predicted is drawn on a page: give --html FILE")
+    if args.diff is not None and (args.profile or args.predicted or args.plan):
+        raise InspectError("--diff has no timeline: leave out --profile, --predicted and --plan")
+    if args.json and args.html is None and (args.profile or args.plan):
+        raise InspectError("--json is of the programs: leave out --profile and --plan")
     found = read(args.dump)
     if args.diff is None:
         if args.html is not None:
             found.write_html(args.html, profile=args.profile, predicted=args.predicted)
-        print(found.to_json() if args.json else found.text(limit=args.limit))
+        print(found.to_json() if args.json else _text(found, args))
         return
     later = read(args.diff)
     if args.html is not None:
         found.write_diff_html(later, args.html)
     lines = found.diff(later)
     print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "nothing changed")
+
+
+def _text(found: Inspection, args: argparse.Namespace) -> str:
+    return found.text(limit=args.limit, plan=args.plan, profile=args.profile)
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:

@@ -12,10 +12,13 @@ import programs
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from uneven_models import Run
 
 import hxla
 from hxla._inspect import _hlo_text, _origin, _shapes
 from hxla._inspect import _replica_groups as _groups
+from hxla._inspect._split_tables import waiting_table
+from hxla._report._lanes import COLLECTIVE, COMPUTATION, Bar, Lanes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -377,3 +380,27 @@ def test_joined_names_are_taken_apart():
         "jit(f)/d/add",
         "jit(f)/e/mul",
     ]
+
+
+def test_the_terminal_shows_parts_of_unlike_sizes_and_who_waits(tmp_path):
+    params = (programs.like(8, 8),)
+    found = hxla.inspect(programs.jitted(lambda x: x @ x, programs.mesh(tensor=2), (P(),)), *params)
+    plan = Run("columns", 8, (3, 1)).plan
+    plan.write(tmp_path / "plan.json")
+    text = found.text(plan=tmp_path / "plan.json")
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("up/kernel")]
+    # 6 + 2 of 8 columns of 8 float32: 4 of them are padding.
+    assert rows == [["up/kernel", "1", "6", "+", "2", "6", "on", "each", "50", "%", "128", "B"]]
+    assert "device 1 of a copy" in text
+
+    bars = [
+        Bar(lane=lane, kind=kind, label="", start_seconds=start, end_seconds=end)
+        for lane, kind, start, end in (
+            (0, COMPUTATION, 0, 1),
+            (0, COLLECTIVE, 1, 4),
+            (1, COMPUTATION, 0, 3),
+            (1, COLLECTIVE, 3, 4),
+        )
+    ]
+    table = waiting_table(Lanes(title="", names=("first", "second"), bars=tuple(bars)))
+    assert [row[3:] for row in table.rows] == [("2 s", "50 %"), ("0 s", "0 %")]

@@ -32,6 +32,32 @@ def test_a_parameter_left_whole_among_cut_ones():
     assert not warned(build(P(None, "fsdp")), *args, kind="replicated")
 
 
+@pytest.mark.parametrize("num_blocks", [None, 3])
+def test_rules_mean_the_dimensions_of_a_layer_where_a_scan_stacks_layers(num_blocks):
+    """One of two dimensions would otherwise be a rule's second of three, or of four."""
+    where = programs.mesh(tensor=4)
+    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    scan = lambda x, w: (jax.lax.scan(layer, x, w)[0], None)  # noqa: E731
+
+    def step(params, x):
+        run = scan if num_blocks is None else lambda x, w: jax.lax.scan(scan, x, w)
+        return run(x, params["up"]["kernel"])[0].sum()
+
+    shape = (5, 256, 256) if num_blocks is None else (num_blocks, 5, 256, 256)
+    args = ({"up": {"kernel": programs.like(*shape)}}, programs.like(8, 256))
+    rules = hxla.RuleSet(
+        name="mine", rules=(hxla.Rule(path="up/kernel", axes=((), ("tensor",)), rank=2),)
+    )
+
+    def build(*spec):
+        return programs.jitted(step, where, ({"up": {"kernel": P(*spec)}}, P()))
+
+    (text,) = warned(build(), *args, kind="replicated", rules=rules)
+    assert f"cuts its dimension {len(shape) - 1}" in text
+    own = [None] * (len(shape) - 1)
+    assert not warned(build(*own, "tensor"), *args, kind="replicated", rules=rules)
+
+
 def test_a_parameter_against_its_rule():
     where = programs.mesh(tensor=4)
     step = lambda params, x: (x @ params["up"]["kernel"]).sum()  # noqa: E731

@@ -91,15 +91,18 @@ class Widening(nn.Module):
         return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], 0.0
 
 
-class Unlike(nn.Module):
-    """As many depths as layers, and one more."""
+class NormInside(nn.Module):
+    """Layers with a norm over columns that has a gradient of its own."""
 
     @nn.compact
     def __call__(self, tokens):
+        def norm(x):
+            return x / (1 + jnp.abs(x).sum(-1, keepdims=True))
+
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        w = self.param("w", nn.initializers.ones, (LAYERS, WIDTH, WIDTH))
-        own = (w, jnp.arange(LAYERS + 1.0))
-        return jax.lax.scan(lambda x, own: (x @ own[0] + own[1], None), x, own)[0], 0.0
+        w = self.param("w", nn.initializers.normal(0.1), (LAYERS, WIDTH, WIDTH))
+        step = lambda x, w: (own_gradient(lambda x, _: norm(x))(x @ w, 0.0), None)  # noqa: E731
+        return nn.Dense(VOCABULARY)(jax.lax.scan(step, x, w)[0]), 0.0
 
 
 class StagesInside(nn.Module):
@@ -161,6 +164,11 @@ def by_rules(*rules):
     planned(LinenNet(), 2, 4, stages=None, mesh=mesh, rules=made)
 
 
+def in_unlike_parts(model, rule, shares=(2, 1)):
+    mesh, made = {"data": 1, "tensor": shares}, hxla.RuleSet(name="mine", rules=(rule,))
+    planned(model, 1, len(shares), stages=None, mesh=mesh, rules=made)
+
+
 def resumed_with_other_layers(folder):
     train(LinenNet(), (1, 1), steps=1, checkpoint_dir=folder, checkpoint_every=1)
     train(LinenNet(layers=8), (1, 1), steps=2, checkpoint_dir=folder, checkpoint_every=1)
@@ -210,10 +218,24 @@ HOSTILE = {
         (TypeError, hxla.LossError),
         r"carry input and carry output must have equal types",
     ),
-    "more depths than layers": (
-        lambda _: planned(Unlike()),
-        (ValueError, hxla.LossError),
-        r"different leading axis sizes: 6, 7",
+    "a body that a split into unlike parts cannot enter": (
+        lambda _: in_unlike_parts(NormInside(), hxla.Rule(path="w$", axes=((), ("tensor",)))),
+        PLAN,
+        r"custom_vjp_call in NormInside .*unlike parts: leave it out of the split",
+    ),
+    "a layer's units in two splits": (
+        lambda _: in_unlike_parts(
+            LinenNet(), hxla.Rule(path="Dense_0/kernel", axes=(("tensor",), ("tensor",)))
+        ),
+        hxla.AnnotationError,
+        r"stacked in dimension 0: axis 'tensor' cuts two dimensions; leave one out",
+    ),
+    "more devices than a layer has units": (
+        lambda _: in_unlike_parts(
+            LinenNet(), hxla.Rule(path="Dense_0/kernel", axes=((), ("tensor",))), (2, *[1] * 32)
+        ),
+        PLAN,
+        r"Dense_0/kernel.*32 whole units.*cannot be cut over 33 devices; ask for fewer",
     ),
     "stages annotated inside an iteration, and asked for": (
         lambda _: planned(StagesInside()),

@@ -6,10 +6,13 @@ import re
 import numpy as np
 import pytest
 import whale
+from uneven_models import Run
 
 import hxla
 from hxla._plan._shares import in_shares
+from hxla._planner._split_advice import better_shares
 from hxla._planner._split_sizes import SplitDevice, best_sizes
+from hxla._planner._split_times import places_of, split_devices
 
 
 def instance(rng):
@@ -145,3 +148,21 @@ def test_whales_algorithm_is_never_faster_and_fails_where_the_optimum_fits():
     assert equal > 100
     assert slower >= 3
     assert lost > 5
+
+
+def test_measured_work_gives_the_sizes_with_which_all_devices_end_together():
+    run = Run("columns", 40, (3, 1))
+    cluster = hxla.load_cluster("cpu-1.0-0.33")
+    plan = hxla.make_plan(run.graph, cluster, mesh={"data": 1, "tensor": (3, 1)})
+    sharded = run.uneven.sharded
+
+    places = places_of(run.graph, [(0, 1)], cluster)
+    fast, slow = split_devices(run.graph, sharded, places, 120)
+    # As estimated, but the slow one takes 1.5 times as long: 90 and 30 granules.
+    seconds = fast.seconds(90), 1.5 * slow.seconds(30)
+    found = better_shares(run.graph, sharded, plan, cluster, seconds, 4.0)
+    n = found.shares[0] * 120 // sum(found.shares)
+    then = fast.seconds(n), 1.5 * slow.seconds(120 - n)
+    assert found.gain == pytest.approx(max(seconds) / max(then) - 1)
+    brute = min(max(fast.seconds(k), 1.5 * slow.seconds(120 - k)) for k in range(1, 120))
+    assert max(then) == pytest.approx(brute)

@@ -41,9 +41,9 @@ def test_parts_of_unlike_sizes_train_as_one_device_does(name):
     compare(name, 1 + sorted(UNITS).index(name))
 
 
-# HXLA_TEST_SIZES=60 tries so many of each kind; each takes ten seconds.
+# TEST_SIZES=60 tries so many of each kind; each takes ten seconds.
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 20 + int(os.environ.get("HXLA_TEST_SIZES", "1"))))
+@pytest.mark.parametrize("seed", range(20, 20 + int(os.environ.get("TEST_SIZES", "1"))))
 @pytest.mark.parametrize("name", UNITS)
 def test_any_sizes_train_as_one_device_does(name, seed):
     compare(name, seed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pydantic
 
 from .._core._errors import InspectError
+from .._plan._plan import Plan
 from .._report._page import write
 from ._diff import diff
 from ._inspection_page import diff_page, inspection_page
@@ -85,16 +86,30 @@ class Inspection:
         except pydantic.ValidationError as error:
             raise InspectError(f"this is no inspection: {error}") from error
 
-    def text(self, *, limit: int = 20) -> str:
+    def text(
+        self,
+        *,
+        limit: int = 20,
+        plan: str | os.PathLike[str] | None = None,
+        profile: str | os.PathLike[str] | None = None,
+    ) -> str:
         """Draw tables for a terminal.
 
         Args:
             limit: The most rows of a table.
+            plan: The file of the plan that ran: its parts of unlike sizes are shown.
+            profile: Folder that `jax.profiler.trace` was given: who waited in its last step.
 
         Returns:
             Some lines of text.
+
+        Raises:
+            InspectError: If there is no profile of these programs.
+            PlanError: If the file is no plan.
         """
-        return terminal_tables(self.programs, self.problems, limit=limit)
+        split = Plan.read(plan) if plan is not None else None
+        step = last_step(pathlib.Path(profile), self.programs) if profile is not None else None
+        return terminal_tables(self.programs, self.problems, limit=limit, plan=split, step=step)
 
     def write_html(
         self,

@@ -3,17 +3,46 @@
 from collections.abc import Iterator, Sequence
 
 from .._core._format import num_bytes as size
+from .._plan._part_bytes import parts_in_words
+from .._plan._plan import Plan
+from .._report._lanes import Lanes
 from .._report._tables import Table, as_text
 from . import _program_tables as tables
 from ._program import Program
+from ._split_tables import parts_table, waiting_table
 
 _WIDTH = 160
 
 
-def terminal_tables(programs: Sequence[Program], problems: Sequence[str], *, limit: int) -> str:
-    """Tables of hxla's own programs, else of all with anything to tell; a line for the others."""
+def terminal_tables(
+    programs: Sequence[Program],
+    problems: Sequence[str],
+    *,
+    limit: int,
+    plan: Plan | None = None,
+    step: Lanes | None = None,
+) -> str:
+    """Tables of hxla's own programs, else of all with anything to tell; a line for the others.
+
+    Args:
+        programs: All of them.
+        problems: What could not be read.
+        limit: The most rows of a table.
+        plan: That ran: its parts of unlike sizes are shown.
+        step: A measured one: who waited is shown.
+    """
     told, others = tables.shown(programs)
     parts = [part for program in told for part in _program(program, limit)]
+    if plan is not None:
+        parts.append(("parts of unlike sizes", parts_table(plan), limit))
+        parts += [
+            line
+            for axis in plan.axes
+            if plan.is_uneven
+            for line in parts_in_words(plan.parameters, axis.name, axis.size)
+        ]
+    if step is not None:
+        parts += [("who waits", waiting_table(step), limit), step.note]
     parts += [f"other programs: {others}"] if others else []
     parts += [f"not read: {problem}" for problem in problems]
     return as_text(parts, _WIDTH)

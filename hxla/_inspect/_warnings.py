@@ -11,6 +11,7 @@ from ._collectives import KINDS, OPCODES
 from ._hlo_text import Computation, Instruction, Module
 from ._program import Collective, Origin, ProgramArray, Warned
 from ._replica_groups import Mesh
+from ._stacked import stacked_dims
 
 _Placed = tuple[Instruction, Computation, Collective]
 _LARGE_BYTES = 1 << 16
@@ -39,7 +40,7 @@ def warnings(
     places = read.module.find(OPCODES.keys())
     placed = [(*place, found) for place, found in zip(places, collectives, strict=True)]
     found = [
-        *_replicated(read.arrays, mesh, rules),
+        *_replicated(read, mesh, rules),
         *_hoistable(read, placed),
         *_resharded(read, placed),
         *_padding(read, mesh),
@@ -55,9 +56,8 @@ def rule_path(path: str) -> str:
     return "/".join(k for k in keys if k != "params") or path
 
 
-def _replicated(
-    arrays: Sequence[ProgramArray], mesh: Mesh, rules: RuleSet | None
-) -> Iterator[Warned]:
+def _replicated(read: AnnotatedModule, mesh: Mesh, rules: RuleSet | None) -> Iterator[Warned]:
+    arrays = read.arrays
     state = [a for a in arrays if a.owner in ("parameter", "optimizer state") and a.spec]
     total = sum(a.num_bytes for a in arrays)
     sizes = dict(mesh)
@@ -66,7 +66,9 @@ def _replicated(
     parameters = [a for a in state if a.owner == "parameter"]
     if rules is not None and parameters:
         names = [rule_path(a.path) for a in parameters]
-        resolved = rules.resolve(names, [a.shape for a in parameters], sizes)
+        layers = stacked_dims(read)
+        stacked = [layers.get(a.path, ()) for a in parameters]
+        resolved = rules.resolve(names, [a.shape for a in parameters], sizes, stacked=stacked)
         for array, dims, rule in zip(parameters, resolved.dims, resolved.matched, strict=True):
             own = {axis: f"the rule {rule} cuts its dimension {dim}" for axis, dim in dims.items()}
             wanted[array.path] = own

@@ -85,11 +85,13 @@ class Cut:
         dim: The dimension.
         sizes: Of each device's part.
         axis: Name of the mesh axis.
+        place: Of the one device that a program is for; None: any device runs it.
     """
 
     dim: int
     sizes: tuple[int, ...]
     axis: str
+    place: int | None = None
 
     @property
     def padded(self) -> int:
@@ -98,6 +100,8 @@ class Cut:
 
     def own(self, of_each: Sequence[int]) -> jax.Array:
         """A number of this device's, int32."""
+        if self.place is not None:
+            return jnp.int32(of_each[self.place])
         return jnp.asarray(of_each, jnp.int32)[jax.lax.axis_index(self.axis)]
 
     @property
@@ -151,3 +155,8 @@ def widen(x: Any, dim: int, size: int) -> Any:
         return x
     low_high = [(0, size - x.shape[dim], 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
     return jax.lax.pad(x, jnp.zeros((), x.dtype), low_high)
+
+
+def replaced(x: jax.Array, first: jax.Array) -> jax.Array:
+    """An array with other first entries."""
+    return jax.lax.dynamic_update_slice(x, first, (0,) * x.ndim)

@@ -34,6 +34,7 @@ class Block:
         is_differentiable: For each input whether a gradient flows back through it.
         results: How the results are cut.
         num_classes: The distinct sizes of devices.
+        own_class: That of the one device that the program is for; None: any device runs it.
         lay_out: How an array is laid out before it is padded: a CPU is slow at both at once.
     """
 
@@ -42,6 +43,7 @@ class Block:
     is_differentiable: tuple[bool, ...]
     results: tuple[Width, ...]
     num_classes: int
+    own_class: int | None
     lay_out: Callable[[Any], Any]
 
     def __call__(self, size_class: Any, offsets: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -97,10 +99,9 @@ class Block:
         return call(size_class, offsets, list(inputs))  # type: ignore[no-any-return]
 
     def _switch(self, branch: Callable[[int], Any], size_class: Any, *operands: Any) -> Any:
-        branches = [branch(c) for c in range(self.num_classes)]
-        if len(branches) == 1:
-            return branches[0](*operands)
-        return jax.lax.switch(size_class, branches, *operands)
+        if self.own_class is not None or self.num_classes == 1:
+            return branch(self.own_class or 0)(*operands)
+        return jax.lax.switch(size_class, [branch(c) for c in range(self.num_classes)], *operands)
 
     def _widened(self, arrays: Sequence[Any], widths: Sequence[Width]) -> list[Any]:
         return [

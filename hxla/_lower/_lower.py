@@ -33,7 +33,7 @@ from ._microbatch import Microbatches, MicrobatchSpec
 from ._own_state import OwnState
 from ._own_update import Gather
 from ._padding import Padding, StatePadding
-from ._per_kind import compile_all, first_of_kind, for_others, named_texts, text_of
+from ._per_kind import collectives_of, compile_all, first_of_kind, for_others, named_texts, text_of
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -90,6 +90,7 @@ class Programs:
         trained: Places of the parameters that are trained.
         tensors: Of the sums.
         contribution: How they join the sums.
+        sharded: What the axes inside a copy cut; None: there are none.
         own: Which copy updates what; None: each updates everything.
         gather: Hands what each copy updated to all; None likewise.
     """
@@ -106,7 +107,7 @@ class Programs:
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
         self.tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
-        sharded = _sharded(graph, plan)
+        self.sharded = sharded = _sharded(graph, plan)
         uneven = _uneven(sharded, plan)
         aux = (
             sharded.aux_specs()
@@ -249,7 +250,8 @@ class Programs:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             # Copies of unlike shares have unlike programs of one update.
-            texts = named_texts(checked, len(self.runners[0].names), self._updates.text)
+            num, text = len(self.runners[0].names), self.runners[0].text
+            texts = named_texts(checked, num, text, self._updates.text)
             check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
@@ -268,6 +270,10 @@ class Programs:
             num = len(runner.names)
             runner.adopt(own[:num])
             self._updates.adopt(own[num:])
+        if check is not None and self.runners[0].text:
+            # Each process compiled its own, and Gloo and NCCL go by the order of their calls.
+            own = [collectives_of(program) for program in programs[0]]
+            check({"the order in which XLA runs collectives": "\n".join(own)})
         trim_heap()
 
     def memory_bytes(self, held_bytes: int) -> int:

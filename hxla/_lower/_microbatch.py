@@ -16,7 +16,7 @@ from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import as_function
 from .._plan._sharding import Sharded
-from ._across import Cut
+from ._across import Cut, narrow, replaced
 from ._contribution import (
     Contribution,
     DeviceSums,
@@ -96,6 +96,8 @@ class Microbatches:
     kept_bytes = 0  # between steps
 
     def __init__(self, spec: MicrobatchSpec, replica: Replica):
+        if spec.uneven is not None:
+            spec = dataclasses.replace(spec, uneven=spec.uneven.on(replica))
         self._spec, self._replica = spec, replica
         self._batch_specs = None if spec.sharded is None else spec.sharded.batch_specs()
         zeros = functools.partial(_zeros, spec)
@@ -110,6 +112,12 @@ class Microbatches:
         self._zeros = jax.jit(zeros, out_shardings=shardings)
         self._compiled: Any = None
         self._compiled_zeros: Any = None
+
+    @property
+    def text(self) -> str:
+        """What stands for the programs where processes have unlike ones of them: the loss."""
+        uneven = self._spec.uneven
+        return "" if uneven is None or uneven.place is None else str(self._spec.graph.program)
 
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
@@ -263,9 +271,16 @@ def _joining_parts(
     cuts = spec.uneven.cuts_of_sums(spec.trained)
 
     def one(x: jax.Array, before: Any, exponent: jax.Array, keep: Any, cut: Cut | None) -> Any:
-        x = lay_out(x)
         if cut is None:
+            x = lay_out(x)
             return spec.contribution.add(before, x, exponent, keep), largest(x)
+        if cut.place is not None:
+            own = cut.sizes[cut.place]
+            x, *old = (narrow(whole, cut.dim, own) for whole in (x, *before))
+            x = lay_out(x)
+            new = spec.contribution.add(old, x, exponent, keep)
+            return tuple(replaced(b, n) for b, n in zip(before, new, strict=True)), largest(x)
+        x = lay_out(x)
         granules = Granules.of(cut)
 
         def step(i: Any, old: list[jax.Array], peak: jax.Array) -> Any:

@@ -4,6 +4,7 @@ Every device of a process needs its own program, but XLA makes the same one for 
 So the first replica of each kind compiles, and the others load what it has.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from .._jax._portable import portable
 from ._replica import Replica
 
+_COLLECTIVE = re.compile(r" = (\S.*? (?:all-|reduce-scatter|collective-)[a-z-]*)\(")
 #: From the number of a copy of the model to what else its programs depend on.
 Key = Callable[[int], Any]
 
@@ -118,19 +120,25 @@ def for_each(
 
 
 def named_texts(
-    lowered: Sequence[Sequence[Any]], num: int, update: str = ""
+    lowered: Sequence[Sequence[Any]], num: int, microbatch: str = "", update: str = ""
 ) -> Iterator[tuple[str, str]]:
     """The texts of the programs of some replicas, which processes compare.
 
     Args:
         lowered: Programs of each replica: those of microbatches, and of the update.
         num: Programs of microbatches.
+        microbatch: What stands for those, if devices have unlike ones.
         update: What stands for the update, if replicas have unlike programs of it.
     """
     for i, programs in enumerate(lowered):
         of = f" of replica {i}" if i else ""
         yield f"update program{of}", update or text_of(programs[num:])
-        yield f"microbatch program{of}", text_of(programs[:num])
+        yield f"microbatch program{of}", microbatch or text_of(programs[:num])
+
+
+def collectives_of(compiled: Any) -> str:
+    """The collectives of a compiled program, in the order in which XLA runs them."""
+    return "\n".join(_COLLECTIVE.findall(compiled.as_text()))
 
 
 def text_of(programs: Sequence[Any]) -> str:

@@ -55,6 +55,7 @@ class Pipeline:
         times: Start and end of each tick of the last `run`, if it was timed.
     """
 
+    text = ""  # processes have alike programs
     names = ("the stages' slots", "the ticks", "the stages' sums", "empty buffers")
 
     def __init__(self, spec: PipelineSpec, replica: Replica):

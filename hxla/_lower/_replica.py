@@ -59,6 +59,17 @@ class Replica:
         """Whether this process has its first device, and so speaks for it."""
         return self.devices[0].process_index == jax.process_index()
 
+    @property
+    def only_place(self) -> int | None:
+        """The place of the one device of it that is here, all others elsewhere; None: no such.
+
+        TPUs are none, for they want one program of all processes.
+        """
+        here = jax.process_index()
+        places = [k for k, d in enumerate(self.devices) if d.process_index == here]
+        is_alone = len(places) == 1 and self.spans_processes
+        return places[0] if is_alone and self.devices[0].platform != "tpu" else None
+
     def sharding(self, spec: P) -> Sharding:
         """Of an array with this spec over `axes`."""
         if not self.axes:

@@ -71,6 +71,7 @@ class Segmented:
 
     unit = 1  # it takes any number of microbatches
     kept_bytes = 0  # between steps
+    text = ""  # processes have alike programs
 
     def __init__(self, spec: SegmentedSpec, sequence: SegmentSequence, replica: Replica):
         self._spec, self._sequence, self._replica = spec, sequence, replica

@@ -175,6 +175,9 @@ class Reducer:
         def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+            if own and self._inner:
+                # Each process of a copy tells its own numbers, none below zero: the largest count.
+                own = [jax.lax.pmax(own[0], tuple(name for name, _ in self._inner)), *own[1:]]
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
             elif own:

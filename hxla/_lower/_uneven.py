@@ -9,6 +9,7 @@ References:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._graph._interpreter import Env, run_ops
 from .._graph._local_ops import EXTREMES, SUMS, run_custom, run_part, take
-from .._graph._operations import Op, leaves
+from .._graph._operations import Op
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import checkpoint_like, scan_counts
 from .._plan._linked_dims import Parts
@@ -30,6 +31,7 @@ from ._across import Cut, added, entered, extreme, gathered, own_part
 from ._blocks import Block, Width
 from ._contribution import gradient_of
 from ._padding import Padding
+from ._replica import Replica
 
 
 class Uneven:
@@ -38,13 +40,22 @@ class Uneven:
     Args:
         sharded: What the axis cuts.
         parts: The sizes.
+        place: Of the one device that its programs are for; None: any device runs them.
     """
 
-    def __init__(self, sharded: Sharded, parts: Parts):
+    def __init__(self, sharded: Sharded, parts: Parts, place: int | None = None):
         [(self.axis, self._assigned)] = sharded.axes.items()
         self.graph: Graph = sharded.graph
-        self.sharded, self.parts = sharded, parts
+        self.sharded, self.parts, self.place = sharded, parts, place
         self._linked = parts.linked
+
+    def on(self, replica: Replica) -> "Uneven":
+        """For the devices of a copy that are here.
+
+        A process with one of them compiles what this one runs: its own sizes and no branches. So
+        processes have unlike programs, which come to the same collectives in the same order.
+        """
+        return Uneven(self.sharded, self.parts, replica.only_place)
 
     def cut_of(self, v: int) -> Cut | None:
         """How a value is cut as its maker leaves it; None if it is whole."""
@@ -54,25 +65,21 @@ class Uneven:
         return self._cut(group, dim, self.graph.values[v].shape[dim])
 
     def _cut(self, group: int, dim: int, size: int) -> Cut:
-        return Cut(dim, self.parts.sizes(group, size), self.axis)
+        return Cut(dim, self.parts.sizes(group, size), self.axis, self.place)
 
     def _cuts(self, op: Op) -> bool:
-        """Whether devices do different things in an operation."""
-        made = self._assigned.made
+        """Whether devices do different things in an operation.
+
+        What only reads a cut value whole, all do alike.
+        """
+        made, wanted = self._assigned.made, self._assigned.wanted
         if any(made.get(v) is not None for v in op.outputs):
             return True
+        if op.body and op.kind != "custom":
+            return any(map(self._cuts, op.body))
         if op.kind == "custom":
             return any(isinstance(v, int) and made.get(v) is not None for v in op.inputs)
-        return any(
-            made.get(v) is not None
-            for leaf in leaves((op,))
-            for v in (*leaf.outputs, *leaf.inputs)
-            if isinstance(v, int)
-        ) or any(
-            wanted is not None
-            for leaf in leaves((op,))
-            for wanted in self._assigned.wanted.get(leaf.outputs[0] if leaf.outputs else -1, ())
-        )
+        return any(dim is not None for own in op.outputs[:1] for dim in wanted.get(own, ()))
 
     def aux_paddings(self) -> list[Padding]:
         """Of each other variable."""
@@ -301,9 +308,10 @@ class _Level:
             is_differentiable=tuple(self._values[v].differentiable for v, _ in given),
             results=tuple(map(width, results)),
             num_classes=len(classes),
+            own_class=None if uneven.place is None else classes.index(units[uneven.place]),
             lay_out=row_major if self._on_cpu else lambda x: x,
         )
-        of_device = Cut(0, (1,) * self._num, uneven.axis)
+        of_device = Cut(0, (1,) * self._num, uneven.axis, uneven.place)
         starts = jnp.stack(
             [
                 of_device.own([sum(uneven.parts.units[g][:d]) for d in range(self._num)])
@@ -449,9 +457,9 @@ class _Level:
 
 def _shifted(cut: Cut | None) -> Cut | None:
     """Of the stack of slices that are cut so."""
-    return None if cut is None else Cut(cut.dim + 1, cut.sizes, cut.axis)
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim + 1)
 
 
 def _inside(cut: Cut | None) -> Cut | None:
     """Of one slice of a stack that is cut so."""
-    return None if cut is None else Cut(cut.dim - 1, cut.sizes, cut.axis)
+    return None if cut is None else dataclasses.replace(cut, dim=cut.dim - 1)

@@ -16,6 +16,7 @@ from .._model._optimizer import Optimizer
 from ._contribution import Contribution, Tensors
 from ._microbatch import clip
 from ._options import update_options
+from ._own_device import Lies, OwnDevice
 from ._padding import NOT_PADDED, StatePadding, padded, unpadded
 from ._padding_kept import keeps_padding
 from ._replica import Replica
@@ -178,30 +179,13 @@ def update_program(
         aux: PartitionSpec of each other variable.
     """
     tensors, contribution = spec.tensors, spec.contribution
-    num_params = len(tensors.params)
-
-    def hxla_update(
-        params: Sequence[jax.Array],
-        opt_state: PyTree,
-        aux: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        ints: Sequence[jax.Array],
-        exponents_T: jax.Array,
-        weight: jax.Array,
-        value: jax.Array,
-    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = whole_sums(spec, bool(replica.axes), totals, exponents_T)
-        grads = [(found[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
-        if spec.clip_norm is not None:
-            grads = clip(grads, spec.clip_norm)
-        new_params, opt_state = _updated(spec, params, grads, opt_state, value)
-        others = new_aux(spec, aux, found[num_params:], ints)
-        return new_params, opt_state, others, weight + 0
-
-    run: Callable[..., Any] = hxla_update
-    if spec.num_groups > 1:
+    run = update_function(spec, bool(replica.axes))
+    own = _on_own_parts(spec, replica, params, opt_state, aux)
+    if own is not None:
+        run = own
+    elif spec.num_groups > 1:
         sizes = [x.size * x.dtype.itemsize for x in tensors.params]
-        run = in_groups(hxla_update, balanced(sizes, spec.num_groups))
+        run = in_groups(run, balanced(sizes, spec.num_groups))
     shardings: Any = None
     if replica.axes:
         shardings = jax.tree.map(
@@ -215,3 +199,85 @@ def update_program(
         compiler_options=update_options(replica.devices[0].platform, contribution.form),
         out_shardings=shardings,
     )
+
+
+def update_function(
+    spec: UpdateSpec, has_axes: bool, updated: Callable[..., Any] = _updated
+) -> Callable[..., Any]:
+    """What `update_program` compiles, for a copy with no process of its own for each device.
+
+    Args:
+        spec: What the update is made from.
+        has_axes: Whether a copy has several devices.
+        updated: What the user's optimizer makes of its arrays.
+    """
+    num_params = len(spec.tensors.params)
+
+    def hxla_update(
+        params: Sequence[jax.Array],
+        opt_state: PyTree,
+        aux: Sequence[jax.Array],
+        totals: Sequence[jax.Array],
+        ints: Sequence[jax.Array],
+        exponents_T: jax.Array,
+        weight: jax.Array,
+        value: jax.Array,
+    ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
+        found = whole_sums(spec, has_axes, totals, exponents_T)
+        grads = [(found[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
+        if spec.clip_norm is not None:
+            grads = clip(grads, spec.clip_norm)
+        new_params, opt_state = updated(spec, params, grads, opt_state, value)
+        others = new_aux(spec, aux, found[num_params:], ints)
+        return new_params, opt_state, others, weight + 0
+
+    return hxla_update
+
+
+def _on_own_parts(
+    spec: UpdateSpec,
+    replica: Replica,
+    params: Sequence[P],
+    opt_state: PyTree,
+    aux: Sequence[P],
+) -> Callable[..., Any] | None:
+    """The same for the one device of a copy that is here; None where that is not to be."""
+    tensors, padding, place = spec.tensors, spec.padding, replica.only_place
+    ints_are_cut = any(any(s) for s, f in zip(aux, tensors.is_float, strict=True) if not f)
+    if place is None or padding.is_none or spec.num_groups > 1 or ints_are_cut:
+        return None
+    own_device = OwnDevice(mesh=replica.mesh, place=place)
+    of_params, of_aux = (
+        [Lies(s, p) for s, p in zip(specs, paddings, strict=True)]
+        for specs, paddings in ((params, padding.of_trained), (aux, padding.aux))
+    )
+    state_specs = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, P))
+    of_state = list(map(Lies, state_specs, padding.of_opt_state))
+    held = [*of_params, *of_state, *of_aux]
+    of_sums = [*of_params, *(a for a, f in zip(of_aux, tensors.is_float, strict=True) if f)]
+    own_tensors = dataclasses.replace(
+        tensors,
+        params=tuple(map(own_device.like, tensors.params, of_params)),
+        aux=tuple(map(own_device.like, tensors.aux, of_aux)),
+    )
+    own_spec = dataclasses.replace(spec, tensors=own_tensors)
+    on_own, on_padded = (
+        update_function(own_spec, True, _updated_as_given),
+        update_function(spec, True),
+    )
+
+    def hxla_update(*arguments: Any) -> Any:
+        params, opt_state, aux, *_, weight, value = arguments
+        if not _is_by_element(spec, params, opt_state, value):
+            return on_padded(*arguments)
+        given, structure = jax.tree.flatten(arguments)
+
+        def flat(*arrays: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(on_own(*jax.tree.unflatten(structure, arrays)))
+
+        lies = [*held, *of_sums]
+        lies += [Lies(P(), NOT_PADDED)] * (len(given) - len(lies))
+        found = own_device.run(flat, given, lies, [*range(len(held)), None])
+        return jax.tree.unflatten(jax.tree.structure((params, opt_state, aux, weight)), found)
+
+    return hxla_update

@@ -14,7 +14,7 @@ from ._array_sums import lowered_sums, sum_programs, summed
 from ._options import compiler_options, extra_bytes
 from ._own_update import own_arguments, own_update_program
 from ._sum import Reducer
-from ._update import UpdateSpec, update_program
+from ._update import UpdateSpec, update_function, update_program
 
 
 class Updates:
@@ -38,7 +38,11 @@ class Updates:
         opt_state: PyTree,
         aux: Sequence[P],
     ):
-        self._reducer, self._own = reducer, own
+        self._spec, self._reducer, self._own = spec, reducer, own
+        self._is_of_one_device = any(
+            replica.only_place is not None and not spec.padding.is_none for replica in reducer.local
+        )
+        self._of_whole = ""
         chunks, local = reducer.chunks, reducer.local
         self.programs: list[Any] = []  #: Of each local copy, before compilation.
         self._sums: list[list[tuple[Any, Any]]] = []
@@ -62,8 +66,8 @@ class Updates:
 
     @property
     def text(self) -> str:
-        """What stands for the update where copies have unlike programs of it."""
-        return "" if self._own is None else str(self._own.update.closed)
+        """What stands for the update where copies or their devices have unlike programs of it."""
+        return self._of_whole if self._own is None else str(self._own.update.closed)
 
     def lower(
         self, i: int, params: Any, opt_state: Any, aux: Any, totals: Any, ints: Any, exponents: Any
@@ -82,6 +86,9 @@ class Updates:
         numbers = np.float32(1), np.float32(1)
         given = (params, opt_state, aux, totals, ints, exponents, *numbers)
         if self._own is None:
+            if self._is_of_one_device:
+                run = update_function(self._spec, has_axes=True)
+                self._of_whole = str(jax.make_jaxpr(run)(*given))
             return [self.programs[i].lower(*given)]
         traced, where = self._own.update, self._where[i]
         read = (params, opt_state, totals, exponents, *numbers, where)

@@ -181,8 +181,8 @@ class Plan(PlanValue):
 
         A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
         contractions by the threads of a process, and more than two devices of one copy add floats
-        in another order inside a process than between processes. On CPUs the law is for processes
-        of one form, such as those of `hxla run`, each with a device and a thread.
+        in another order inside a process than between processes; unlike parts are branches there.
+        So the law is for processes of one form: those of `hxla run` have a device and a thread.
         """
         text = json.dumps(self._deciding(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -28,7 +28,7 @@ from .._plan._stage_storage import storage_specs
 from .._profile._profile import Profile
 from ._axes import Axes
 from ._counts import even_counts
-from ._inner_split import Sizes, inner_split, lines_of
+from ._inner_split import Sizes, inner_split, lines_of, state_factor
 from ._structures import Structure
 
 
@@ -77,8 +77,7 @@ def complete(
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
-        whole = sum(graph.values[v].num_bytes for v in graph.param_values)
-        factor = 2 + optimizer_bytes / max(whole, 1) + sums.num_parts  # and a gradient
+        factor = state_factor(graph, optimizer_bytes, sums)
         split = inner_split(graph, structure, cluster, factor, profile)
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()

@@ -16,20 +16,21 @@ from .._graph._graph import Graph
 from .._graph._operations import leaves
 from .._plan._layout import from_spec
 from .._plan._linked_dims import LinkedDims
+from .._plan._plan_parts import SumsForm
 from .._plan._sharding import Sharded
 from .._plan._shares import in_shares
 from .._profile._profile import Profile
 from ._axes import resolve_rules, shard_graph
 from ._parts_check import check_parts
 from ._split_sizes import SplitDevice, best_sizes
-from ._split_times import Place, places_of, split_devices
+from ._split_times import Place, are_alike, places_of, split_devices
 from ._structures import Structure
 
 #: For each dimension of a parameter the sizes of its parts, as a layout has them.
 Sizes = tuple[tuple[int, ...], ...]
 
 _MOST_TOLD = 8
-_NUM_GRANULES = 120  # of a split's whole work
+NUM_GRANULES = 120  #: Of a split's whole work.
 _LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
 
 
@@ -79,7 +80,7 @@ def inner_split(
             )
         return _unlike(graph, structure, structure.shares, "as stated", stated=True)
     is_free = not why_not and not structure.shares
-    places = places_of(graph, structure, cluster, profile) if is_free else ()
+    places = places_of(graph, structure.replicas, cluster, profile) if is_free else ()
     said: tuple[str, ...] = ()
     if places:
         try:
@@ -190,26 +191,12 @@ def _by_speed(
     """Parts that suit the devices' speeds and memory; None where devices are alike."""
     found = _sharded(graph, structure, unlike=True)
     sharded = found[0]
-    devices = split_devices(graph, sharded, places, _NUM_GRANULES)
-    if not devices:
+    devices = split_devices(graph, sharded, places, NUM_GRANULES)
+    if are_alike(devices, NUM_GRANULES):
         return None
-    bytes_of = {
-        is_cut: state_factor
-        * sum(
-            graph.values[v].num_bytes
-            for v in graph.param_values
-            if (sharded.num_parts(v) > 1) == is_cut
-        )
-        for is_cut in (False, True)
-    }
-    shares = best_sizes(
-        _NUM_GRANULES,
-        [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
-        padded_bytes=bytes_of[True] / _NUM_GRANULES,
-    )
-    seconds = [d.seconds(n) for d, n in zip(devices, shares, strict=True)]
-    common = math.gcd(*shares)
-    shares = tuple(n // common for n in shares)
+    granules = best_shares(graph, sharded, devices, state_factor)
+    seconds = [d.seconds(n) for d, n in zip(devices, granules, strict=True)]
+    shares = in_lowest_terms(granules)
     if len(set(shares)) == 1:
         raise PlanError("the memory of the slower devices is needed in full")
     repeated = "/".join(
@@ -221,6 +208,54 @@ def _by_speed(
     return dataclasses.replace(
         made, reasons=(*made.reasons, _who_waits(graph, made, devices, structure.inner[0][0]))
     )
+
+
+def best_shares(
+    graph: Graph, sharded: Sharded, devices: Sequence[SplitDevice], state_factor: float
+) -> tuple[int, ...]:
+    """Granules of each device, `NUM_GRANULES` in all, under their memory.
+
+    Args:
+        graph: Of the loss.
+        sharded: What its one axis cuts.
+        devices: Of a copy.
+        state_factor: The bytes of a device for each byte of its parameters.
+
+    Raises:
+        PlanError: If they do not fit.
+    """
+    bytes_of = {
+        is_cut: state_factor
+        * sum(
+            graph.values[v].num_bytes
+            for v in graph.param_values
+            if (sharded.num_parts(v) > 1) == is_cut
+        )
+        for is_cut in (False, True)
+    }
+    return best_sizes(
+        NUM_GRANULES,
+        [dataclasses.replace(d, fixed_bytes=bytes_of[False]) for d in devices],
+        padded_bytes=bytes_of[True] / NUM_GRANULES,
+    )
+
+
+def in_lowest_terms(granules: Sequence[int]) -> tuple[int, ...]:
+    """The same ratio in the smallest whole numbers."""
+    common = math.gcd(*granules)
+    return tuple(n // common for n in granules)
+
+
+def state_factor(graph: Graph, optimizer_bytes: float, sums: SumsForm) -> float:
+    """The bytes of a device for each byte of its parameters, a gradient among them.
+
+    Args:
+        graph: Of the loss.
+        optimizer_bytes: Of the optimizer's state for the whole model.
+        sums: How gradients are added up.
+    """
+    whole = sum(graph.values[v].num_bytes for v in graph.param_values)
+    return 2 + optimizer_bytes / max(whole, 1) + sums.num_parts
 
 
 def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], axis: str) -> str:
@@ -235,7 +270,7 @@ def _who_waits(graph: Graph, made: InnerSplit, devices: Sequence[SplitDevice], a
                 even = (shape[dim] / len(devices),) * len(devices)
                 for d, own in enumerate((sizes[dim] if sizes else ()) or even):
                     cut[d] += graph.values[v].num_bytes * own / shape[dim]
-    parts = [own / (sum(cut) or 1) * _NUM_GRANULES for own in cut]
+    parts = [own / (sum(cut) or 1) * NUM_GRANULES for own in cut]
     seconds = [d.fixed_seconds + d.unit_seconds * n for d, n in zip(devices, parts, strict=True)]
     last = max(range(len(devices)), key=seconds.__getitem__)
     waits = "; ".join(

@@ -15,6 +15,8 @@ from .._plan._sharding import AxisAssignment
 
 States = Sequence[int | None]
 
+_REMEDY = "leave it out of the split, or let the parts be alike"
+
 
 def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
     """Run each kind of equation on the shapes of one unit; nothing is computed.
@@ -42,9 +44,13 @@ def check_parts(graph: Graph, axis: AxisAssignment, linked: LinkedDims) -> None:
         }
         own = [linked.groups[g].num_units for g in groups if g is not None]
         if len(own) != 1:
-            raise PlanError(f"{_where(op)} joins dimensions that are cut at different places")
+            raise PlanError(
+                f"{_where(op)} joins dimensions that are cut at different places: {_REMEDY}"
+            )
         if not any(dim is not None for dim in results) and op.name not in (*SUMS, *EXTREMES):
-            raise PlanError(f"{_where(op)}: partial results are not completed over unlike parts")
+            raise PlanError(
+                f"{_where(op)}: partial results are not completed over unlike parts: {_REMEDY}"
+            )
         try:
             _try(op, states, results, own[0])
         except PlanError as error:
@@ -79,7 +85,9 @@ def _try(op: Op, states: States, results: States, num_units: int) -> None:
         if op.kind == "custom":
             found, dims = run_custom(op.eqn, operands, states, part)
             if any(d is not None and d != own for d, own in zip(dims, results, strict=True)):
-                raise PlanError("it has rules of its own for gradients, and cuts inside")
+                raise PlanError(
+                    f"it has rules of its own for gradients, and cuts inside: {_REMEDY}"
+                )
             floats = [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
             return sum(jnp.sum(x) for x in floats)
         return run_part(op.eqn, operands, states, results, part)

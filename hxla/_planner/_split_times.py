@@ -15,7 +15,6 @@ from .._graph._operations import Op, leaves
 from .._plan._sharding import Sharded
 from .._profile._profile import Profile, Setting
 from ._split_sizes import SplitDevice
-from ._structures import Structure
 
 _PASSES = 3.0  # a backward is two products for each of the forward's
 _SUMMED_BYTES = 24.0  # of a float32 gradient read, and two int32 limbs read and written
@@ -52,18 +51,21 @@ class Place:
 
 
 def places_of(
-    graph: Graph, structure: Structure, cluster: Cluster, profile: Profile | None
+    graph: Graph,
+    replicas: Sequence[Sequence[int]],
+    cluster: Cluster,
+    profile: Profile | None = None,
 ) -> tuple[Place, ...]:
     """The places of a copy; empty where nothing is known of a device's speed.
 
     Args:
         graph: Of the loss.
-        structure: How the devices share the model.
-        cluster: That its ranks are of.
+        replicas: The ranks of each copy.
+        cluster: That they are of.
         profile: Times of the model on these kinds of devices, each alone; None: none were measured.
     """
     size = graph.values[graph.batch_values[0]].shape[0] if graph.batch_values else 1
-    columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*structure.replicas)]  # noqa: B905
+    columns = [[cluster.devices[r] for r in ranks] for ranks in zip(*replicas)]  # noqa: B905
     measured = _measured({d.label for own in columns for d in own}, profile, size)
     found = []
     for place, own in enumerate(columns):
@@ -116,7 +118,7 @@ def _measured(labels: set[str], profile: Profile | None, size: int) -> Mapping[s
 def split_devices(
     graph: Graph, sharded: Sharded, places: Sequence[Place], num_units: int
 ) -> list[SplitDevice]:
-    """Each place with its seconds; none where places are alike.
+    """Each place with its seconds.
 
     Args:
         graph: Of the loss.
@@ -140,8 +142,13 @@ def split_devices(
                 memory_bytes=place.memory_bytes,
             )
         )
-    seconds = [d.seconds(num_units) for d in found]
-    return found if seconds and max(seconds) > _ALIKE * min(seconds) else []
+    return found
+
+
+def are_alike(devices: Sequence[SplitDevice], num_units: int) -> bool:
+    """Whether devices take about as long for so many units."""
+    seconds = [d.seconds(num_units) for d in devices]
+    return max(seconds) <= _ALIKE * min(seconds)
 
 
 def _work(graph: Graph, sharded: Sharded) -> tuple[tuple[float, float], tuple[float, float]]:

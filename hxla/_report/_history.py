@@ -92,6 +92,27 @@ class Rebalance:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitWork:
+    """How long the devices of a split worked in a step, and waited for each other.
+
+    Attributes:
+        num_steps: The steps that were measured.
+        step_seconds: The mean wall time of a step.
+        names: The names of the devices.
+        work_seconds: The mean seconds of a step that each worked; the rest it waited.
+        better_shares: The ratio that would clearly be better; empty: none would.
+        advice: The same in words.
+    """
+
+    num_steps: int
+    step_seconds: float
+    names: tuple[str, ...]
+    work_seconds: tuple[float, ...]
+    better_shares: tuple[int, ...] = ()
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
     """All records of one run, in order.
 
@@ -103,6 +124,8 @@ class History:
         num_compilations: The XLA compilations after the first completed step.
         plans: The plans that ran, by the first step of each: one to begin with, one for each resume
             and one for each change of counts. Those before a resume come from its checkpoint.
+        split: What the devices of a split worked, as measured; None: there is none, or no clock
+            for it. A `Result` has it; while a session runs it is None.
     """
 
     device_names: tuple[str, ...]
@@ -111,3 +134,4 @@ class History:
     rebalances: tuple[Rebalance, ...] = ()
     num_compilations: int = 0
     plans: Mapping[int, Plan] = dataclasses.field(default_factory=dict)
+    split: SplitWork | None = None

@@ -4,12 +4,20 @@ import html
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from .._core._format import span
+from .._core._format import plural, span
 from ._history import History
 from ._page import Markup, page, section, stack, table, tiles
 from ._run_pictures import counts_picture, loss_picture, speed_picture
 from ._run_summary import Summary, summarise
-from ._run_tables import change_table, device_tables, evaluation_table, event_table, figures, lead
+from ._run_tables import (
+    change_table,
+    device_tables,
+    evaluation_table,
+    event_table,
+    figures,
+    lead,
+    split_table,
+)
 
 
 def html_report(
@@ -57,3 +65,8 @@ def _devices(history: History, summary: Summary) -> Iterator[str]:
         drawn = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]
         yield f"<h3>{title}</h3>"
         yield table((heads[0], "busy and idle", *heads[1:]), drawn, left=(0, 1))
+    if history.split is not None:
+        yield f"<h3>Devices of a split, {plural(history.split.num_steps, 'step')}</h3>"
+        yield table(*split_table(history.split))
+        if history.split.advice:
+            yield f"<p>{html.escape(history.split.advice)}</p>"

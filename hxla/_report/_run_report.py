@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from .._core._format import plural
 from ._history import History
 from ._run_summary import summarise
-from ._run_tables import change_table, device_tables, event_table, figures, lead
+from ._run_tables import change_table, device_tables, event_table, figures, lead, split_table
 from ._tables import Table, as_text
 
 _WIDTH = 100
@@ -25,5 +26,10 @@ def _parts(history: History) -> Iterator[str | tuple[str, Table, int]]:
     yield "", Table(("", "", ""), found, left=(0, 2)), len(found)
     for title, _, table in device_tables(history, summary):
         yield title, table, _MAX_DEVICES
+    if history.split is not None:
+        title = f"Devices of a split, {plural(history.split.num_steps, 'step')}"
+        yield title, split_table(history.split), _MAX_DEVICES
+        if history.split.advice:
+            yield history.split.advice
     yield "Changes of counts", change_table(history), _MAX_CHANGES
     yield "", event_table(history), _MAX_EVENTS

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .._core._format import clock, gain, number, percent, plural, shares, si, span
-from ._history import History, scalars
+from ._history import History, SplitWork, scalars
 from ._run_summary import Phase, Summary, names_of
 from ._tables import Table
 
@@ -86,6 +86,15 @@ def device_tables(history: History, summary: Summary) -> Iterator[tuple[str, Pha
         steps = f"steps {phase.steps[0]} to {phase.steps[1]}, {span(phase.step_seconds)} each"
         title = f"{words} ({shares(phase.counts)}), {steps}"
         yield title, phase, Table((*heads, "idle, whole run"), rows)
+
+
+def split_table(work: SplitWork) -> Table:
+    """What each device of a split did of a step."""
+    rows = [
+        (name, span(own), span(max(0.0, work.step_seconds - own)), percent(own / work.step_seconds))
+        for name, own in zip(work.names, work.work_seconds, strict=True)
+    ]
+    return Table(("device", "worked", "waited", "worked, of a step"), rows)
 
 
 def change_table(history: History) -> Table:

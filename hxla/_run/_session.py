@@ -3,6 +3,7 @@ another.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from .._cluster._job_devices import Devices
-from .._core._errors import CheckpointError, ConfigError, NonFiniteError
+from .._core._errors import ConfigError, NonFiniteError
 from .._core._types import PyTree
 from .._jax._compilation_events import num_compilations
 from .._jax._heap import keep_heap_small
@@ -43,8 +44,15 @@ from ._fingerprint import fingerprint
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder, step_record
 from ._runnable import agree_on_asked, check_runnable
-from ._session_values import Result, SessionOptions, plans_from_table, plans_to_table
+from ._session_values import (
+    Result,
+    SessionOptions,
+    check_resumed,
+    plans_from_table,
+    plans_to_table,
+)
 from ._signals import Preempted, Termination
+from ._split_watch import SplitWatch
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
 from ._watchdog import Watchdog
@@ -151,6 +159,7 @@ class Session:
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             said = self._watch_pipelines.measure(self._batch, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
+            self._watch_split = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
             self._recorder = self._records(start)
             self._stack.callback(self._recorder.close)
@@ -203,23 +212,8 @@ class Session:
         if latest is None or self._checkpoints is None:
             return None
         meta = self._checkpoints.meta(latest)
-        wrong = [
-            f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
-            for key, value in self._meta(plan).items()
-            if meta.get(key) != value
-        ]
         folder, last = self._options.checkpoint_dir, self._options.steps
-        if wrong:
-            raise CheckpointError(
-                f"{folder} holds step {latest} of another run:\n"
-                + "\n".join(wrong)
-                + "\nresume with the checkpoint's values or use another checkpoint_dir"
-            )
-        if last is not None and latest > last:
-            raise CheckpointError(
-                f"{folder} holds step {latest}, beyond the {last} asked: raise steps or use "
-                "another checkpoint_dir"
-            )
+        check_resumed(str(folder), latest, meta, self._meta(plan), last)
         self._plans = plans_from_table(meta.get("plans", ()), until=latest)
         return latest
 
@@ -364,6 +358,9 @@ class Session:
             self._rebalance(change)
         elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
+        advice = self._watch_split.stepped()
+        if advice:
+            self._recorder.log(f"step {step}: {advice}")
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:
             self._recorder.settled(step, settled)
@@ -480,7 +477,7 @@ class Session:
             self.save()
             self._checkpoints.wait()
         self.plan = self._predicted(self.plan)
-        history = self.history
+        history = dataclasses.replace(self.history, split=self._watch_split.measured())
         state = self.state
         sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
         training = self._programs.training

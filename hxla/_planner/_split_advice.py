@@ -1,0 +1,80 @@
+"""Sizes of a split that would be better, by what its devices were measured to work."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from .._cluster._cluster import Cluster
+from .._core._errors import PlanError
+from .._graph._graph import Graph
+from .._plan._plan import Plan
+from .._plan._sharding import Sharded
+from ._axes import BATCH_AXES
+from ._inner_split import NUM_GRANULES, best_shares, in_lowest_terms
+from ._split_times import places_of, split_devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BetterShares:
+    """Another ratio for the devices of a split.
+
+    Attributes:
+        shares: The ratio.
+        gain: The seconds that the slowest device works now over those with it, minus one.
+    """
+
+    shares: tuple[int, ...]
+    gain: float
+
+
+def better_shares(
+    graph: Graph,
+    sharded: Sharded,
+    plan: Plan,
+    cluster: Cluster,
+    seconds: Sequence[float],
+    state_factor: float,
+) -> BetterShares | None:
+    """The best ratio by measured times; None where nothing is known of the devices, or none fits.
+
+    How much of its time a device repeats is estimated, as for a plan; how long it works is not.
+
+    Args:
+        graph: Of the loss.
+        sharded: What its one axis cuts.
+        plan: That ran.
+        cluster: Its devices.
+        seconds: That each device of a copy was measured to work in a step.
+        state_factor: The bytes of a device for each byte of its parameters.
+    """
+    [axis] = plan.axes
+    if axis.name in BATCH_AXES:
+        return None  # it carries examples, of which there are no shares
+    places = places_of(graph, [r.devices for r in plan.replicas], cluster)
+    if not places:
+        return None
+    cut = [0.0] * axis.size
+    for layout in plan.parameters:
+        dim = layout.dim_of(axis.name)
+        if dim is not None and layout.shape[dim]:
+            for d, size in enumerate(layout.parts(dim, axis.size)):
+                cut[d] += layout.num_bytes * size / layout.shape[dim]
+    if not all(cut):
+        return None
+    devices = []
+    for estimated, own, measured in zip(
+        split_devices(graph, sharded, places, NUM_GRANULES), cut, seconds, strict=True
+    ):
+        present = estimated.fixed_seconds + estimated.unit_seconds * NUM_GRANULES * own / sum(cut)
+        devices.append(
+            dataclasses.replace(
+                estimated,
+                unit_seconds=estimated.unit_seconds * measured / present,
+                fixed_seconds=estimated.fixed_seconds * measured / present,
+            )
+        )
+    try:
+        granules = best_shares(graph, sharded, devices, state_factor)
+    except PlanError:
+        return None
+    then = max(d.seconds(n) for d, n in zip(devices, granules, strict=True))
+    return BetterShares(shares=in_lowest_terms(granules), gain=max(seconds) / then - 1)

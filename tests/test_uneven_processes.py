@@ -1,0 +1,101 @@
+"""Parts of unlike sizes with a process for each device: each compiles its own sizes only."""
+
+import json
+import pathlib
+
+import numpy as np
+import optax
+import pytest
+from test_launch import start
+from test_uneven_training import train
+
+CODE = f"""
+import json, sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import models, optax
+from flax import nnx
+import hxla
+hxla.join()
+import jax
+mesh = {{"data": jax.device_count() // 2, "tensor": (2, 1)}}
+optimizers = {{"adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))}}
+if mesh["data"] == 1:
+    optimizers["adafactor"] = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+for name, optimizer in optimizers.items():
+    result = hxla.train(
+        models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optimizer, batch_size=8,
+        microbatch_size=4, seed=1, rules="decoder", mesh=mesh, steps=3, eval_data=models.tokens(8),
+        counts="even",
+    )
+    losses = [r.loss for r in (*result.history.steps, *result.history.evaluations)]
+    told = dict(sha256=result.sha256, numerics=result.plan.numerics, losses=losses)
+    told["num_split"] = len(result.history.split.names) if result.history.split else 0
+    if jax.process_index() == 0:
+        print("RESULT", name, json.dumps(told))
+
+if mesh["data"] == 1:
+    job = hxla.Job(
+        models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+    )
+    plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
+    with job.open(plan, steps=9) as session:
+        for _ in session:
+            if session.step_number == 2 and jax.process_index() == 1:
+                session.stop()
+    print("ended at", session.step_number)
+"""
+
+
+def results(folder, *options):
+    folder.mkdir()
+    job = start(folder, CODE, *options)
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err[-3000:]
+    lines = [line.split("RESULT ", 1)[1] for line in out.splitlines() if "RESULT " in line]
+    found = dict(line.split(" ", 1) for line in lines)
+    return out, {name: json.loads(text) for name, text in found.items()}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    devices = '[[device]]\nkind = "cpu"\ncore_share = 1.0\n'
+    (folder / "pair.toml").write_text('name = "pair"\n' + 2 * devices)
+    return {
+        1: results(folder / "one", "--mesh", str(folder / "pair.toml")),
+        2: results(folder / "two", "-n", "4"),
+    }
+
+
+def test_two_pairs_of_processes_end_with_the_bits_of_one(pairs):
+    one, two = (pairs[n][1]["adamw"] for n in (1, 2))
+    assert one["numerics"] == two["numerics"]
+    assert one["sha256"] == two["sha256"]
+    assert one["losses"] == two["losses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("adamw", optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))),
+        ("adafactor", optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+    ],
+)
+def test_processes_train_as_devices_of_one_process_do(pairs, name, optimizer):
+    whole = train({"data": 1}, steps=3, optimizer=optimizer)
+    history = whole.history
+    losses = [r.loss for r in (*history.steps, *history.evaluations)]
+    np.testing.assert_allclose(pairs[1][1][name]["losses"], losses, rtol=2e-4)
+
+
+def test_what_one_process_of_a_copy_asks_all_do(pairs):
+    out, _ = pairs[1]
+    assert "[0] ended at 3" in out
+    assert "[1] ended at 3" in out
+
+
+def test_a_report_says_who_waited_where_processes_have_a_share_of_a_core(pairs):
+    out, found = pairs[1]
+    assert found["adamw"]["num_split"] == 2
+    assert "Devices of a split, 1 step" in out
+    assert pairs[2][1]["adamw"]["num_split"] == 0
