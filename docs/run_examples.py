@@ -24,6 +24,7 @@ COMMANDS = {
     "08_own_loop": ("python", "--steps 10"),
     "09_scanned_pipeline": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
     "10_uneven_split": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
+    "11_memory_limit": ("python", "--steps 5"),
 }
 
 

@@ -261,6 +261,13 @@ def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
 
 
 @pytest.mark.slow
+def test_the_example_of_a_memory_limit_finds_the_deepest_model():
+    script = str(ROOT / "examples" / "11_memory_limit.py")
+    options = ["--mib", "130", "--most-layers", "8", "--steps", "2"]
+    _runs([script, *options], ["8 layers: ", "a microbatch keeps", " layers, loss "])
+
+
+@pytest.mark.slow
 def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
     script = ROOT / "examples" / "08_own_loop.py"
     assert len(script.read_text().splitlines()) <= 40

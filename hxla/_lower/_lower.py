@@ -37,7 +37,13 @@ from ._per_kind import collectives_of, compile_all, first_of_kind, for_others, n
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
-from ._segment_part import SegmentedSpec, chain_packs, direct_parts, parts_of_tensors
+from ._segment_part import (
+    SegmentedSpec,
+    chain_packs,
+    direct_parts,
+    parts_of_tensors,
+    shared_tensors,
+)
 from ._segmented import Segmented
 from ._slots import make_slots
 from ._store import StateSpecs, Store, of_opt_state
@@ -416,7 +422,8 @@ def _microbatches(programs: Programs, inner: Uneven | Sharded | None) -> Made:
 def _packs_of_chain(programs: Programs, alone: Collection[int]) -> list[list[int]]:
     graph, parts = _parts_of_chain(programs)
     owners = parts_of_tensors(graph, parts, programs.tensors, programs.trained)
-    return chain_packs(programs.tensors, owners, alone)
+    shared = shared_tensors(graph, parts, programs.trained)
+    return chain_packs(programs.tensors, owners, {*alone, *shared})
 
 
 def _parts_of_chain(programs: Programs) -> tuple[Graph, tuple[ChainPart, ...]]:

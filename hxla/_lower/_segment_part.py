@@ -94,10 +94,16 @@ def parts_of_tensors(
 def chain_packs(
     tensors: Tensors, parts_of: Sequence[tuple[int, ...]], alone: Collection[int]
 ) -> list[list[int]]:
-    """`packs_of` whose tensors are of one part; those of several entries are packed with none."""
+    """`packs_of` whose tensors are of one part.
+
+    Args:
+        tensors: Of the sums.
+        parts_of: For each the parts that add to its sums.
+        alone: Those that are packed with none, such as `shared_tensors`.
+    """
     out = []
     for part in sorted(set(parts_of)):
-        others = {t for t, own in enumerate(parts_of) if own != part or len(own) > 1}
+        others = {t for t, own in enumerate(parts_of) if own != part}
         packs = packs_of(tensors, {*alone, *others})
         out += [pack for pack in packs if parts_of[pack[0]] == part]
     return out
@@ -135,7 +141,8 @@ class SegmentPart:
     Args:
         spec: Of the chain.
         index: Of the part.
-        shared: Tensors to whose sums other parts add too.
+        shared: See `shared_tensors`.
+        wanted: See `wanted_values`.
         on_cpu: Whether arrays are laid out as a CPU likes them.
 
     Attributes:
@@ -149,18 +156,21 @@ class SegmentPart:
         pending: The inputs to whose gradients a later part has added.
     """
 
-    def __init__(self, spec: SegmentedSpec, index: int, shared: Collection[int], on_cpu: bool):
+    def __init__(
+        self,
+        spec: SegmentedSpec,
+        index: int,
+        *,
+        shared: Collection[int],
+        wanted: Collection[int],
+        on_cpu: bool,
+    ):
         graph, part = spec.graph, spec.parts[index]
         param_of = params_of(graph)
         entries = [i for i, p in enumerate(param_of) if p in spec.trained]
         self._spec, self._on_cpu = spec, on_cpu
         self.stage = StagePart(
-            graph,
-            part,
-            AS_THEY_ARE,
-            trained=entries,
-            on_cpu=on_cpu,
-            wanted=wanted_values(graph, spec.trained),
+            graph, part, AS_THEY_ARE, trained=entries, on_cpu=on_cpu, wanted=wanted
         )
         self.is_last = part.is_last
         self.params = tuple(param_of[entry] for entry in self.stage.params)
@@ -313,12 +323,12 @@ class SegmentPart:
             [t] = pack
             for grad, at in values[t]:
                 [found], [own] = local_largest([grad], lay_out, [[0]])
-                old = self._added_to(old, found, at, exponent[t], spec.tensors.floats[t].shape)
+                old = self._added_to(old, found, at, exponent[t])
                 peaks[t] = jnp.maximum(peaks.get(t, 0), own)
             out.append(old)
         return out, jnp.maximum(peaks_T * keep, jnp.stack([peaks[t] for t in self.tensors]))
 
-    def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array, shape: Any) -> Any:
+    def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
         """A sum that began at zero, with a term for all of it or for some rows."""
         add = self._spec.contribution.add
         if at is None:

@@ -25,7 +25,7 @@ from ._contribution import DeviceSums, at_least_1d, pack_shapes
 from ._options import compiler_options
 from ._replica import Replica
 from ._segment_costs import crossing_values, segment_costs, temporary_bytes
-from ._segment_part import SegmentedSpec, SegmentPart, shared_tensors
+from ._segment_part import SegmentedSpec, SegmentPart, shared_tensors, wanted_values
 
 
 @dataclasses.dataclass
@@ -44,6 +44,7 @@ class _Running:
         inputs: What crosses into a part, where it is kept.
         saved: The residuals of a part.
         grads: Of values, as far as later parts have made them.
+        top: The last part whose backward has not run.
     """
 
     own: list[Any]
@@ -56,6 +57,7 @@ class _Running:
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
     saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    top: int = 0
 
 
 class Segmented:
@@ -76,25 +78,27 @@ class Segmented:
         platform = replica.devices[0].platform
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         self._shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
-        self._links = [
-            SegmentPart(spec, i, shared, platform == "cpu") for i in range(len(spec.parts))
+        wanted = wanted_values(spec.graph, spec.trained)
+        self._parts = [
+            SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
+            for i in range(len(spec.parts))
         ]
-        self.crossing = crossing_values([link.stage.part for link in self._links])
+        self.crossing = crossing_values([part.stage.part for part in self._parts])
         seen: dict[Any, int] = {}
         #: For each part the first that has the same programs.
-        self._same = [seen.setdefault(link.key, i) for i, link in enumerate(self._links)]
+        self._same = [seen.setdefault(part.key, i) for i, part in enumerate(self._parts)]
         jit = functools.partial(
             jax.jit, compiler_options=compiler_options(platform, spec.contribution.form)
         )
         self._jitted = {}
         for i in sorted(set(self._same)):
-            link = self._links[i]
+            part = self._parts[i]
             self._jitted[i] = (
-                {"loss": jit(link.loss, donate_argnums=(6, 7, 8, 9))}
-                if link.is_last
+                {"loss": jit(part.loss, donate_argnums=(6, 7, 8, 9))}
+                if part.is_last
                 else {
-                    "forward": jit(link.forward),
-                    "backward": jit(link.backward, donate_argnums=(8, 9)),
+                    "forward": jit(part.forward),
+                    "backward": jit(part.backward, donate_argnums=(8, 9)),
                 }
             )
         self._begin = jit(self._begun, donate_argnums=1)
@@ -118,12 +122,12 @@ class Segmented:
 
     def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
         """The scales of each part, and zeros for sums to which several parts add."""
-        scales = [exponents_T[np.array(link.tensors, np.int32)] for link in self._links]
+        scales = [exponents_T[np.array(part.tensors, np.int32)] for part in self._parts]
         return scales, jax.tree.map(jnp.zeros_like, shared)
 
     def _whole_peaks(self, peaks: Sequence[jax.Array]) -> jax.Array:
         """Of all tensors, from those of the parts."""
-        places = np.array([t for link in self._links for t in link.tensors], np.int32)
+        places = np.array([t for part in self._parts for t in part.tensors], np.int32)
         zeros = jnp.zeros(len(self._spec.tensors.floats), jnp.int32)
         return zeros.at[places].max(jnp.concatenate(list(peaks)))
 
@@ -135,7 +139,7 @@ class Segmented:
             [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
             [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
         )
-        return sums, [jnp.zeros(len(link.tensors), jnp.int32) for link in self._links]
+        return sums, [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
 
     # -- compilation -----------------------------------------------------------------------------
 
@@ -153,20 +157,20 @@ class Segmented:
 
         out = []
         for i, programs in self._jitted.items():
-            link = self._links[i]
-            stage = link.stage
-            own = [params[p] for p in link.params], link.starts
-            given = [aux[k] for k in link.aux], [batch[k] for k in link.batch], where
-            joined = [sums.values[k] for k in link.packs], peaks[i], scales[i]
+            part = self._parts[i]
+            stage = part.stage
+            own = [params[p] for p in part.params], part.starts
+            given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
+            joined = [sums.values[k] for k in part.packs], peaks[i], scales[i]
             inputs = arrays(stage.part.inputs)
-            if link.is_last:
+            if part.is_last:
                 small = sums.small_MS, sums.ints
                 out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
                 continue
             out.append(programs["forward"].lower(*own, inputs, *given))
             saved = [like(x) for x in stage.residuals]
-            grads = arrays([stage.below.values[k] for k in stage.below.floats])
-            late = arrays(link.pending)
+            grads = arrays(stage.below_floats)
+            late = arrays(part.pending)
             out.append(programs["backward"].lower(*own, saved, *given, grads, late, *joined))
         return [
             *out,
@@ -220,7 +224,7 @@ class Segmented:
         for k, x in zip(self._shared, zeros, strict=True):
             values[k] = x
         running = _Running(
-            own=[([params[p] for p in link.params], link.starts) for link in self._links],
+            own=[([params[p] for p in part.params], part.starts) for part in self._parts],
             scales=scales,
             values=values,
             peaks=self._peaks,
@@ -228,55 +232,56 @@ class Segmented:
             ints=sums.ints,
         )
         del sums, values  # what is donated is no one else's
-        of_aux = [[aux[k] for k in link.aux] for link in self._links]
+        of_aux = [[aux[k] for k in part.aux] for part in self._parts]
         for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
             where = np.array([step, index, n > 0], np.int32)
             leaves = jax.tree.leaves(batch)
             running.given = [
-                (x, [leaves[k] for k in link.batch], where)
-                for link, x in zip(self._links, of_aux, strict=True)
+                (x, [leaves[k] for k in part.batch], where)
+                for part, x in zip(self._parts, of_aux, strict=True)
             ]
-            running.inputs = {0: {}}
+            running.inputs, running.top = {0: {}}, len(self._parts) - 1
             for op in self._sequence.operations:
                 run = self._forward if op.kind == FORWARD else self._backward
                 run(running, op)
+            assert not (running.inputs or running.saved or running.grads)
         self._peaks = running.peaks
         peaks_T = self._end(self._peaks)
         return DeviceSums(running.small_MS, peaks_T, running.values, running.ints), peaks_T
 
     def _forward(self, running: "_Running", op: SegmentOperation) -> None:
-        i, link = op.segment, self._links[op.segment]
-        part, inputs = link.stage.part, running.inputs
+        i, part, inputs = op.segment, self._parts[op.segment], running.inputs
         before = inputs[i] if op.keeps_input else inputs.pop(i)
-        read = [before[v] for v in part.inputs]
+        read = [before[v] for v in part.stage.part.inputs]
         program = self._compiled[self._same[i]]["forward"]
         made, kept = program(*running.own[i], read, *running.given[i])
         if op.residuals:
-            running.saved[i] = link.stage.all_residuals(read, made, kept)
-        if i + 1 not in running.saved:
-            after = before | dict(zip(part.outputs, made, strict=True))
+            running.saved[i] = part.stage.all_residuals(read, made, kept)
+        if i < running.top and i + 1 not in running.saved:
+            after = before | dict(zip(part.stage.part.outputs, made, strict=True))
             inputs[i + 1] = {v: after[v] for v in self.crossing[i + 1]}
 
     def _backward(self, running: "_Running", op: SegmentOperation) -> None:
-        i, link = op.segment, self._links[op.segment]
+        i, part = op.segment, self._parts[op.segment]
+        running.top = i - 1
         programs, values = self._compiled[self._same[i]], running.values
         before = running.inputs.pop(i, {})
-        joined = [values[k] for k in link.packs], running.peaks[i], running.scales[i]
-        if link.is_last:
-            read = [before[v] for v in link.stage.part.inputs]
+        joined = [values[k] for k in part.packs], running.peaks[i], running.scales[i]
+        if part.is_last:
+            read = [before[v] for v in part.stage.part.inputs]
             small = running.small_MS, running.ints
             found, added, running.peaks[i], running.small_MS, running.ints = programs["loss"](
                 *running.own[i], read, *running.given[i], *small, *joined
             )
         else:
-            grads = [running.grads.pop(v) for v in link.stage.below_floats]
-            late = [running.grads.pop(v) for v in link.pending]
+            grads = [running.grads.pop(v) for v in part.stage.below_floats]
+            late = [running.grads.pop(v) for v in part.pending]
             saved = running.saved.pop(i)
             found, added, running.peaks[i] = programs["backward"](
                 *running.own[i], saved, *running.given[i], grads, late, *joined
             )
-        running.grads.update(zip(link.floats, found, strict=True))
-        for k, x in zip(link.packs, added, strict=True):
+        running.grads.update(zip(part.floats, found, strict=True))
+        for k, x in zip(part.packs, added, strict=True):
             values[k] = x
 
     def memory_bytes(self, sums_bytes: int) -> int:
@@ -289,5 +294,5 @@ class Segmented:
             tuple(temporary_bytes(program) for program in self._compiled[i].values())
             for i in self._same
         ]
-        costs = segment_costs(self._spec.graph, [link.stage for link in self._links], temporary)
+        costs = segment_costs(self._spec.graph, [part.stage for part in self._parts], temporary)
         return sums_bytes + replay_sequence(self._sequence, costs).peak_bytes

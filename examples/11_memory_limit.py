@@ -1,0 +1,51 @@
+"""The deepest GPT that trains in a stated memory: what is recomputed is the planner's choice.
+
+    python examples/11_memory_limit.py --mib 500
+
+Each layer runs as programs of its own, and the fastest sequence of them that fits is taken: none
+runs twice while the memory lasts. What that changes is seconds, never a bit.
+"""
+
+import argparse
+
+import gpt
+import jax
+import optax
+from flax import nnx
+
+import hxla
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--mib", type=int, default=500)
+parser.add_argument("--most-layers", type=int, default=64)
+parser.add_argument("--steps", type=int, default=10)
+args = parser.parse_args()
+
+memory = hxla.Device(kind="cpu", memory_bytes=args.mib << 20)
+device = hxla.Cluster(name="", devices=(memory,))
+data = gpt.library()
+
+
+def job(layers):
+    model = lambda: gpt.GPT(nnx.Rngs(0), layers=layers)  # noqa: E731
+    config = {"memory": {"recompute": "auto"}}
+    return hxla.Job(model, data, gpt.loss, optax.adamw(1e-3), batch_size=16, config=config)
+
+
+layers, step = 1, args.most_layers
+while step := step // 2:
+    try:
+        plan = job(layers + step).plan(device, auto=False, microbatch_size=8)
+    except hxla.PlanError as error:
+        print(f"{layers + step} layers: {str(error).split('. ')[0]}")
+    else:
+        layers += step
+        print(f"{layers} layers: {plan.reasons[-1]}")
+
+plan = job(layers).plan(device, auto=False, microbatch_size=8)
+with job(layers).open(plan, steps=args.steps) as session:
+    for record in session:
+        pass
+    print(f"{layers} layers, loss {record.loss:.3f}, sha256 {session.result().sha256}")
+    num = sum(x.size for x in jax.tree.leaves(session.state.params))
+    print(f"{num:,} parameters in {args.mib} MiB")
