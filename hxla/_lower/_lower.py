@@ -33,7 +33,7 @@ from ._microbatch import Microbatches, MicrobatchSpec
 from ._own_state import OwnState
 from ._own_update import Gather
 from ._padding import Padding, StatePadding
-from ._per_kind import collectives_of, compile_all, first_of_kind, for_others, named_texts, text_of
+from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orders_of, text_of
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
@@ -246,7 +246,6 @@ class Programs:
         if check is not None:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
-            # Copies of unlike shares have unlike programs of one update.
             num, text = len(self.runners[0].names), self.runners[0].text
             texts = named_texts(checked, num, text, self._updates.text)
             check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
@@ -264,13 +263,10 @@ class Programs:
             tell(f"loading the programs for all {len(local)} copies of the model")
         programs = for_others(local, compiled, self._lowered, over, self._more)
         for runner, own in zip(self.runners, programs, strict=True):
-            num = len(runner.names)
-            runner.adopt(own[:num])
-            self._updates.adopt(own[num:])
+            runner.adopt(own[: len(runner.names)])
+            self._updates.adopt(own[len(runner.names) :])
         if check is not None and self.runners[0].text:
-            # Each process compiled its own, and Gloo and NCCL go by the order of their calls.
-            own = [collectives_of(program) for program in programs[0]]
-            check({"the order in which XLA runs collectives": "\n".join(own)})
+            check(orders_of(programs[0]))
         trim_heap()
 
     def memory_bytes(self, held_bytes: int) -> int:

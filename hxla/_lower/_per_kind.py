@@ -136,9 +136,14 @@ def named_texts(
         yield f"microbatch program{of}", microbatch or text_of(programs[:num])
 
 
-def collectives_of(compiled: Any) -> str:
-    """The collectives of a compiled program, in the order in which XLA runs them."""
-    return "\n".join(_COLLECTIVE.findall(compiled.as_text()))
+def orders_of(programs: Sequence[Any]) -> dict[str, str]:
+    """The order in which XLA runs the collectives of compiled programs, which processes compare.
+
+    Where each process compiles its own, it is not the same by itself, and Gloo and NCCL go by the
+    order of their calls.
+    """
+    found = ["\n".join(_COLLECTIVE.findall(program.as_text())) for program in programs]
+    return {"the order in which XLA runs collectives": "\n".join(found)}
 
 
 def text_of(programs: Sequence[Any]) -> str:
