@@ -1,6 +1,6 @@
 """The deepest GPT that trains in a stated memory: what is recomputed is the planner's choice.
 
-    python examples/11_memory_limit.py --mib 500
+    python examples/11_memory_limit.py --mib 200
 
 Each layer runs as programs of its own, and the fastest sequence of them that fits is taken: none
 runs twice while the memory lasts. What that changes is seconds, never a bit.
@@ -16,8 +16,8 @@ from flax import nnx
 import hxla
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--mib", type=int, default=500)
-parser.add_argument("--most-layers", type=int, default=64)
+parser.add_argument("--mib", type=int, default=200)
+parser.add_argument("--most-layers", type=int, default=32)
 parser.add_argument("--steps", type=int, default=10)
 args = parser.parse_args()
 
@@ -44,8 +44,7 @@ while step := step // 2:
 
 plan = job(layers).plan(device, auto=False, microbatch_size=8)
 with job(layers).open(plan, steps=args.steps) as session:
-    for record in session:
-        pass
+    *_, record = session
     print(f"{layers} layers, loss {record.loss:.3f}, sha256 {session.result().sha256}")
     num = sum(x.size for x in jax.tree.leaves(session.state.params))
     print(f"{num:,} parameters in {args.mib} MiB")

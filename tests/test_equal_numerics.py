@@ -20,9 +20,6 @@ from random_plans import BATCH, FORMS, STEPS, Form, Outcome, Processes, Trial, j
 
 import hxla
 
-# Sums that are let go may take the place of totals only where their shapes are alike.
-pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def every_program_is_cached():

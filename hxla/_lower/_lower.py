@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of, rows_read
-from .._graph._parts import ChainPart, graph_at, parts_of
+from .._graph._parts import graph_at, parts_of
 from .._jax._heap import trim_heap
 from .._model._functional import Functional, leaf_names
 from .._model._loss import num_columns
@@ -37,13 +37,7 @@ from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orde
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
-from ._segment_part import (
-    SegmentedSpec,
-    chain_packs,
-    direct_parts,
-    parts_of_tensors,
-    shared_tensors,
-)
+from ._segment_part import SegmentedSpec, segmented_spec
 from ._segmented import Segmented
 from ._slots import make_slots
 from ._store import StateSpecs, Store, of_opt_state
@@ -141,14 +135,17 @@ class Programs:
         by_rows = rows_read(graph)
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
         #: Tensors whose sums are one array.
-        alone = could_be_rows if is_whole else None
-        self.packs = packs_of(self.tensors, alone)
+        self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         self.own = _ownership(training, plan)
-        make = _microbatches if plan.pipeline is None else _pipeline
         if plan.chain is not None:
-            make = _chain
-            self.packs = _packs_of_chain(self, alone or ())
-        self.contribution, runner = make(self, uneven or sharded)
+            chain = segmented_spec(
+                graph, plan, self.tensors, self.trained, could_be_rows, training.seed
+            )
+            self.packs = [list(pack) for pack in chain.packs]
+            self.contribution, runner = _segmented(self, chain)
+        else:
+            make = _microbatches if plan.pipeline is None else _pipeline
+            self.contribution, runner = make(self, uneven or sharded)
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -415,43 +412,16 @@ def _microbatches(programs: Programs, inner: Uneven | Sharded | None) -> Made:
     return contribution, lambda replica: Microbatches(spec, replica)
 
 
-def _packs_of_chain(programs: Programs, alone: Collection[int]) -> list[list[int]]:
-    graph, parts = _parts_of_chain(programs)
-    owners = parts_of_tensors(graph, parts, programs.tensors, programs.trained)
-    shared = shared_tensors(graph, parts, programs.trained)
-    return chain_packs(programs.tensors, owners, {*alone, *shared})
-
-
-def _parts_of_chain(programs: Programs) -> tuple[Graph, tuple[ChainPart, ...]]:
-    assert programs.plan.chain is not None
-    ordered, points = graph_at(programs.graph, "work", programs.plan.chain.points)
-    return ordered, direct_parts(ordered, points)
-
-
-def _chain(programs: Programs, inner: Uneven | Sharded | None) -> Made:
-    training, plan = programs.training, programs.plan
-    assert inner is None
-    assert plan.chain is not None
-    if training.clip_before:
+def _segmented(programs: Programs, spec: SegmentedSpec) -> Made:
+    chain = programs.plan.chain
+    assert chain is not None
+    if programs.training.clip_before:
         raise PlanError(
             "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
             "leave memory.recompute out, or set communication.clip to 'after'"
         )
-    graph, parts = _parts_of_chain(programs)
-    contribution = Contribution.of(plan.sums, num_terms(graph, parts, plan.num_microbatches))
-    spec = SegmentedSpec(
-        graph=graph,
-        parts=parts,
-        tensors=programs.tensors,
-        packs=programs.packs,
-        trained=programs.trained,
-        contribution=contribution,
-        num_microbatches=plan.num_microbatches,
-        num_columns=num_columns(graph.metrics),
-        seed=training.seed,
-    )
-    sequence = sequence_from_texts(len(parts), plan.chain.sequence)
-    return contribution, lambda replica: Segmented(spec, sequence, replica)
+    sequence = sequence_from_texts(len(spec.parts), chain.sequence)
+    return spec.contribution, lambda replica: Segmented(spec, sequence, replica)
 
 
 def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:

@@ -15,9 +15,11 @@ import numpy as np
 
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE, Env
-from .._graph._parts import ChainPart
+from .._graph._parts import ChainPart, graph_at
 from .._graph._segments import segments_at
 from .._jax._cpu_dots import row_major
+from .._model._loss import num_columns
+from .._plan._plan import Plan
 from ._contribution import (
     Contribution,
     Tensors,
@@ -28,6 +30,7 @@ from ._contribution import (
     packs_of,
     row_bits,
 )
+from ._pipeline_program import num_terms
 from ._stage import StagePart
 
 Rows = tuple[int, int, int]  # the dimension, the first row, the one after the last
@@ -58,6 +61,42 @@ class SegmentedSpec:
     num_microbatches: int
     num_columns: int
     seed: int
+
+
+def segmented_spec(
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    alone: Collection[int],
+    seed: int,
+) -> SegmentedSpec:
+    """What the chain of a plan is made from.
+
+    Args:
+        graph: Traced.
+        plan: With a chain.
+        tensors: Of the sums.
+        trained: Places of the parameters that are trained.
+        alone: Tensors that are packed with none.
+        seed: Root of all random keys.
+    """
+    assert plan.chain is not None
+    ordered, points = graph_at(graph, "work", plan.chain.points)
+    parts = direct_parts(ordered, points)
+    owners = parts_of_tensors(ordered, parts, tensors, trained)
+    num = plan.num_microbatches
+    return SegmentedSpec(
+        graph=ordered,
+        parts=parts,
+        tensors=tensors,
+        packs=chain_packs(tensors, owners, {*alone, *shared_tensors(ordered, parts, trained)}),
+        trained=trained,
+        contribution=Contribution.of(plan.sums, num_terms(ordered, parts, num)),
+        num_microbatches=num,
+        num_columns=num_columns(ordered.metrics),
+        seed=seed,
+    )
 
 
 def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:

@@ -244,7 +244,7 @@ class Segmented:
             for op in self._sequence.operations:
                 run = self._forward if op.kind == FORWARD else self._backward
                 run(running, op)
-            assert not (running.inputs or running.saved or running.grads)
+            assert not {**running.inputs, **running.saved, **running.grads}
         self._peaks = running.peaks
         peaks_T = self._end(self._peaks)
         return DeviceSums(running.small_MS, peaks_T, running.values, running.ints), peaks_T

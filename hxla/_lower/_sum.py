@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -258,7 +259,10 @@ class Reducer:
                 ints = [self._shape(shape, P()) for shape in self._small_shapes]
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [(self._shape(self._shapes[i], self._specs[i], dtype),) * num for i in bucket]
-            lowered.append(self._build(k).lower(own, ints, values))
+            with warnings.catch_warnings():
+                # What is released is donated to be freed, though no result can take it over.
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                lowered.append(self._build(k).lower(own, ints, values))
         return lowered
 
     def adopt(self, compiled: Sequence[Any]) -> None:
