@@ -87,8 +87,9 @@ def predict(
         busy = [0.0] * schedule.num_stages
         for (_, part), took in measured.seconds.items():
             busy[part % schedule.num_stages] += took
-        microbatches_per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
-        bound = (num_microbatches + schedule.num_stages - 1) / microbatches_per_second
+        if all(busy):  # pieces that are shorter than what is measured around them have no time
+            per_second = sum(f / b for f, b in zip(fractions, busy, strict=True))
+            bound = (num_microbatches + schedule.num_stages - 1) / per_second
     return PredictedStep(
         schedule=schedule,
         timeline=timeline,
