@@ -41,11 +41,16 @@ class Value:
     @property
     def num_bytes(self) -> int:
         """The bytes of the whole array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _itemsize(self.dtype)
+        return bytes_of(self.shape, self.dtype)
 
     def __str__(self) -> str:
         name = str(self.dtype).replace("key<fry>", "key")
         return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """The bytes of an array, which may be of random keys."""
+    return int(np.prod(shape, dtype=np.int64)) * _itemsize(dtype)
 
 
 def _itemsize(dtype: Any) -> int:

@@ -9,7 +9,7 @@ variables), S sums per microbatch (loss, weight, metrics).
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +224,31 @@ class Contribution:
     def value(self, total: jax.Array, exponent: jax.Array) -> jax.Array:
         """What `combine` gave, in its own units."""
         return _exact.rescale(total, exponent) if self.is_exact else total
+
+
+class SumsSpec(Protocol):
+    """What the sums of a replica's microbatches are, whatever programs make them."""
+
+    @property
+    def tensors(self) -> Tensors: ...
+    @property
+    def packs(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def contribution(self) -> Contribution: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def num_columns(self) -> int: ...
+
+
+def empty_sums(spec: SumsSpec) -> DeviceSums:
+    """Sums of no microbatch."""
+    return DeviceSums(
+        jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
+        jnp.zeros(len(spec.tensors.floats), jnp.int32),
+        [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
+        [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
+    )
 
 
 def largest(x: jax.Array, axis: int | None = None) -> jax.Array:

@@ -21,14 +21,13 @@ from ._contribution import (
     Contribution,
     DeviceSums,
     Tensors,
-    at_least_1d,
     changes,
+    empty_sums,
     first_only,
     gradient_of,
     largest,
     local_largest,
     microbatch_key,
-    pack_shapes,
     pack_specs,
     peak_bits,
     row_bits,
@@ -100,7 +99,7 @@ class Microbatches:
             spec = dataclasses.replace(spec, uneven=spec.uneven.on(replica))
         self._spec, self._replica = spec, replica
         self._batch_specs = None if spec.sharded is None else spec.sharded.batch_specs()
-        zeros = functools.partial(_zeros, spec)
+        zeros = functools.partial(empty_sums, spec)
         self._sums = _placed(jax.eval_shape(zeros), _sums_specs(spec), replica)
         shardings = jax.tree.map(lambda x: x.sharding, self._sums)
         self._program = jax.jit(
@@ -179,15 +178,6 @@ class Microbatches:
             sums_bytes: Of the sums.
         """
         return sums_bytes + extra_bytes(self._compiled)
-
-
-def _zeros(spec: MicrobatchSpec) -> DeviceSums:
-    return DeviceSums(
-        jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
-        jnp.zeros(len(spec.tensors.floats), jnp.int32),
-        [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
-        [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
-    )
 
 
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:

@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from .._graph._graph import Graph
+from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart
+from .._schedule._segment_sequence import CUT, INPUT
 from .._schedule._sequence_replay import Residuals, SegmentCost
 from ._stage import StagePart
 
-#: The residuals of a forward: the fewest bytes; and those of the last part, which are its input.
-CUT, INPUT = "cut", "input"
 #: Operations of a backward beside those of its forward.
 _BACKWARD_WORK = 2.0
 
@@ -31,9 +27,8 @@ def segment_costs(
     graph: Graph,
     stages: Sequence[StagePart],
     temporary: Sequence[tuple[int, ...]] | None = None,
-    seconds: Sequence[float] | None = None,
 ) -> list[SegmentCost]:
-    """What the programs of each part take of a device.
+    """What the programs of each part take of a device; seconds in proportion to operations.
 
     Args:
         graph: Of the loss, as it is cut.
@@ -41,19 +36,20 @@ def segment_costs(
         temporary: For each part the temporaries in bytes of its forward and its backward, or of
             its only program; None: not known before compilation, estimated as the bytes of what a
             backward reads and makes.
-        seconds: Of each part's forward; None: in proportion to its operations.
     """
     crossing = crossing_values([stage.part for stage in stages])
-    known = seconds or [max(stage.part.segment.flops, 1.0) for stage in stages]
+    known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     out = []
     for i, stage in enumerate(stages):
-        own = sum(_bytes(stage.residuals[k]) for k in stage.own_residuals)
+        own = sum(
+            bytes_of(x.shape, x.dtype) for x in (stage.residuals[k] for k in stage.own_residuals)
+        )
         values = [graph.values[v] for v in crossing[i]]
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(graph.values[v].num_bytes for v in crossing[i] if v in floats)
         if temporary is None:
             forward = 0
-            backward = own + sum(_bytes(x) for x in stage.trained_shapes)
+            backward = own + sum(bytes_of(x.shape, x.dtype) for x in stage.trained_shapes)
         else:
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
@@ -85,9 +81,3 @@ def temporary_bytes(compiled: Any) -> int:
     """Bytes of a compiled program beside its arguments and results; 0 if they are not known."""
     stats = compiled.memory_analysis()
     return 0 if stats is None else int(stats.temp_size_in_bytes)
-
-
-def _bytes(x: Any) -> int:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return 8
-    return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize

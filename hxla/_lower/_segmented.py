@@ -21,7 +21,7 @@ from .._graph._graph import shapes_of
 from .._schedule._schedules import FORWARD
 from .._schedule._segment_sequence import SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import replay_sequence
-from ._contribution import DeviceSums, at_least_1d, pack_shapes
+from ._contribution import DeviceSums, empty_sums
 from ._options import compiler_options
 from ._replica import Replica
 from ._segment_costs import crossing_values, segment_costs, temporary_bytes
@@ -83,7 +83,7 @@ class Segmented:
             SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
             for i in range(len(spec.parts))
         ]
-        self.crossing = crossing_values([part.stage.part for part in self._parts])
+        self._crossing = crossing_values([part.stage.part for part in self._parts])
         seen: dict[Any, int] = {}
         #: For each part the first that has the same programs.
         self._same = [seen.setdefault(part.key, i) for i, part in enumerate(self._parts)]
@@ -132,14 +132,9 @@ class Segmented:
         return zeros.at[places].max(jnp.concatenate(list(peaks)))
 
     def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
-        spec = self._spec
-        sums = DeviceSums(
-            jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
-            jnp.zeros(len(spec.tensors.floats), jnp.int32),
-            [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
-            [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
-        )
-        return sums, [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
+        return empty_sums(self._spec), [
+            jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts
+        ]
 
     # -- compilation -----------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class Segmented:
             running.saved[i] = part.stage.all_residuals(read, made, kept)
         if i < running.top and i + 1 not in running.saved:
             after = before | dict(zip(part.stage.part.outputs, made, strict=True))
-            inputs[i + 1] = {v: after[v] for v in self.crossing[i + 1]}
+            inputs[i + 1] = {v: after[v] for v in self._crossing[i + 1]}
 
     def _backward(self, running: "_Running", op: SegmentOperation) -> None:
         i, part = op.segment, self._parts[op.segment]

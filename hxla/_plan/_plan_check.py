@@ -9,7 +9,7 @@ from typing import Any
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS
 from .._schedule._schedules import Schedule, make_schedule, schedule_from_table
-from .._schedule._segment_sequence import sequence_from_texts
+from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
 from .._schedule._sequence_replay import Residuals, SegmentCost, replay_sequence
 
 
@@ -259,7 +259,7 @@ def _no_costs(num: int) -> list[SegmentCost]:
             forward_seconds=0.0,
             residuals=(
                 Residuals(
-                    name="input" if i == num - 1 else "cut",
+                    name=INPUT if i == num - 1 else CUT,
                     num_bytes=int(i < num - 1),
                     reads_input=i == num - 1,
                     forward_seconds=0.0,

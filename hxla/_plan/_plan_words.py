@@ -1,8 +1,8 @@
 """What a plan says of the programs of a copy of the model: its stages, or its segments."""
 
-import collections
 from collections.abc import Iterator
 
+from .._schedule._segment_sequence import sequence_from_texts
 from ._plan_parts import PlannedChain, PlannedPipeline
 
 
@@ -21,11 +21,7 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:
     """How many segments there are, and which forwards run more than once."""
     num = len(chain.segments)
-    runs = collections.Counter(int(op[1:].split(":")[0].rstrip("+")) for op in _forwards(chain))
-    again = sum(runs[i] - 1 for i in range(num) if runs[i] > 1)
+    runs = sequence_from_texts(num, chain.sequence).num_forwards
+    again = sum(n - 1 for n in runs if n > 1)
     kept = f"{again} forwards run again" if again else "all residuals are kept"
     yield f"  a microbatch runs as {num} segments: {kept}"
-
-
-def _forwards(chain: PlannedChain) -> list[str]:
-    return [op for op in chain.sequence if op.startswith("F")]

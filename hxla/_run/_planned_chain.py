@@ -9,12 +9,13 @@ from .._graph._interpreter import AS_THEY_ARE
 from .._graph._parts import graph_at, graph_of
 from .._graph._repeats import layer_points
 from .._graph._segments import segments_at
-from .._lower._segment_costs import CUT, INPUT, segment_costs
+from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
 from .._lower._stage import StagePart
 from .._plan._plan import Plan
 from .._plan._plan_parts import ChainSegment, PlannedChain
 from .._planner._recompute import best_sequence
+from .._schedule._segment_sequence import CUT, INPUT
 from .._schedule._sequence_replay import SegmentCost
 from ._traced_job import TracedJob
 

@@ -14,6 +14,8 @@ from .._core._faults import listed, shown
 from ._schedules import BACKWARD, FORWARD
 
 OFFLOAD, FETCH = "offload", "fetch"
+#: The residuals of a plan's chain: the fewest bytes; and those of the last segment, its input.
+CUT, INPUT = "cut", "input"
 
 _LETTERS = {"F": FORWARD, "B": BACKWARD, "O": OFFLOAD, "I": FETCH}
 _TEXT = re.compile(r"([FBOI])([0-9]{1,7})(\+?)(?::([\w.-]+))?")
