@@ -17,6 +17,7 @@ import pytest
 from test_docs import PAGES, run
 
 import hxla
+from hxla._core._config import as_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -45,6 +46,7 @@ FILES = {
     "rule": ("name = 'x'\n", hxla.load_rules),
     "tensor": ("", hxla.load_names),
     "node": ("", hxla.load_cluster),
+    "memory": ("", as_config),
 }
 
 
@@ -118,7 +120,7 @@ def shell(command):
 
 
 def read(text):
-    kind = next(k for k in FILES if f"[[{k}]]" in text)
+    kind = next(k for k in FILES if f"[{k}]" in text)
     before, reader = FILES[kind]
     named = re.match(r"# (\S+\.toml)\n", text)
     name = named[1] if named else "read.toml"

@@ -150,9 +150,11 @@ def test_a_job_whose_output_nobody_reads_ends(tmp_path):
     until_up(job, 2)
     job.stdout.close()
     assert job.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert (
-        job.stderr.read() == "hxla: nobody reads the output any more: ended before the first step\n"
-    )
+    # A rank that outlives the first by a moment may lose the coordination service, which it logs.
+    said, *rest = job.stderr.read().splitlines()
+    assert said == "hxla: nobody reads the output any more: ended before the first step"
+    assert all("what the processes said besides is in" in line for line in rest)
+    assert len(rest) <= 1
 
 
 def test_the_users_own_lines_are_shown_and_the_rest_is_in_a_log(tmp_path):
