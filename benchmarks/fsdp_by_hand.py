@@ -48,7 +48,7 @@ class Remat(ScannedGPT):
 
 num = jax.device_count()
 mesh = jax.make_mesh((num,), ("data",), axis_types=(AxisType.Auto,))
-graphdef, params = nnx.split(Remat(nnx.Rngs(0)))
+graphdef, params, others = nnx.split(Remat(nnx.Rngs(0)), nnx.Param, ...)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
 
 
@@ -61,7 +61,7 @@ def sharding(x: jax.Array) -> NamedSharding:
 
 def mean_loss(params: nnx.State, text: jax.Array) -> jax.Array:
     """Of one microbatch on all devices."""
-    return gpt.loss(nnx.merge(graphdef, params), {"text": text})
+    return gpt.loss(nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others)), {"text": text})
 
 
 like = jax.tree.map(sharding, params)
@@ -87,7 +87,7 @@ def step(params, state, batch):
 
 placed = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), params, like)
 held = [placed, jax.jit(optimizer.init, out_shardings=state_like)(placed)]
-text = gpt.library()["text"]
+text = np.random.default_rng(0).permutation(gpt.library()["text"])
 share = args.batch_size // jax.process_count()
 rows = NamedSharding(mesh, P("data"))
 
