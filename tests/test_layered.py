@@ -170,7 +170,7 @@ def test_memory_decides_what_waits_for_the_backward():
     much = planned(own, 2, memory_bytes=10_000_000)
     assert not any("+" in text for text in much.chain.sequence)
     with pytest.raises(hxla.PlanError, match="boundaries of 4 microbatches"):
-        planned(own, 2, memory_bytes=95_000)
+        planned(own, 2, memory_bytes=105_000)
 
 
 def test_a_stage_needs_segments_and_copies():
@@ -180,3 +180,14 @@ def test_a_stage_needs_segments_and_copies():
         plan.replaced(chain=None)
     with pytest.raises(hxla.PlanError, match="nobody to share with"):
         planned(own, 1)
+
+
+@pytest.mark.parametrize(("memory", "stage"), [(225, 0), (185, 1), (130, 2), (120, 3)])
+def test_the_first_stage_that_fits_is_taken(memory, stage):
+    """8,755 parameters of 4 bytes, sums and gradients of 8 and 4, AdamW's moments of 8."""
+    own = job(Layers, {}, optax.adamw(1e-2))
+    plan = planned(own, 2, memory_bytes=memory * 1000)
+    assert plan.placement.zero == stage
+    assert (plan.chain is not None) == (stage > 1)
+    asked = job(Layers, {"memory": {"zero": 0}}, optax.adamw(1e-2))
+    assert planned(asked, 2, memory_bytes=memory * 1000).placement.zero == 0

@@ -1,5 +1,6 @@
 """A microbatch as a chain of segments, and what of it is recomputed, as the settings ask."""
 
+import contextlib
 from collections.abc import Collection, Sequence
 
 from .._cluster._cluster import Cluster
@@ -16,24 +17,46 @@ from .._planner._recompute import best_sequence
 from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
 from .._schedule._sequence_replay import SegmentCost, layered_peak_bytes
 from ._segments_of_job import param_bytes, segments_of_job
-from ._shared_state import stage_of
+from ._shared_state import stages_to_try, with_shared_state
 from ._traced_job import TracedJob
 
 
-def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
+def with_memory(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with state shared out and a microbatch recomputed as the settings ask.
+
+    Where they leave it open, it is with the first stage of ZeRO that fits into the memory with
+    which the devices are described, from stage 2 on together with what waits for backwards.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices.
+
+    Raises:
+        PlanError: If it cannot be as the settings ask, or does not fit.
+    """
+    *others, last = stages_to_try(job, plan, cluster)
+    for stage in others:
+        with contextlib.suppress(PlanError):
+            return with_chain(job, with_shared_state(job, plan, cluster, stage), cluster, stage)
+    return with_chain(job, with_shared_state(job, plan, cluster, last), cluster, last)
+
+
+def with_chain(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> Plan:
     """The plan with the segments and the recomputation that `memory.recompute` asks for.
 
     Args:
         job: That is planned.
         plan: Of it.
         cluster: Its devices.
+        stage: Of ZeRO.
 
     Raises:
         PlanError: If copies of the model are cut, so that a microbatch is no chain; or if nothing
             that is recomputed makes it fit.
     """
     memory = job.settings.memory
-    stage, recompute = stage_of(job, plan, cluster), memory.recompute
+    recompute = memory.recompute
     if recompute is None and stage > 1:
         recompute = "auto" if _is_described(plan, cluster) else "boundaries"
     if recompute is None:
@@ -57,7 +80,7 @@ def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     elif recompute == "boundaries":
         sequence = _boundaries(len(segments))
     else:
-        limit = _limit(job, plan, cluster)
+        limit = _limit(job, plan, cluster, stage)
         is_trained = job.functional(plan.microbatch_size).is_trained
         costs = costs_of(graph, points, [i for i, own in enumerate(is_trained) if own])
         if stage > 1:
@@ -144,14 +167,14 @@ def _is_described(plan: Plan, cluster: Cluster) -> bool:
     return any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
 
 
-def _limit(job: TracedJob, plan: Plan, cluster: Cluster) -> int:
+def _limit(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> int:
     """Bytes beside the state on the device that has the fewest."""
     if not _is_described(plan, cluster):
         raise PlanError(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    stage, each = stage_of(job, plan, cluster), plan.parameter_bytes
+    each = plan.parameter_bytes
     optimizer, granules = job.optimizer_bytes(plan.microbatch_size), sum(plan.granules)
     found = []
     for replica, own in zip(plan.replicas, plan.granules, strict=True):

@@ -31,10 +31,9 @@ from .._profile._profile import Profile, Setting
 from .._profile._segment_times import layer_sizes
 from ._counts_of_plan import Counts, asked_counts, predicted
 from ._pipeline_watch import share_cores
-from ._planned_chain import with_chain
+from ._planned_chain import with_memory
 from ._session import Session
 from ._session_values import SessionOptions
-from ._shared_state import with_shared_state
 from ._short_profile import segment_profile
 from ._traced_job import TracedJob
 
@@ -199,7 +198,7 @@ def plan_for(
             reasons=(*reasons, *_what_is_trained(job, size), *said),
             profile=profile,
         )
-        plan = with_chain(job, with_shared_state(job, plan, cluster), cluster)
+        plan = with_memory(job, plan, cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     balance = counts == "measured"

@@ -23,9 +23,8 @@ from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
 from ._links import measured_link
-from ._planned_chain import with_chain
+from ._planned_chain import with_memory
 from ._planning import size_asked
-from ._shared_state import with_shared_state
 from ._short_profile import short_profile
 from ._traced_job import TracedJob
 
@@ -261,4 +260,4 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
-    return with_chain(job, with_shared_state(job, plan, cluster), cluster)
+    return with_memory(job, plan, cluster)

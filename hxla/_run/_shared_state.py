@@ -21,25 +21,26 @@ from ._traced_job import TracedJob
 _GRANULES_OF_A_COPY = 12  # shares are as fine as a twelfth of an even one
 
 
-def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
-    """The plan with the stage of ZeRO that the settings ask for, or that the memory asks for.
+def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> Plan:
+    """The plan with the optimizer's state shared out, as all stages of ZeRO but 0 have it.
 
     Args:
         job: That is planned.
         plan: Of it, with the state whole on every copy.
         cluster: Its devices.
+        stage: Of ZeRO; that of the plan is 1, until it has the segments that others need.
 
     Raises:
         PlanError: If the settings ask for shares that these copies cannot have.
     """
-    memory, stage = job.settings.memory, stage_of(job, plan, cluster)
     if not stage:
+        memory = job.settings.memory
         if memory.shares not in ("auto", "even"):
             raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
         return plan
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
-    shares = _shares(job, plan, cluster, stage) if _could_share(plan) else ()
+    shares = _shares(job, plan, cluster, stage) if could_share(plan) else ()
     common = math.gcd(*shares) if shares else 1
     shares = tuple(n // max(common, 1) for n in shares)
     shares = () if len(set(shares)) <= 1 else shares
@@ -56,7 +57,7 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
         plan.sums,
         optimizer_bytes * largest,
         [cluster.devices[d.rank] for d in plan.devices],
-    ).model_copy(update={"zero": 1, "shares": shares, "whole": whole})  # segments follow
+    ).model_copy(update={"zero": 1, "shares": shares, "whole": whole})
     said = _words(own, whole, names, shares, stage)
     if job.settings.optimizer.num_apply_groups > 1:
         said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
@@ -68,28 +69,35 @@ def _clip_norm(job: TracedJob) -> float | None:
     return None if communication.clip == "before" else communication.clip_norm
 
 
-def _could_share(plan: Plan) -> bool:
+def could_share(plan: Plan) -> bool:
+    """Whether there are copies of one device, all of whose gradients travel whole."""
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
 
 
-def stage_of(job: TracedJob, plan: Plan, cluster: Cluster) -> int:
-    """The stage of ZeRO that the settings ask for, or the least that the described memory holds.
+def stages_to_try(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The stage of ZeRO that the settings ask for, or those whose state the described memory holds.
 
     Where no stage does, it is the last.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices.
     """
     asked = job.settings.memory.zero
-    if asked is not None or not _could_share(plan):
-        return asked or 0
+    if asked is not None or not could_share(plan):
+        return (asked or 0,)
     sizes = [cluster.devices[d.rank].memory_bytes for d in plan.devices]
     known = [own for own in sizes if own is not None]
-    if len(known) < len(sizes):  # some may have any share
+    if len(known) < len(sizes):  # the others may have any share
         fixed, _ = _state_bytes(job, plan, 0)
-        return int(any(fixed > own for own in known))
+        return (int(any(fixed > own for own in known)),)
+    found = []
     for stage in STAGES:
         fixed, shared = _state_bytes(job, plan, stage)
         if all(fixed <= own for own in known) and shared <= sum(own - fixed for own in known):
-            return stage
-    return STAGES[-1]
+            found.append(stage)
+    return tuple(found) or STAGES[-1:]
 
 
 def _state_bytes(job: TracedJob, plan: Plan, stage: int) -> tuple[int, float]:
