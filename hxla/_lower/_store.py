@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
@@ -89,7 +88,7 @@ class Store:
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
         self._specs, self._own = specs, own
-        self._options = compiler_options(reducer.devices[0].platform, sums)
+        self._options = compiler_options(reducer.local[0].devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
         self._is_trained = model.is_trained
@@ -325,7 +324,7 @@ class Store:
         specs = self._even
         columns = zip(*(self._unpadded(i) for i in range(len(self.held))), strict=True)
         arrays: list[Any] = [
-            x[0] if self._is_alone or self._is_own(k) else self._reducer.over_all(x, s)
+            x[0] if self._is_alone or self._is_own(k) else self._reducer.arrays.over_all(x, s)
             for k, (x, s) in enumerate(zip(columns, specs, strict=True))
         ]
         return self._tree(self._unshared(arrays))
@@ -367,7 +366,7 @@ class Store:
         parts = [
             self._own.shared(k - first, x)
             if self._own is not None and self._is_own(k)
-            else self._reducer.local_parts(x, s)
+            else self._reducer.arrays.local_parts(x, s)
             for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))
         ]
         each = enumerate(zip(*parts, strict=True))
@@ -407,7 +406,7 @@ class Store:
     def _sharding(self, spec: P) -> Any:
         if self._is_alone:
             return self._reducer.replicas[0].sharding(spec)
-        return NamedSharding(self._reducer.mesh, spec)
+        return self._reducer.arrays.sharding(spec)
 
     def _tree(self, arrays: Sequence[Any]) -> PyTree:
         held = self._held(arrays)

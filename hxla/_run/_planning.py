@@ -36,6 +36,7 @@ from ._session import Session
 from ._session_values import SessionOptions
 from ._shared_state import with_shared_state
 from ._short_profile import segment_profile
+from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 
@@ -199,6 +200,7 @@ def plan_for(
             reasons=(*reasons, *_what_is_trained(job, size), *said),
             profile=profile,
         )
+        plan = with_sums_over(job, plan)
         plan = with_chain(job, with_shared_state(job, plan, cluster), cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 

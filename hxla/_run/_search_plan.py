@@ -27,6 +27,7 @@ from ._planned_chain import with_chain
 from ._planning import size_asked
 from ._shared_state import with_shared_state
 from ._short_profile import short_profile
+from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
@@ -261,4 +262,5 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
+    plan = with_sums_over(job, plan)
     return with_chain(job, with_shared_state(job, plan, cluster), cluster)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from .._cluster._cluster import Cluster
+from .._cluster._libraries import are_unlike, in_words
 from .._core._config import MemoryConfig
 from .._core._errors import PlanError
 from .._model._functional import leaf_names
@@ -35,6 +36,14 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     shares_it = memory.zero == 1
     if memory.zero is None:
         shares_it = _could_share(plan) and not _fits_whole(job, plan, cluster)
+    kinds = [device.kind for device in plan.devices]
+    if are_unlike(kinds):
+        if memory.zero == 0:
+            raise PlanError(
+                f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own "
+                "way, and the copies of the model drift apart: leave it out or set it to 1"
+            )
+        shares_it = True
     if not shares_it:
         if memory.shares not in ("auto", "even"):
             raise PlanError("memory.shares needs memory.zero = 1: set it, or leave the shares out")

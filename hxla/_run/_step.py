@@ -238,7 +238,7 @@ class Stepper:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
     def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
-        if self._programs.gather is not None and self._reducer.ring:
+        if self._programs.gather is not None and self._reducer.arrays.is_ring:
             self._programs.gather.wait()
         reduced = self._reducer.reduce(told, held)
         if self._reducer.releases:
