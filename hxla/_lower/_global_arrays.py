@@ -39,7 +39,6 @@ class GlobalArrays:
         over: See `SumsForm.over`.
 
     Raises:
-        PlanError: If the copies of a process do not follow each other, over the hosts.
         MeshError: If JAX has no CPU backend, over the hosts.
     """
 
@@ -87,6 +86,18 @@ class GlobalArrays:
             of_copies: Elements of each copy.
         """
         return tuple(sum(of_copies[c] for c in own) for own in self.places)
+
+    def check_in_order(self) -> None:
+        """Refuse places whose copies do not follow each other: they have one piece together.
+
+        Raises:
+            PlanError: If there are any.
+        """
+        if [c for own in self.places for c in own] != [*range(len(self.replicas))]:
+            raise PlanError(
+                "replicas: with sums.over='host' and placement.zero the copies of a process must "
+                "follow each other: put the devices of each process together"
+            )
 
     # -- to one array ----------------------------------------------------------------------------
 
@@ -234,14 +245,10 @@ def stacked_spec(spec: P) -> P:
 
 
 def _by_process(replicas: Sequence[Replica]) -> tuple[tuple[int, ...], ...]:
-    groups = itertools.groupby(replicas, lambda r: r.process)
-    found = [(process, tuple(r.index for r in own)) for process, own in groups]
-    if len({process for process, _ in found}) < len(found):
-        raise PlanError(
-            "replicas: the copies of a process must follow each other where sums go over the "
-            "host: put the devices of each process together"
-        )
-    return tuple(own for _, own in found)
+    found: dict[int, tuple[int, ...]] = {}
+    for r in replicas:
+        found[r.process] = (*found.get(r.process, ()), r.index)
+    return tuple(found.values())
 
 
 def _hosts(processes: Sequence[int]) -> tuple[jax.Device, ...]:

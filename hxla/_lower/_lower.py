@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
+from .._cluster._libraries import are_unlike
 from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of, rows_read
 from .._graph._parts import graph_at, parts_of
@@ -137,6 +138,8 @@ class Programs:
         #: Tensors whose sums are one array.
         self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         self.own = _ownership(training, plan)
+        #: Whether the same program gives unlike bits on some of the devices.
+        self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
         if plan.chain is not None:
             chain = segmented_spec(
                 graph, plan, self.tensors, self.trained, could_be_rows, training.seed
@@ -247,6 +250,8 @@ class Programs:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             num, text = len(self.runners[0].names), self.runners[0].text
+            if self.is_of_unlike_devices:
+                text = str(self.graph.program)
             texts = named_texts(checked, num, text, self._updates.text)
             check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
         named: list[tuple[str, Any]] = []

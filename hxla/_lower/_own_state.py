@@ -2,8 +2,8 @@
 brought into a form that has nothing to do with shares.
 
 That form is what checkpoints and users see: the user's own arrays, each cut evenly over the places
-where copies meet, in the first dimension that divides, or whole where none does. Leaves are changed one after another,
-so no more than one is ever whole on a device.
+where copies meet, in the first dimension that divides, or whole where none does. Leaves are changed
+one after another, so no more than one is ever whole on a device.
 """
 
 import functools

@@ -280,7 +280,8 @@ class Gather:
             else:
                 over_all = [arrays.over_all(x, P()) for x in zip(*old, strict=True)]
                 self._under_way = program(chunk, over_all)
-                found = zip(*(arrays.local_parts(x, P()) for x in self._under_way), strict=True)
+                each = (arrays.local_parts(x, P()) for x in self._under_way)
+                found = [list(parts) for parts in zip(*each, strict=True)]
             for own_new, parts in zip(new, found, strict=True):
                 for i, part in zip(chunks.tensors, parts, strict=True):
                     own_new[i] = part

@@ -250,11 +250,33 @@ class Store:
         specs = self._specs.leaves()
         leaves = [held.leaves() for held in self.held]
         for i in different:
-            host = self._reducer.whole(leaves[0][i])
+            host = self._reducer.of_first(leaves[0][i])
             for own, replica in zip(leaves, self._reducer.local, strict=True):
                 own[i] = replica.put(host, specs[i])
         if different.size:
             self.held = [self._held(own) for own in leaves]
+
+    def hand_on(self) -> None:
+        """Every copy takes over what each updates by itself as the first one has it.
+
+        That is all but parameters and what has an owner. Every process calls this, and waits.
+        """
+        first = len(self._specs.params)
+        places = [k for k in range(first, len(self._shapes)) if not self._is_own(k)]
+        if not places:
+            return
+        leaves = [held.leaves() for held in self.held]
+        bytes_ = [_bytes(leaves[0][k]) for k in places]
+        host = np.concatenate(bytes_)
+        if not self._reducer.replicas[0].is_local:
+            host[:] = 0
+        parts = np.split(
+            self._reducer.exchange_bits(host), np.cumsum([len(b) for b in bytes_])[:-1]
+        )
+        for own, replica in zip(leaves, self._reducer.local, strict=True):
+            for k, part in zip(places, parts, strict=True):
+                own[k] = replica.put(part.view(own[k].dtype).reshape(own[k].shape))
+        self.held = [self._held(own) for own in leaves]
 
     def checksums(self) -> np.ndarray:
         """uint32[copies, leaves]: sums of all bits of each copy's arrays, known to every process.

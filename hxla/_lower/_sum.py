@@ -106,6 +106,8 @@ class Reducer:
         self._dtype = jnp.dtype(contribution.form.dtype)
         self.releases = release
         self.arrays = GlobalArrays(replicas, contribution.form.over)
+        if shares is not None:
+            self.arrays.check_in_order()
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
         host = HostSums(self.arrays.devices)
@@ -312,7 +314,9 @@ class Reducer:
         """
         stacking = self.arrays.stacking
         own = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
-        ints = stacking([P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.ints] for s in sums])
+        ints = stacking(
+            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.ints] for s in sums]
+        )
         values = [
             stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
             for k, bucket in enumerate(self._buckets)
@@ -398,6 +402,14 @@ class Reducer:
         is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
         if not is_over_all and not any(r.spans_processes for r in self.replicas):
             return np.array(x)
+        return self.of_first(x)
+
+    def of_first(self, x: Any) -> np.ndarray:
+        """An array of the first replica of all, whole in host memory; all processes call this.
+
+        Args:
+            x: As the first local replica holds it, or over all replicas.
+        """
         host = np.zeros(x.shape, x.dtype)
         if self.replicas[0].is_local or x.sharding.device_set == set(self.arrays.devices):
             for shard in x.addressable_shards:

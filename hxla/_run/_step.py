@@ -284,6 +284,9 @@ class Stepper:
         for held, own in zip(self._store.held, new, strict=True):
             for k, x in zip(places, own, strict=True):
                 held.params[k] = x
+        if gather is not None and self._programs.is_of_unlike_devices:
+            gather.wait()
+            self._store.hand_on()
 
         def wait(tick: jax.Array) -> tuple[float, float]:
             jax.block_until_ready(tick)
