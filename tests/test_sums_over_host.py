@@ -18,18 +18,18 @@ from hxla._cluster._libraries import are_unlike, in_words, library_of
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def told(request, tmp_path_factory):
-    """What each of two or three processes says, which have two devices each and train on one."""
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of two processes says, which have two devices each and train on one."""
     folder = tmp_path_factory.mktemp("host_sums")
     settings = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "NPROC": "1",
     }
-    script, num = str(ROOT / "tests" / "host_sums_job.py"), str(request.param)
+    script = str(ROOT / "tests" / "host_sums_job.py")
     ran = subprocess.run(
-        [sys.executable, "-m", "hxla", "run", "-n", num, script, str(folder)],
+        [sys.executable, "-m", "hxla", "run", "-n", "2", script, str(folder)],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -46,16 +46,15 @@ def test_bits_are_those_of_device_collectives(told):
     assert len({json.dumps({k: v["sha256"] for k, v in own.items()}) for own in told}) == 1
     for zero in (0, 1):
         wanted = told[0][f"device {zero}"]["sha256"]
-        same = [k for k in told[0] if f"host {zero}" in k or k.startswith(f"resumed {zero}")]
-        assert len(same) == 2 + zero
-        assert {told[0][k]["sha256"] for k in same} == {wanted}
-        assert all(told[0][k]["first step"] == k.startswith("resumed") for k in same)
+        assert told[0][f"host {zero}"]["sha256"] == wanted
+    assert told[0]["resumed"]["sha256"] == wanted
+    assert told[0]["resumed"]["first step"] == 1
 
 
 def test_devices_that_train_take_part_in_no_collective(told):
     for own in told:
         for name, found in own.items():
-            over_host = name.endswith("host") or name.startswith("host") or name == "unlike"
+            over_host = not name.startswith("device")
             assert found["devices"] == 0
             assert found["between"] > 0
             assert found["apart"] == over_host
@@ -63,10 +62,11 @@ def test_devices_that_train_take_part_in_no_collective(told):
 
 
 def test_copies_on_unlike_devices_do_not_drift_apart(told):
+    """The second process rounds otherwise, where each copy computes for itself: not a bit stays."""
     for own in told:
         assert own["unlike"]["alike"]
-    assert len({own["unlike"]["sha256"] for own in told}) == 1
-    assert told[0]["unlike"]["sha256"] != told[0]["host 1"]["sha256"] or len(told) == 1
+        assert own["unlike"]["sha256"] == own["host 1"]["sha256"]
+    assert [own["unlike"]["handed"] for own in told] == [0, test_zero.STEPS]
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_devices_with_a_common_library_meet_in_it_unless_asked():
     assert two.sums.over == "host"
     assert one.numerics == two.numerics
     assert two.placement.zero == 0
-    assert one.diff(two)[0].startswith("sums.over: device here, host there")
+    assert one.diff(two) == ("sums.over: 'device' here, 'host' there",)
 
 
 REFUSED = {
@@ -166,7 +166,7 @@ def test_what_cannot_meet_is_refused(name):
 
 def test_a_wrong_word_is_refused():
     with pytest.raises(hxla.ConfigError, match=r"communication.over: .*'device' or 'host'"):
-        job(communication={"over": "hosts"})
+        planned(("cpu",) * 2, over("hosts"))
     table = planned(("cpu",) * 2).model_dump(mode="json")
     table["sums"]["over"] = "hosts"
     with pytest.raises(hxla.PlanError, match=r"sums.over: .*'device' or 'host'"):

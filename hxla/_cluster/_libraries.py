@@ -26,5 +26,7 @@ def are_unlike(kinds: Iterable[str]) -> bool:
 
 def in_words(kinds: Iterable[str]) -> str:
     """One kind for each library, such as `NVIDIA L4 (NCCL) and cpu (Gloo)`."""
-    firsts = {library_of(kind): kind for kind in reversed(list(kinds))}
-    return " and ".join(f"{kind} ({library})" for library, kind in reversed(firsts.items()))
+    firsts: dict[str, str] = {}
+    for kind in kinds:
+        firsts.setdefault(library_of(kind), kind)
+    return " and ".join(f"{kind} ({library})" for library, kind in firsts.items())

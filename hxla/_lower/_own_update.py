@@ -244,9 +244,13 @@ class Gather:
     def _build_unflat(self, chunks: Chunks, i: int) -> Any:
         """From what the hosts gathered to the parameters on a local copy."""
         replica = self._arrays.local[i]
+
+        def hxla_unflat(flat: jax.Array, old: list[jax.Array]) -> list[jax.Array]:
+            return _unflat(chunks, flat, old)
+
         flat = jax.ShapeDtypeStruct((sum(chunks.lengths),), gathered_dtype(self._params))
         return jax.jit(
-            functools.partial(_unflat, chunks),
+            hxla_unflat,
             donate_argnums=(1,),
             keep_unused=True,
             compiler_options=compiler_options(replica.devices[0].platform, self._form),

@@ -222,7 +222,7 @@ class Plan(PlanValue):
             found["chain"] = self.chain.points
         if self.placement.zero:  # sums over a whole tensor depend on the program around them
             decides = self.placement.whole or len(kinds) > 1
-            found["zero"] = [self.placement.whole, decides and self.granules]
+            found["zero"] = [self.placement.whole, self.granules if decides else ()]
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found
