@@ -3,11 +3,11 @@
     python benchmarks/host_sums.py [--rounds 30] [--only zero-0 zero-1]
 
 Jobs that train the model of examples/gpt.py with even counts on two CPU processes and take turns of
-a step, until its update is done. `device`: collectives of the devices. `host`:
-`communication.over = "host"` where each process trains on the device that its host adds on, as CPU
-jobs do; nothing is copied. `apart`: each process has two devices, trains on the second and adds on
-the first, so that every limb and every sum is copied as from an accelerator, if only within one
-memory. A ratio is of the seconds to those of `device`, round by round: above 1 it is slower. All
+a step, until its update is done. Each process has two devices on one thread. `device`: it trains on
+the second, and its sums are collectives of these devices. `host`: `communication.over = "host"`, and
+it trains on the first, on which hosts add, as CPU jobs do; nothing is copied. `apart`: it trains on
+the second and its host adds on the first, so that every limb and every sum is copied as from an
+accelerator, if only within one memory. A ratio is of the seconds to those of `device`, round by round: above 1 it is slower. All
 must end with the same bits.
 Writes benchmarks/results/host_sums.json.
 """
@@ -19,17 +19,8 @@ import jobs
 import results
 import turns
 
-OVER_HOST = {"HXLA_COMMUNICATION_OVER": "host"}
-SETTINGS = {
-    "device": {"HXLA_COMMUNICATION_OVER": "device"},
-    "host": OVER_HOST,
-    "apart": OVER_HOST
-    | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "NPROC": "1",
-        "HXLA_CLUSTER_VISIBLE_DEVICES": "[1, 3]",
-    },
-}
+#: Where sums go, and the devices that train.
+PLACES = {"device": ("device", "[1, 3]"), "host": ("host", "[0, 2]"), "apart": ("host", "[1, 3]")}
 
 
 def measured(stage, args):
@@ -39,9 +30,15 @@ def measured(stage, args):
         name: {
             "script": [*script, "--counts", "even"],
             "mesh": "cpu-1.0-1.0",
-            "settings": settings | {"HXLA_MEMORY_ZERO": stage},
+            "settings": {
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "NPROC": "1",
+                "HXLA_COMMUNICATION_OVER": over,
+                "HXLA_CLUSTER_VISIBLE_DEVICES": devices,
+                "HXLA_MEMORY_ZERO": stage,
+            },
         }
-        for name, settings in SETTINGS.items()
+        for name, (over, devices) in PLACES.items()
     }
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -75,7 +72,7 @@ def main():
     for name in args.only:
         rows[name] = measured(name.removeprefix("zero-"), args)
         print(name, {k: v for k, v in rows[name].items() if k != "seconds"}, flush=True)
-    results.write(args.out, {"jobs": rows})
+        results.write(args.out, {"jobs": rows})
 
 
 if __name__ == "__main__":

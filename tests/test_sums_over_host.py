@@ -150,6 +150,10 @@ REFUSED = {
         lambda: planned(("cpu",) * 4, over("host"), mesh={"data": 2, "tensor": 2}, rules="decoder"),
         "the axes tensor need collectives inside a copy: .* set communication.over to 'device'",
     ),
+    "shared parameters": (
+        lambda: planned(("cpu",) * 2, over("host", zero=3)),
+        "placement.zero: stage 3 gathers parameters in collectives of the devices",
+    ),
     "float sums": (
         lambda: planned(("cpu",) * 2, over("host"), reduction="float"),
         "sums.over: hosts add integers, and float sums are none",
