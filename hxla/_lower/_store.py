@@ -288,26 +288,20 @@ class Store:
             self.held = [self._held(own) for own in leaves]
 
     def hand_on(self) -> None:
-        """Every copy takes over what each updates by itself as the first one has it.
+        """All take over what each updates by itself from the first copy; every process calls this.
 
-        That is all but parameters and what has an owner. Every process calls this, and waits.
+        That is all but parameters and what has an owner.
         """
-        first = len(self._specs.params)
-        places = [k for k in range(first, len(self._shapes)) if not self._is_own(k)]
-        if not places:
-            return
-        leaves = [held.leaves() for held in self.held]
-        bytes_ = [_bytes(leaves[0][k]) for k in places]
-        host = np.concatenate(bytes_)
-        if not self._reducer.replicas[0].is_local:
-            host[:] = 0
-        parts = np.split(
-            self._reducer.exchange_bits(host), np.cumsum([len(b) for b in bytes_])[:-1]
-        )
-        for own, replica in zip(leaves, self._reducer.local, strict=True):
-            for k, part in zip(places, parts, strict=True):
-                own[k] = replica.put(part.view(own[k].dtype).reshape(own[k].shape))
-        self.held = [self._held(own) for own in leaves]
+        num, leaves = len(self._specs.params), [held.leaves() for held in self.held]
+        places = [k for k in range(num, len(self._shapes)) if not self._is_own(k)]
+        own = [_bytes(leaves[0][k]) for k in places]
+        host = np.concatenate([*own, np.zeros(0, np.uint8)])
+        host = self._reducer.exchange_bits(host * self._reducer.replicas[0].is_local)
+        parts = np.split(host, np.cumsum([len(x) for x in own]))
+        for held, replica in zip(leaves, self._reducer.local, strict=True):
+            for k, part in zip(places, parts, strict=False):
+                held[k] = replica.put(part.view(held[k].dtype).reshape(held[k].shape))
+        self.held = [self._held(held) for held in leaves]
 
     def checksums(self) -> np.ndarray:
         """uint32[copies, leaves]: sums of all bits of each copy's arrays, known to every process.
