@@ -14,6 +14,7 @@ import test_zero
 
 import hxla
 from hxla._cluster._libraries import are_unlike, in_words, library_of
+from hxla._run._runnable import check_runnable
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -181,11 +182,12 @@ def test_a_wrong_word_is_refused():
 
 
 def test_a_plan_is_not_opened_on_devices_that_cannot_meet():
-    own, plan = job(), planned(("cpu",) * 2)
+    own, plan, kinds = job(), planned(("cpu",) * 2), ("cpu", "NVIDIA L4")
     edited = plan.model_dump(mode="json")
     edited["devices"][1]["kind"] = "NVIDIA L4"
+    edited = hxla.Plan.from_json(json.dumps(edited))
     with pytest.raises(hxla.PlanError, match=r"sums.over: cpu \(Gloo\) and NVIDIA L4 \(NCCL\)"):
-        own.open(hxla.Plan.from_json(json.dumps(edited)), steps=1)
+        check_runnable(edited, own._traced, cluster(*kinds), tuple(jax.devices()[:2]))
 
 
 @pytest.mark.parametrize("zero", [0, 1])

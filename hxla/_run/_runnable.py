@@ -47,7 +47,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
         _of_devices(plan, cluster, devices),
         _of_parameters(plan, graph),
         _of_segments(plan, graph),
-        _of_sums(plan, graph),
+        _of_sums(plan, graph, cluster),
     ):
         found = [f"  {fault}" for fault in sort]
         more = len(found) - _MOST_LINES
@@ -140,9 +140,10 @@ def _of_segments(plan: Plan, graph: Graph) -> Iterator[str]:
             )
 
 
-def _of_sums(plan: Plan, graph: Graph) -> Iterator[str]:
+def _of_sums(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
     """Devices that cannot meet or would drift apart, and rows of a gradient that would be lost."""
-    kinds = [device.kind for device in plan.devices]
+    used = {device.rank for device in plan.devices}
+    kinds = [device.label for rank, device in enumerate(cluster.devices) if rank in used]
     if are_unlike(kinds) and plan.sums.over == "device":
         yield f"sums.over: {in_words(kinds)} share no library for collectives: use 'host'"
     if are_unlike(kinds) and not plan.placement.zero:
