@@ -4,11 +4,11 @@
 
 Jobs that train the model of examples/gpt.py with even counts on two CPU processes and take turns of
 a step, until its update is done. Each process has two devices on one thread. `device`: it trains on
-the second, and its sums are collectives of these devices. `host`: `communication.over = "host"`, and
-it trains on the first, on which hosts add, as CPU jobs do; nothing is copied. `apart`: it trains on
-the second and its host adds on the first, so that every limb and every sum is copied as from an
-accelerator, if only within one memory. A ratio is of the seconds to those of `device`, round by round: above 1 it is slower. All
-must end with the same bits.
+the second, and its sums are collectives of these devices. `host`: `communication.over = "host"`,
+and it trains on the first, on which hosts add, as CPU jobs do; nothing is copied. `apart`: it
+trains on the second and its host adds on the first, so that every limb and every sum is copied as
+from an accelerator, if only within one memory. A ratio is of the seconds to those of `device`,
+round by round: above 1 it is slower. All must end with the same bits.
 Writes benchmarks/results/host_sums.json.
 """
 

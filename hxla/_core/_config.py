@@ -150,8 +150,8 @@ class MemoryConfig(_Section):
     a share of it and updates that part of the parameters; 2, gradients are shared out too, segment
     by segment; 3, and the parameters, which are gathered segment by segment. From 2 on a step runs
     layer by layer, all microbatches of a device one after another in each, as a chain of segments
-    (`recompute`; null is `boundaries` there). Null: 1 where the memory that the devices are
-    described with holds no whole state, else 0."""
+    (`recompute`; null is `auto` there, or `boundaries` where no memory is described). Null: the
+    first stage whose state the memory holds that the devices are described with."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""

@@ -1,15 +1,12 @@
 """A microbatch as a chain of segments, and what of it is recomputed, as the settings ask."""
 
-import math
 from collections.abc import Collection, Sequence
 
 from .._cluster._cluster import Cluster
 from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE
-from .._graph._parts import graph_at, graph_of
-from .._graph._repeats import layer_points
-from .._graph._segments import Segment, segments_at
+from .._graph._parts import graph_at
 from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
 from .._lower._stage import StagePart
@@ -18,6 +15,8 @@ from .._plan._plan_parts import ChainSegment, PlannedChain
 from .._planner._recompute import best_sequence
 from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
 from .._schedule._sequence_replay import SegmentCost, layered_peak_bytes
+from ._segments_of_job import param_bytes, segments_of_job
+from ._shared_state import stage_of
 from ._traced_job import TracedJob
 
 
@@ -34,8 +33,9 @@ def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
             that is recomputed makes it fit.
     """
     memory = job.settings.memory
-    stage = memory.zero or 0
-    recompute = memory.recompute or ("boundaries" if stage > 1 else None)
+    stage, recompute = stage_of(job, plan, cluster), memory.recompute
+    if recompute is None and stage > 1:
+        recompute = "auto" if _is_described(plan, cluster) else "boundaries"
     if recompute is None:
         if memory.segments is not None:
             raise PlanError(
@@ -49,9 +49,7 @@ def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
     graph = job.graph(plan.microbatch_size)
-    opened = graph_of(graph)
-    points = layer_points(opened, memory.segments)
-    segments = segments_at(opened, points)
+    points, segments = segments_of_job(job, plan.microbatch_size)
     firsts = (0, *points)
     said: list[str] = []
     if recompute == "none":
@@ -64,7 +62,7 @@ def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
         costs = costs_of(graph, points, [i for i, own in enumerate(is_trained) if own])
         if stage > 1:
             factor = plan.sums.num_parts + (stage > 2)
-            own_bytes = [factor * n for n in param_bytes(opened, segments)]
+            own_bytes = [factor * n for n in param_bytes(job, plan.microbatch_size)]
             sequence, peak = _layered_sequence(costs, max(plan.counts), limit, own_bytes)
         else:
             found = best_sequence(costs, limit)
@@ -85,13 +83,6 @@ def with_chain(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     if stage > 1:
         placement = placement.model_copy(update={"zero": stage})
     return plan.replaced(chain=chain, placement=placement, reasons=(*plan.reasons, *said))
-
-
-def param_bytes(graph: Graph, segments: Sequence[Segment]) -> list[int]:
-    """Bytes of the parameters that each segment reads, as float32."""
-    param_of = params_of(graph)
-    each = [{param_of[entry] for entry in segment.params} for segment in segments]
-    return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for own in each]
 
 
 def costs_of(graph: Graph, points: tuple[int, ...], trained: Collection[int]) -> list[SegmentCost]:
@@ -148,28 +139,34 @@ def _backwards(num: int, again: dict[int, str]) -> list[str]:
     return out
 
 
+def _is_described(plan: Plan, cluster: Cluster) -> bool:
+    """Whether the memory of some device is known."""
+    return any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
+
+
 def _limit(job: TracedJob, plan: Plan, cluster: Cluster) -> int:
-    """Bytes beside the state on the smallest device."""
-    known = [cluster.devices[d.rank].memory_bytes for d in plan.devices]
-    sizes = [own for own in known if own is not None]
-    if not sizes:
+    """Bytes beside the state on the device that has the fewest."""
+    if not _is_described(plan, cluster):
         raise PlanError(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    optimizer = job.optimizer_bytes(plan.microbatch_size)
-    if plan.placement.zero:
-        optimizer = optimizer * max(plan.granules) // sum(plan.granules)
-    stage, share = job.settings.memory.zero or 0, max(plan.granules) / sum(plan.granules)
-    whole = float(1 + plan.sums.num_parts)  # parameters and sums
-    if stage > 1:  # of sums a share of the totals; those of a segment are counted where it runs
-        whole = share + (1 if stage == 2 else share)
-    state = int(plan.parameter_bytes * whole) + optimizer
-    left = min(sizes) - state
+    stage, each = stage_of(job, plan, cluster), plan.parameter_bytes
+    optimizer, granules = job.optimizer_bytes(plan.microbatch_size), sum(plan.granules)
+    found = []
+    for replica, own in zip(plan.replicas, plan.granules, strict=True):
+        share = own / granules
+        # Of sums a share of the totals from stage 2 on; those of a segment count where it runs.
+        params = each * (share if stage > 2 else 1)
+        sums = each * (share if stage > 1 else plan.sums.num_parts)
+        state = int(params + sums + optimizer * (share if stage else 1))
+        sizes = [cluster.devices[rank].memory_bytes for rank in replica.devices]
+        found += [(size - state, size, state) for size in sizes if size is not None]
+    left, size, state = min(found)
     if left <= 0:
         raise PlanError(
             f"memory.recompute: parameters, sums and optimizer state take {state:,} bytes of the "
-            f"{min(sizes):,} of the smallest device before a microbatch begins: share the state "
+            f"{size:,} of the smallest device before a microbatch begins: share the state "
             "out with memory.zero, or take larger devices"
         )
     return left

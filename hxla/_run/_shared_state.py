@@ -7,7 +7,6 @@ import jax
 
 from .._cluster._cluster import Cluster
 from .._cluster._libraries import are_unlike, in_words
-from .._core._config import MemoryConfig
 from .._core._errors import PlanError
 from .._model._functional import leaf_names
 from .._model._optimizer import Optimizer
@@ -16,6 +15,8 @@ from .._plan._plan import Plan
 from .._planner._complete import placement_for
 from .._planner._inner_split import described_speed
 from .._planner._split_sizes import SplitDevice, best_sizes
+from .._planner._state_bytes import STAGES
+from ._segments_of_job import param_bytes
 from ._traced_job import TracedJob
 
 _GRANULES_OF_A_COPY = 12  # shares are as fine as a twelfth of an even one
@@ -32,25 +33,14 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
     Raises:
         PlanError: If the settings ask for shares that these copies cannot have.
     """
-    memory = job.settings.memory
-    shares_it = bool(memory.zero)  # segments of the microbatch, which stages 2 and 3 need, follow
-    if memory.zero is None:
-        shares_it = _could_share(plan) and not _fits_whole(job, plan, cluster)
-    kinds = [device.kind for device in plan.devices]
-    if are_unlike(kinds):
-        if memory.zero == 0:
-            raise PlanError(
-                f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own "
-                "way, and the copies of the model drift apart: leave it out or set it to 1"
-            )
-        shares_it = True
-    if not shares_it:
+    memory, stage = job.settings.memory, stage_of(job, plan, cluster)
+    if not stage:
         if memory.shares not in ("auto", "even"):
             raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
         return plan
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
-    shares = _shares(job, plan, cluster, memory) if _could_share(plan) else ()
+    shares = _shares(job, plan, cluster, stage) if _could_share(plan) else ()
     common = math.gcd(*shares) if shares else 1
     shares = tuple(n // max(common, 1) for n in shares)
     shares = () if len(set(shares)) <= 1 else shares
@@ -67,8 +57,8 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
         plan.sums,
         optimizer_bytes * largest,
         [cluster.devices[d.rank] for d in plan.devices],
-    ).model_copy(update={"zero": 1, "shares": shares, "whole": whole})
-    said = _words(own, whole, names, shares, memory.zero or 1)
+    ).model_copy(update={"zero": 1, "shares": shares, "whole": whole})  # segments follow
+    said = _words(own, whole, names, shares, stage)
     if job.settings.optimizer.num_apply_groups > 1:
         said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
     return plan.replaced(placement=placement, reasons=(*plan.reasons, *said))
@@ -83,16 +73,53 @@ def _could_share(plan: Plan) -> bool:
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
 
 
-def _fits_whole(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
-    """Whether every device holds the parameters, their sums and gradients, and the whole state."""
-    known = [cluster.devices[d.rank].memory_bytes for d in plan.devices]
+def stage_of(job: TracedJob, plan: Plan, cluster: Cluster) -> int:
+    """The stage of ZeRO that the settings ask for, or the least that the described memory holds.
+
+    Where no stage does, it is the last. Unlike devices have at least the first; over the host there
+    is no third.
+
+    Raises:
+        PlanError: If unlike devices are to update everything each.
+    """
+    asked, kinds = job.settings.memory.zero, [device.kind for device in plan.devices]
+    least = int(are_unlike(kinds))
+    if least and asked == 0:
+        raise PlanError(
+            f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
+            "and the copies of the model drift apart: leave it out or set it to 1"
+        )
+    if asked is not None or not _could_share(plan):
+        return asked or least
+    sizes = [cluster.devices[d.rank].memory_bytes for d in plan.devices]
+    known = [own for own in sizes if own is not None]
+    if len(known) < len(sizes):  # some may have any share
+        fixed, _ = _state_bytes(job, plan, 0)
+        return max(least, int(any(fixed > own for own in known)))
+    stages = STAGES[least:] if plan.sums.over == "device" else STAGES[least:-1]
+    for stage in stages:
+        fixed, shared = _state_bytes(job, plan, stage)
+        if all(fixed <= own for own in known) and shared <= sum(own - fixed for own in known):
+            return stage
+    return stages[-1]
+
+
+def _state_bytes(job: TracedJob, plan: Plan, stage: int) -> tuple[int, float]:
+    """Bytes of the state that each copy has whole, and of what all copies have together."""
+    each, parts = plan.parameter_bytes, plan.sums.num_parts
     state = job.optimizer_bytes(plan.microbatch_size)
-    needed = plan.parameter_bytes * (2 + plan.sums.num_parts) + state
-    return all(needed <= own for own in known if own is not None)
+    if stage < 2:  # parameters, gradients and sums
+        fixed = each * (2 + parts)
+        return (fixed, state) if stage else (fixed + int(state), 0)
+    [most, *_] = sorted(param_bytes(job, plan.microbatch_size), reverse=True)
+    # The totals of sums are of one word, those of a segment of all, and its parameters are whole.
+    if stage == 2:
+        return each + most * parts, each + state
+    return most * (1 + parts), 2 * each + state
 
 
-def _shares(job: TracedJob, plan: Plan, cluster: Cluster, memory: MemoryConfig) -> tuple[int, ...]:
-    num = len(plan.replicas)
+def _shares(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> tuple[int, ...]:
+    memory, num = job.settings.memory, len(plan.replicas)
     if memory.shares == "even":
         return (1,) * num
     if memory.shares != "auto":
@@ -100,10 +127,7 @@ def _shares(job: TracedJob, plan: Plan, cluster: Cluster, memory: MemoryConfig) 
     devices = [cluster.devices[r.devices[0]] for r in plan.replicas]
     speeds = [described_speed(device) for device in devices]
     total = _GRANULES_OF_A_COPY * num
-    stage, each = memory.zero or 1, plan.parameter_bytes
-    # Parameters, gradients and sums, as far as they are whole; the totals of sums are of one word.
-    fixed = {1: each * (2 + plan.sums.num_parts), 2: each, 3: 0}[stage]
-    state = job.optimizer_bytes(plan.microbatch_size) + {1: 0, 2: each, 3: 2 * each}[stage]
+    fixed, state = _state_bytes(job, plan, stage)
     own = [
         SplitDevice(
             name=f"device {replica.devices[0]} ({device.label})",

@@ -1,0 +1,30 @@
+"""The segments of a job's microbatch: where its layers repeat, or about equal work."""
+
+import math
+
+from .._graph._graph import params_of
+from .._graph._parts import graph_of
+from .._graph._repeats import layer_points
+from .._graph._segments import Segment, segments_at
+from ._traced_job import TracedJob
+
+
+def segments_of_job(job: TracedJob, size: int) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
+    """Where the microbatch is cut, and what between.
+
+    Args:
+        job: That is planned; `memory.segments` says about how many.
+        size: Examples of a microbatch.
+    """
+    opened = graph_of(job.graph(size))
+    points = layer_points(opened, job.settings.memory.segments)
+    return points, tuple(segments_at(opened, points))
+
+
+def param_bytes(job: TracedJob, size: int) -> list[int]:
+    """Bytes of the parameters that each segment reads, as float32."""
+    graph = graph_of(job.graph(size))
+    param_of = params_of(graph)
+    _, segments = segments_of_job(job, size)
+    each = [{param_of[entry] for entry in segment.params} for segment in segments]
+    return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for own in each]
