@@ -368,6 +368,10 @@ def _draw_set(form, rng, number, processes):
     each = MOST_DEVICES // processes
     while processes > 1 and len({rank // each for rank in ranks}) < processes:
         ranks = rng.sample(range(MOST_DEVICES), copies * width)
+    over = random.Random(f"{form} {number}").choice(("device", "host"))
+    over = over if width == 1 and not form.counts else "device"
+    if over == "host" and form.zero:  # those of a process have one piece of the state together
+        ranks.sort(key=lambda rank: rank // each)
     groups = [tuple(ranks[i * width : (i + 1) * width]) for i in range(copies)]
     unit, draw = 1, functools.partial(_draw_counts, rng, form.num_microbatches, copies)
     if form.stages > 1:
@@ -394,6 +398,7 @@ def _draw_set(form, rng, number, processes):
     if form.counts:
         draw = lambda: form.counts  # noqa: E731
     sums = {"bucket_mib": rng.choice((1, 16, 256))} if not form.counts else {}
+    sums["over"] = over
     if form.model == "gpt" and width == 1 and rng.random() < 0.5:
         sums["sparse"] = (SparseRows(name="embed/embedding", most_rows=VOCABULARY),)
     placed = plan.placement.model_copy(update={"sums": rng.choice(("kept", "released"))})
@@ -405,6 +410,8 @@ def _draw_set(form, rng, number, processes):
             "shares": rng.choice(((), tuple(shares))),
         }
         placed = placed.model_copy(update=zero)
+        if zero["zero"] == 3:
+            sums["over"] = "device"
         sums.pop("sparse", None)
     counts = draw()
     chain = plan.chain

@@ -6,6 +6,7 @@ The plans are drawn with fixed seeds, so that a failure comes again.
 import collections
 import dataclasses
 import functools
+import itertools
 import shutil
 
 import flax.linen as nn
@@ -105,6 +106,9 @@ def test_numerics_are_as_few_as_the_law_says():
     assert any(t.resumes is not None and t.processes > 1 for t in every)
     assert any(t.resumes is not None and drawn_other(t, own) for own in drawn.values() for t in own)
     assert any(t.balance for t in every)
+    assert {(t.plan.sums.over, t.processes > 1) for t in every} == {
+        *itertools.product(("device", "host"), (False, True))
+    }
     pipelines = [t.plan.pipeline for t in every if t.plan.pipeline is not None]
     schedules = {p.schedule if isinstance(p.schedule, str) else "table" for p in pipelines}
     assert schedules == {"1f1b", "gpipe", "interleaved", "zb-h1", "table"}

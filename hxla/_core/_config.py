@@ -128,6 +128,10 @@ class CommunicationConfig(_Section):
     """Global norm to which gradients are clipped; null: not at all."""
     clip: Literal["before", "after"] = "after"
     """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
+    over: Literal["device", "host"] | None = None
+    """Where copies of the model meet: in collectives of their devices, or in host memory, where
+    devices need no library in common; null: over the host where devices share no such library, a
+    GPU and a CPU or cards of two makers, else over the devices."""
 
 
 class OptimizerConfig(_Section):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from .._cluster import _nvml
 from .._cluster._cluster import Device
+from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
 from .._core._catalogue import find
 from .._core._errors import LaunchError
@@ -84,6 +85,9 @@ def run(
     Returns:
         0 if all returned 0, else the exit code of the process that failed first (128 plus the
         signal's number if it was killed), or of how the user ended the job: see docs/running.md.
+
+    Raises:
+        LaunchError: If the devices share no library for collectives, and as `describe`.
     """
     asked = Plan.read(plan) if plan is not None else None
     if asked is not None and mesh is None and number is None:
@@ -98,6 +102,13 @@ def run(
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
     address, folder = f"127.0.0.1:{_free_port()}", new_dump(dump)
     chosen = [devices[rank] for rank in ranks]
+    kinds = [device.kind for device in chosen]
+    if are_unlike(kinds):
+        raise LaunchError(
+            f"{in_words(kinds)} share no library for collectives, and the backend of an "
+            "accelerator waits for every process of a job to have one: a plan for them can be "
+            "made, with sums over the host, but hxla run starts devices of one sort only"
+        )
     starts = []
     for number_here, device in enumerate(chosen):
         env = _environment(number_here, device, chosen, mesh, address) | settings

@@ -141,7 +141,7 @@ class Layered:
 
     def wait(self) -> None:
         """Until the last collective is done: Gloo mixes up those that wait for nothing."""
-        if self._reducer.ring:
+        if self._reducer.arrays.is_ring:
             jax.block_until_ready(self._under_way)
 
     def whole(self, held: Sequence[Held]) -> list[list[jax.Array]]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
+from .._cluster._libraries import are_unlike
 from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of, rows_read
 from .._graph._parts import graph_at, parts_of
@@ -116,6 +117,8 @@ class Programs:
         #: Tensors whose sums are one array.
         self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
         self.own = ownership_of(training, plan)
+        #: Whether the same program gives unlike bits on some of the devices.
+        self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
         groups = None
         if plan.chain is not None:
             chain = segmented_spec(
@@ -223,7 +226,7 @@ class Programs:
             self.tensors.params,
             lambda t, copy: own.like(self.trained[t], copy),
             [*groups, sorted(unread)],
-            compiler_options(self.reducer.devices[0].platform, self.plan.sums),
+            compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
         )
 
     def _layered(self, groups: Sequence[Sequence[int]]) -> Layered:
@@ -261,6 +264,8 @@ class Programs:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
             num, text = len(self.runners[0].names), self.runners[0].text
+            if self.is_of_unlike_devices:
+                text = str(self.graph.program)
             texts = named_texts(checked, num, text, self._updates.text)
             check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
         named: list[tuple[str, Any]] = []

@@ -1,9 +1,9 @@
 """State of which each copy of the model has a part: how it lies, and how it is brought into a form
 that has nothing to do with shares.
 
-That form is what checkpoints and users see: the user's own arrays, each cut evenly over the copies
-in the first dimension that divides, or whole where none does. Leaves are changed one after another,
-so no more than one is ever whole on a device.
+That form is what checkpoints and users see: the user's own arrays, each cut evenly over the places
+where copies meet, in the first dimension that divides, or whole where none does. Leaves are changed
+one after another, so no more than one is ever whole on a device.
 """
 
 import functools
@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
 from .._plan._ownership import Ownership, Shares
 from ._chunks import all_gather
+from ._global_arrays import widened
 from ._sum import Reducer
 from ._words import Words
 
@@ -45,6 +45,8 @@ class OwnState:
     ):
         self.own, self._reducer, self._leaves = own, reducer, list(leaves)
         self._shares, self.is_common = shares, tuple(is_common)
+        #: What the copies at each place have together.
+        self._placed = shares.at(reducer.arrays.places)
 
     def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
         """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none."""
@@ -82,8 +84,8 @@ class OwnState:
         return found
 
     def spec(self, k: int) -> P:
-        """How the leaf lies over the copies in the form that knows no shares."""
-        shape, num = self._leaves[k].shape, len(self._shares.granules)
+        """How the leaf lies over the places in the form that knows no shares."""
+        shape, num = self._leaves[k].shape, len(self._placed.granules)
         if self.is_common[k]:
             return P()
         dim = next((d for d, n in enumerate(shape) if n and n % num == 0), None)
@@ -98,13 +100,10 @@ class OwnState:
             k: Number of the leaf.
             parts: What the local copies have of it.
         """
-        x, reducer = self._leaves[k], self._reducer
+        x, arrays = self._leaves[k], self._reducer.arrays
         if self.is_common[k]:
-            return reducer.over_all([part.reshape(x.shape) for part in parts], P())
-        most = self._most(k)
-        wide = [_widened(part, most) for part in parts]
-        stacked = reducer.stacked(wide)
-        found = self._program("evenly", k)(stacked)
+            return arrays.over_all([part.reshape(x.shape) for part in parts], P())
+        found = self._program("evenly", k)(arrays.join(parts, self._lengths(k)))
         jax.block_until_ready(found)
         return found
 
@@ -115,19 +114,29 @@ class OwnState:
             k: Number of the leaf.
             x: In the form that knows no shares.
         """
-        reducer = self._reducer
+        arrays = self._reducer.arrays
         if self.is_common[k]:
-            return reducer.local_parts(x, P())
+            return arrays.local_parts(x, P())
         found = self._program("shared", k)(x)
         jax.block_until_ready(found)
-        parts = reducer.local_parts(found, P(DATA_AXIS))
-        shapes = [self.like(k, r.index).shape for r in reducer.local]
-        return [_narrowed(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+        if self._shares.owners[k] is None:
+            parts = arrays.part(found, self._lengths(k))
+        else:
+            parts = arrays.local_parts(found, P(DATA_AXIS))
+        shapes = [self.like(k, r.index).shape for r in arrays.local]
+        return [
+            widened(part, math.prod(shape)).reshape(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
-    def _most(self, k: int) -> int:
-        """Elements of the largest part of a leaf."""
-        size = self._leaves[k].size
-        return max(self._shares.own_size(k, size, c) for c in range(len(self._shares.granules)))
+    def _lengths(self, k: int) -> list[int]:
+        """Elements of each copy's part of a leaf; none where another copy owns the whole."""
+        size, shares = self._leaves[k].size, self._shares
+        owner = shares.owners[k]
+        return [
+            shares.own_size(k, size, c) if owner in (None, c) else 0
+            for c in range(len(shares.granules))
+        ]
 
     def _program(self, way: str, k: int) -> Any:
         x, owner = self._leaves[k], self._shares.owners[k]
@@ -141,18 +150,19 @@ class OwnState:
             if (x.shape, x.dtype, self._shares.owners[k]) == (shape, dtype, owner)
             and not self.is_common[k]
         )
-        mesh, spec = self._reducer.mesh, self.spec(k)
+        arrays, spec = self._reducer.arrays, self.spec(k)
         run = self._even_part(k) if way == "evenly" else self._own_part(k)
         given, wanted = (P(DATA_AXIS), spec) if way == "evenly" else (spec, P(DATA_AXIS))
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=wanted, check_vma=False)
-        return jax.jit(mapped, out_shardings=NamedSharding(mesh, wanted))
+        mapped = jax.shard_map(
+            run, mesh=arrays.mesh, in_specs=given, out_specs=wanted, check_vma=False
+        )
+        return jax.jit(mapped, out_shardings=arrays.sharding(wanted))
 
     def _even_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
-        """From the parts of all copies to this copy's even part."""
-        x, owner, shares = self._leaves[k], self._shares.owners[k], self._shares
-        num, spec = len(shares.granules), self.spec(k)
-        dim = len(spec) - 1
-        own = [shares.own_size(k, x.size, c) for c in range(num)]
+        """From the parts of all places to this place's even part."""
+        x, owner = self._leaves[k], self._placed.owners[k]
+        dim, num = len(self.spec(k)) - 1, len(self._placed.granules)
+        own = self._reducer.arrays.lengths(self._lengths(k))
 
         def run(part: jax.Array) -> jax.Array:
             me = jax.lax.axis_index(DATA_AXIS)
@@ -171,9 +181,10 @@ class OwnState:
         return run
 
     def _own_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
-        """From this copy's even part to its own one."""
-        x, owner, shares = self._leaves[k], self._shares.owners[k], self._shares
-        dim, most = len(self.spec(k)) - 1, self._most(k)
+        """From this place's even part to its own one."""
+        x, owner, shares = self._leaves[k], self._placed.owners[k], self._placed
+        dim = len(self.spec(k)) - 1
+        most = max(self._reducer.arrays.lengths(self._lengths(k)))
 
         def run(even: jax.Array) -> jax.Array:
             whole = even
@@ -187,13 +198,3 @@ class OwnState:
             return jax.lax.dynamic_slice(room, (first * each,), (most,))
 
         return run
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _widened(x: jax.Array, size: int) -> jax.Array:
-    return jnp.pad(x.reshape(-1), (0, size - x.size))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _narrowed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x[: math.prod(shape)].reshape(shape)

@@ -26,6 +26,7 @@ from .._plan._ownership import Ownership
 from ._chunks import Chunks, all_gather
 from ._options import compiler_options, update_options
 from ._own_part import OwnPart
+from ._per_kind import for_each
 from ._replica import Replica
 from ._sum import Reducer
 from ._update import UpdateSpec, new_aux
@@ -189,10 +190,10 @@ class Gather:
     """
 
     def __init__(self, reducer: Reducer, params: Sequence[Any], form: Any):
-        self._reducer, self._params = reducer, list(params)
+        self._arrays, self._params, self._form = reducer.arrays, list(params), form
         self._buckets = [chunks for chunks in reducer.chunks if chunks.tensors]
-        self._options = compiler_options(reducer.devices[0].platform, form)
         self._programs: list[Any] = []
+        self._unflat: list[list[Any]] = []
         self._under_way: list[jax.Array] = []
 
     def lower(self) -> list[Any]:
@@ -202,37 +203,65 @@ class Gather:
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
         self._programs = list(compiled)
+        if self._arrays.over_hosts:
+            self._unflat = [
+                for_each(self._arrays.local, functools.partial(self._build_unflat, chunks))
+                for chunks in self._buckets
+            ]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the state while it gathers."""
-        stats = [program.memory_analysis() for program in self._programs]
+        programs = [own[0] for own in self._unflat] or self._programs
+        stats = [program.memory_analysis() for program in programs]
         return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
 
     def _build(self, chunks: Chunks) -> Any:
-        own = [self._params[i] for i in chunks.tensors]
+        arrays, lengths = self._arrays, self._arrays.lengths(chunks.lengths)
+        whole = arrays.sharding(P())
 
-        def hxla_gather(chunk: jax.Array, old: list[jax.Array]) -> list[jax.Array]:
-            flat = all_gather(chunk, chunks.lengths, DATA_AXIS)
-            new = chunks.unflat(flat, [x.shape for x in own])
-            return [x.astype(before.dtype) for x, before in zip(new, old, strict=True)]
+        def hxla_gather(chunk: jax.Array, *old: list[jax.Array]) -> Any:
+            flat = all_gather(chunk, lengths, DATA_AXIS) if len(lengths) > 1 else chunk
+            return flat if arrays.over_hosts else _unflat(chunks, flat, *old)
 
-        mesh = self._reducer.mesh
-        mapped = jax.shard_map(
-            hxla_gather,
-            mesh=mesh,
-            in_specs=(P(DATA_AXIS), [P()] * len(own)),
-            out_specs=[P()] * len(own),
-            check_vma=False,
+        old = [] if arrays.over_hosts else [self._old(chunks, whole)]
+        run: Any = hxla_gather
+        if not arrays.is_single:
+            run = jax.shard_map(
+                hxla_gather,
+                mesh=arrays.mesh,
+                in_specs=(P(DATA_AXIS), *[[P()] * len(own) for own in old]),
+                out_specs=P(),
+                check_vma=False,
+            )
+        sent = jax.ShapeDtypeStruct(
+            (max(lengths) * len(lengths),),
+            gathered_dtype(self._params),
+            sharding=arrays.sharding(P(DATA_AXIS)),
         )
-        sharding = jax.sharding.NamedSharding(mesh, P(DATA_AXIS))
-        size = chunks.longest * len(chunks.lengths)
-        whole = jax.sharding.NamedSharding(mesh, P())
+        options = compiler_options(arrays.devices[0].platform, self._form)
+        donated = () if arrays.over_hosts else (1,)
         return jax.jit(
-            mapped, donate_argnums=(1,), keep_unused=True, compiler_options=self._options
-        ).lower(
-            jax.ShapeDtypeStruct((size,), gathered_dtype(self._params), sharding=sharding),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in own],
-        )
+            run, donate_argnums=donated, keep_unused=True, compiler_options=options
+        ).lower(sent, *old)
+
+    def _build_unflat(self, chunks: Chunks, i: int) -> Any:
+        """From what the hosts gathered to the parameters on a local copy."""
+        replica = self._arrays.local[i]
+
+        def hxla_unflat(flat: jax.Array, old: list[jax.Array]) -> list[jax.Array]:
+            return _unflat(chunks, flat, old)
+
+        flat = jax.ShapeDtypeStruct((sum(chunks.lengths),), gathered_dtype(self._params))
+        return jax.jit(
+            hxla_unflat,
+            donate_argnums=(1,),
+            keep_unused=True,
+            compiler_options=compiler_options(replica.devices[0].platform, self._form),
+        ).lower(replica.like(flat), self._old(chunks, replica.sharding(P())))
+
+    def _old(self, chunks: Chunks, sharding: Any) -> list[jax.ShapeDtypeStruct]:
+        own = [self._params[i] for i in chunks.tensors]
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in own]
 
     def run(
         self, sent: Sequence[Sequence[jax.Array]], params: Sequence[Sequence[jax.Array]]
@@ -243,17 +272,27 @@ class Gather:
             sent: For each local copy the chunks of its update.
             params: For each local copy the trained parameters as they were, which are given up.
         """
-        reducer = self._reducer
+        arrays = self._arrays
         new = [list(own) for own in params]
         for k, (chunks, program) in enumerate(zip(self._buckets, self._programs, strict=True)):
-            chunk = reducer.stacked([own[k] for own in sent])
-            old = [reducer.over_all([own[i] for own in params], P()) for i in chunks.tensors]
-            found = program(chunk, old)
-            for i, x in zip(chunks.tensors, found, strict=True):
-                for own_new, part in zip(new, reducer.local_parts(x, P()), strict=True):
+            chunk = arrays.join([own[k] for own in sent], chunks.lengths)
+            old = [[own[i] for i in chunks.tensors] for own in params]
+            if arrays.over_hosts:
+                self._under_way = [program(chunk)]
+                flats = arrays.local_parts(self._under_way[0], P())
+                found = [
+                    unflat(flat, own)
+                    for unflat, flat, own in zip(self._unflat[k], flats, old, strict=True)
+                ]
+            else:
+                over_all = [arrays.over_all(x, P()) for x in zip(*old, strict=True)]
+                self._under_way = program(chunk, over_all)
+                each = (arrays.local_parts(x, P()) for x in self._under_way)
+                found = [list(parts) for parts in zip(*each, strict=True)]
+            for own_new, parts in zip(new, found, strict=True):
+                for i, part in zip(chunks.tensors, parts, strict=True):
                     own_new[i] = part
-            self._under_way = found
-            if reducer.ring and k + 1 < len(self._programs):
+            if arrays.is_ring and k + 1 < len(self._programs):
                 self.wait()
         return new
 
@@ -261,3 +300,9 @@ class Gather:
         """Until the parameters are there: Gloo mixes up collectives that wait for nothing."""
         jax.block_until_ready(self._under_way)
         self._under_way = []
+
+
+def _unflat(chunks: Chunks, flat: jax.Array, old: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parameters of a bucket, in the place of the old ones."""
+    new = chunks.unflat(flat, [x.shape for x in old])
+    return [x.astype(before.dtype) for x, before in zip(new, old, strict=True)]

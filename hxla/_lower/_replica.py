@@ -45,6 +45,11 @@ class Replica:
         return tuple(self.devices[i : i + num] for i in range(0, len(self.devices), num))
 
     @property
+    def process(self) -> int:
+        """Number of the process that has its first device."""
+        return self.devices[0].process_index
+
+    @property
     def is_local(self) -> bool:
         """Whether this process has a device of it."""
         return any(d.process_index == jax.process_index() for d in self.devices)
@@ -57,7 +62,7 @@ class Replica:
     @property
     def is_led_here(self) -> bool:
         """Whether this process has its first device, and so speaks for it."""
-        return self.devices[0].process_index == jax.process_index()
+        return self.process == jax.process_index()
 
     @property
     def only_place(self) -> int | None:

@@ -95,7 +95,7 @@ class ShardedParams:
             found = chunks.unflat(flat, [x.shape for x in own])
             return [x.astype(p.dtype) for x, p in zip(found, own, strict=True)]
 
-        mesh = self._reducer.mesh
+        mesh = self._reducer.arrays.mesh
         mapped = jax.shard_map(
             hxla_gather,
             mesh=mesh,
@@ -120,9 +120,10 @@ class ShardedParams:
         if not group:
             return [{} for _ in pieces]
         packs = zip(self._packs[same], pieces, strict=True)
-        chunk = self._reducer.stacked([pack([own[t] for t in group]) for pack, own in packs])
+        packed = [pack([own[t] for t in group]) for pack, own in packs]
+        chunk = self._reducer.arrays.join(packed, self._chunks(g).lengths)
         found = self._gathers[same](chunk)
-        each = [self._reducer.local_parts(x, P()) for x in found]
+        each = [self._reducer.arrays.local_parts(x, P()) for x in found]
         return [
             {t: parts[i] for t, parts in zip(group, each, strict=True)} for i in range(len(pieces))
         ]

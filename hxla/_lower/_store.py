@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
@@ -88,7 +87,7 @@ class Store:
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
         self._specs, self._own = specs, own
-        self._options = compiler_options(reducer.devices[0].platform, sums)
+        self._options = compiler_options(reducer.local[0].devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
         self._is_trained = model.is_trained
@@ -282,11 +281,27 @@ class Store:
         specs = self._specs.leaves()
         leaves = [held.leaves() for held in self.held]
         for i in different:
-            host = self._reducer.whole(leaves[0][i])
+            host = self._reducer.of_first(leaves[0][i])
             for own, replica in zip(leaves, self._reducer.local, strict=True):
                 own[i] = replica.put(host, specs[i])
         if different.size:
             self.held = [self._held(own) for own in leaves]
+
+    def hand_on(self) -> None:
+        """All take over what each updates by itself from the first copy; every process calls this.
+
+        That is all but parameters and what has an owner.
+        """
+        num, leaves = len(self._specs.params), [held.leaves() for held in self.held]
+        places = [k for k in range(num, len(self._shapes)) if not self._is_own(k)]
+        own = [_bytes(leaves[0][k]) for k in places]
+        host = np.concatenate([*own, np.zeros(0, np.uint8)])
+        host = self._reducer.exchange_bits(host * self._reducer.replicas[0].is_local)
+        parts = np.split(host, np.cumsum([len(x) for x in own]))
+        for held, replica in zip(leaves, self._reducer.local, strict=True):
+            for k, part in zip(places, parts, strict=False):
+                held[k] = replica.put(part.view(held[k].dtype).reshape(held[k].shape))
+        self.held = [self._held(held) for held in leaves]
 
     def checksums(self) -> np.ndarray:
         """uint32[copies, leaves]: sums of all bits of each copy's arrays, known to every process.
@@ -357,7 +372,7 @@ class Store:
         specs = self._even
         columns = zip(*(self._unpadded(i) for i in range(len(self.held))), strict=True)
         arrays: list[Any] = [
-            x[0] if self._is_alone or self._is_own(k) else self._reducer.over_all(x, s)
+            x[0] if self._is_alone or self._is_own(k) else self._reducer.arrays.over_all(x, s)
             for k, (x, s) in enumerate(zip(columns, specs, strict=True))
         ]
         return self._tree(self._unshared(arrays))
@@ -394,7 +409,7 @@ class Store:
         parts = [
             self._own.shared(k, x)
             if self._own is not None and self._is_own(k)
-            else self._reducer.local_parts(x, s)
+            else self._reducer.arrays.local_parts(x, s)
             for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))
         ]
         each = enumerate(zip(*parts, strict=True))
@@ -434,7 +449,7 @@ class Store:
     def _sharding(self, spec: P) -> Any:
         if self._is_alone:
             return self._reducer.replicas[0].sharding(spec)
-        return NamedSharding(self._reducer.mesh, spec)
+        return self._reducer.arrays.sharding(spec)
 
     def _tree(self, arrays: Sequence[Any]) -> PyTree:
         held = self._held(arrays)

@@ -1,5 +1,6 @@
 """The one program with collectives between replicas: sums over all of them.
 
+It is for the devices of the replicas, or for one device of each host (see `GlobalArrays`).
 Everything else a step runs is compiled for a single replica, so a microbatch's arithmetic cannot
 depend on how many there are. Here integers are added, which no compiler pass, collective
 algorithm or device order can change; each device then turns its share of the sums into floats,
@@ -22,11 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core._types import DATA_AXIS, PyTree
-from .._plan._layout import names_of
+from .._core._types import DATA_AXIS
 from .._plan._ownership import Shares
 from .._plan._stage_storage import piece_shape
 from ._chunks import Chunks, reduce_scatter
@@ -40,6 +39,7 @@ from ._contribution import (
     pack_specs,
     peaks_to_maxima,
 )
+from ._global_arrays import GlobalArrays, stacked_spec
 from ._host_sums import HostSums
 from ._replica import Replica
 
@@ -108,16 +108,12 @@ class Reducer:
         self._contribution = contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
         self.releases = release
-        self.replicas = tuple(replicas)
-        self.local = tuple(r for r in replicas if r.is_local)
-        self.devices = tuple(d for r in replicas for d in r.devices)
-        self._inner = replicas[0].axes
-        shape = (len(replicas), *(size for _, size in self._inner))
-        names = (DATA_AXIS, *(name for name, _ in self._inner))
-        self.mesh = Mesh(
-            np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
-        )
-        host = HostSums(self.devices)
+        self.arrays = GlobalArrays(replicas, contribution.form.over)
+        if shares is not None:
+            self.arrays.check_in_order()
+        self.replicas, self.local = self.arrays.replicas, self.arrays.local
+        self._inner = self.arrays.axes
+        host = HostSums(self.arrays.devices)
         self.exchange, self.exchange_bits = host.exchange, host.exchange_bits
         packs = packs or [[i] for i in range(len(tensors.floats))]
         self._packs = packs
@@ -125,8 +121,10 @@ class Reducer:
         self._shapes = pack_shapes(tensors, packs)
         self._specs = pack_specs(specs, packs)
         places = {pack[0]: p for p, pack in enumerate(packs)}
-        self._rows = {places[i]: most for i, most in (rows or {}).items()}
-        self._small_shapes = [row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
+        num_here = max(map(len, self.arrays.places))
+        self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
+        told = len(self.replicas), NUM_TOLD
+        self._small_shapes = [told, row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
         sizes = [
             math.prod(piece_shape(shape, spec, dict(self._inner)))
             for shape, spec in zip(self._shapes, self._specs, strict=True)
@@ -147,14 +145,9 @@ class Reducer:
         own = tuple(i for i in bucket if i < self._params)
         return Chunks(shares, own, tuple(self._tensor_sizes[i] for i in own))
 
-    @property
-    def ring(self) -> bool:
-        """Whether a reduce-scatter is a ring of permutes: Gloo has none of its own."""
-        return self.devices[0].platform == "cpu"
-
     def _small(self, k: int) -> tuple[list[P], list[P]]:
         """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
-        return ([P()] * 2, [P()] * len(self._small_shapes)) if k == 0 else ([], [])
+        return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
     def _build(self, k: int) -> Any:
         """The program `(own, ints, values) -> (own, ints, totals)` of a bucket.
@@ -164,28 +157,25 @@ class Reducer:
         vector, or of each tensor in its own shape where replicas have several devices. As int32,
         they may take the place of a sum that is let go.
         """
-        num, bucket = len(self.replicas), self._buckets[k]
+        num, bucket = len(self.arrays.places), self._buckets[k]
         rows = self._rows.get(bucket[0]) if bucket else None
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
-            like = [parts[0] for parts in values]
-            if num == 1:
-                if self._inner:
-                    return [self._contribution.combine(*parts) for parts in values]
-                return [self._contribution.combine(*map(_concatenate, zip(*values, strict=True)))]
-            if rows is not None:
+            if num == 1 and self._inner:
+                return [self._contribution.combine(*parts) for parts in values]
+            if num > 1 and rows is not None:
                 return [self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)]
             if self.chunks:
                 return self._sum_chunks(k, values)
             flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
-            return _cut(flat, like) if self._inner else [flat]
+            return _cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
 
         def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
         ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-            if own and self._inner:
+            if ints and self._inner:
                 # Each process of a copy tells its own numbers, none below zero: the largest count.
-                own = [jax.lax.pmax(own[0], tuple(name for name, _ in self._inner)), *own[1:]]
+                ints = [jax.lax.pmax(ints[0], tuple(name for name, _ in self._inner)), *ints[1:]]
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
             elif own:
@@ -204,8 +194,8 @@ class Reducer:
             specs = self._total_specs(k)
             run = jax.shard_map(
                 hxla_sum,
-                mesh=self.mesh,
-                in_specs=jax.tree.map(_stacked, arguments, is_leaf=lambda x: isinstance(x, P)),
+                mesh=self.arrays.mesh,
+                in_specs=jax.tree.map(stacked_spec, arguments, is_leaf=lambda x: isinstance(x, P)),
                 out_specs=(own, ints, specs),
                 check_vma=False,
             )
@@ -231,7 +221,7 @@ class Reducer:
         return own + ([others] if others else [])
 
     def _sum_chunks(self, k: int, values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
-        """This copy's chunk of the sums of parameters, and the whole of the others'."""
+        """This place's chunk of the sums of parameters, and the whole of the others'."""
         parts = []
         for own in zip(*values, strict=True):
             rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
@@ -239,7 +229,7 @@ class Reducer:
         chunks, others, found = self.chunks[k], self._others(k), []
         if chunks.tensors:
             flat = [chunks.flat([part[i] for i in chunks.tensors]) for part in parts]
-            found.append(self._scattered(flat, chunks.lengths))
+            found.append(self._scattered(flat, self.arrays.lengths(chunks.lengths)))
         if others:
             found.append(
                 self._all_reduce([_concatenate([part[i] for i in others]) for part in parts])
@@ -280,7 +270,7 @@ class Reducer:
             own: list[Any] = []
             ints: list[Any] = []
             if k == 0:
-                own = [self._shape((n,), P()) for n in (NUM_TOLD, self._num_tensors)]
+                own = [self._shape((self._num_tensors,), P())]
                 ints = [self._shape(shape, P()) for shape in self._small_shapes]
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [(self._shape(self._shapes[i], self._specs[i], dtype),) * num for i in bucket]
@@ -297,19 +287,21 @@ class Reducer:
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
+        if not self.arrays.is_in_place:
+            return 0
         stats = [program.memory_analysis() for program in self._programs]
         return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
 
     def _shape(self, shape: Sequence[int], spec: P, dtype: Any = jnp.int32) -> Any:
-        """Of all replicas' arrays of a shape, as `_stack` makes them one."""
-        if self._is_single:
-            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[0].sharding(spec))
-        sharding = NamedSharding(self.mesh, _stacked(spec))
-        whole = (len(self.replicas) * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
+        """Of an array of all places whose parts have a shape."""
+        arrays = self.arrays
+        whole = (len(arrays.places) * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(stacked_spec(spec)))
 
     def _all_reduce(self, parts: list[jax.Array]) -> jax.Array:
-        size, num = parts[0].size, len(self.replicas)
+        size, num = parts[0].size, len(self.arrays.places)
+        if num == 1:
+            return self._contribution.combine(*parts)
         chunk = math.ceil(size / num)
         padded = [jnp.pad(x, (0, chunk * num - size)) for x in parts]
         total = self._scattered(padded, [chunk] * num)
@@ -317,10 +309,13 @@ class Reducer:
         return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
 
     def _scattered(self, parts: list[jax.Array], lengths: Sequence[int]) -> jax.Array:
-        """Each copy's own chunk of the sum, combined."""
-        return self._contribution.combine(
-            *(reduce_scatter(x, lengths, DATA_AXIS, self._travels_as(x), self.ring) for x in parts)
-        )
+        """Each place's own chunk of the sum, combined."""
+        if len(lengths) > 1:
+            ring = self.arrays.is_ring
+            parts = [
+                reduce_scatter(x, lengths, DATA_AXIS, self._travels_as(x), ring) for x in parts
+            ]
+        return self._contribution.combine(*parts)
 
     def _travels_as(self, x: jax.Array) -> Any:
         """Integers are never rounded."""
@@ -344,10 +339,13 @@ class Reducer:
 
         Some hundred arrays take milliseconds, which pass while the devices still compute.
         """
-        own = self._stack([P()], [[s.peaks_T] for s in sums])
-        ints = self._stack([P()] * len(self._small_shapes), [[s.small_MS, *s.ints] for s in sums])
+        stacking = self.arrays.stacking
+        own = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
+        ints = stacking(
+            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.ints] for s in sums]
+        )
         values = [
-            self._stack(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
+            stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
             for k, bucket in enumerate(self._buckets)
             if k in self._at_once
         ]
@@ -360,13 +358,18 @@ class Reducer:
             k: Number of the group.
             values: For each local replica the parts of the group's packs, which are given up.
         """
-        stacked = self._stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
         return self._totals_of(k + 1, self._programs[k + 1]([], [], stacked)[2])
 
     def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """What a bucket's program returns, on each local replica."""
         specs = self._total_specs(k)
-        each = [self._on_each(x, spec) for x, spec in zip(found, specs, strict=True)]
+        each = [
+            self.arrays.part(x, self.chunks[k].lengths)
+            if self.chunks and spec == P(DATA_AXIS)
+            else self.arrays.local_parts(x, spec)
+            for x, spec in zip(found, specs, strict=True)
+        ]
         return [[parts[i] for parts in each] for i in range(len(self.local))]
 
     def reduce(
@@ -379,107 +382,45 @@ class Reducer:
             held: From `hold`.
             totals: On each local replica those of the groups, one after another.
         """
-        put = [
-            replica.put(row.view(np.int32))
-            for row, replica in zip(numbers, self.local, strict=True)
-        ]
-        own, ints, values = held
-        small: Any = [self._stack(P(), put), *own], ints
+        arrays, (own, ints, values) = self.arrays, held
+        small: Any = own(), [*arrays.stack([P()], self._told(numbers)), *ints()]
         every: list[list[Any]] = [[] for _ in self.local]
-        for k in self._at_once:
-            program = self._programs[k]
-            gathered, summed, found = program(*(small if k == 0 else ([], [])), values[k])
+        given = values[0]()
+        for i, k in enumerate(self._at_once):
+            program, is_last = self._programs[k], i + 1 == len(self._at_once)
             values[k] = None
+            gathered, summed, found = program(*(small if k == 0 else ([], [])), given)
+            given = values[k + 1]() if k + 1 < len(values) else None
             if k == 0:
                 small = gathered, summed
             for own_totals, new in zip(every, self._totals_of(k, found), strict=True):
                 own_totals += new
-            if self.ring and k + 1 < len(self._at_once):
+            if arrays.is_ring and not is_last:
                 # Gloo mixes up collectives that wait for nothing of each other.
                 jax.block_until_ready(found)
-        (rows, peaks_DT), (small_MS, *others) = small
-        each = [self._on_each(x, P()) for x in others]
+        [peaks_DT], (told_DN, small_MS, *others) = small
+        each = [arrays.local_parts(x, P()) for x in others]
         return Reduced(
-            numbers_DN=np.asarray(rows).view(np.float32),
+            numbers_DN=np.asarray(told_DN).view(np.float32),
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
             totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
             ints=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
 
+    def _told(self, numbers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+        """The bits of what each local replica tells, in its row; zeros in those of others."""
+        told = []
+        for row, replica in zip(numbers, self.local, strict=True):
+            bits_DN = np.zeros((len(self.replicas), NUM_TOLD), np.int32)
+            bits_DN[replica.index] = row.view(np.int32)
+            told.append([replica.put(bits_DN)])
+        return told
+
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """For each replica the processes that hold it."""
         return tuple(tuple(sorted({d.process_index for d in r.devices})) for r in self.replicas)
-
-    @property
-    def _is_single(self) -> bool:
-        return len(self.replicas) == 1 and not self._inner
-
-    def _on_each(self, x: jax.Array, spec: P) -> list[jax.Array]:
-        return [x] if self._is_single else self.local_parts(x, spec)
-
-    def _stack(self, specs: Any, per_replica: Sequence[PyTree]) -> PyTree:
-        """One tree for all replicas; moves nothing.
-
-        Args:
-            specs: How each leaf lies on the inner axes of a replica.
-            per_replica: For each local replica its tree, arrays at least 1-D.
-        """
-        if self._is_single:
-            return per_replica[0]
-        leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-        flat = [jax.tree.flatten(tree) for tree in per_replica]
-        stacked = []
-        for i, spec in enumerate(leaves):
-            arrays = [own[i] for own, _ in flat]
-            shape = arrays[0].shape
-            stacked.append(
-                jax.make_array_from_single_device_arrays(
-                    (len(self.replicas) * shape[0], *shape[1:]),
-                    NamedSharding(self.mesh, _stacked(spec)),
-                    [s.data for x in arrays for s in x.addressable_shards],
-                )
-            )
-        return jax.tree.unflatten(flat[0][1], stacked)
-
-    def stacked(self, per_replica: Sequence[jax.Array]) -> jax.Array:
-        """Unlike arrays of one shape of all copies as one; moves nothing.
-
-        Args:
-            per_replica: Of each local copy.
-        """
-        return self._stack([P()], [[x] for x in per_replica])[0]
-
-    def local_parts(self, x: jax.Array, spec: P) -> list[jax.Array]:
-        """An array that all replicas have alike, on each of the local ones; moves nothing.
-
-        Args:
-            x: Over `mesh`.
-            spec: How it lies on the inner axes of a replica.
-        """
-        shards = {s.device: s.data for s in x.addressable_shards}
-        if not self._inner:
-            return [shards[r.devices[0]] for r in self.local]
-        return [
-            jax.make_array_from_single_device_arrays(
-                x.shape, r.sharding(spec), [shards[d] for d in r.devices if d in shards]
-            )
-            for r in self.local
-        ]
-
-    def over_all(self, per_replica: Sequence[jax.Array], spec: P) -> jax.Array:
-        """An array that all replicas have alike as one over `mesh`; moves nothing.
-
-        Args:
-            per_replica: On each local replica.
-            spec: How it lies on the inner axes of a replica.
-        """
-        return jax.make_array_from_single_device_arrays(
-            per_replica[0].shape,
-            NamedSharding(self.mesh, spec),
-            [s.data for x in per_replica for s in x.addressable_shards],
-        )
 
     def result_shapes(self, i: int, others: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
         """Shapes of the totals and integers of `reduce` on a local replica.
@@ -509,8 +450,16 @@ class Reducer:
         is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
         if not is_over_all and not any(r.spans_processes for r in self.replicas):
             return np.array(x)
+        return self.of_first(x)
+
+    def of_first(self, x: Any) -> np.ndarray:
+        """An array of the first replica of all, whole in host memory; all processes call this.
+
+        Args:
+            x: As the first local replica holds it, or over all replicas.
+        """
         host = np.zeros(x.shape, x.dtype)
-        if self.replicas[0].is_local or x.sharding.device_set == set(self.devices):
+        if self.replicas[0].is_local or x.sharding.device_set == set(self.arrays.devices):
             for shard in x.addressable_shards:
                 if shard.replica_id == 0:
                     host[shard.index] = np.asarray(shard.data)
@@ -519,11 +468,6 @@ class Reducer:
 
 def _as_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _stacked(spec: P) -> P:
-    """The spec of the arrays of all replicas, one after another in the first dimension."""
-    return P((DATA_AXIS, *names_of(spec[0] if len(spec) else None)), *spec[1:])
 
 
 def _flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:

@@ -49,6 +49,18 @@ class Shares:
         """The first granule of each copy."""
         return tuple(itertools.accumulate(self.granules, initial=0))[:-1]
 
+    def at(self, places: Sequence[Sequence[int]]) -> "Shares":
+        """Those of several copies together, each with the next ones.
+
+        Args:
+            places: Numbers of the copies that count as one.
+        """
+        place_of = {copy: p for p, copies in enumerate(places) for copy in copies}
+        return Shares(
+            tuple(sum(self.granules[c] for c in copies) for copies in places),
+            tuple(None if owner is None else place_of[owner] for owner in self.owners),
+        )
+
     def granule(self, size: int) -> int:
         """Elements of a granule of a tensor of so many.
 

@@ -221,7 +221,8 @@ class Plan(PlanValue):
         if self.chain is not None:  # whatever is recomputed, the programs are the same
             found["chain"] = self.chain.points
         if self.placement.zero:  # sums over a whole tensor depend on the program around them
-            found["zero"] = [self.placement.whole, self.placement.whole and self.granules]
+            decides = self.placement.whole or len(kinds) > 1
+            found["zero"] = [self.placement.whole, self.granules if decides else ()]
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts]
         return found
@@ -365,7 +366,7 @@ class Plan(PlanValue):
         """Tell the plan in words: what each copy and device does, its time and memory, and why."""
         axes = " x ".join(str(n) for n in (len(self.replicas), *self.axis_sizes.values()))
         names = " x ".join(("data", *self.axis_sizes))
-        sums = f"{self.sums.kind} sums"
+        sums = f"{self.sums.kind} sums" + " over the host" * (self.sums.over == "host")
         lines = [
             f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, {sums}" + (f"; {names} = {axes}" if self.axes else "")

@@ -54,6 +54,7 @@ def faults(plan: Any) -> Iterator[str]:
         yield from _of_chain(plan)
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
+    yield from _of_sums_over_the_host(plan)
     known = {p.name for p in plan.parameters}
     for sparse in plan.sums.sparse:
         if sparse.name not in known:
@@ -63,6 +64,26 @@ def faults(plan: Any) -> Iterator[str]:
             break
     yield from _of_shares(plan)
     yield from _of_prediction(plan)
+
+
+def _of_sums_over_the_host(plan: Any) -> Iterator[str]:
+    if plan.sums.over == "device":
+        return
+    if plan.axes:
+        yield (
+            "sums.over: copies of one device meet over the host, these have the axes "
+            f"{', '.join(axis.name for axis in plan.axes)}: use 'device'"
+        )
+    if plan.placement.zero == 3:
+        yield (
+            "placement.zero: stage 3 gathers parameters in collectives of the devices, over the "
+            "host use at most 2"
+        )
+    if plan.sums.kind != "exact":
+        yield (
+            f"sums.over: hosts add integers, and {plan.sums.kind} sums are none: use kind 'exact', "
+            "or 'device'"
+        )
 
 
 def _of_batch(plan: Any) -> Iterator[str]:

@@ -182,6 +182,9 @@ class SumsForm(PlanValue):
         dtype: The dtype in which `float` sums travel between copies of the model.
         bucket_mib: The size in MiB up to which small tensors are summed together.
         sparse: The parameters of whose gradients only some rows travel.
+        over: Where copies of the model meet: `device`, in collectives of their devices; `host`, in
+            host memory, added by collectives of the hosts, so that no two devices need a library in
+            common.
     """
 
     kind: Literal["exact", "float"] = "exact"
@@ -189,6 +192,7 @@ class SumsForm(PlanValue):
     dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_mib: pydantic.PositiveInt = 256
     sparse: tuple[SparseRows, ...] = ()
+    over: Literal["device", "host"] = "device"
 
     @property
     def num_parts(self) -> int:

@@ -35,6 +35,7 @@ from ._planned_chain import with_memory
 from ._session import Session
 from ._session_values import SessionOptions
 from ._short_profile import segment_profile
+from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 
@@ -198,7 +199,7 @@ def plan_for(
             reasons=(*reasons, *_what_is_trained(job, size), *said),
             profile=profile,
         )
-        plan = with_memory(job, plan, cluster)
+        plan = with_memory(job, with_sums_over(job, plan), cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     balance = counts == "measured"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
+from .._cluster._libraries import are_unlike, in_words
 from .._core._errors import PlanError
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
@@ -46,7 +47,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
         _of_devices(plan, cluster, devices),
         _of_parameters(plan, graph),
         _of_segments(plan, graph),
-        _of_sums(plan, graph),
+        _of_sums(plan, graph, cluster),
     ):
         found = [f"  {fault}" for fault in sort]
         more = len(found) - _MOST_LINES
@@ -139,8 +140,14 @@ def _of_segments(plan: Plan, graph: Graph) -> Iterator[str]:
             )
 
 
-def _of_sums(plan: Plan, graph: Graph) -> Iterator[str]:
-    """Rows of a gradient that would be lost."""
+def _of_sums(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
+    """Devices that cannot meet or would drift apart, and rows of a gradient that would be lost."""
+    used = {device.rank for device in plan.devices}
+    kinds = [device.label for rank, device in enumerate(cluster.devices) if rank in used]
+    if are_unlike(kinds) and plan.sums.over == "device":
+        yield f"sums.over: {in_words(kinds)} share no library for collectives: use 'host'"
+    if are_unlike(kinds) and not plan.placement.zero:
+        yield f"placement.zero: {in_words(kinds)} would drift apart if each updated all: use 1"
     touched = rows_touched(graph, plan.num_microbatches)
     rows = {graph.param_names[p]: most for p, most in touched.items()}
     for sparse in plan.sums.sparse:

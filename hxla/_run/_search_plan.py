@@ -26,6 +26,7 @@ from ._links import measured_link
 from ._planned_chain import with_memory
 from ._planning import size_asked
 from ._short_profile import short_profile
+from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
@@ -260,4 +261,4 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
-    return with_memory(job, plan, cluster)
+    return with_memory(job, with_sums_over(job, plan), cluster)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from .._cluster._cluster import Cluster
+from .._cluster._libraries import are_unlike, in_words
 from .._core._errors import PlanError
 from .._model._functional import leaf_names
 from .._model._optimizer import Optimizer
@@ -77,27 +78,38 @@ def could_share(plan: Plan) -> bool:
 def stages_to_try(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """The stage of ZeRO that the settings ask for, or those whose state the described memory holds.
 
-    Where no stage does, it is the last.
+    Where no stage does, it is the last. Unlike devices have at least the first; over the host there
+    is no third.
 
     Args:
         job: That is planned.
         plan: Of it, with the state whole on every copy.
         cluster: Its devices.
+
+    Raises:
+        PlanError: If unlike devices are to update everything each.
     """
-    asked = job.settings.memory.zero
+    asked, kinds = job.settings.memory.zero, [device.kind for device in plan.devices]
+    least = int(are_unlike(kinds))
+    if least and asked == 0:
+        raise PlanError(
+            f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
+            "and the copies of the model drift apart: leave it out or set it to 1"
+        )
     if asked is not None or not could_share(plan):
-        return (asked or 0,)
+        return (asked or least,)
     sizes = [cluster.devices[d.rank].memory_bytes for d in plan.devices]
     known = [own for own in sizes if own is not None]
     if len(known) < len(sizes):  # the others may have any share
         fixed, _ = _state_bytes(job, plan, 0)
-        return (int(any(fixed > own for own in known)),)
+        return (max(least, int(any(fixed > own for own in known))),)
+    stages = STAGES[least:] if plan.sums.over == "device" else STAGES[least:-1]
     found = []
-    for stage in STAGES:
+    for stage in stages:
         fixed, shared = _state_bytes(job, plan, stage)
         if all(fixed <= own for own in known) and shared <= sum(own - fixed for own in known):
             found.append(stage)
-    return tuple(found) or STAGES[-1:]
+    return tuple(found) or stages[-1:]
 
 
 def _state_bytes(job: TracedJob, plan: Plan, stage: int) -> tuple[int, float]:

@@ -242,7 +242,7 @@ class Stepper:
                     if tick is not None:
                         told.put((None, tick))
             else:
-                if self._programs.gather is not None and self._reducer.ring:
+                if self._programs.gather is not None and self._reducer.arrays.is_ring:
                     self._programs.gather.wait()
                 scales = [self._exponents(i) for i in range(len(ids))]
                 held = self._store.held
@@ -268,7 +268,7 @@ class Stepper:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
     def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
-        if self._programs.gather is not None and self._reducer.ring:
+        if self._programs.gather is not None and self._reducer.arrays.is_ring:
             self._programs.gather.wait()
         if self._programs.layered is not None:
             self._programs.layered.wait()
@@ -323,6 +323,9 @@ class Stepper:
         for held, own in zip(self._store.held, new, strict=True):
             for k, x in zip(places, own, strict=True):
                 held.params[k] = x
+        if gather is not None and self._programs.is_of_unlike_devices:
+            gather.wait()
+            self._store.hand_on()
 
         def wait(tick: jax.Array) -> tuple[float, float]:
             jax.block_until_ready(tick)

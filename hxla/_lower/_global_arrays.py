@@ -1,0 +1,264 @@
+"""Arrays of all copies of the model as one array: over their own devices, or over their hosts.
+
+Over the hosts each process has one place, the first device of JAX's CPU backend. What the copies of
+a process have is added there before any process tells another, and what comes back is put on each
+of them. So the devices that train take part in no collective.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from .._core._errors import MeshError, PlanError
+from .._core._types import DATA_AXIS, PyTree
+from .._plan._layout import names_of
+from ._replica import Replica
+
+
+class GlobalArrays:
+    """Makes one array of what the local copies have, and the other way.
+
+    Attributes:
+        replicas: All copies, those of other processes included.
+        local: Those of this process.
+        axes: Names and sizes of the mesh axes inside a copy.
+        places: For each place along `data` the numbers of the copies whose arrays are there.
+        mesh: Of all places and the axes.
+        devices: Of the mesh.
+
+    Args:
+        replicas: All copies.
+        over: See `SumsForm.over`.
+
+    Raises:
+        MeshError: If JAX has no CPU backend, over the hosts.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], over: Literal["device", "host"]):
+        self.replicas = tuple(replicas)
+        self.local = tuple(r for r in replicas if r.is_local)
+        self.axes = replicas[0].axes
+        self.over_hosts = over == "host"
+        if self.over_hosts:
+            self.places = _by_process(replicas)
+            self.devices = _hosts([replicas[own[0]].process for own in self.places])
+        else:
+            self.places = tuple((r.index,) for r in replicas)
+            self.devices = tuple(d for r in replicas for d in r.devices)
+        shape = (len(self.places), *(size for _, size in self.axes))
+        names = (DATA_AXIS, *(name for name, _ in self.axes))
+        self.mesh = Mesh(
+            np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
+        )
+        here = jax.process_index()
+        self._host = next(d for d in self.devices if d.process_index == here)
+        #: Whether arrays wait in the memory in which they are computed.
+        self.is_in_place = self.local[0].devices[0].platform == self._host.platform
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one place, which is one device: its arrays are used as they are."""
+        return len(self.places) == 1 and not self.axes
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether a reduce-scatter is a ring of permutes: Gloo has none of its own."""
+        return self.devices[0].platform == "cpu"
+
+    def sharding(self, spec: P) -> Sharding:
+        """Of an array that lies so over the places and axes."""
+        if self.is_single:
+            return SingleDeviceSharding(self._host)
+        return NamedSharding(self.mesh, spec)
+
+    def lengths(self, of_copies: Sequence[int]) -> tuple[int, ...]:
+        """Elements at each place.
+
+        Args:
+            of_copies: Elements of each copy.
+        """
+        return tuple(sum(of_copies[c] for c in own) for own in self.places)
+
+    def check_in_order(self) -> None:
+        """Refuse places whose copies do not follow each other: they have one piece together.
+
+        Raises:
+            PlanError: If there are any.
+        """
+        if [c for own in self.places for c in own] != [*range(len(self.replicas))]:
+            raise PlanError(
+                "replicas: with sums.over='host' and placement.zero the copies of a process must "
+                "follow each other: put the devices of each process together"
+            )
+
+    # -- to one array ----------------------------------------------------------------------------
+
+    def stacking(
+        self,
+        specs: Any,
+        per_replica: Sequence[PyTree],
+        join: Callable[[Any, Any], Any] = operator.add,
+    ) -> Callable[[], PyTree]:
+        """What gives `stack`, whose work is done, or from an accelerator on its way, by then."""
+        if self.is_in_place:
+            found = self.stack(specs, per_replica, join)
+            return lambda: found
+        for x in jax.tree.leaves(per_replica):
+            x.copy_to_host_async()
+        return functools.partial(self.stack, specs, per_replica, join)
+
+    def stack(
+        self,
+        specs: Any,
+        per_replica: Sequence[PyTree],
+        join: Callable[[Any, Any], Any] = operator.add,
+    ) -> PyTree:
+        """One tree for all places, whose arrays follow each other in the first dimension.
+
+        Args:
+            specs: How each leaf lies on the axes.
+            per_replica: For each local copy its tree, arrays at least 1-D.
+            join: Makes one array of those of two copies at one place.
+        """
+        if self.is_single and not self.over_hosts:
+            return per_replica[0]
+        leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        flat = [jax.tree.flatten(tree) for tree in per_replica]
+        stacked = []
+        for i, spec in enumerate(leaves):
+            arrays = [own[i] for own, _ in flat]
+            if self.over_hosts:
+                arrays = [functools.reduce(join, map(self._on_host, arrays))]
+            stacked.append(self._one(arrays, stacked_spec(spec)))
+        return jax.tree.unflatten(flat[0][1], stacked)
+
+    def join(self, pieces: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
+        """Flat pieces of the local copies, each place's filled up to the longest.
+
+        Args:
+            pieces: The first `lengths[copy]` elements of each count.
+            lengths: Of all copies.
+        """
+        longest = max(self.lengths(lengths))
+        if not self.over_hosts:
+            return self._one([widened(x, longest) for x in pieces], P(DATA_AXIS))
+        own = [self._on_host(x) for x in pieces]
+        if len(own) > 1:
+            sizes = [lengths[r.index] for r in self.local]
+            own = [jnp.concatenate([widened(x, n) for x, n in zip(own, sizes, strict=True)])]
+        return self._one([widened(own[0], longest)], P(DATA_AXIS))
+
+    def over_all(self, per_replica: Sequence[jax.Array], spec: P) -> jax.Array:
+        """An array that all copies have alike as one; moves nothing but to a host.
+
+        Args:
+            per_replica: On each local copy.
+            spec: How it lies on the axes.
+        """
+        arrays = [self._on_host(per_replica[0])] if self.over_hosts else per_replica
+        if self.is_single:
+            return arrays[0]
+        return jax.make_array_from_single_device_arrays(
+            arrays[0].shape,
+            NamedSharding(self.mesh, spec),
+            [s.data for x in arrays for s in x.addressable_shards],
+        )
+
+    def _one(self, arrays: Sequence[jax.Array], spec: P) -> jax.Array:
+        if self.is_single:
+            return arrays[0]
+        shape = arrays[0].shape
+        return jax.make_array_from_single_device_arrays(
+            (len(self.places) * shape[0], *shape[1:]),
+            NamedSharding(self.mesh, spec),
+            [s.data for x in arrays for s in x.addressable_shards],
+        )
+
+    def _on_host(self, x: jax.Array) -> jax.Array:
+        return jax.device_put(x if self.is_in_place else np.asarray(x), self._host)
+
+    # -- and back --------------------------------------------------------------------------------
+
+    def local_parts(self, x: jax.Array, spec: P) -> list[jax.Array]:
+        """An array that all places have alike, or a place's own part of it, on each local copy.
+
+        Moves nothing but from a host.
+
+        Args:
+            x: Over all places.
+            spec: How it lies on the axes.
+        """
+        if self.over_hosts:
+            [shard] = x.addressable_shards
+            return [jax.device_put(shard.data, r.devices[0]) for r in self.local]
+        if self.is_single:
+            return [x]
+        shards = {s.device: s.data for s in x.addressable_shards}
+        if not self.axes:
+            return [shards[r.devices[0]] for r in self.local]
+        return [
+            jax.make_array_from_single_device_arrays(
+                x.shape, r.sharding(spec), [shards[d] for d in r.devices if d in shards]
+            )
+            for r in self.local
+        ]
+
+    def part(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
+        """From what `join` made to the piece of each local copy, filled up to the longest.
+
+        Args:
+            x: Over all places.
+            lengths: Of all copies.
+        """
+        if len(self.places) == len(self.replicas):
+            return self.local_parts(x, P(DATA_AXIS))
+        [shard] = x.addressable_shards
+        ends = itertools.accumulate((lengths[r.index] for r in self.local), initial=0)
+        return [
+            jax.device_put(widened(shard.data[a:b], max(lengths)), r.devices[0])
+            for r, (a, b) in zip(self.local, itertools.pairwise(ends), strict=True)
+        ]
+
+
+def widened(x: jax.Array, size: int) -> jax.Array:
+    """An array, flat, cut or filled up with zeros to a size."""
+    return x if x.shape == (size,) else _widened(x, size)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _widened(x: jax.Array, size: int) -> jax.Array:
+    flat = x.reshape(-1)[:size]
+    return jnp.pad(flat, (0, size - flat.size))
+
+
+def stacked_spec(spec: P) -> P:
+    """The spec of the arrays of all places, one after another in the first dimension."""
+    return P((DATA_AXIS, *names_of(spec[0] if len(spec) else None)), *spec[1:])
+
+
+def _by_process(replicas: Sequence[Replica]) -> tuple[tuple[int, ...], ...]:
+    found: dict[int, tuple[int, ...]] = {}
+    for r in replicas:
+        found[r.process] = (*found.get(r.process, ()), r.index)
+    return tuple(found.values())
+
+
+def _hosts(processes: Sequence[int]) -> tuple[jax.Device, ...]:
+    """The first device of the CPU backend of each process."""
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise MeshError(
+            f"sums over the host need JAX's CPU backend: {error}\nlet JAX_PLATFORMS name `cpu`, "
+            "too, or set communication.over to 'device'"
+        ) from error
+    firsts = {d.process_index: d for d in sorted(devices, key=lambda d: -d.id)}
+    return tuple(firsts[process] for process in processes)
