@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import numpy as np
 import optax
@@ -99,3 +100,39 @@ def test_a_report_says_who_waited_where_processes_have_a_share_of_a_core(pairs):
     assert found["adamw"]["num_split"] == 2
     assert "Devices of a split, 1 step" in out
     assert pairs[2][1]["adamw"]["num_split"] == 0
+
+
+MEASURED = f"""
+import sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import models, optax
+from flax import nnx
+import hxla
+hxla.join()
+job = hxla.Job(
+    models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+)
+said = lambda plan: [line for line in plan.explain().splitlines() if "steps of a trial" in line]
+for counts in ("even", "measured"):
+    mesh = {{"data": 1, "tensor": 2}}
+    for _ in range(2):
+        plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts=counts)
+        print("PLAN", plan.axes[0].shares, plan.numerics, said(plan))
+        mesh = {{"data": 1, "tensor": plan.axes[0].shares}}
+"""
+
+
+def test_sizes_are_measured_by_default_and_stating_them_gives_the_same_bits(tmp_path):
+    job = start(tmp_path, MEASURED, "--mesh", "cpu-1.0-0.33")
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err[-3000:]
+    plans = [line.split("PLAN ", 1) for line in out.splitlines() if "PLAN " in line]
+    first, second = ([text for rank, text in plans if rank == f"[{r}] "] for r in (0, 1))
+    assert first == second
+    estimated, _, measured, stated = first
+    assert estimated.endswith("[]")
+    assert stated.endswith("[]")
+    assert "worked" in measured
+    assert measured.split(" [")[0] == stated.split(" [")[0]
+    [ratio] = re.findall(r"'tensor': (\(.*?\))}", measured)
+    assert measured.startswith(ratio)
