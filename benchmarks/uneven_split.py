@@ -109,7 +109,6 @@ def measured(mesh: str, rounds: int) -> dict:
         "unlike over even": turns.over(seconds["even"], seconds["unlike"]),
         "bound": round(limit, 4),
         "bound over": {n: round(limit / middle[n], 4) for n in splits},
-        "worked of a step": {n: told[n]["worked"] for n in splits},
         "advised": {n: told[n]["better_shares"] for n in splits if told[n]["better_shares"]},
         "shares": {n: told[n]["shares"] for n in splits},
         "bytes of parameters on a device": {n: told[n]["device_parameter_bytes"] for n in splits},

@@ -113,7 +113,6 @@ def steps() -> None:
     work = history.split
     tell(
         losses=[round(step.loss, 4) for step in history.steps],
-        worked=[round(s / work.step_seconds, 3) for s in work.work_seconds] if work else [],
         better_shares=work.better_shares if work else (),
         shares=plan.axes[0].shares if plan.axes else (),
         device_parameter_bytes=plan.device_parameter_bytes,

@@ -40,6 +40,9 @@ if mesh["data"] == 1:
     )
     plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
     with job.open(plan, steps=9) as session:
+        stats = session._programs.runners[0]._compiled.memory_analysis()
+        held = sum(x.addressable_shards[0].data.nbytes for x in session._store.held[0].params)
+        print("BYTES", plan.device_parameter_bytes, held, stats.argument_size_in_bytes)
         for _ in session:
             if session.step_number == 2 and jax.process_index() == 1:
                 session.stop()
@@ -93,6 +96,16 @@ def test_what_one_process_of_a_copy_asks_all_do(pairs):
     out, _ = pairs[1]
     assert "[0] ended at 3" in out
     assert "[1] ended at 3" in out
+
+
+def test_each_process_holds_its_padded_part(pairs):
+    out, _ = pairs[1]
+    lines = [line.split("BYTES ")[1] for line in out.splitlines() if "BYTES " in line]
+    assert len(lines) == 2
+    for planned, held, of_program in (map(int, line.split()) for line in lines):
+        assert held == planned
+        # Parameters, two limbs of sums of each, and a batch of bytes.
+        assert of_program == pytest.approx(3 * planned, rel=0.05)
 
 
 def test_a_report_says_who_waited_where_processes_have_a_share_of_a_core(pairs):
