@@ -1,6 +1,7 @@
 """Parts of unlike sizes with a process for each device: each compiles its own sizes only."""
 
 import json
+import math
 import pathlib
 import re
 
@@ -11,7 +12,7 @@ from test_launch import start
 from test_uneven_training import train
 
 CODE = f"""
-import json, sys
+import json, re, sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import models, optax
 from flax import nnx
@@ -24,7 +25,7 @@ if mesh["data"] == 1:
     optimizers["adafactor"] = optax.adafactor(1e-2, min_dim_size_to_factor=4)
 for name, optimizer in optimizers.items():
     result = hxla.train(
-        models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optimizer, batch_size=8,
+        models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optimizer, batch_size=8,
         microbatch_size=4, seed=1, rules="decoder", mesh=mesh, steps=3, eval_data=models.tokens(8),
         counts="even",
     )
@@ -34,19 +35,26 @@ for name, optimizer in optimizers.items():
     if jax.process_index() == 0:
         print("RESULT", name, json.dumps(told))
 
-if mesh["data"] == 1:
-    job = hxla.Job(
-        models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
-    )
-    plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
-    with job.open(plan, steps=9) as session:
-        stats = session._programs.runners[0]._compiled.memory_analysis()
-        held = sum(x.addressable_shards[0].data.nbytes for x in session._store.held[0].params)
-        print("BYTES", plan.device_parameter_bytes, held, stats.argument_size_in_bytes)
+job = hxla.Job(
+    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+)
+plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
+with job.open(plan, steps=9) as session:
+    programs = session._programs
+    stats = programs.runners[0]._compiled.memory_analysis()
+    held = sum(x.addressable_shards[0].data.nbytes for x in session._store.held[0].params)
+    print("BYTES", plan.device_parameter_bytes, held, stats.argument_size_in_bytes)
+    text = "".join(program.as_text() for program in programs.reducer.programs)
+    sent = sum(map(int, re.findall("s32.([0-9]+).[^ ]* collective-permute.", text)))
+    cuts = [(p, p.dim_of("tensor")) for p in plan.parameters]
+    parts = [(p.num_bytes, p.parts(d, 2) if d is not None else (1,)) for p, d in cuts]
+    own = sum(n // 4 * x[jax.process_index() % len(x)] // sum(x) for n, x in parts)
+    print("SENT", sent, own + 2 * models.WIDTH)  # with the statistics of BatchNorm
+    if mesh["data"] == 1:
         for _ in session:
             if session.step_number == 2 and jax.process_index() == 1:
                 session.stop()
-    print("ended at", session.step_number)
+        print("ended at", session.step_number)
 """
 
 
@@ -108,6 +116,15 @@ def test_each_process_holds_its_padded_part(pairs):
         assert of_program == pytest.approx(3 * planned, rel=0.05)
 
 
+def test_sums_over_copies_send_no_padding(pairs):
+    out, _ = pairs[2]
+    lines = [line.split("SENT ")[1] for line in out.splitlines() if "SENT " in line]
+    assert len(lines) == 4
+    for sent, own in (map(int, line.split()) for line in lines):
+        assert sent == 2 * math.ceil(own / 2)  # half of each of two limbs, to the other copy
+    assert len(set(lines)) == 2
+
+
 def test_a_report_says_who_waited_where_processes_have_a_share_of_a_core(pairs):
     out, found = pairs[1]
     assert found["adamw"]["num_split"] == 2
@@ -123,7 +140,7 @@ from flax import nnx
 import hxla
 hxla.join()
 job = hxla.Job(
-    models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
 )
 said = lambda plan: [line for line in plan.explain().splitlines() if "steps of a trial" in line]
 for counts in ("even", "measured"):
