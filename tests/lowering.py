@@ -7,7 +7,8 @@ import optax
 
 from hxla._cluster._cluster import Cluster, Device
 from hxla._graph._trace import trace_sums
-from hxla._lower._lower import Training, lower
+from hxla._lower._inputs import Training
+from hxla._lower._lower import lower
 from hxla._model._functional import Functional
 from hxla._model._optimizer import Optimizer
 from hxla._plan._plan_parts import SumsForm

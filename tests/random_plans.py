@@ -282,7 +282,7 @@ def forms():
             {"size": 1},
             {"size": 2},
             {"zero": True},
-            {"chain": rng.randint(3, 5), "zero": model == "gpt"},
+            {"chain": rng.randint(3, 5), "zero": model != "mlp"},
             {"tensor": 2},
             {"stages": 2},
             {"stages": 3, "has_weight": True},
@@ -400,7 +400,11 @@ def _draw_set(form, rng, number, processes):
     if form.zero:
         shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
-        placed = placed.model_copy(update={"zero": 1, "shares": rng.choice(((), tuple(shares)))})
+        zero = {
+            "zero": rng.choice((1, 2, 3)) if form.chain else 1,
+            "shares": rng.choice(((), tuple(shares))),
+        }
+        placed = placed.model_copy(update=zero)
         sums.pop("sparse", None)
     counts = draw()
     chain = plan.chain

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._lower._lower import _sharded, _uneven
+from hxla._lower._inputs import sharded_of, uneven_of
 from hxla._lower._padding import Padding, padded, unpadded
 from hxla._plan._layout import to_spec
 
@@ -235,7 +235,7 @@ class Run:
         self.plan = hxla.make_plan(self.graph, mesh={"tensor": tuple(shares)}, rules=rules)
         self.specs = [to_spec(layout.spec) for layout in self.plan.parameters]
         self.padding = [Padding(layout.sizes) for layout in self.plan.parameters]
-        self.uneven = _uneven(_sharded(self.graph, self.plan), self.plan)
+        self.uneven = uneven_of(sharded_of(self.graph, self.plan), self.plan)
         self.mesh = models.mesh(tensor=len(shares))
 
     @functools.cached_property
@@ -258,7 +258,7 @@ class Run:
     @functools.cached_property
     def on_even_parts(self):
         """The same where parts are alike and XLA cuts the program."""
-        sharded = _sharded(self.graph, self.plan)
+        sharded = sharded_of(self.graph, self.plan)
         run = sharded.function(self.mesh)
         places = [jax.sharding.NamedSharding(self.mesh, s) for s in sharded.param_specs()]
 

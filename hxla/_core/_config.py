@@ -141,10 +141,13 @@ class OptimizerConfig(_Section):
 class MemoryConfig(_Section):
     """The section `memory`: where the state of training is."""
 
-    zero: Literal[0, 1] | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
     """Stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state; 1, each has
-    a share of it and updates that part of the parameters; null: 1 where the memory that the devices
-    are described with holds no whole state, else 0."""
+    a share of it and updates that part of the parameters; 2, gradients are shared out too, segment
+    by segment; 3, and the parameters, which are gathered segment by segment. From 2 on a step runs
+    layer by layer, all microbatches of a device one after another in each, as a chain of segments
+    (`recompute`; null is `boundaries` there). Null: 1 where the memory that the devices are
+    described with holds no whole state, else 0."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""

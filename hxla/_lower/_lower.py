@@ -15,22 +15,21 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph, params_of, rows_read
 from .._graph._parts import graph_at, parts_of
 from .._jax._heap import trim_heap
-from .._model._functional import Functional, leaf_names
+from .._model._functional import leaf_names
 from .._model._loss import num_columns
-from .._model._optimizer import Optimizer
 from .._plan._layout import to_spec
-from .._plan._linked_dims import LinkedDims, planned_parts
-from .._plan._ownership import Ownership, ownership
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
-from .._planner._axes import shard_graph
 from .._planner._complete import check_layers_whole, inner_axes
 from .._schedule._segment_sequence import sequence_from_texts
 from ._across import Cut
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
+from ._inputs import Training, ownership_of, sharded_of, uneven_of
+from ._layered import Layered, group_packs
 from ._microbatch import Microbatches, MicrobatchSpec
+from ._options import compiler_options
 from ._own_state import OwnState
 from ._own_update import Gather
 from ._padding import Padding, StatePadding
@@ -38,8 +37,9 @@ from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orde
 from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
-from ._segment_part import SegmentedSpec, segmented_spec
+from ._segment_part import SegmentedSpec, last_packs, segmented_spec
 from ._segmented import Segmented
+from ._sharded_params import ShardedParams
 from ._slots import make_slots
 from ._store import StateSpecs, Store, of_opt_state
 from ._sum import Reducer
@@ -48,29 +48,6 @@ from ._update import UpdateSpec
 from ._updates import Updates
 
 Runner = Microbatches | Segmented | Pipeline
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """What is trained, and what a step means: the user's words, which no plan changes.
-
-    Attributes:
-        model: As pure functions.
-        optimizer: The user's own.
-        seed: Root of all random keys.
-        mean: Whether the update sees the gradient of the batch's mean loss, or of its sum.
-        clip_norm: Global norm to which gradients are clipped; None: not at all.
-        clip_before: Whether each microbatch's own gradient is clipped, or the batch's.
-        num_groups: Parts in which parameters are updated one after another.
-    """
-
-    model: Functional
-    optimizer: Optimizer
-    seed: int
-    mean: bool = True
-    clip_norm: float | None = None
-    clip_before: bool = False
-    num_groups: int = 1
 
 
 class Programs:
@@ -87,7 +64,9 @@ class Programs:
         contribution: How they join the sums.
         sharded: What the axes inside a copy cut; None: there are none.
         own: Which copy updates what; None: each updates everything.
-        gather: Hands what each copy updated to all; None likewise.
+        gather: Hands what each copy updated to all; None likewise, and where they keep it.
+        layered: Runs the microbatches of all local replicas segment by segment; None: each runner
+            runs those of its own.
     """
 
     def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Devices):
@@ -102,8 +81,8 @@ class Programs:
         names = [*leaf_names(model.trained), *leaf_names(model.aux)]
         self.tensors = tensors_of(graph, names, self.trained)
         specs = [to_spec(layout.spec) for layout in plan.parameters]
-        self.sharded = sharded = _sharded(graph, plan)
-        uneven = _uneven(sharded, plan)
+        self.sharded = sharded = sharded_of(graph, plan)
+        uneven = uneven_of(sharded, plan)
         aux = (
             sharded.aux_specs()
             if sharded is not None and plan.pipeline is None
@@ -137,13 +116,15 @@ class Programs:
         could_be_rows = [i for i, p in enumerate(self.trained) if p in by_rows]
         #: Tensors whose sums are one array.
         self.packs = packs_of(self.tensors, could_be_rows if is_whole else None)
-        self.own = _ownership(training, plan)
+        self.own = ownership_of(training, plan)
+        groups = None
         if plan.chain is not None:
             chain = segmented_spec(
                 graph, plan, self.tensors, self.trained, could_be_rows, training.seed
             )
             self.packs = [list(pack) for pack in chain.packs]
             self.contribution, runner = _segmented(self, chain)
+            groups = last_packs(chain) if plan.placement.zero > 1 else None
         else:
             make = _microbatches if plan.pipeline is None else _pipeline
             self.contribution, runner = make(self, uneven or sharded)
@@ -159,15 +140,19 @@ class Programs:
             packs=self.packs,
             rows=rows,
             # Those of a pipeline are made from what its stages keep.
-            release=plan.placement.sums == "released" or plan.pipeline is not None,
+            release=plan.placement.sums == "released"
+            or plan.pipeline is not None
+            or groups is not None,
             shares=None if self.own is None else self.own.shares,
             cuts=self._cuts_of_sums(uneven, replicas),
+            groups=None if groups is None else group_packs(groups),
         )
-        self.gather = (
-            None if self.own is None else Gather(self.reducer, self.tensors.params, plan.sums)
-        )
+        keeps = self.own is None or self.own.cuts_params
+        self.gather = None if keeps else Gather(self.reducer, self.tensors.params, plan.sums)
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
+        self.sharded_params = self._sharded_params() if plan.placement.zero > 2 else None
+        self.layered = None if groups is None else self._layered(groups)
         update = UpdateSpec(
             optimizer=training.optimizer,
             param_tree=jax.tree.structure(model.trained),
@@ -187,7 +172,7 @@ class Programs:
             seed=training.seed,
             microbatch_size=plan.microbatch_size,
             replicas=local,
-            like=lambda i: self._shapes(i)[:2],
+            like=self._whole_shapes,
             sums=plan.sums,
             padding=padding,
         )
@@ -226,9 +211,37 @@ class Programs:
     def _own_state(self) -> OwnState | None:
         if self.own is None:
             return None
-        training = self.training
-        shapes = jax.eval_shape(training.optimizer.init, training.model.trained)
-        return OwnState(self.own, self.reducer, jax.tree.leaves(shapes))
+        model, optimizer = self.training.model, self.training.optimizer
+        state = jax.tree.leaves(jax.eval_shape(optimizer.init, model.trained))
+        params, aux = jax.tree.leaves(model.params), jax.tree.leaves(model.aux)
+        has = self.own.of_leaves(model.is_trained, len(aux))
+        return OwnState(self.own, self.reducer, [*params, *aux, *state], *has)
+
+    def _sharded_params(self) -> ShardedParams:
+        own = self._own_state()
+        assert own is not None
+        assert self.own is not None
+        number = {p: t for t, p in enumerate(self.trained)}
+        runner = self.runners[0]
+        assert isinstance(runner, Segmented)
+        groups = [
+            list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number))
+            for i in range(runner.num_parts)
+        ]
+        unread = set(number.values()).difference(*groups)
+        return ShardedParams(
+            self.reducer,
+            self.own,
+            self.tensors.params,
+            lambda t, copy: own.like(self.trained[t], copy),
+            [*groups, sorted(unread)],
+            compiler_options(self.reducer.devices[0].platform, self.plan.sums),
+        )
+
+    def _layered(self, groups: Sequence[Sequence[int]]) -> Layered:
+        runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
+        sequence, sharded = runners[0].sequence, self.sharded_params
+        return Layered(sequence, runners, self.reducer, groups, self.trained, sharded)
 
     @property
     def _more(self) -> Any:
@@ -254,7 +267,8 @@ class Programs:
         tell("tracing and lowering the programs")
         lowered = {i: self._lowered(i) for i in sorted(set(first_of_kind(local, self._more)))}
         sums = self.reducer.lower()
-        gathers = [] if self.gather is None else self.gather.lower()
+        gatherer = self.gather or self.sharded_params
+        gathers = [] if gatherer is None else gatherer.lower()
         if check is not None:
             # Of pipelines, processes must agree on every program.
             checked = list(lowered.values()) if self.pipelines else [lowered[0]]
@@ -270,8 +284,8 @@ class Programs:
         flat = iter(compile_all(named, over, tell))
         compiled = {i: list(itertools.islice(flat, len(own))) for i, own in lowered.items()}
         self.reducer.adopt(list(itertools.islice(flat, len(sums))))
-        if self.gather is not None:
-            self.gather.adopt(list(flat))
+        if gatherer is not None:
+            gatherer.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} copies of the model")
         programs = for_others(local, compiled, self._lowered, over, self._more)
@@ -291,14 +305,18 @@ class Programs:
         runner, releases = self.runners[0], self.reducer.releases
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
+        update = self._updates.extra_bytes()
+        most = max(sum(chunks.longest for chunks in self.reducer.chunks) * 4, 0)
+        if self.layered is not None:
+            gathers = 0 if self.gather is None else self.gather.memory_bytes()
+            microbatches = self.layered.memory_bytes(max(self.plan.counts))
+            return held_bytes + most + max(microbatches, update, gathers)
         microbatches = runner.memory_bytes(sums)
         # Sums that are let go make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
-        update = self._updates.extra_bytes()
         if self.gather is None:
             update += totals
         else:
-            most = max(sum(chunks.longest for chunks in self.reducer.chunks) * 4, 0)
             update = most + max(update, self.gather.memory_bytes())
         update += 0 if releases else sums
         return held_bytes + runner.kept_bytes + max(microbatches, summing, update)
@@ -313,27 +331,37 @@ class Programs:
 
     # -- lowering --------------------------------------------------------------------------------
 
+    def _like(self, i: int, x: Any, spec: P, own: Padding) -> jax.ShapeDtypeStruct:
+        return self.reducer.local[i].like(own.like(x), spec)
+
+    def _whole_shapes(self, i: int) -> tuple[list[Any], list[Any]]:
+        """Parameters and other variables of a local replica, as microbatches read them."""
+        model, padding = self.training.model, self._specs.padding
+        like = functools.partial(self._like, i)
+        return (
+            list(map(like, jax.tree.leaves(model.params), self._specs.params, padding.params)),
+            list(map(like, jax.tree.leaves(model.aux), self._specs.aux, padding.aux)),
+        )
+
     def _shapes(self, i: int) -> tuple[list[Any], list[Any], Any]:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
         opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
-        padding = self._specs.padding
-
-        def like(x: Any, spec: P, own: Padding) -> jax.ShapeDtypeStruct:
-            return replica.like(own.like(x), spec)
-
         own = self._own_state()
         if own is not None:
+            num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
             leaves, treedef = jax.tree.flatten(opt_state)
-            parts = [replica.like(own.like(k, replica.index)) for k in range(len(leaves))]
-            state = jax.tree.unflatten(treedef, parts)
-        else:
-            state = jax.tree.map(like, opt_state, self._specs.opt_state, padding.opt_state)
-        return (
-            list(map(like, jax.tree.leaves(model.params), self._specs.params, padding.params)),
-            list(map(like, jax.tree.leaves(model.aux), self._specs.aux, padding.aux)),
-            state,
-        )
+            parts = [
+                replica.like(own.like(k, replica.index)) for k in range(num + num_aux + len(leaves))
+            ]
+            return (
+                parts[:num],
+                parts[num : num + num_aux],
+                jax.tree.unflatten(treedef, parts[num + num_aux :]),
+            )
+        specs, padding = self._specs.opt_state, self._specs.padding.opt_state
+        state = jax.tree.map(functools.partial(self._like, i), opt_state, specs, padding)
+        return *self._whole_shapes(i), state
 
     def _lowered(self, i: int) -> list[Any]:
         """The programs of a local replica's microbatches and its update, not compiled."""
@@ -343,7 +371,7 @@ class Programs:
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
         own = self._of_trained(params), opt_state, aux, totals, ints, exponents
         return [
-            *self.runners[i].lower(params, aux, exponents),
+            *self.runners[i].lower(*self._whole_shapes(i), exponents),
             *self._updates.lower(i, *own),
         ]
 
@@ -361,45 +389,6 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
         AnnotationError: If a parameter cannot be cut as the plan says.
     """
     return Programs(training, graph, plan, devices)
-
-
-def _ownership(training: Training, plan: Plan) -> Ownership | None:
-    """Which copy updates what, if not each everything."""
-    if not plan.placement.zero:
-        return None
-    params = jax.eval_shape(lambda tree: tree, training.model.trained)
-    clip_norm = None if training.clip_before else training.clip_norm
-    own = ownership(training.optimizer, params, plan.granules, clip_norm)
-    names = leaf_names(training.model.trained)
-    whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
-    if whole != plan.placement.whole:
-        raise PlanError(
-            f"placement.whole: the optimizer treats {', '.join(whole) or 'no parameter'} as a "
-            f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
-        )
-    return own
-
-
-def _sharded(graph: Graph, plan: Plan) -> Sharded | None:
-    """What the axes inside a replica, or inside its stages, cut."""
-    axes = inner_axes(plan)
-    if not axes:
-        return None
-    dims = [
-        {name: dim for name, _ in axes if (dim := layout.dim_of(name)) is not None}
-        for layout in plan.parameters
-    ]
-    roles = {axis.name: axis.roles for axis in plan.axes}
-    return shard_graph(graph, axes, roles, dims, unlike=plan.is_uneven)
-
-
-def _uneven(sharded: Sharded | None, plan: Plan) -> Uneven | None:
-    """The same, where the parts of devices may be unlike."""
-    if sharded is None or not plan.is_uneven:
-        return None
-    [axis] = plan.axes
-    linked = LinkedDims(sharded.graph, sharded.axes[axis.name])
-    return Uneven(sharded, planned_parts(linked, plan.parameters, axis.shares))
 
 
 Made = tuple[Contribution, Callable[[Replica], Runner]]
@@ -434,7 +423,8 @@ def _segmented(programs: Programs, spec: SegmentedSpec) -> Made:
             "leave memory.recompute out, or set communication.clip to 'after'"
         )
     sequence = sequence_from_texts(len(spec.parts), chain.sequence)
-    return spec.contribution, lambda replica: Segmented(spec, sequence, replica)
+    by_part = programs.plan.placement.zero > 1
+    return spec.contribution, lambda replica: Segmented(spec, sequence, replica, by_part)
 
 
 def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:

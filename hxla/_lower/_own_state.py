@@ -1,5 +1,5 @@
-"""The optimizer's state where each copy of the model has a part of it: how it lies, and how it is
-brought into a form that has nothing to do with shares.
+"""State of which each copy of the model has a part: how it lies, and how it is brought into a form
+that has nothing to do with shares.
 
 That form is what checkpoints and users see: the user's own arrays, each cut evenly over the copies
 in the first dimension that divides, or whole where none does. Leaves are changed one after another,
@@ -13,28 +13,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
-from .._plan._ownership import Ownership
+from .._plan._ownership import Ownership, Shares
 from ._chunks import all_gather
 from ._sum import Reducer
 from ._words import Words
 
 
 class OwnState:
-    """Where the leaves of the optimizer's state are.
+    """Where parameters, other variables and the leaves of the optimizer's state are.
 
     Args:
         own: Who updates what.
         reducer: Knows all copies.
-        leaves: Shapes of the leaves, whole.
+        leaves: Shapes of all of them, whole.
+        shares: What each copy has of each; see `Ownership.of_leaves`.
+        is_common: For each whether all copies have the whole of it.
     """
 
-    def __init__(self, own: Ownership, reducer: Reducer, leaves: Sequence[Any]):
+    def __init__(
+        self,
+        own: Ownership,
+        reducer: Reducer,
+        leaves: Sequence[Any],
+        shares: Shares,
+        is_common: Sequence[bool],
+    ):
         self.own, self._reducer, self._leaves = own, reducer, list(leaves)
-        self._shares, self.is_common = own.of_state, own.is_common
+        self._shares, self.is_common = shares, tuple(is_common)
 
     def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
         """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none."""
@@ -58,6 +68,18 @@ class OwnState:
         if owner is None:
             return self._shares.piece(x, self._shares.granules[copy], first)
         return jnp.zeros(1, x.dtype)
+
+    def take_on_host(self, k: int, x: np.ndarray, copy: int) -> np.ndarray:
+        """`take` of an array in host memory: no more of it goes to the device."""
+        owner = self._shares.owners[k]
+        if self.is_common[k] or owner == copy:
+            return x
+        found = np.zeros(self.like(k, copy).shape, x.dtype)
+        if owner is None:
+            first = self._shares.firsts[copy] * self._shares.granule(x.size)
+            piece = x.reshape(-1)[first : first + found.size]
+            found[: piece.size] = piece
+        return found
 
     def spec(self, k: int) -> P:
         """How the leaf lies over the copies in the form that knows no shares."""

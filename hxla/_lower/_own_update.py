@@ -51,7 +51,7 @@ def own_arguments(
         own: Who updates what.
         chunks: For each bucket of the sums.
         copy: Number of the copy.
-        params: Whole.
+        params: Whole, or its own parts of them.
         opt_state: Its own.
         totals: Its own.
         exponents_T: Of the sums.
@@ -61,7 +61,7 @@ def own_arguments(
     """
     sums = own_sums(spec, chunks, copy, totals, exponents_T)
     part, leaves = OwnPart(own, copy, where[0]), jax.tree.leaves(opt_state)
-    pieces = [part.of(i, p) for i, p in enumerate(params)]
+    pieces = params if own.cuts_params else [part.of(i, p) for i, p in enumerate(params)]
     grads = [mean_of(sums[i], weight, where[1]).astype(p.dtype) for i, p in enumerate(params)]
     grads = [g if part.cuts(i) else _of_shape(g, params[i].shape) for i, g in enumerate(grads)]
     return [*pieces, *leaves, *grads, value], part
@@ -75,7 +75,8 @@ def own_update_program(
     The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part, and
     two more: `where`, int32[2], its first granule and a zero, and `sums`, what `summed` gave. The
     results are chunks of its new parameters, for each bucket, and as there its state, the other
-    variables, and a tick.
+    variables, and a tick. Where it has only its own parts of the parameters, they are donated, and
+    the results are these parts.
 
     Args:
         spec: What the update is made from.
@@ -107,11 +108,13 @@ def own_update_program(
             jnp.zeros(1, x.dtype) if new is MISSING else new
             for x, new in zip((*params, *leaves), results, strict=True)
         ]
-        sent = [
-            chunk.chunk([empty[i].reshape(-1).astype(dtype) for i in chunk.tensors], copy)
-            for chunk in chunks
-            if chunk.tensors
-        ]
+        sent = empty[:num]
+        if not own.cuts_params:
+            sent = [
+                chunk.chunk([empty[i].reshape(-1).astype(dtype) for i in chunk.tensors], copy)
+                for chunk in chunks
+                if chunk.tensors
+            ]
         values = own_sums(spec, chunks, copy, totals, exponents_T)
         changed = [values[i].reshape(floats[i].shape) for i in range(num, len(floats))]
         state = jax.tree.unflatten(state_tree, empty[num:])
@@ -119,7 +122,7 @@ def own_update_program(
 
     return jax.jit(
         hxla_update,
-        donate_argnums=(1, 2),
+        donate_argnums=(0, 1, 2) if own.cuts_params else (1, 2),
         compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
     )
 

@@ -6,7 +6,7 @@ T tensors of one part.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -146,6 +146,24 @@ def chain_packs(
         packs = packs_of(tensors, {*alone, *others})
         out += [pack for pack in packs if parts_of[pack[0]] == part]
     return out
+
+
+def first_packs(spec: SegmentedSpec) -> list[tuple[int, ...]]:
+    """For each part the packs whose sums begin with its backward, the first that adds to them."""
+    return _packs_at(spec, max)
+
+
+def last_packs(spec: SegmentedSpec) -> list[tuple[int, ...]]:
+    """For each part the packs whose sums are whole after its backward."""
+    return _packs_at(spec, min)
+
+
+def _packs_at(
+    spec: SegmentedSpec, which: Callable[[tuple[int, ...]], int]
+) -> list[tuple[int, ...]]:
+    owners = parts_of_tensors(spec.graph, spec.parts, spec.tensors, spec.trained)
+    at = [which(owners[pack[0]]) for pack in spec.packs]
+    return [tuple(k for k, own in enumerate(at) if own == i) for i in range(len(spec.parts))]
 
 
 def shared_tensors(

@@ -9,7 +9,9 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,31 +22,52 @@ from .._core._types import PyTree
 from .._graph._graph import shapes_of
 from .._schedule._schedules import FORWARD
 from .._schedule._segment_sequence import SegmentOperation, SegmentSequence
-from .._schedule._sequence_replay import replay_sequence
-from ._contribution import DeviceSums, empty_sums
+from .._schedule._sequence_replay import SegmentCost, replay_sequence
+from ._contribution import DeviceSums, empty_sums, pack_shapes
 from ._options import compiler_options
 from ._replica import Replica
 from ._segment_costs import crossing_values, segment_costs, temporary_bytes
-from ._segment_part import SegmentedSpec, SegmentPart, shared_tensors, wanted_values
+from ._segment_part import (
+    SegmentedSpec,
+    SegmentPart,
+    first_packs,
+    shared_tensors,
+    wanted_values,
+)
 
 
 @dataclasses.dataclass
-class _Running:
+class _Microbatch:
+    """What the operations of a microbatch read and leave.
+
+    Attributes:
+        given: For each part what it reads of other variables and of the batch, and the numbers of
+            step and microbatch.
+        top: The last part whose backward has not run.
+        inputs: What crosses into a part, where it is kept.
+        saved: The residuals of a part.
+        grads: Of values, as far as later parts have made them.
+    """
+
+    given: list[Any]
+    top: int
+    inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=lambda: {0: {}})
+    saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Running:
     """What the operations of a step read and leave.
 
     Attributes:
         own: For each part its parameters, and the first rows of those of which it reads rows.
         scales: For each part those of its sums.
-        values: The parts of the sums of each pack.
+        values: The parts of the sums of each pack; None where there are none.
         peaks: For each part the largest magnitudes.
         small_MS: See `DeviceSums`.
         ints: Likewise.
-        given: For each part what it reads of other variables and of the batch, and the numbers of
-            step and microbatch.
-        inputs: What crosses into a part, where it is kept.
-        saved: The residuals of a part.
-        grads: Of values, as far as later parts have made them.
-        top: The last part whose backward has not run.
+        microbatches: Those of the step.
     """
 
     own: list[Any]
@@ -53,11 +76,7 @@ class _Running:
     peaks: list[jax.Array]
     small_MS: jax.Array
     ints: list[jax.Array]
-    given: list[Any] = dataclasses.field(default_factory=list)
-    inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
-    saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    top: int = 0
+    microbatches: list[_Microbatch]
 
 
 class Segmented:
@@ -67,17 +86,27 @@ class Segmented:
         spec: What to run.
         sequence: What runs for a microbatch.
         replica: Its device.
+        by_part: Whether sums are there only while their part runs; see `Layered`.
     """
 
     unit = 1  # it takes any number of microbatches
     kept_bytes = 0  # between steps
     text = ""  # processes have alike programs
 
-    def __init__(self, spec: SegmentedSpec, sequence: SegmentSequence, replica: Replica):
-        self._spec, self._sequence, self._replica = spec, sequence, replica
+    def __init__(
+        self,
+        spec: SegmentedSpec,
+        sequence: SegmentSequence,
+        replica: Replica,
+        by_part: bool = False,
+    ):
+        self._spec, self.sequence, self._replica = spec, sequence, replica
+        self._by_part = by_part
         platform = replica.devices[0].platform
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         self._shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
+        if by_part:  # their zeros are made when they are needed
+            self._shared = []
         wanted = wanted_values(spec.graph, spec.trained)
         self._parts = [
             SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
@@ -103,8 +132,20 @@ class Segmented:
             )
         self._begin = jit(self._begun, donate_argnums=1)
         self._end = jit(self._whole_peaks)
-        empty = jax.tree.map(replica.like, jax.eval_shape(self._empty))
-        self._zeros = jit(self._empty, out_shardings=jax.tree.map(lambda x: x.sharding, empty))
+
+        def zeros(make: Any) -> Any:
+            empty = jax.tree.map(replica.like, jax.eval_shape(make))
+            return jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, empty))
+
+        self._zeros = zeros(self._empty)
+        #: For each part the sums that begin with it, and what they begin with, by their shapes.
+        self._first_packs = first_packs(spec) if by_part else []
+        shapes = pack_shapes(spec.tensors, spec.packs)
+        self._first_shapes = [tuple(shapes[k] for k in own) for own in self._first_packs]
+        self._fresh = {
+            own: zeros(lambda own=own: [spec.contribution.zeros(shape) for shape in own])
+            for own in dict.fromkeys(self._first_shapes)
+        }
         self.names = (
             *(
                 f"the {which} of {spec.parts[i].segment.name}"
@@ -114,6 +155,7 @@ class Segmented:
             "the scales of all parts",
             "the peaks of all parts",
             "empty sums",
+            *["empty sums of a part"] * len(self._fresh),
         )
         self._compiled: dict[int, dict[str, Any]] = {}
         self._peaks: list[jax.Array] = []
@@ -132,9 +174,9 @@ class Segmented:
         return zeros.at[places].max(jnp.concatenate(list(peaks)))
 
     def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
-        return empty_sums(self._spec), [
-            jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts
-        ]
+        sums = empty_sums(self._spec)
+        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
+        return sums._replace(values=[]) if self._by_part else sums, peaks
 
     # -- compilation -----------------------------------------------------------------------------
 
@@ -143,7 +185,8 @@ class Segmented:
         spec, like = self._spec, self._replica.like
         batch = [like(x) for x in shapes_of(spec.graph, spec.graph.batch_values)]
         sums, peaks = jax.tree.map(like, jax.eval_shape(self._empty))
-        shared = [sums.values[k] for k in self._shared]
+        values = jax.tree.map(like, jax.eval_shape(lambda: empty_sums(spec).values))
+        shared = [values[k] for k in self._shared]
         scales, _ = jax.tree.map(like, jax.eval_shape(self._begun, exponents, shared))
         where = np.zeros(3, np.int32)
 
@@ -156,7 +199,7 @@ class Segmented:
             stage = part.stage
             own = [params[p] for p in part.params], part.starts
             given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
-            joined = [sums.values[k] for k in part.packs], peaks[i], scales[i]
+            joined = [values[k] for k in part.packs], peaks[i], scales[i]
             inputs = arrays(stage.part.inputs)
             if part.is_last:
                 small = sums.small_MS, sums.ints
@@ -172,6 +215,7 @@ class Segmented:
             self._begin.lower(exponents, shared),
             self._end.lower(peaks),
             self._zeros.lower(),
+            *(program.lower() for program in self._fresh.values()),
         ]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
@@ -180,7 +224,8 @@ class Segmented:
         self._compiled = {
             i: {name: next(flat) for name in programs} for i, programs in self._jitted.items()
         }
-        self._begin, self._end, self._zeros = flat
+        self._begin, self._end, self._zeros = itertools.islice(flat, 3)
+        self._fresh = dict(zip(self._fresh, flat, strict=True))
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -213,69 +258,128 @@ class Segmented:
         Returns:
             The sums of these microbatches, and a small array to wait on.
         """
+        running = self.begin(params, aux, sums, exponents, step, ids, batches)
+        del sums  # what is donated is no one else's
+        for n in range(len(ids)):
+            for op in self.sequence.operations:
+                self.operate(running, n, op)
+        return self.end(running)
+
+    def begin(
+        self,
+        params: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        sums: DeviceSums | None,
+        exponents: jax.Array,
+        step: int,
+        ids: Sequence[int],
+        batches: Sequence[PyTree],
+    ) -> Running:
+        """What the operations of a step begin with; see `run`."""
         sums = sums or self.empty()
-        values = list(sums.values)
+        values: list[Any] = list(sums.values) or [None] * len(self._spec.packs)
         scales, zeros = self._begin(exponents, [values[k] for k in self._shared])
         for k, x in zip(self._shared, zeros, strict=True):
             values[k] = x
-        running = _Running(
+        of_aux = [[aux[k] for k in part.aux] for part in self._parts]
+        microbatches = []
+        for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
+            where = np.array([step, index, n > 0], np.int32)
+            leaves = jax.tree.leaves(batch)
+            given = [
+                (x, [leaves[k] for k in part.batch], where)
+                for part, x in zip(self._parts, of_aux, strict=True)
+            ]
+            microbatches.append(_Microbatch(given, len(self._parts) - 1))
+        return Running(
             own=[([params[p] for p in part.params], part.starts) for part in self._parts],
             scales=scales,
             values=values,
             peaks=self._peaks,
             small_MS=sums.small_MS,
             ints=sums.ints,
+            microbatches=microbatches,
         )
-        del sums, values  # what is donated is no one else's
-        of_aux = [[aux[k] for k in part.aux] for part in self._parts]
-        for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
-            where = np.array([step, index, n > 0], np.int32)
-            leaves = jax.tree.leaves(batch)
-            running.given = [
-                (x, [leaves[k] for k in part.batch], where)
-                for part, x in zip(self._parts, of_aux, strict=True)
-            ]
-            running.inputs, running.top = {0: {}}, len(self._parts) - 1
-            for op in self._sequence.operations:
-                run = self._forward if op.kind == FORWARD else self._backward
-                run(running, op)
-            assert not {**running.inputs, **running.saved, **running.grads}
+
+    def end(self, running: Running) -> tuple[DeviceSums, jax.Array]:
+        """What `run` returns, when all operations of all microbatches have run."""
+        assert not any({**m.inputs, **m.saved, **m.grads} for m in running.microbatches)
         self._peaks = running.peaks
         peaks_T = self._end(self._peaks)
-        return DeviceSums(running.small_MS, peaks_T, running.values, running.ints), peaks_T
+        values = [x for x in running.values if x is not None]
+        return DeviceSums(running.small_MS, peaks_T, values, running.ints), peaks_T
 
-    def _forward(self, running: "_Running", op: SegmentOperation) -> None:
-        i, part, inputs = op.segment, self._parts[op.segment], running.inputs
+    # -- part by part ----------------------------------------------------------------------------
+
+    @property
+    def num_parts(self) -> int:
+        """Of the chain."""
+        return len(self._parts)
+
+    def params_of(self, i: int) -> tuple[int, ...]:
+        """Places of the parameters that a part reads."""
+        return self._parts[i].params
+
+    def hold(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
+        """Give a part its parameters, by their places; none: take them away."""
+        own = [params.get(p) for p in self._parts[i].params]
+        running.own[i] = own, self._parts[i].starts
+
+    def make_sums(self, running: Running, i: int) -> None:
+        """Zeros for the sums that begin with a part."""
+        if self._first_packs[i]:
+            zeros = self._fresh[self._first_shapes[i]]()
+            for k, x in zip(self._first_packs[i], zeros, strict=True):
+                running.values[k] = x
+
+    def mark(self, running: Running, i: int, is_backward: bool) -> jax.Array | None:
+        """A small array that is there when all that was asked of a part has run; None: nothing."""
+        if not running.microbatches:
+            return None
+        if is_backward:
+            return running.peaks[i]
+        last = running.microbatches[-1].inputs.get(i + 1, {})
+        return next(iter(last.values()), None)
+
+    # -- an operation ----------------------------------------------------------------------------
+
+    def operate(self, running: Running, n: int, op: SegmentOperation) -> None:
+        """Run an operation of a microbatch; waits for nothing."""
+        run = self._forward if op.kind == FORWARD else self._backward
+        run(running, running.microbatches[n], op)
+
+    def _forward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
+        i, part, inputs = op.segment, self._parts[op.segment], own.inputs
         before = inputs[i] if op.keeps_input else inputs.pop(i)
         read = [before[v] for v in part.stage.part.inputs]
         program = self._compiled[self._same[i]]["forward"]
-        made, kept = program(*running.own[i], read, *running.given[i])
+        made, kept = program(*running.own[i], read, *own.given[i])
         if op.residuals:
-            running.saved[i] = part.stage.all_residuals(read, made, kept)
-        if i < running.top and i + 1 not in running.saved:
+            own.saved[i] = part.stage.all_residuals(read, made, kept)
+        if i < own.top and i + 1 not in own.saved:
             after = before | dict(zip(part.stage.part.outputs, made, strict=True))
             inputs[i + 1] = {v: after[v] for v in self._crossing[i + 1]}
 
-    def _backward(self, running: "_Running", op: SegmentOperation) -> None:
+    def _backward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
         i, part = op.segment, self._parts[op.segment]
-        running.top = i - 1
+        own.top = i - 1
         programs, values = self._compiled[self._same[i]], running.values
-        before = running.inputs.pop(i, {})
+        before = own.inputs.pop(i, {})
         joined = [values[k] for k in part.packs], running.peaks[i], running.scales[i]
         if part.is_last:
             read = [before[v] for v in part.stage.part.inputs]
             small = running.small_MS, running.ints
             found, added, running.peaks[i], running.small_MS, running.ints = programs["loss"](
-                *running.own[i], read, *running.given[i], *small, *joined
+                *running.own[i], read, *own.given[i], *small, *joined
             )
         else:
-            grads = [running.grads.pop(v) for v in part.stage.below_floats]
-            late = [running.grads.pop(v) for v in part.pending]
-            saved = running.saved.pop(i)
+            grads = [own.grads.pop(v) for v in part.stage.below_floats]
+            late = [own.grads.pop(v) for v in part.pending]
+            saved = own.saved.pop(i)
             found, added, running.peaks[i] = programs["backward"](
-                *running.own[i], saved, *running.given[i], grads, late, *joined
+                *running.own[i], saved, *own.given[i], grads, late, *joined
             )
-        running.grads.update(zip(part.floats, found, strict=True))
+        own.grads.update(zip(part.floats, found, strict=True))
         for k, x in zip(part.packs, added, strict=True):
             values[k] = x
 
@@ -285,9 +389,18 @@ class Segmented:
         Args:
             sums_bytes: Of the sums.
         """
+        return sums_bytes + replay_sequence(self.sequence, self.costs()).peak_bytes
+
+    def costs(self) -> list[SegmentCost]:
+        """What the programs of each part take, once they are compiled."""
         temporary = [
             tuple(temporary_bytes(program) for program in self._compiled[i].values())
             for i in self._same
         ]
-        costs = segment_costs(self._spec.graph, [part.stage for part in self._parts], temporary)
-        return sums_bytes + replay_sequence(self._sequence, costs).peak_bytes
+        return segment_costs(self._spec.graph, [part.stage for part in self._parts], temporary)
+
+    def sums_bytes(self, i: int) -> int:
+        """Bytes of the sums to which a part adds."""
+        shapes = pack_shapes(self._spec.tensors, self._spec.packs)
+        each = 4 * self._spec.contribution.form.num_parts
+        return each * sum(math.prod(shapes[k]) for k in self._parts[i].packs)

@@ -6,7 +6,6 @@ arrays, one after another; a checkpoint gets every process's own shards.
 """
 
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,7 +74,7 @@ class Store:
         reducer: Knows all devices.
         specs: Where everything lies.
         sums: The plan's.
-        own: Where the optimizer's state is, if each copy has a part of it; None: all have it.
+        own: Where what each copy has a part of is; None: all copies have everything.
     """
 
     def __init__(
@@ -137,46 +136,71 @@ class Store:
             for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
                 if read is not None:
                     arrays[i] = self._filled(i, replica, spec, read)
+                    if self._own is not None and self._is_own(i):
+                        on_host = np.asarray(arrays[i])
+                        arrays[i] = replica.put(
+                            self._own.take_on_host(i, on_host, replica.index), spec
+                        )
         num = len(self._specs.params)
-        trees = [
-            jax.tree.unflatten(
-                self._trained_def, itertools.compress(arrays[:num], self._is_trained)
-            )
-            for arrays in own
-        ]
-
         self.held = [
             Held(params=arrays[:num], aux=arrays[num:], opt_state=state)
-            for arrays, state in zip(own, self._initial_opt_states(trees), strict=True)
+            for arrays, state in zip(own, self._initial_opt_states(own), strict=True)
         ]
         self._agree()
 
-    def _initial_opt_states(self, trees: Sequence[PyTree]) -> list[PyTree]:
-        """Of each local copy, from its trained parameters."""
+    def _initial_opt_states(self, own: Sequence[Sequence[jax.Array]]) -> list[PyTree]:
+        """Of each local copy, from its parameters, those of which each copy has a part of its own
+        whole where the state is made of their values."""
         padding, local = self._specs.padding, self._reducer.local
+        places = [k for k, trained in enumerate(self._is_trained) if trained]
+        first_leaf = len(self._specs.params) + len(self._specs.aux)
+        given: list[list[Any]] = [[arrays[k] for k in places] for arrays in own]
+        shared = [t for t, k in enumerate(places) if self._is_own(k)]
+        read = self._optimizer.reads(self._model.trained) if shared else ()
+        for t in shared:
+            whole: Any = None
+            if self._own is not None and t in read:
+                whole = self._own.evenly(places[t], [arrays[places[t]] for arrays in own])
+                whole = self._reducer.whole(whole)
+            for arrays, replica in zip(given, local, strict=True):
+                arrays[t] = None if whole is None else replica.put(whole)
 
         def lowered(i: int) -> Any:
             copy = local[i].index
 
-            def init(tree: PyTree, first: jax.Array) -> PyTree:
-                found = self._optimizer.init(unpadded(tree, padding.of_trained))
-                if self._own is None:
-                    return padded(found, padding.of_opt_state)
+            def init(arrays: Sequence[Any], first: jax.Array) -> PyTree:
+                shapes = (self._shapes[k] for k in places)
+                filled = [
+                    jax.numpy.zeros(s.shape, s.dtype) if x is None else x
+                    for x, s in zip(arrays, shapes, strict=True)
+                ]
+                tree = jax.tree.unflatten(self._trained_def, filled)
+                found = padded(
+                    self._optimizer.init(unpadded(tree, padding.of_trained)), padding.of_opt_state
+                )
                 leaves, treedef = jax.tree.flatten(found)
-                taken = [self._own.take(k, x, copy, first) for k, x in enumerate(leaves)]
+                taken = [self._taken(first_leaf + k, x, copy, first) for k, x in enumerate(leaves)]
                 return jax.tree.unflatten(treedef, taken)
 
-            return self._jit(i, init, self._specs.opt_state).lower(trees[i], np.int32(0))
+            return self._jit(i, init, self._specs.opt_state).lower(given[i], np.int32(0))
 
-        key = None if self._own is None else self._own.own.program_key
-        inits = for_each(local, lowered, key)
-        firsts = [0] * len(local)
-        if self._own is not None:
-            firsts = [self._own.own.shares.firsts[r.index] for r in local]
-        return [
-            init(tree, np.int32(first))
-            for init, tree, first in zip(inits, trees, firsts, strict=True)
-        ]
+        inits = for_each(local, lowered, self._kind)
+        return [init(given[i], self._first(i)) for i, init in enumerate(inits)]
+
+    @property
+    def _kind(self) -> Any:
+        """What programs depend on besides the kinds of devices."""
+        return None if self._own is None else self._own.own.program_key
+
+    def _first(self, i: int) -> np.int32:
+        """The first granule of a local copy."""
+        if self._own is None:
+            return np.int32(0)
+        return np.int32(self._own.own.shares.firsts[self._reducer.local[i].index])
+
+    def _taken(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
+        """What a copy has of a whole array of `Held.leaves`."""
+        return x if self._own is None else self._own.take(k, x, copy, first)
 
     def _filled(self, i: int, replica: Replica, spec: P, read: Read) -> jax.Array:
         """An array from a file, in its place."""
@@ -199,17 +223,21 @@ class Store:
         def own(leaves: Sequence[Any]) -> list[Any]:
             return [None if read else x for x, read in zip(leaves, given, strict=True)]
 
-        def run(*arguments: Any) -> Any:
-            assert self._model.initialise is not None
-            made = jax.tree.leaves(self._model.initialise(*arguments))
-            return own([p.pad(x) for p, x in zip(paddings, made, strict=True)])
-
         specs = own([*self._specs.params, *self._specs.aux])
 
         def lowered(i: int) -> Any:
-            return self._jit(i, run, specs).lower(*arguments)
+            copy = self._reducer.local[i].index
 
-        return [list(init(*arguments)) for init in for_each(self._reducer.local, lowered)]
+            def run(first: jax.Array, *arguments: Any) -> Any:
+                assert self._model.initialise is not None
+                made = jax.tree.leaves(self._model.initialise(*arguments))
+                full = [p.pad(x) for p, x in zip(paddings, made, strict=True)]
+                return own([self._taken(k, x, copy, first) for k, x in enumerate(full)])
+
+            return self._jit(i, run, specs).lower(np.int32(0), *arguments)
+
+        inits = for_each(self._reducer.local, lowered, self._kind)
+        return [list(init(self._first(i), *arguments)) for i, init in enumerate(inits)]
 
     def _placed(self, gather: Gather, given: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, one after another; all processes take those of process 0."""
@@ -228,7 +256,10 @@ class Store:
                 if any(row[i] != found[0][i] for row in found):
                     host = self._from_first_process(host)
             for arrays, replica in zip(placed, self._reducer.local, strict=True):
-                arrays.append(None if host is None else replica.put(paddings[i].pad(host), spec))
+                own_part = host if host is None else paddings[i].pad(host)
+                if own_part is not None and self._own is not None:
+                    own_part = self._own.take_on_host(i, own_part, replica.index)
+                arrays.append(None if own_part is None else replica.put(own_part, spec))
         return placed
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
@@ -267,6 +298,8 @@ class Store:
         # What is added up inside a copy must not meet what is under way.
         jax.block_until_ready([held.leaves() for held in self.held])
         alike = [k for k in range(len(self._shapes)) if not self._is_own(k)]
+        if not alike:
+            return rows
         leaves = [[x for k, x in enumerate(h.leaves()) if k in alike] for h in self.held]
         if not self._checksums:
             self._checksums = for_each(
@@ -280,8 +313,7 @@ class Store:
 
     def _is_own(self, k: int) -> bool:
         """Whether each copy has a part of its own of an array of `Held.leaves`."""
-        of_optimizer = k - len(self._specs.params) - len(self._specs.aux)
-        return self._own is not None and of_optimizer >= 0 and not self._own.is_common[of_optimizer]
+        return self._own is not None and not self._own.is_common[k]
 
     def leaf_names(self) -> tuple[str, ...]:
         """Of the arrays of `Held.leaves`, in words."""
@@ -335,19 +367,15 @@ class Store:
         if self._own is None:
             return list(arrays)
         jax.block_until_ready([held.leaves() for held in self.held])
-        first = len(self._specs.params) + len(self._specs.aux)
         return [
-            self._own.evenly(k - first, [held.leaves()[k] for held in self.held])
-            if self._is_own(k)
-            else x
+            self._own.evenly(k, [held.leaves()[k] for held in self.held]) if self._is_own(k) else x
             for k, x in enumerate(arrays)
         ]
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
-        first = len(self._specs.params) + len(self._specs.aux)
         specs = [
-            self._own.spec(k - first) if self._own is not None and self._is_own(k) else s
+            self._own.spec(k) if self._own is not None and self._is_own(k) else s
             for k, s in enumerate(self._even)
         ]
         arrays = [
@@ -363,9 +391,8 @@ class Store:
         if self._is_alone:
             self.held = [self._held(self._padded(0, arrays))]
             return
-        first = len(self._specs.params) + len(self._specs.aux)
         parts = [
-            self._own.shared(k - first, x)
+            self._own.shared(k, x)
             if self._own is not None and self._is_own(k)
             else self._reducer.local_parts(x, s)
             for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))

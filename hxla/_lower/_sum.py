@@ -88,6 +88,8 @@ class Reducer:
         release: Whether what was added up is let go as soon as it is summed.
         shares: Which part of each parameter's sum a copy gets; None: all get the whole.
         cuts: How tensors are cut, where this process is to send its own parts without padding.
+        groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
+            groups, `reduce` sums everything.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Reducer:
         release: bool = False,
         shares: Shares | None = None,
         cuts: Sequence[Cut | None] | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
     ):
         self._contribution = contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
@@ -130,7 +133,11 @@ class Reducer:
             math.prod(piece_shape(shape, spec, dict(self._inner)))
             for shape, spec in zip(self._shapes, self._specs, strict=True)
         ]
-        self._buckets = buckets(sizes, contribution.form.bucket_mib << 18, self._rows)
+        if groups is None:
+            self._buckets = buckets(sizes, contribution.form.bucket_mib << 18, self._rows)
+        else:
+            self._buckets = [[], *map(list, groups)]  # the first has the small arrays
+        self._at_once = range(len(self._buckets) if groups is None else 1)
         #: Tensors that are summed by one program, in the order of their vector.
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
         self._params, self._tensor_sizes = len(tensors.params), [x.size for x in tensors.floats]
@@ -162,7 +169,7 @@ class Reducer:
         they may take the place of a sum that is let go.
         """
         num, bucket = len(self.replicas), self._buckets[k]
-        rows = self._rows.get(bucket[0])
+        rows = self._rows.get(bucket[0]) if bucket else None
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             like = [parts[0] for parts in values]
@@ -264,10 +271,28 @@ class Reducer:
         num = self._contribution.form.num_parts
         return *self._small(k), [(self._specs[i],) * num for i in self._buckets[k]]
 
+    @functools.cached_property
+    def _same(self) -> list[int]:
+        """For each bucket the first that has the same program."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._form(k), k) for k in range(len(self._buckets))]
+
+    def _form(self, k: int) -> Any:
+        """What two buckets share only if they have the same program."""
+        if not k or not self.chunks or k in self._at_once:
+            return k
+        owners = self.chunks[k].shares.owners
+        packs = [
+            ([owners[i] for i in own if i < self._params], len(own), own[0] < self._params)
+            for own in (self._packs[p] for p in self._buckets[k])
+        ]
+        return str((packs, [self._shapes[p] for p in self._buckets[k]]))
+
     def lower(self) -> list[Any]:
-        """The programs of all buckets before compilation."""
+        """The programs of all buckets before compilation; of like groups there is one."""
         lowered = []
-        for k, bucket in enumerate(self._buckets):
+        for k in sorted(set(self._same)):
+            bucket = self._buckets[k]
             own: list[Any] = []
             ints: list[Any] = []
             if k == 0:
@@ -288,7 +313,8 @@ class Reducer:
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
-        self.programs = list(compiled)
+        found = dict(zip(sorted(set(self._same)), compiled, strict=True))
+        self.programs = [found[k] for k in self._same]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
@@ -331,15 +357,35 @@ class Reducer:
         values = [
             self._stack(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
             for k, bucket in enumerate(self._buckets)
+            if k in self._at_once
         ]
         return own, ints, values
 
-    def reduce(self, numbers: Sequence[np.ndarray], held: Any) -> "Reduced":
+    def sum_group(self, k: int, values: Sequence[Sequence[Any]]) -> list[list[jax.Array]]:
+        """The totals of a group on each local replica.
+
+        Args:
+            k: Number of the group.
+            values: For each local replica the parts of the group's packs, which are given up.
+        """
+        stacked = self._stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked)[2])
+
+    def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        """What a bucket's program returns, on each local replica."""
+        specs = self._total_specs(k)
+        each = [self._on_each(x, spec) for x, spec in zip(found, specs, strict=True)]
+        return [[parts[i] for parts in each] for i in range(len(self.local))]
+
+    def reduce(
+        self, numbers: Sequence[np.ndarray], held: Any, totals: Sequence[Any] = ()
+    ) -> "Reduced":
         """Add up what all replicas hold; the totals stay on the devices.
 
         Args:
             numbers: float32[NUM_TOLD] of each local replica, for all others.
             held: From `hold`.
+            totals: On each local replica those of the groups, one after another.
         """
         put = [
             replica.put(row.view(np.int32))
@@ -347,17 +393,16 @@ class Reducer:
         ]
         own, ints, values = held
         small: Any = [self._stack(P(), put), *own], ints
-        totals: list[list[Any]] = [[] for _ in self.local]
-        for k, program in enumerate(self.programs):
+        every: list[list[Any]] = [[] for _ in self.local]
+        for k in self._at_once:
+            program = self.programs[k]
             gathered, summed, found = program(*(small if k == 0 else ([], [])), values[k])
             values[k] = None
             if k == 0:
                 small = gathered, summed
-            specs = self._total_specs(k)
-            for x, spec in zip(found, specs, strict=True):
-                for own_totals, part in zip(totals, self._on_each(x, spec), strict=True):
-                    own_totals.append(part)
-            if self.ring and k + 1 < len(self.programs):
+            for own_totals, new in zip(every, self._totals_of(k, found), strict=True):
+                own_totals += new
+            if self.ring and k + 1 < len(self._at_once):
                 # Gloo mixes up collectives that wait for nothing of each other.
                 jax.block_until_ready(found)
         (rows, peaks_DT), (small_MS, *others) = small
@@ -366,7 +411,7 @@ class Reducer:
             numbers_DN=np.asarray(rows).view(np.float32),
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
-            totals=tuple(totals),
+            totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
             ints=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
 

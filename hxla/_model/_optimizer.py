@@ -14,6 +14,7 @@ import optax
 
 from .._core._errors import ConfigError, HxlaError
 from .._core._types import PyTree
+from .._jax._jaxpr import backward_slice, inlined, variables
 from ._functional import leaf_names
 from ._keys import keys_as_data, keys_from_data
 
@@ -40,6 +41,18 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """The state to begin with."""
         return keys_as_data(self._transformation.init(params))
+
+    def reads(self, params: PyTree) -> frozenset[int]:
+        """Parameters of whose values the initial state is made; of most only the shapes matter.
+
+        Args:
+            params: Shapes.
+        """
+        jaxpr = inlined(jax.make_jaxpr(self.init)(params)).jaxpr
+        equations = backward_slice(jaxpr.eqns, jaxpr.outvars)
+        sides = (*(eqn.invars for eqn in equations), jaxpr.outvars)
+        read = variables(v for side in sides for v in side)
+        return frozenset(i for i, v in enumerate(jaxpr.invars) if v in read)
 
     def update(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: jax.Array

@@ -88,23 +88,39 @@ class Ownership:
         granules: Of each copy.
         owners: For each domain of the update the copy that owns it; None: it is cut.
         num_params: Trained parameters.
+        cuts_params: Whether each copy has only its share of the parameters, as of the state.
     """
 
     update: Independent
     granules: tuple[int, ...]
     owners: tuple[int | None, ...]
     num_params: int
+    cuts_params: bool = False
 
     @property
     def shares(self) -> Shares:
         """Of the parameters."""
         return self._of(self.update.domain_of[: self.num_params])
 
-    @property
-    def of_state(self) -> Shares:
-        """Of the leaves of the optimizer's state; common ones count as cut."""
-        num = self.num_arrays
-        return self._of(self.update.domain_of[self.num_params : num])
+    def of_leaves(
+        self, is_trained: Sequence[bool], num_aux: int
+    ) -> tuple[Shares, tuple[bool, ...]]:
+        """Of all parameters, then other variables, then leaves of the optimizer's state.
+
+        Args:
+            is_trained: For each parameter whether it is.
+            num_aux: Other variables.
+
+        Returns:
+            The shares, and for each leaf whether all copies have the whole of it.
+        """
+        trained = iter(self.update.domain_of[: self.num_params])
+        domains = [
+            *(next(trained) if own and self.cuts_params else None for own in is_trained),
+            *[None] * num_aux,
+            *self.update.domain_of[self.num_params : self.num_arrays],
+        ]
+        return self._of(domains), tuple(d is None for d in domains)
 
     @property
     def num_arrays(self) -> int:
@@ -114,11 +130,6 @@ class Ownership:
     def program_key(self, copy: int) -> Any:
         """Copies of equal keys run the same programs."""
         return self.granules[copy], tuple(o == copy for o in self.owners)
-
-    @property
-    def is_common(self) -> tuple[bool, ...]:
-        """For each leaf of the optimizer's state whether all copies have it."""
-        return tuple(d is None for d in self.update.domain_of[self.num_params : self.num_arrays])
 
     def _of(self, domains: Sequence[int | None]) -> Shares:
         return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))

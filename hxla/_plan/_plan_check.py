@@ -170,9 +170,9 @@ def _of_shares(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     if not placement.zero:
         if placement.shares:
-            yield "placement.shares: they are of ZeRO's stage 1, set placement.zero to 1"
+            yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
         if placement.whole:
-            yield "placement.whole: it is of ZeRO's stage 1, set placement.zero to 1"
+            yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
         return
     known = {p.name for p in plan.parameters}
     for name in placement.whole:
@@ -186,6 +186,8 @@ def _of_shares(plan: Any) -> Iterator[str]:
             f"placement.zero: copies of one device share the optimizer's state, these are cut by "
             f"{axes}: use 0"
         )
+    if placement.zero > 1 and plan.chain is None:
+        yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
     if placement.shares and len(placement.shares) != num:
         yield f"placement.shares: {len(placement.shares)} for {num} copies of the model"
     if plan.sums.sparse:

@@ -216,7 +216,9 @@ class Placement(PlanValue):
         stash: The memory that holds what waits between forward and backward.
         zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
             and updates everything; 1, each copy has a share of the state, updates that part of the
-            parameters, and gathers the rest.
+            parameters, and gathers the rest; 2, sums of gradients are shared out as soon as a
+            segment of `chain` has all of its own; 3, parameters are shared out too, and gathered
+            for each segment.
         shares: With `zero`, the granules that each copy owns of every parameter and its state;
             empty: one each.
         whole: With `zero`, the parameters that the optimizer treats as a whole, each of which one
@@ -228,7 +230,7 @@ class Placement(PlanValue):
 
     optimizer: Literal["device"] = "device"
     stash: Literal["device"] = "device"
-    zero: Literal[0, 1] = 0
+    zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()
     sums: Literal["kept", "released"] = "kept"

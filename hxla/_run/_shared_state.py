@@ -32,12 +32,12 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
         PlanError: If the settings ask for shares that these copies cannot have.
     """
     memory = job.settings.memory
-    shares_it = memory.zero == 1
+    shares_it = bool(memory.zero)  # segments of the microbatch, which stages 2 and 3 need, follow
     if memory.zero is None:
         shares_it = _could_share(plan) and not _fits_whole(job, plan, cluster)
     if not shares_it:
         if memory.shares not in ("auto", "even"):
-            raise PlanError("memory.shares needs memory.zero = 1: set it, or leave the shares out")
+            raise PlanError("memory.shares needs memory.zero of 1 to 3: set it, or leave them out")
         return plan
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
@@ -59,7 +59,7 @@ def with_shared_state(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
         optimizer_bytes * largest,
         [cluster.devices[d.rank] for d in plan.devices],
     ).model_copy(update={"zero": 1, "shares": shares, "whole": whole})
-    said = _words(own, whole, names, shares)
+    said = _words(own, whole, names, shares, memory.zero or 1)
     if job.settings.optimizer.num_apply_groups > 1:
         said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
     return plan.replaced(placement=placement, reasons=(*plan.reasons, *said))
@@ -91,7 +91,10 @@ def _shares(job: TracedJob, plan: Plan, cluster: Cluster, memory: MemoryConfig) 
     devices = [cluster.devices[r.devices[0]] for r in plan.replicas]
     speeds = [described_speed(device) for device in devices]
     total = _GRANULES_OF_A_COPY * num
-    fixed = plan.parameter_bytes * (2 + plan.sums.num_parts)
+    stage, each = memory.zero or 1, plan.parameter_bytes
+    # Parameters, gradients and sums, as far as they are whole; the totals of sums are of one word.
+    fixed = {1: each * (2 + plan.sums.num_parts), 2: each, 3: 0}[stage]
+    state = job.optimizer_bytes(plan.microbatch_size) + {1: 0, 2: each, 3: 2 * each}[stage]
     own = [
         SplitDevice(
             name=f"device {replica.devices[0]} ({device.label})",
@@ -101,15 +104,15 @@ def _shares(job: TracedJob, plan: Plan, cluster: Cluster, memory: MemoryConfig) 
         )
         for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
     ]
-    state = job.optimizer_bytes(plan.microbatch_size)
     return best_sizes(total, own, own_bytes=state / total)
 
 
 def _words(
-    own: Ownership, whole: Sequence[str], names: Sequence[str], shares: Sequence[int]
+    own: Ownership, whole: Sequence[str], names: Sequence[str], shares: Sequence[int], stage: int
 ) -> list[str]:
     ratio = ":".join(map(str, shares)) if shares else "even shares"
-    said = [f"ZeRO stage 1: each copy has its share of the optimizer's state, {ratio}"]
+    what = ("", ", the sums of gradients", ", the sums of gradients and the parameters")[stage - 1]
+    said = [f"ZeRO stage {stage}: each copy has its share of the optimizer's state{what}, {ratio}"]
     domains = own.update.domain_of[: own.num_params]
     if len(names) > 1 and len(set(domains)) == 1 and whole:
         said.append(

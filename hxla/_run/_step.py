@@ -14,6 +14,7 @@ from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._lower import _exact
 from .._lower._contribution import DeviceSums, peaks_to_maxima
+from .._lower._layered import Spans
 from .._lower._lower import Programs
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
@@ -68,6 +69,7 @@ class Stepper:
         self._next_exponents = store.exponents
         self._settles = False  # whether a step is to take scales from itself
         self._totals: tuple[Any, Any] = ((), ())
+        self._group_totals: list[list[jax.Array]] = []
         # Watched from threads: the main one goes on handing out microbatches meanwhile.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
@@ -94,15 +96,20 @@ class Stepper:
         runners = self._programs.runners
         unit = runners[0].unit
         seeks = self._contribution.is_exact and not has_scales
+        each = range(len(runners))
+        once = 0, [range(unit) for _ in each], [[batch] * unit for _ in each]
         for _ in range(1 + seeks):  # again with scales that fit
-            for i in range(len(runners)):
-                self._run(i, 0, range(unit), [batch] * unit)
+            self._run_all(*once)
             if seeks:
                 self._adopt_scales()
         # How many microbatches a pipeline warms up with depends on its schedule.
         self._settles = seeks and isinstance(runners[0], Pipeline)
         self._reduce([np.zeros(NUM_TOLD, np.float32)] * len(runners), self._held())
         self._totals = (), ()
+        if self._programs.layered is not None:
+            # Every process takes part in each of its collectives.
+            found = [[watch.result() for watch in self._run_all(*once)] for _ in range(repeats)]
+            return [float(np.median([run[i] for run in found] or [0.0])) for i in each]
         # A pipeline's time for one microbatch says little: most of it is bubble.
         num = 1
         if isinstance(runners[0], Pipeline):
@@ -194,9 +201,7 @@ class Stepper:
         redone: int,
         on_reduce: Callable[[], object],
     ) -> tuple[Outcome, np.ndarray]:
-        start = time.perf_counter()
-        ticks = [self._run(i, step, ids[i], batches[i]) for i in range(len(ids))]
-        watches = [self._pool.submit(self._watch, i, tick, start) for i, tick in enumerate(ticks)]
+        watches = self._run_all(step, ids, batches)
         held = self._held()  # while the devices are busy
         busy = [watch.result() for watch in watches]
         told = [
@@ -223,6 +228,31 @@ class Stepper:
         )
         return outcome, maxima
 
+    def _run_all(
+        self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]]
+    ) -> list[concurrent.futures.Future[float]]:
+        """All microbatches of the local replicas; when they are done, the seconds of each."""
+        start, layered = time.perf_counter(), self._programs.layered
+        spans: list[Spans[Any]] = [Spans() for _ in ids]
+        watches = [self._pool.submit(self._watch, i, own, start) for i, own in enumerate(spans)]
+        try:
+            if layered is None:
+                for i, told in enumerate(spans):
+                    tick = self._run(i, step, ids[i], batches[i])
+                    if tick is not None:
+                        told.put((None, tick))
+            else:
+                if self._programs.gather is not None and self._reducer.ring:
+                    self._programs.gather.wait()
+                scales = [self._exponents(i) for i in range(len(ids))]
+                held = self._store.held
+                sums, self._group_totals = layered.run(held, scales, step, ids, batches, spans)
+                self._sums = list(sums)
+        finally:
+            for told in spans:  # a watch ends, whatever happened
+                told.put(None)
+        return watches
+
     def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
         """All microbatches of a local replica; an array to wait on, None if there are none."""
         if not ids:
@@ -240,22 +270,31 @@ class Stepper:
     def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
         if self._programs.gather is not None and self._reducer.ring:
             self._programs.gather.wait()
-        reduced = self._reducer.reduce(told, held)
+        if self._programs.layered is not None:
+            self._programs.layered.wait()
+        reduced = self._reducer.reduce(told, held, self._group_totals)
+        self._group_totals = []
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
         self._totals = reduced.totals, reduced.ints
         return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
 
-    def _watch(self, i: int, tick: jax.Array | None, start: float) -> float:
+    def _watch(self, i: int, spans: "Spans[Any]", start: float) -> float:
         """Wait for a replica; returns the seconds it spent on its microbatches."""
         if self._updates:
             begun, done = self._updates[i].result()
             self._update_seconds[i] = done - begun
             start = max(start, done)
-        if tick is None:
-            return 0.0
-        jax.block_until_ready(tick)
-        return time.perf_counter() - start
+        busy = 0.0
+        while (span := spans.get()) is not None:
+            begins, tick = span
+            if begins is not None:
+                jax.block_until_ready(begins)
+                start = time.perf_counter()
+            jax.block_until_ready(tick)
+            now = time.perf_counter()
+            busy, start = busy + now - start, now
+        return busy
 
     def update(self, outcome: Outcome) -> None:
         """Apply the sums of the last `accumulate`; returns before the devices are done."""
@@ -320,11 +359,16 @@ class Stepper:
             Loss and metrics, the same on every process and for every spread.
         """
         evaluation, reducer = self._programs.evaluation, self._reducer
-        found = []
+        found, layered = [], self._programs.layered
+        params = [held.params for held in self._store.held]
+        if layered is not None:
+            self.wait()
+            params = layered.whole(self._store.held)
+            layered.wait()
         for i, replica in enumerate(reducer.local):
-            held = self._store.held[i]
+            aux = self._store.held[i].aux
             for index in ids[i]:
-                sums = evaluation.run(i, held.params, held.aux, index, fetch(index))
+                sums = evaluation.run(i, params[i], aux, index, fetch(index))
                 if replica.is_led_here:
                     found.append((index, sums))
         width = num_columns(evaluation.metrics_of(fetch))

@@ -22,7 +22,8 @@ from .._graph._factors import Patterns
 from .._graph._graph import Graph
 from .._graph._trace import trace_functional
 from .._jax import _coordination
-from .._lower._lower import Programs, Training, lower
+from .._lower._inputs import Training
+from .._lower._lower import Programs, lower
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, tree_bytes

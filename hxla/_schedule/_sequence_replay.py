@@ -1,6 +1,7 @@
 """What a sequence of segment programs takes: seconds and bytes, operation by operation."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -138,6 +139,35 @@ def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> 
     )
 
 
+def runs_by_segment(
+    sequence: SegmentSequence,
+) -> list[tuple[int, tuple[SegmentOperation, ...]]]:
+    """The operations in their order, those of one segment that follow each other together."""
+    runs = itertools.groupby(sequence.operations, key=lambda op: op.segment)
+    return [(segment, tuple(own)) for segment, own in runs]
+
+
+def layered_peak_bytes(
+    sequence: SegmentSequence, costs: Sequence[SegmentCost], num: int, own_bytes: Sequence[int]
+) -> int:
+    """The most bytes where a device runs each of `runs_by_segment` for all its microbatches.
+
+    Args:
+        sequence: What runs for a microbatch.
+        costs: What each segment of the chain takes.
+        num: Microbatches, at least one.
+        own_bytes: What lies on the device while a segment runs, whichever the microbatch.
+    """
+    memory, peak = _Memory(costs), 0
+    for segment, operations in runs_by_segment(sequence):
+        before = memory.device_bytes
+        during = max(memory.run(op)[0] for op in operations)
+        # Of the first microbatch all others wait, of the last all others are done.
+        others = (num - 1) * max(before, memory.device_bytes)
+        peak = max(peak, own_bytes[segment] + during + others)
+    return peak
+
+
 def check_costs(costs: Sequence[SegmentCost]) -> None:
     """Refuse costs that cannot be.
 
@@ -220,7 +250,7 @@ class _Memory:
         """Bytes on the device during an operation, and its seconds."""
         i, cost = op.segment, self._costs[op.segment]
         choice = _choice(cost, op.residuals)
-        before = self._device_bytes()
+        before = self.device_bytes
         if op.kind == OFFLOAD:
             took = 0.0 if i in self._host else cost.offload_seconds or 0.0
             self._host.add(i)
@@ -228,7 +258,7 @@ class _Memory:
             return before, took
         if op.kind == FETCH:
             self._inputs.add(i)
-            return self._device_bytes(), cost.fetch_seconds
+            return self.device_bytes, cost.fetch_seconds
         if op.kind == BACKWARD:
             assert choice is not None
             for held in (self._inputs, self._host):
@@ -251,7 +281,9 @@ class _Memory:
         during += choice.num_bytes + choice.forward_temporary_bytes
         return during, choice.forward_seconds
 
-    def _device_bytes(self) -> int:
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
         above = self._costs[self.top + 1 :]
         gradients = above[0].input_gradient_bytes if above else 0
         gradients += sum(c.parameter_gradient_bytes for c in above)

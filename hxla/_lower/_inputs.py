@@ -1,0 +1,80 @@
+"""What lowering reads besides the graph: the user's words, and what a plan says of copies."""
+
+import dataclasses
+
+import jax
+
+from .._core._errors import PlanError
+from .._graph._graph import Graph
+from .._model._functional import Functional, leaf_names
+from .._model._optimizer import Optimizer
+from .._plan._linked_dims import LinkedDims, planned_parts
+from .._plan._ownership import Ownership, ownership
+from .._plan._plan import Plan
+from .._plan._sharding import Sharded
+from .._planner._axes import shard_graph
+from .._planner._complete import inner_axes
+from ._uneven import Uneven
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and what a step means: the user's words, which no plan changes.
+
+    Attributes:
+        model: As pure functions.
+        optimizer: The user's own.
+        seed: Root of all random keys.
+        mean: Whether the update sees the gradient of the batch's mean loss, or of its sum.
+        clip_norm: Global norm to which gradients are clipped; None: not at all.
+        clip_before: Whether each microbatch's own gradient is clipped, or the batch's.
+        num_groups: Parts in which parameters are updated one after another.
+    """
+
+    model: Functional
+    optimizer: Optimizer
+    seed: int
+    mean: bool = True
+    clip_norm: float | None = None
+    clip_before: bool = False
+    num_groups: int = 1
+
+
+def ownership_of(training: Training, plan: Plan) -> Ownership | None:
+    """Which copy updates what, if not each everything."""
+    if not plan.placement.zero:
+        return None
+    params = jax.eval_shape(lambda tree: tree, training.model.trained)
+    clip_norm = None if training.clip_before else training.clip_norm
+    own = ownership(training.optimizer, params, plan.granules, clip_norm)
+    own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
+    names = leaf_names(training.model.trained)
+    whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
+    if whole != plan.placement.whole:
+        raise PlanError(
+            f"placement.whole: the optimizer treats {', '.join(whole) or 'no parameter'} as a "
+            f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
+        )
+    return own
+
+
+def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
+    """What the axes inside a replica, or inside its stages, cut."""
+    axes = inner_axes(plan)
+    if not axes:
+        return None
+    dims = [
+        {name: dim for name, _ in axes if (dim := layout.dim_of(name)) is not None}
+        for layout in plan.parameters
+    ]
+    roles = {axis.name: axis.roles for axis in plan.axes}
+    return shard_graph(graph, axes, roles, dims, unlike=plan.is_uneven)
+
+
+def uneven_of(sharded: Sharded | None, plan: Plan) -> Uneven | None:
+    """The same, where the parts of devices may be unlike."""
+    if sharded is None or not plan.is_uneven:
+        return None
+    [axis] = plan.axes
+    linked = LinkedDims(sharded.graph, sharded.axes[axis.name])
+    return Uneven(sharded, planned_parts(linked, plan.parameters, axis.shares))
