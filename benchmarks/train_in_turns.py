@@ -76,5 +76,8 @@ if jax.process_index() == 0:
         "reasons": result.plan.reasons,
         "predicted_seconds": prediction.step_seconds if prediction else 0.0,
         "bound_seconds": prediction.bound_seconds if prediction else 0.0,
+        "memory_bytes": max((d.memory_bytes for d in prediction.devices), default=0)
+        if prediction
+        else 0,
     }
     print("RESULT " + json.dumps(told))
