@@ -25,7 +25,8 @@ if mesh["data"] == 1:
     optimizers["adafactor"] = optax.adafactor(1e-2, min_dim_size_to_factor=4)
 for name, optimizer in optimizers.items():
     result = hxla.train(
-        models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optimizer, batch_size=8,
+        models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optimizer,
+        batch_size=8,
         microbatch_size=4, seed=1, rules="decoder", mesh=mesh, steps=3, eval_data=models.tokens(8),
         counts="even",
     )
@@ -36,7 +37,8 @@ for name, optimizer in optimizers.items():
         print("RESULT", name, json.dumps(told))
 
 job = hxla.Job(
-    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1),
+    batch_size=8
 )
 plan = job.plan(microbatch_size=4, mesh=mesh, rules="decoder", counts="even")
 with job.open(plan, steps=9) as session:
@@ -140,7 +142,8 @@ from flax import nnx
 import hxla
 hxla.join()
 job = hxla.Job(
-    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1), batch_size=8
+    models.NnxNet(nnx.Rngs(0), heads=8), models.tokens(), models.token_loss, optax.sgd(0.1),
+    batch_size=8
 )
 said = lambda plan: [line for line in plan.explain().splitlines() if "steps of a trial" in line]
 for counts in ("even", "measured"):

@@ -12,6 +12,7 @@ References:
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
