@@ -3,9 +3,9 @@
     python benchmarks/uneven_split.py [--meshes cpu-1.0-0.5 cpu-1.0-0.33 cpu-1.0-1.0 pairs]
 
 For each mesh the GPT of examples/gpt.py (a layer of 16 heads, 1024 wide) trains split over both
-devices: with the sizes that are planned from the shares of a core; with those that its own report
-advises after some steps, by what the devices were measured to work; and with even ones. On equal
-devices it trains in the even form and in that of unlike parts. All jobs take turns of a step.
+devices: with the sizes that are planned by default, by what the devices were measured to work in a
+trial; with those that are estimated from the shares of a core; and with even ones. On equal devices
+it trains in the even form and in that of unlike parts. All jobs take turns of a step.
 `pairs` is data parallelism over two pairs of 0.66 and 0.33 of a core, on four processes.
 
 The bound is made of what was measured beside it: a step of the same model with all of its heads and
@@ -28,7 +28,6 @@ import turns
 import hxla
 
 SETTLING = 2
-ADVISED_AFTER = 12  # steps
 WORKER = jobs.ROOT / "benchmarks" / "uneven_split_worker.py"
 UNITS, HALF = 16, 8
 MICROBATCHES = 4
@@ -58,16 +57,6 @@ def mesh_of(shares: Sequence[float], path: pathlib.Path) -> str:
     return str(path)
 
 
-def as_planned(
-    script: Sequence[str | pathlib.Path], mesh: str, folder: pathlib.Path
-) -> dict[str, Any]:
-    """What a run with the sizes that are planned tells: what devices worked, and a better ratio."""
-    asked = {"planned": {"script": [*script, "--turns", ADVISED_AFTER], "mesh": mesh}}
-    with jobs.started(asked, folder) as running:
-        jobs.in_turns(running, ADVISED_AFTER)
-        return running["planned"].finish()
-
-
 def measured(mesh: str, rounds: int) -> dict:
     """One mesh."""
     with tempfile.TemporaryDirectory() as name:
@@ -86,18 +75,16 @@ def measured(mesh: str, rounds: int) -> dict:
         split = [WORKER, "--copies", copies]
         part = ["--batch-size", 32 // copies]
         turns_asked = ["--turns", SETTLING + rounds]
-        alone: dict[str, Any] = {"worked": [], "better_shares": []}
-        asked = {"even": {"script": [*split, "--shares", "1,1", *turns_asked], "mesh": mesh}}
+        asked: dict[str, dict[str, Any]] = {
+            "even": {"script": [*split, "--shares", "1,1", *turns_asked], "mesh": mesh}
+        }
         if are_alike:
             manual = ["--shares", "1,1", "--manual", *turns_asked]
             asked["unlike"] = {"script": [*split, *manual], "mesh": mesh}
         else:
-            (folder / "advice").mkdir()
-            alone = as_planned(split, mesh, folder / "advice")
-            better = ",".join(map(str, alone["better_shares"]))
-            own = ["--shares", better] if better else []
-            asked["unlike"] = {"script": [*split, *own, *turns_asked], "mesh": mesh}
-            asked["unlike, as planned"] = {"script": [*split, *turns_asked], "mesh": mesh}
+            asked["unlike"] = {"script": [*split, *turns_asked], "mesh": mesh}
+            estimated = [*split, "--estimated", *turns_asked]
+            asked["unlike, estimated"] = {"script": estimated, "mesh": mesh}
         num = ALL_REDUCES * MICROBATCHES // copies
         asked["collectives"] = {
             "script": [WORKER, "--collectives", num, *turns_asked],
@@ -122,9 +109,8 @@ def measured(mesh: str, rounds: int) -> dict:
         "unlike over even": turns.over(seconds["even"], seconds["unlike"]),
         "bound": round(limit, 4),
         "bound over": {n: round(limit / middle[n], 4) for n in splits},
-        "worked of a step, as planned": alone["worked"],
-        "advised": alone["better_shares"],
-        "sizes": {n: told[n]["sizes"] for n in splits if told[n]["sizes"]},
+        "advised": {n: told[n]["better_shares"] for n in splits if told[n]["better_shares"]},
+        "shares": {n: told[n]["shares"] for n in splits},
         "bytes of parameters on a device": {n: told[n]["device_parameter_bytes"] for n in splits},
         "losses": {n: told[n]["losses"][-1] for n in splits},
         "seconds": {n: [round(s, 4) for s in own] for n, own in seconds.items()},

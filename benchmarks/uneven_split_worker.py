@@ -25,6 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", help="of the turns")
 parser.add_argument("--turns", type=int, required=True, help="steps after the first one")
 parser.add_argument("--shares", help="of the devices of a copy, 1,1; none: by their speeds")
+parser.add_argument("--estimated", action="store_true", help="speeds are those of the mesh file")
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--copies", type=int, default=1)
 parser.add_argument("--manual", action="store_true", help="equal parts in the form of unlike ones")
@@ -100,7 +101,8 @@ def steps() -> None:
     else:
         shares = tuple(map(int, args.shares.split(","))) if args.shares else 2
         mesh = {"data": args.copies, "tensor": shares}
-        plan = job.plan(microbatch_size=MICROBATCH, mesh=mesh, rules="decoder")
+        counts = "even" if args.estimated else "measured"
+        plan = job.plan(microbatch_size=MICROBATCH, mesh=mesh, rules="decoder", counts=counts)
     if args.manual:
         [axis] = plan.axes
         plan = plan.replaced(axes=(axis.model_copy(update={"shares": (1,) * axis.size}),))
@@ -111,9 +113,8 @@ def steps() -> None:
     work = history.split
     tell(
         losses=[round(step.loss, 4) for step in history.steps],
-        worked=[round(s / work.step_seconds, 3) for s in work.work_seconds] if work else [],
         better_shares=work.better_shares if work else (),
-        sizes={p.name: p.sizes for p in plan.parameters if p.sizes and "0" in p.name},
+        shares=plan.axes[0].shares if plan.axes else (),
         device_parameter_bytes=plan.device_parameter_bytes,
         sent_bytes=plan.prediction.sent_bytes if plan.prediction is not None else 0,
     )

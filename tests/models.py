@@ -28,10 +28,10 @@ def mesh(**axes):
 class NnxNet(nnx.Module):
     """Attention, dropout and BatchNorm: what makes bits depend on the spread elsewhere."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs, heads: int = 2):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, WIDTH, decode=False, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.out = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 

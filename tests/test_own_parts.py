@@ -1,5 +1,7 @@
 """What a device of an uneven split does and holds: its own part of the sums, sizes, memory."""
 
+import collections
+import math
 import pathlib
 
 import numpy as np
@@ -82,14 +84,35 @@ def test_a_workstation_with_unlike_cards_gets_unlike_parts_said_with_their_paddi
     assert "(NVIDIA GeForce RTX 4090) works all the time" in words
 
 
-def test_memory_is_that_of_the_compiled_programs(job):
-    config = {"cluster": {"visible_devices": [0, 1]}}
-    own = job(config=config)
-    plan = own.plan(microbatch_size=4, mesh={"data": 1, "tensor": (3, 1)}, rules="decoder")
+def padded_bytes(plan, num):
+    """Of the parameters of one device: what is cut counts by its largest part."""
+    total = 0
+    for p in plan.parameters:
+        dims = list(p.shape)
+        dim = p.dim_of("tensor")
+        if dim is not None:
+            parts = p.sizes[dim] if p.sizes else ()
+            dims[dim] = max(parts, default=dims[dim] // num)
+        total += 4 * math.prod(dims)
+    return total
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1), (1, 2, 1)])
+def test_memory_is_that_of_the_compiled_programs(job, shares):
+    own = job(config={"cluster": {"visible_devices": list(range(len(shares)))}})
+    plan = own.plan(microbatch_size=4, mesh={"data": 1, "tensor": shares}, rules="decoder")
     with own.open(plan, steps=1) as session:
         next(iter(session))
         programs = session._programs
         stats = programs.runners[0]._compiled.memory_analysis()
+        held = session._store.held[0]
+        live = collections.Counter()
+        for x in held.params:
+            for shard in x.addressable_shards:
+                live[shard.device] += shard.data.nbytes
+    expected = padded_bytes(plan, len(shares))
+    assert set(live.values()) == {expected}
+    assert len(live) == len(shares)
+    assert plan.device_parameter_bytes == programs._bytes_of_params() == expected
     # Parameters, two limbs of sums of each, and a batch of bytes.
-    assert stats.argument_size_in_bytes == pytest.approx(3 * plan.device_parameter_bytes, rel=0.03)
-    assert programs._bytes_of_params() == plan.device_parameter_bytes
+    assert stats.argument_size_in_bytes == pytest.approx(3 * expected, rel=0.03)

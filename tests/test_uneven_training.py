@@ -52,7 +52,7 @@ def test_any_sizes_train_as_one_device_does(name, seed):
 def train(mesh, **given):
     num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
     return hxla.train(
-        models.NnxNet(nnx.Rngs(0)),
+        models.NnxNet(nnx.Rngs(0), heads=8),
         models.tokens(),
         models.token_loss,
         given.pop("optimizer", None) or optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5)),
@@ -95,6 +95,8 @@ def test_bits_do_not_depend_on_copies_or_counts():
     assert one.plan.numerics == two.plan.numerics != other.plan.numerics
     assert one.sha256 == two.sha256
     assert_alike(one, other)
+    heads = [p.sizes for p in one.plan.parameters if p.name == "attention/out/kernel"]
+    assert heads == [((5, 3), (), ())]
 
 
 def test_an_optimizer_that_looks_at_whole_arrays_sees_no_padding():

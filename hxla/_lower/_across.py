@@ -104,6 +104,15 @@ class Cut:
             return jnp.int32(of_each[self.place])
         return jnp.asarray(of_each, jnp.int32)[jax.lax.axis_index(self.axis)]
 
+    def narrowed(self, x: jax.Array) -> jax.Array:
+        """The part of the one device that the program is for, without padding."""
+        assert self.place is not None
+        return narrow(x, self.dim, self.sizes[self.place])  # type: ignore[no-any-return]
+
+    def widened(self, x: jax.Array) -> jax.Array:
+        """A device's part with zeros that pad it."""
+        return widen(x, self.dim, self.padded)  # type: ignore[no-any-return]
+
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each part begins."""

@@ -8,13 +8,14 @@ shapes, and one program. A tensor that must stay whole belongs to one copy.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core._types import DATA_AXIS
 from .._plan._ownership import Shares
 
 
@@ -238,3 +239,25 @@ def _passed(x: jax.Array, lengths: Sequence[int], axis: str, shift: int, sent: A
         part = x[start:end].astype(sent)
         parts.append(jax.lax.ppermute(part, axis, pairs).astype(x.dtype))
     return jnp.concatenate(parts)
+
+
+def sum_of_rows(
+    parts: Sequence[jax.Array], num_rows: int, sent: Callable[[jax.Array], Any]
+) -> list[jax.Array]:
+    """Sums over replicas of arrays of which few rows are not zero, inside a `shard_map`.
+
+    Args:
+        parts: Of one tensor.
+        num_rows: Most rows that a replica has.
+        sent: Dtype in which an array travels.
+    """
+    used = [jnp.any(x != 0, axis=tuple(range(1, x.ndim))) for x in parts]
+    [own_R] = jnp.nonzero(functools.reduce(jnp.logical_or, used), size=num_rows, fill_value=-1)
+    all_R = jax.lax.all_gather(own_R, DATA_AXIS, tiled=True)
+    all_R = jnp.where(all_R < 0, parts[0].shape[0], all_R)  # beyond the end: dropped
+    out = []
+    for x in parts:
+        own = x[own_R].astype(sent(x))  # the last row where there are too few
+        rows = jax.lax.all_gather(own, DATA_AXIS, tiled=True).astype(x.dtype)
+        out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
+    return out

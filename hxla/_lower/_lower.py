@@ -24,6 +24,7 @@ from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
 from .._planner._complete import check_layers_whole, inner_axes
 from .._schedule._segment_sequence import sequence_from_texts
+from ._across import Cut
 from ._contribution import Contribution, packs_of, tensors_of
 from ._evaluation import Evaluation
 from ._inputs import Training, ownership_of, sharded_of, uneven_of
@@ -146,6 +147,7 @@ class Programs:
             or plan.pipeline is not None
             or groups is not None,
             shares=None if self.own is None else self.own.shares,
+            cuts=self._cuts_of_sums(uneven, replicas),
             groups=None if groups is None else group_packs(groups),
         )
         keeps = self.own is None or self.own.cuts_params
@@ -177,6 +179,16 @@ class Programs:
             sums=plan.sums,
             padding=padding,
         )
+
+    def _cuts_of_sums(
+        self, uneven: Uneven | None, replicas: Sequence[Replica]
+    ) -> list[Cut | None] | None:
+        """How the sums are cut into unlike parts, where the devices here have one place alike."""
+        local = [replica for replica in replicas if replica.is_local]
+        places = {replica.only_place for replica in local}
+        if uneven is None or None in places or len(places) > 1:
+            return None
+        return uneven.on(local[0]).cuts_of_sums(self.trained)
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
@@ -267,7 +279,8 @@ class Programs:
             if self.is_of_unlike_devices:
                 text = str(self.graph.program)
             texts = named_texts(checked, num, text, self._updates.text)
-            check({"program of the sums": text_of([*sums, *gathers])} | dict(texts))
+            of_sums = self.reducer.text or text_of([*sums, *gathers])
+            check({"program of the sums": of_sums} | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
             named += zip((*self.runners[i].names, *self._updates.names), own, strict=True)
@@ -285,7 +298,7 @@ class Programs:
             runner.adopt(own[: len(runner.names)])
             self._updates.adopt(own[len(runner.names) :])
         if check is not None and self.runners[0].text:
-            check(orders_of(programs[0]))
+            check(orders_of(programs[0], self.reducer.programs))
         trim_heap()
 
     def memory_bytes(self, held_bytes: int) -> int:

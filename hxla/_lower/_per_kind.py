@@ -12,7 +12,9 @@ from typing import Any
 from .._jax._portable import portable
 from ._replica import Replica
 
-_COLLECTIVE = re.compile(r" = (\S.*? (?:all-|reduce-scatter|collective-)[a-z-]*)\(")
+_KIND = r"(?:all-|reduce-scatter|collective-)[a-z-]*"
+_COLLECTIVE = re.compile(rf" = (\S.*? {_KIND})\(")
+_COLLECTIVE_OF_ANY_SIZE = re.compile(rf" ({_KIND})\(")
 #: From the number of a copy of the model to what else its programs depend on.
 Key = Callable[[int], Any]
 
@@ -136,13 +138,18 @@ def named_texts(
         yield f"microbatch program{of}", microbatch or text_of(programs[:num])
 
 
-def orders_of(programs: Sequence[Any]) -> dict[str, str]:
+def orders_of(programs: Sequence[Any], sums: Sequence[Any] = ()) -> dict[str, str]:
     """The order in which XLA runs the collectives of compiled programs, which processes compare.
 
     Where each process compiles its own, it is not the same by itself, and Gloo and NCCL go by the
     order of their calls.
+
+    Args:
+        programs: Of a copy, whose devices send arrays of one size.
+        sums: Over copies: between unlike devices arrays are of unlike sizes.
     """
     found = ["\n".join(_COLLECTIVE.findall(program.as_text())) for program in programs]
+    found += ["\n".join(_COLLECTIVE_OF_ANY_SIZE.findall(p.as_text())) for p in sums]
     return {"the order in which XLA runs collectives": "\n".join(found)}
 
 

@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 from .._core._types import DATA_AXIS
 from .._plan._ownership import Shares
 from .._plan._stage_storage import piece_shape
-from ._chunks import Chunks, reduce_scatter
+from ._across import Cut
+from ._chunks import Chunks, reduce_scatter, sum_of_rows
 from ._contribution import (
     Contribution,
     DeviceSums,
@@ -87,6 +88,7 @@ class Reducer:
             has.
         release: Whether what was added up is let go as soon as it is summed.
         shares: Which part of each parameter's sum a copy gets; None: all get the whole.
+        cuts: How tensors are cut, where this process is to send its own parts without padding.
         groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
             groups, `reduce` sums everything.
     """
@@ -103,6 +105,7 @@ class Reducer:
         rows: Mapping[int, int] | None = None,
         release: bool = False,
         shares: Shares | None = None,
+        cuts: Sequence[Cut | None] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
     ):
         self._contribution = contribution
@@ -139,7 +142,9 @@ class Reducer:
         self._params, self._tensor_sizes = len(tensors.params), [x.size for x in tensors.floats]
         #: For each bucket how the sums of its parameters are shared out; none if they are not.
         self.chunks = [] if shares is None else [self._chunks(own, shares) for own in self.buckets]
-        self._programs: list[Any] = []
+        self._cuts = cuts or [None] * len(packs)
+        #: Compiled, one for each bucket.
+        self.programs: list[Any] = []
 
     def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
         own = tuple(i for i in bucket if i < self._params)
@@ -164,11 +169,23 @@ class Reducer:
             if num == 1 and self._inner:
                 return [self._contribution.combine(*parts) for parts in values]
             if num > 1 and rows is not None:
-                return [self._contribution.combine(*self._sum_rows(values[0], rows)).reshape(-1)]
+                summed = sum_of_rows(values[0], rows, self._travels_as)
+                return [self._contribution.combine(*summed).reshape(-1)]
             if self.chunks:
                 return self._sum_chunks(k, values)
             flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
             return _cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
+
+        def padded_totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+            cuts = [self._cuts[i] for i in bucket]
+            if not any(cuts):
+                return totals(values)
+            parts = [
+                own if cut is None else tuple(map(cut.narrowed, own))
+                for own, cut in zip(values, cuts, strict=True)
+            ]
+            found = zip(totals(parts), cuts, strict=True)
+            return [x if cut is None else cut.widened(x) for x, cut in found]
 
         def hxla_sum(
             own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
@@ -183,7 +200,7 @@ class Reducer:
                 summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
             else:
                 gathered, summed = [], []
-            return gathered, summed, [_as_bits(x) for x in totals(values)]
+            return gathered, summed, [_as_bits(x) for x in padded_totals(values)]
 
         # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
         # would be compiled in another form.
@@ -280,16 +297,21 @@ class Reducer:
                 lowered.append(self._build(k).lower(own, ints, values))
         return lowered
 
+    @property
+    def text(self) -> str:
+        """What stands for the programs where processes have unlike ones; else nothing."""
+        return "of parts without padding" if any(self._cuts) else ""
+
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
         found = dict(zip(sorted(set(self._same)), compiled, strict=True))
-        self._programs = [found[k] for k in self._same]
+        self.programs = [found[k] for k in self._same]
 
     def memory_bytes(self) -> int:
         """Bytes that one device needs beside the sums and the totals while it sums."""
         if not self.arrays.is_in_place:
             return 0
-        stats = [program.memory_analysis() for program in self._programs]
+        stats = [program.memory_analysis() for program in self.programs]
         return max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
 
     def _shape(self, shape: Sequence[int], spec: P, dtype: Any = jnp.int32) -> Any:
@@ -321,19 +343,6 @@ class Reducer:
         """Integers are never rounded."""
         return x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype
 
-    def _sum_rows(self, parts: Sequence[jax.Array], num_rows: int) -> list[jax.Array]:
-        """Sums over replicas of arrays of which few rows are not zero."""
-        used = [jnp.any(x != 0, axis=tuple(range(1, x.ndim))) for x in parts]
-        [own_R] = jnp.nonzero(functools.reduce(jnp.logical_or, used), size=num_rows, fill_value=-1)
-        all_R = jax.lax.all_gather(own_R, DATA_AXIS, tiled=True)
-        all_R = jnp.where(all_R < 0, parts[0].shape[0], all_R)  # beyond the end: dropped
-        out = []
-        for x in parts:
-            sent = x[own_R].astype(self._travels_as(x))  # the last row where there are too few
-            rows = jax.lax.all_gather(sent, DATA_AXIS, tiled=True).astype(x.dtype)
-            out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
-        return out
-
     def hold(self, sums: Sequence[DeviceSums]) -> Any:
         """What the local replicas added up, as `reduce` takes it; waits for nothing.
 
@@ -359,7 +368,7 @@ class Reducer:
             values: For each local replica the parts of the group's packs, which are given up.
         """
         stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
-        return self._totals_of(k + 1, self._programs[k + 1]([], [], stacked)[2])
+        return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked)[2])
 
     def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """What a bucket's program returns, on each local replica."""
@@ -387,7 +396,7 @@ class Reducer:
         every: list[list[Any]] = [[] for _ in self.local]
         given = values[0]()
         for i, k in enumerate(self._at_once):
-            program, is_last = self._programs[k], i + 1 == len(self._at_once)
+            program, is_last = self.programs[k], i + 1 == len(self._at_once)
             values[k] = None
             gathered, summed, found = program(*(small if k == 0 else ([], [])), given)
             given = values[k + 1]() if k + 1 < len(values) else None

@@ -78,7 +78,9 @@ def inner_split(
             raise PlanError(
                 f"shares {_ratio(structure.shares)}: {why_not}. Leave the shares out, or the rest"
             )
-        return _unlike(graph, structure, structure.shares, "as stated", stated=True)
+        return _unlike(
+            graph, structure, structure.shares, f"as {structure.shares_are}", stated=True
+        )
     is_free = not why_not and not structure.shares
     places = places_of(graph, structure.replicas, cluster, profile) if is_free else ()
     said: tuple[str, ...] = ()

@@ -36,7 +36,8 @@ class Structure:
         roles: For each of them but `stage`, the part of each TaskGraph.
         rules: Decide which parameters the axes cut; None: what needs least communication.
         pipeline: How the stages are cut, where there are any.
-        shares: The ratio in which the devices of a copy share what is cut, where it is stated.
+        shares: The ratio in which the devices of a copy share what is cut, where it is known.
+        shares_are: `stated`, or `measured` in a trial.
         reasons: What to say about it in the plan.
     """
 
@@ -46,6 +47,7 @@ class Structure:
     rules: RuleSet | None = None
     pipeline: PipelineRequest | None = None
     shares: tuple[int, ...] = ()
+    shares_are: str = "stated"
     reasons: tuple[str, ...] = ()
 
     @property

@@ -35,6 +35,7 @@ from ._planned_chain import with_memory
 from ._session import Session
 from ._session_values import SessionOptions
 from ._short_profile import segment_profile
+from ._split_trial import tried_sizes
 from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
@@ -183,7 +184,7 @@ def plan_for(
     if size is not None:
         check_enough(job.batch_size, size, num)
 
-    def make(size: int, reasons: Sequence[str]) -> Plan:
+    def make(size: int, reasons: Sequence[str], structure: Structure = structure) -> Plan:
         own = job.graph(size)
         sums, said = _with_sparse(job, own, structure, job.sums(wishes.reduction), size)
         plan = complete(
@@ -202,9 +203,20 @@ def plan_for(
         plan = with_memory(job, with_sums_over(job, plan), cluster)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
+    def tried(plan: Plan) -> Plan:
+        """With the sizes of a split that devices which are here were measured to need."""
+        is_free = not wishes.shares and wishes.counts != "even" and profile is None
+        found = tried_sizes(job, plan, devices) if is_free and plan.is_uneven and devices else None
+        if found is None:
+            return plan
+        if not found.shares:
+            return plan.replaced(reasons=(*plan.reasons, found.reason))
+        own = dataclasses.replace(structure, shares=found.shares, shares_are="measured")
+        return make(plan.microbatch_size, (*reasons, found.reason), own)
+
     balance = counts == "measured"
     if size is not None:
-        return make(size, reasons), balance
+        return tried(make(size, reasons)), balance
     if devices is None and timed is None:
         return make(candidate_sizes(job.batch_size, num)[0], reasons), balance
     measured: dict[int, tuple[float, ...]] = {}
@@ -225,7 +237,7 @@ def plan_for(
         + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
         "pass it as microbatch_size to get the same bits where other sizes would win",
     ]
-    chosen = plans[winner]
+    chosen = tried(plans[winner])
     return chosen.replaced(reasons=(*chosen.reasons, *reasons)), balance
 
 

@@ -159,7 +159,7 @@ class Session:
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             said = self._watch_pipelines.measure(self._batch, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
-            self._watch_split = SplitWatch(self._programs, self._cluster, job)
+            self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
             self._recorder = self._records(start)
             self._stack.callback(self._recorder.close)
@@ -358,7 +358,7 @@ class Session:
             self._rebalance(change)
         elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        advice = self._watch_split.stepped()
+        advice = self.split_watch.stepped()
         if advice:
             self._recorder.log(f"step {step}: {advice}")
         settled = self.balancer.stepped(record.seconds)
@@ -374,7 +374,7 @@ class Session:
     def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         message = f"step {step}: not finite in the gradient of {shown}"
-        if self._job.nonfinite == "stop":
+        if self._job.nonfinite == "stop" and not self._options.is_trial:
             raise NonFiniteError(
                 f"{message}; the parameters are those of step {step}. Lower the learning rate, "
                 "clip, or pass nonfinite='skip' to leave such updates out"
@@ -477,7 +477,7 @@ class Session:
             self.save()
             self._checkpoints.wait()
         self.plan = self._predicted(self.plan)
-        history = dataclasses.replace(self.history, split=self._watch_split.measured())
+        history = dataclasses.replace(self.history, split=self.split_watch.measured())
         state = self.state
         sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
         training = self._programs.training

@@ -7,19 +7,37 @@ An accelerator has no such clock: there nothing is said.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from .._cluster._cluster import Cluster
 from .._lower._lower import Programs
+from .._plan._plan import Plan
 from .._planner._inner_split import state_factor
 from .._planner._split_advice import BetterShares, better_shares
 from .._report._history import SplitWork
 from ._traced_job import TracedJob
 
-_FIRST = 2  # steps left out: they may compile, and load
+FIRST_MEASURED = 2  #: Steps before are left out: they may compile, and load.
 _ADVISED_AFTER = 8  # steps that were measured
+
+
+def has_clocks(plan: Plan, cluster: Cluster, process_of: Mapping[int, int]) -> bool:
+    """Whether the devices of a split each have a clock that tells work from waiting.
+
+    Args:
+        plan: Of the split.
+        cluster: Its devices.
+        process_of: For each rank of the plan the process that has it. All of this is known to all
+            processes, so that each decides alike.
+    """
+    return (
+        plan.pipeline is None
+        and len(plan.axes) == 1
+        and len(set(process_of.values())) == len(process_of)
+        and all(cluster.devices[rank].core_share is not None for rank in process_of)
+    )
 
 
 class SplitWatch:
@@ -41,13 +59,7 @@ class SplitWatch:
             for planned, replica in replicas
             for rank, device in zip(planned.devices, replica.devices, strict=True)
         }
-        # Known to all processes, so that each decides alike.
-        self._is_on = (
-            self._plan.pipeline is None
-            and len(self._plan.axes) == 1
-            and len(set(self._process.values())) == len(self._process)
-            and all(cluster.devices[rank].core_share is not None for rank in self._process)
-        )
+        self._is_on = has_clocks(self._plan, cluster, self._process)
         self._num_seen = 0
         self._begun = self._cpu_begun = 0.0
 
@@ -56,16 +68,16 @@ class SplitWatch:
         if not self._is_on:
             return ""
         self._num_seen += 1
-        if self._num_seen == _FIRST:
+        if self._num_seen == FIRST_MEASURED:
             self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
-        if self._num_seen != _FIRST + _ADVISED_AFTER:
+        if self._num_seen != FIRST_MEASURED + _ADVISED_AFTER:
             return ""
         found = self.measured()
         return found.advice if found is not None else ""
 
     def measured(self) -> SplitWork | None:
         """What all devices worked since; every process calls this at the same time."""
-        num_steps = self._num_seen - _FIRST
+        num_steps = self._num_seen - FIRST_MEASURED
         if not self._is_on or num_steps < 1:
             return None
         seconds = (time.perf_counter() - self._begun) / num_steps

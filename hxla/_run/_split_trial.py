@@ -1,0 +1,70 @@
+"""Sizes of a split by how long its devices work in a trial with sizes that are estimated."""
+
+import dataclasses
+import math
+
+import jax
+
+from .._plan._plan import Plan
+from ._session import Session
+from ._session_values import SessionOptions
+from ._split_watch import FIRST_MEASURED, has_clocks
+from ._traced_job import TracedJob
+
+_SECONDS = 3.0  # that are measured, in so many steps
+_FEWEST_STEPS, _MOST_STEPS = 4, 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TriedSizes:
+    """What a trial told of a plan's sizes.
+
+    Attributes:
+        shares: A ratio that is clearly better; empty: the plan's own are as good as any.
+        reason: What to say of it in the plan.
+    """
+
+    shares: tuple[int, ...]
+    reason: str
+
+
+def tried_sizes(job: TracedJob, plan: Plan, devices: tuple[jax.Device, ...]) -> TriedSizes | None:
+    """Train some steps, and see how long each device of a copy works in them.
+
+    Programs that were compiled for it serve the training, if the sizes stay.
+
+    Args:
+        job: That is planned; every process of it takes part.
+        plan: With sizes that are estimated.
+        devices: By rank.
+
+    Returns:
+        The same on every process; None where devices have no clock that tells work from waiting.
+    """
+    process_of = {rank: devices[rank].process_index for r in plan.replicas for rank in r.devices}
+    if not has_clocks(plan, job.cluster(devices), process_of):
+        return None
+    batch = job.first_batch(0, plan.batch_size)
+    with Session(job, plan, devices, SessionOptions(is_trial=True)) as trial:
+        for _ in range(FIRST_MEASURED):
+            seconds = trial.step(batch).seconds
+        slowest = max(map(float, job.gather("step of a trial", str(seconds))))
+        num = math.ceil(_SECONDS / slowest)
+        for _ in range(min(max(num, _FEWEST_STEPS), _MOST_STEPS)):
+            trial.step(batch)
+        work = trial.split_watch.measured()
+    assert work is not None
+    [axis] = plan.axes
+    told = ", ".join(
+        f"{name} worked {own / work.step_seconds:.0%}"
+        for name, own in zip(work.names, work.work_seconds, strict=True)
+    )
+    shares = work.better_shares or axis.shares
+    mesh = {"data": len(plan.replicas), axis.name: shares}
+    ratio = ":".join(map(str, axis.shares))
+    return TriedSizes(
+        shares=work.better_shares,
+        reason=f"in {work.num_steps} steps of a trial with {ratio} over {axis.name} {told} of the "
+        f"time, so sizes {'move' if work.better_shares else 'stay'}: pass mesh={mesh} to get the "
+        "same bits where a trial would tell otherwise",
+    )
