@@ -18,6 +18,7 @@ parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--save_at", type=int, required=True)
 parser.add_argument("--devices", type=int, required=True)
 parser.add_argument("--checkpoints", required=True)
+parser.add_argument("--axis", default="tensor", help="over which the devices are")
 args = parser.parse_args()
 
 
@@ -96,7 +97,11 @@ job = hxla.Job(lambda: Net(nnx.Rngs(0)), data, loss, optax.adam(1e-4), batch_siz
 
 jnp.zeros(1).block_until_ready()
 interpreter = peak_bytes()
-plan = job.plan(mesh={"data": 1, "tensor": args.devices}, rules=CUT, microbatch_size=2)
+if args.axis == "tensor":
+    plan = job.plan(mesh={"data": 1, "tensor": args.devices}, rules=CUT, microbatch_size=2)
+else:  # nothing says how it is to fit
+    plan = job.plan(mesh={"data": args.devices}, microbatch_size=1, counts="even")
+    print(f"stage {plan.placement.zero}", flush=True)
 with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as session:
     some = jax.tree.map(lambda x: x[:8], data)
     if session.state.step:
@@ -104,9 +109,10 @@ with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as sessio
     for record in session:
         print(f"loss {record.step} {record.loss:.6f}", flush=True)
         if session.state.step == args.save_at:
-            evaluation = session.evaluate(some).loss
-            session.save()
-            print(f"saved {session.state.step} {evaluation}", flush=True)
+            if args.axis == "tensor":  # else it would have the parameters whole meanwhile
+                evaluation = session.evaluate(some).loss
+                session.save()
+                print(f"saved {session.state.step} {evaluation}", flush=True)
             break
     [predicted] = {d.memory_bytes for d in session.plan.prediction.devices}
     told = {

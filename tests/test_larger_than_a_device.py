@@ -17,16 +17,15 @@ WHOLE_BYTES = 20 * NUM_PARAMS  # parameters 4, two limbs of gradients' sums 8, A
 LIMIT = WHOLE_BYTES // 3
 
 
-def start(tmp_path, num_devices, limit, *, steps, save_at):
+def start(tmp_path, num_devices, limit, **others):
     """The job, as many processes as devices, each with a limit of its memory."""
     mesh = tmp_path / f"{num_devices}.toml"
     mesh.write_text(
         f'name = "small"\n[[device]]\nkind = "cpu"\ncount = {num_devices}\n'
         f"core_share = {2 / num_devices}\nmemory_gib = {0.9 * limit / 2**30}\n"
     )
-    options = {"limit": limit, "width": WIDTH, "layers": LAYERS, "steps": steps}
-    options |= {"save_at": save_at, "devices": num_devices}
-    options |= {"checkpoints": tmp_path / "checkpoints"}
+    options = {"limit": limit, "width": WIDTH, "layers": LAYERS, "devices": num_devices}
+    options |= {"checkpoints": tmp_path / "checkpoints"} | others
     return subprocess.Popen(
         [sys.executable, "-m", "hxla", "run", "--mesh", str(mesh)]
         + [str(ROOT / "tests/large_model.py")]
@@ -71,6 +70,21 @@ def test_a_model_that_no_device_holds_trains_is_killed_and_resumes_on_fewer(tmp_
     [resumed] = re.findall(r"\[0\] resumed 20 ([\d.]+)", out)
     assert float(resumed) == pytest.approx(float(saved), rel=1e-4)
     assert out.count("ended") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.access(memory_cgroups(), os.W_OK), reason="no cgroup with a memory limit may be made"
+)
+def test_a_model_three_times_too_large_shares_its_state_out_by_itself(tmp_path):
+    """Copies of a model that none of them could hold: nobody said ZeRO, or recomputation."""
+    layers = {"width": WIDTH // 2, "layers": 4 * LAYERS}
+    job = start(tmp_path, 4, LIMIT, steps=3, save_at=3, axis="data", **layers)
+    out, _ = job.communicate(timeout=900)
+    assert "[0] stage 3" in out, out[-6000:]
+    check(out, 4)
+    losses = [float(text) for text in re.findall(r"\[0\] loss \d+ ([\d.]+)", out)]
+    assert losses[2] < losses[0]
 
 
 def check(out, num_devices):

@@ -199,7 +199,7 @@ def test_the_devices_of_a_process_are_added_first(zero):
         plan = planned(("cpu",) * 3, own).with_counts((7, 0, 5))
         with own.open(plan, steps=2) as session:
             losses = [record.loss for record in session]
-            programs = session._programs.reducer._programs
+            programs = session._programs.reducer.programs
             state = session.gather(session.state.params)
         has = [" = s32[" in p.as_text() and "collective-permute" in p.as_text() for p in programs]
         found[word] = losses, state, any(has)
