@@ -12,7 +12,7 @@ References:
 """
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ class Layered:
         order = [i for i in reversed(range(len(groups))) if groups[i]]
         self._number = {part: k for k, part in enumerate(order)}
         self._under_way: Any = None
+        self._marks: list[jax.Array] = []  # of what runs
 
     def run(
         self,
@@ -87,6 +88,7 @@ class Layered:
                 self._runners, held, exponents, ids, batches, strict=True
             )
         ]
+        self._marks = []
         pieces = [[own.params[p] for p in self._trained] for own in held]
         totals: list[list[jax.Array]] = [[] for _ in held]
         for part, operations in self._runs:
@@ -101,6 +103,7 @@ class Layered:
                 mark = runner.mark(own, part, is_backward)
                 if mark is not None:
                     told.put((begins, mark))
+                    self._marks.append(mark)
                 if self._sharded is not None:
                     runner.hold(own, part, {})
             if is_backward and part in self._number:
@@ -117,6 +120,9 @@ class Layered:
         pieces: Sequence[Sequence[jax.Array]],
     ) -> list[Any]:
         """Gather the parameters of a part; returns what each local copy waits for."""
+        # Programs wait in a queue with their arguments: no more than one part's may be whole.
+        jax.block_until_ready(self._marks)
+        self._marks = []
         if self._sharded is None:
             return [self._under_way] * len(held)
         self.wait()
@@ -125,8 +131,8 @@ class Layered:
             whole = {p: arrays.params[p] for p in runner.params_of(part)}
             whole |= {self._trained[t]: x for t, x in found.items()}
             runner.hold(own, part, whole)
-        self._under_way = [list(found.values()) for found in gathered]
-        return [list(found.values()) for found in gathered]
+        self._under_way = [_smallest(found.values()) for found in gathered]
+        return self._under_way
 
     def _summed(self, part: int, running: Sequence[Running]) -> list[list[jax.Array]]:
         """The totals of a part's sums, which are given up."""
@@ -153,7 +159,7 @@ class Layered:
         for g in range(self._sharded.num_groups):
             self.wait()
             gathered = self._sharded.gather(g, pieces)
-            self._under_way = [list(own.values()) for own in gathered]
+            self._under_way = [_smallest(own.values()) for own in gathered]
             for params, own in zip(found, gathered, strict=True):
                 for t, x in own.items():
                     params[self._trained[t]] = x
@@ -165,12 +171,18 @@ class Layered:
         Args:
             num: Microbatches of a step.
         """
-        runner = self._runners[0]
-        own = [
-            runner.sums_bytes(i) + (0 if self._sharded is None else self._sharded.num_bytes(i))
-            for i in range(len(self._groups))
-        ]
+        runner, summing = self._runners[0], self._reducer.memory_bytes()
+        gathered = [0] * len(self._groups)
+        if self._sharded is not None:
+            gathered = [self._sharded.num_bytes(i) for i in range(len(self._groups))]
+        # What was gathered is let go before the sums over all copies.
+        own = [runner.sums_bytes(i) + max(n, summing) for i, n in enumerate(gathered)]
         return layered_peak_bytes(self._sequence, runner.costs(), max(num, 1), own)
+
+
+def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:
+    """One of what a program makes, all of which is there at once; whoever holds it holds little."""
+    return min(arrays, key=lambda x: x.size, default=None)
 
 
 def group_packs(last_packs: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -19,7 +19,7 @@ from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
-from ._options import compiler_options
+from ._options import update_options
 from ._own_state import OwnState
 from ._padding import StatePadding, even_spec, padded, unpadded
 from ._per_kind import first_of_kind, for_each
@@ -87,7 +87,8 @@ class Store:
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
         self._specs, self._own = specs, own
-        self._options = compiler_options(reducer.local[0].devices[0].platform, sums)
+        # No more than one array is to be whole at a time where each copy has a part of it.
+        self._options = update_options(reducer.local[0].devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
         self._aux_def = jax.tree.structure(model.aux)
         self._is_trained = model.is_trained

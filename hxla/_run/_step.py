@@ -245,7 +245,7 @@ class Stepper:
                 if self._programs.gather is not None and self._reducer.arrays.is_ring:
                     self._programs.gather.wait()
                 scales = [self._exponents(i) for i in range(len(ids))]
-                held = self._store.held
+                held, self._group_totals = self._store.held, []
                 sums, self._group_totals = layered.run(held, scales, step, ids, batches, spans)
                 self._sums = list(sums)
         finally:
