@@ -16,7 +16,7 @@ TORCH ?= .venv-torch/bin/python
 # The site's own environment: it reads hxla's source and needs none of its dependencies.
 DOCS ?= .venv-docs
 
-.PHONY: demo test core check format docs chaos fuzz bench bench-gpu clean
+.PHONY: demo test core check format docs chaos elastic fuzz bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -51,6 +51,10 @@ format: $(STAMP)
 # Faults against real small jobs, about 25 seconds each: make chaos ARGS="--events 100 --seed 60"
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos.py $(ARGS)
+
+# Events against elastic jobs, about 10 seconds each: make elastic ARGS="--events 100 --seed 7"
+elastic: $(STAMP)
+	$(BIN)/python tests/elastic_chaos.py $(ARGS)
 
 # Into site/, warnings as errors. Once the environment is made nothing is fetched, nor by a reader.
 docs: $(DOCS)/.installed

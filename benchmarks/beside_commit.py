@@ -63,13 +63,7 @@ def measured(name: str, other: pathlib.Path, args: argparse.Namespace) -> dict:
         }
         for side, checkout in (("other", other), ("this", jobs.ROOT))
     }
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        jobs.started(asked, pathlib.Path(folder)) as running,
-    ):
-        jobs.in_turns(running, 1)  # the caches are cold
-        seconds = jobs.in_turns(running, args.rounds)
-        told = {side: job.finish() for side, job in running.items()}
+    seconds, told = jobs.timed(asked, args.rounds)
     for side, checkout in (("other", other), ("this", jobs.ROOT)):
         if pathlib.Path(told[side]["hxla"]).parent.parent != checkout:
             raise SystemExit(f"{checkout} was asked for, but {told[side]['hxla']} ran")

@@ -9,7 +9,6 @@ twice and reduces its gradients; hxla does so once a step. Writes benchmarks/res
 """
 
 import pathlib
-import tempfile
 
 import jobs
 import results
@@ -19,31 +18,33 @@ SETTLING = 3
 BY_HAND = "FSDP by hand"
 
 
-def measured(mesh: str, batch_size: int, microbatch_size: int, rounds: int) -> dict:
+LEAST = {"MEMORY_ZERO": "3", "MEMORY_RECOMPUTE": "boundaries"}
+FORMS = {
+    "ZeRO 1": {"MEMORY_ZERO": "1"},
+    "ZeRO 1, chain": {"MEMORY_ZERO": "1", "MEMORY_RECOMPUTE": "none"},
+    "ZeRO 2": {"MEMORY_ZERO": "2", "MEMORY_RECOMPUTE": "none"},
+    "ZeRO 3": {"MEMORY_ZERO": "3", "MEMORY_RECOMPUTE": "none"},
+    "ZeRO 3, boundaries": LEAST,
+    "ZeRO 3, boundaries, one limb": LEAST | {"COMMUNICATION_LIMBS": "1"},
+}
+
+
+def measured(
+    mesh: str, batch_size: int, microbatch_size: int, rounds: int, forms: dict[str, dict[str, str]]
+) -> dict:
     """One mesh."""
     options = ["--turns", SETTLING + rounds, "--batch-size", batch_size]
     options += ["--microbatch-size", microbatch_size]
-    forms = {
-        "ZeRO 1": {"ZERO": "1"},
-        "ZeRO 1, chain": {"ZERO": "1", "RECOMPUTE": "none"},
-        "ZeRO 2": {"ZERO": "2", "RECOMPUTE": "none"},
-        "ZeRO 3": {"ZERO": "3", "RECOMPUTE": "none"},
-        "ZeRO 3, boundaries": {"ZERO": "3", "RECOMPUTE": "boundaries"},
-    }
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        by_hand = pathlib.Path(__file__).parent / "fsdp_by_hand.py"
-        asked = {BY_HAND: {"script": [by_hand, *options], "mesh": mesh}}
-        for form, memory in forms.items():
-            settings = {f"HXLA_MEMORY_{key}": value for key, value in memory.items()}
-            asked[form] = {"script": [jobs.GPT, *options], "mesh": mesh, "settings": settings}
-        with jobs.started(asked, folder) as running:
-            jobs.in_turns(running, SETTLING)
-            seconds = jobs.in_turns(running, rounds)
-            told = {name: job.finish() for name, job in running.items()}
+    by_hand = pathlib.Path(__file__).parent / "fsdp_by_hand.py"
+    asked = {BY_HAND: {"script": [by_hand, *options], "mesh": mesh}}
+    for form, given in forms.items():
+        settings = {f"HXLA_{key}": value for key, value in given.items()}
+        asked[form] = {"script": [jobs.GPT, *options], "mesh": mesh, "settings": settings}
+    seconds, told = jobs.timed(asked, rounds, settling=SETTLING)
     turns.check_alike({name: own["losses"][-1] for name, own in told.items()}, 0.1)
     by_hand_bytes = told[BY_HAND]["memory_bytes"]
-    chains = [name for name in told if name not in (BY_HAND, "ZeRO 1")]
+    others = (BY_HAND, "ZeRO 1", "ZeRO 3, boundaries, one limb")
+    chains = [name for name in told if name not in others]
     return {
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
@@ -65,13 +66,15 @@ def main() -> None:
     parser = results.parser(__doc__, "fsdp")
     parser.add_argument("--meshes", nargs="+", default=["cpu-1.0-1.0", "cpu-1.0-0.5"])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--microbatch-size", type=int, default=2)
     args = parser.parse_args()
     rows = results.read(args.out).get("meshes", {})
     for mesh in args.meshes:
-        found = measured(mesh, args.batch_size, args.microbatch_size, args.rounds)
-        rows[mesh] = results.row(found)
+        forms = {name: FORMS[name] for name in args.forms}
+        found = measured(mesh, args.batch_size, args.microbatch_size, args.rounds, forms)
+        rows[mesh if len(forms) == len(FORMS) else f"{mesh}, some"] = results.row(found)
         results.write(args.out, {"meshes": rows})
 
 

@@ -11,7 +11,6 @@ import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -33,22 +32,9 @@ parser.add_argument("--microbatch-size", type=int, default=2, help="of a device"
 args = parser.parse_args()
 
 
-class Remat(ScannedGPT):
-    """Each layer's activations are made again in its backward."""
-
-    def __call__(self, text_BT: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat
-        def run(x_BTD: jax.Array, block: gpt.Block) -> jax.Array:
-            return block(x_BTD)
-
-        x_BTD = self.tok(text_BT) + self.pos(jnp.arange(text_BT.shape[1]))
-        return self.tok.attend(self.norm(run(x_BTD, self.blocks)))
-
-
 num = jax.device_count()
 mesh = jax.make_mesh((num,), ("data",), axis_types=(AxisType.Auto,))
-graphdef, params, others = nnx.split(Remat(nnx.Rngs(0)), nnx.Param, ...)
+graphdef, params, others = nnx.split(ScannedGPT(nnx.Rngs(0), remat=True), nnx.Param, ...)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
 
 

@@ -12,9 +12,6 @@ round by round: above 1 it is slower. All must end with the same bits.
 Writes benchmarks/results/host_sums.json.
 """
 
-import pathlib
-import tempfile
-
 import jobs
 import results
 import turns
@@ -40,15 +37,8 @@ def measured(stage, args):
         }
         for name, (over, devices) in PLACES.items()
     }
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        jobs.started(asked, pathlib.Path(folder)) as running,
-    ):
-        jobs.in_turns(running, 1)  # the caches are cold
-        seconds = jobs.in_turns(running, args.rounds)
-        told = {name: job.finish() for name, job in running.items()}
-    if len({own["sha256"] for own in told.values()}) > 1:
-        raise SystemExit(f"bits differ: { {name: own['sha256'] for name, own in told.items()} }")
+    seconds, told = jobs.timed(asked, args.rounds)
+    jobs.check_same_bits(told)
     return {
         "step_seconds": turns.medians(seconds),
         "over the seconds of device": {

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -134,6 +135,35 @@ def in_turns(jobs: Mapping[str, Job], num_rounds: int) -> dict[str, list[float]]
         for name in list(jobs)[:: -1 if n % 2 else 1]:
             seconds[name].append(jobs[name].step())
     return seconds
+
+
+def timed(
+    jobs: Mapping[str, Mapping[str, Any]], num_rounds: int, *, settling: int = 1
+) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
+    """Jobs from start to end: seconds of a step in each round, and what each says of itself.
+
+    Args:
+        jobs: Arguments of `Job`, by name.
+        num_rounds: That count.
+        settling: Rounds before them, in which caches are cold and counts settle.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(jobs, pathlib.Path(folder)) as running,
+    ):
+        in_turns(running, settling)
+        seconds = in_turns(running, num_rounds)
+        return seconds, {name: job.finish() for name, job in running.items()}
+
+
+def check_same_bits(told: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a comparison of jobs that ended with other parameters.
+
+    Raises:
+        SystemExit: With all fingerprints.
+    """
+    if len({own["sha256"] for own in told.values()}) > 1:
+        raise SystemExit(f"bits differ: { {name: own['sha256'] for name, own in told.items()} }")
 
 
 def torch(python: str, script: str, arguments: Sequence[object], *, mesh: str) -> dict[str, Any]:

@@ -17,9 +17,7 @@ benchmarks/results/pipeline.json.
 """
 
 import itertools
-import pathlib
 import statistics
-import tempfile
 from typing import Any
 
 import jobs
@@ -52,13 +50,7 @@ def measured(mesh: str, num: int, size: int, rounds: int, python: str | None) ->
     for name, cut in peers.items():
         own = [*options, "--cut", *cut]
         asked[name] = jobs.torch(python, "torch_pipeline.py", own, mesh=mesh)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        jobs.started(asked, pathlib.Path(folder)) as running,
-    ):
-        jobs.in_turns(running, 1)  # the caches are cold
-        seconds = jobs.in_turns(running, rounds)
-        told = {name: job.finish() for name, job in running.items()}
+    seconds, told = jobs.timed(asked, rounds)
     medians = turns.medians(seconds)
     row: dict[str, Any] = {
         "microbatches": num,

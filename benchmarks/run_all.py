@@ -86,26 +86,25 @@ def mixed_speed(result: Any) -> list[Row]:
     out: list[Row] = []
     for mesh, row in result["meshes"].items():
         tokens = row["tokens_per_second"]
-        together, even = (tokens[f"together, {kind} counts"] for kind in ("measured", "even"))
-        for kind in ("measured", "even"):
-            ratio = row[f"attainable, {kind} counts"]
-            own = tokens[f"together, {kind} counts"]
+        for form, ratio in row["attainable"].items():
             out.append(
                 (
-                    f"{mesh}: {kind} counts beside the sum of each device alone",
-                    f"{own} tokens/s",
-                    f"{round(own / ratio['ratio'])} tokens/s",
+                    f"{mesh}: {form} beside the sum of each device alone",
+                    f"{tokens[form]} tokens/s",
+                    f"{round(tokens[form] / ratio['ratio'])} tokens/s",
                     spread(ratio),
                 )
             )
-        out.append(
-            (
-                f"{mesh}: measured counts beside even ones",
-                f"{together} tokens/s",
-                f"{even} tokens/s",
-                spread(row["measured counts / even counts"]),
+        first = next(iter(row["attainable"]))
+        for form, ratio in row["beside the first"].items():
+            out.append(
+                (
+                    f"{mesh}: {first} beside {form}",
+                    f"{tokens[first]} tokens/s",
+                    f"{tokens[form]} tokens/s",
+                    spread(ratio),
+                )
             )
-        )
     return out
 
 

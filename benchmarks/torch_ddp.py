@@ -15,8 +15,6 @@ They take turns of a step, until the update is done. hxla's first turns, in whic
 do not count. Writes benchmarks/results/torch_ddp.json.
 """
 
-import pathlib
-import tempfile
 from typing import Any
 
 import jobs
@@ -56,13 +54,7 @@ def main() -> None:
         "DDP, counts by hand": ddp("--shares", *shares),
         "DDP, even counts": ddp(),
     }
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        jobs.started(asked, pathlib.Path(folder)) as running,
-    ):
-        jobs.in_turns(running, SETTLING)
-        seconds = jobs.in_turns(running, args.rounds)
-        told = {name: job.finish() for name, job in running.items()}
+    seconds, told = jobs.timed(asked, args.rounds, settling=SETTLING)
     tokens = args.batch_size * LENGTH
     hxla_best, hxla_even, ddp_best, ddp_even = asked
     pairs = [

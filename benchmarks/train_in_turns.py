@@ -6,6 +6,7 @@ It runs with hxla 0.1.0 too, so that two commits can be compared.
 import argparse
 import inspect
 import json
+import os
 import pathlib
 import sys
 
@@ -23,7 +24,11 @@ parser.add_argument("--reduction", default="exact")
 parser.add_argument("--tensor", type=int, help="cut the model over so many devices, by rules")
 parser.add_argument("--scanned", action="store_true", help="with its layers as one scan")
 parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
+parser.add_argument("--core", type=int, help="to run on, where a job of its own runs on another")
 args = parser.parse_args()
+if args.core is not None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {args.core})
 if args.tensor:
     jax.config.update("jax_num_cpu_devices", args.tensor)
 
@@ -37,9 +42,11 @@ import hxla  # noqa: E402
 
 
 def wait_for_turn(record, seen):
-    """After a step, once its update is done; `seen` is a session, or the state of 0.1.0."""
-    state = getattr(seen, "state", seen)
-    jax.block_until_ready((state.params, state.opt_state))
+    """After a step, once its update is done, on every copy of the model.
+
+    `Session.state` would bring state that is shared out into the form that users see.
+    """
+    jax.block_until_ready(jax.live_arrays())
     take_turn(args.folder, jax.process_index())
 
 

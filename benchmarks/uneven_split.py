@@ -97,10 +97,7 @@ def measured(mesh: str, rounds: int) -> dict:
                     "script": [WORKER, "--units", units, *part, *turns_asked],
                     "mesh": one,
                 }
-        with jobs.started(asked, folder) as running:
-            jobs.in_turns(running, SETTLING)
-            seconds = jobs.in_turns(running, rounds)
-            told = {name: job.finish() for name, job in running.items()}
+        seconds, told = jobs.timed(asked, rounds, settling=SETTLING)
     splits = [name for name in asked if name.startswith(("even", "unlike"))]
     middle = {n: statistics.median(own) for n, own in seconds.items()}
     limit = bound(middle, shares)

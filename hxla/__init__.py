@@ -11,6 +11,10 @@ from ._core._config import CommunicationConfig as CommunicationConfig
 from ._core._config import (
     OptimizerConfig as OptimizerConfig,
     MemoryConfig as MemoryConfig,
+    OffloadConfig as OffloadConfig,
+    PrecisionConfig as PrecisionConfig,
+    PrecisionExceptionConfig as PrecisionExceptionConfig,
+    Dtype as Dtype,
     BalanceConfig as BalanceConfig,
 )
 from ._core._config import WatchdogConfig as WatchdogConfig, CheckpointConfig as CheckpointConfig
@@ -36,6 +40,7 @@ from ._plan._rules import load_rules as load_rules
 from ._plan._rules import RuleSet as RuleSet, Rule as Rule, Resolved as Resolved
 from ._profile._profile_file import load_profile as load_profile
 from ._profile._profile import Profile as Profile, Setting as Setting
+from ._profile._products import MatrixProduct as MatrixProduct
 from ._profile._profile import LayerSize as LayerSize, LayerTime as LayerTime
 from ._planner._graph_plan import make_plan as make_plan
 from ._plan._plan import Plan as Plan
@@ -47,17 +52,23 @@ from ._plan._plan_parts import PlannedChain as PlannedChain
 from ._plan._plan_parts import ChainSegment as ChainSegment
 from ._plan._layout import Layout as Layout
 from ._plan._plan_parts import SumsForm as SumsForm, SparseRows as SparseRows
-from ._plan._plan_parts import Precision as Precision, Placement as Placement
+from ._plan._precision import Precision as Precision
+from ._plan._precision import PrecisionException as PrecisionException, LossScale as LossScale
+from ._plan._plan_parts import Placement as Placement
 from ._plan._plan_parts import Prediction as Prediction, DevicePrediction as DevicePrediction
+from ._plan._plan_parts import HeldBytes as HeldBytes
 from ._plan._plan_parts import RunnerUp as RunnerUp
+from ._lower._determinism import determinism as determinism
+from ._lower._determinism import Determinism as Determinism
 from ._schedule._schedules import make_schedule as make_schedule
 from ._schedule._schedules import schedule_from_table as schedule_from_table
 from ._schedule._schedules import Schedule as Schedule, Action as Action
 from ._launch._join import join as join
 from ._run._session import Session as Session
 from ._lower._state import State as State
+from ._model._loss_scale import ScaleState as ScaleState
 from ._run._session_values import Result as Result
-from ._run._fingerprint import fingerprint as fingerprint
+from ._core._fingerprint import fingerprint as fingerprint
 from ._report._history import History as History, StepRecord as StepRecord
 from ._report._history import (
     EvalRecord as EvalRecord,
@@ -72,10 +83,17 @@ from ._inspect._program import Collective as Collective, Loop as Loop, Origin as
 from ._inspect._program import Memory as Memory, Buffer as Buffer
 from ._inspect._program import TaskGraphWork as TaskGraphWork, Fusion as Fusion
 from ._inspect._program import Transfer as Transfer, Warned as Warned
+from ._run._bits import record_bits as record_bits, inspect_bits as inspect_bits
+from ._inspect._bits_record import BitsRecord as BitsRecord
+from ._inspect._bits_record import RecordedEquation as RecordedEquation
+from ._inspect._bits_record import RecordedRun as RecordedRun, RecordedRead as RecordedRead
+from ._inspect._bits_compare import BitsComparison as BitsComparison
+from ._inspect._bits_compare import BitsDifference as BitsDifference
 from ._core._errors import HxlaError as HxlaError, AnnotationError as AnnotationError
 from ._core._errors import CheckpointError as CheckpointError, ConfigError as ConfigError
 from ._core._errors import DataError as DataError, InspectError as InspectError
 from ._core._errors import LaunchError as LaunchError, LossError as LossError
 from ._core._errors import MeshError as MeshError, NonFiniteError as NonFiniteError
-from ._core._errors import PlanError as PlanError, WeightsError as WeightsError
+from ._core._errors import PlanError as PlanError, ScheduleError as ScheduleError
+from ._core._errors import WeightsError as WeightsError
 from ._run._signals import Preempted as Preempted

@@ -6,7 +6,7 @@ import os
 import sys
 
 from ._cluster import _detect
-from ._core._errors import HxlaError, InspectError, LaunchError
+from ._core._errors import HxlaError, InspectError, LaunchError, ScheduleError
 from ._inspect._inspection import Inspection
 from ._launch import _launcher
 from ._launch._join import cluster_in_sight, run_joined, run_script
@@ -25,6 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
+    run.add_argument("--elastic", action="store_true", help="go on as devices come and go")
+    run.add_argument("--min", type=int, metavar="N", help="of --elastic: fewest devices (1)")
+    run.add_argument("--max", type=int, metavar="N", help="of --elastic: most devices")
+    run.add_argument("--heartbeat", type=float, metavar="S", help="of --elastic: longest silence")
+    run.add_argument("--events", metavar="FILE", help="of --elastic: write what happened")
     devices = commands.add_parser("devices", help="what is here, how fast it is, and how joined")
     devices.add_argument("--measure", action="store_true", help="time products, copies and links")
     devices.add_argument("--write", metavar="FILE", help="write a mesh file of it")
@@ -50,11 +55,28 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
+    schedule = commands.add_parser("schedule", help="replay a trace of jobs under schedulers")
+    schedule.add_argument("what", choices=("simulate", "explain"))
+    schedule.add_argument("trace", help="CSV of jobs: ours, EasyScale's or Pollux's")
+    schedule.add_argument("--devices", type=_axes, default={}, metavar="V100=32,T4=16")
+    schedule.add_argument("--policy", nargs="+", default=(), help="names (default: all)")
+    schedule.add_argument("--move-seconds", type=float, default=20.0, help="pause of a move")
+    schedule.add_argument("--interval", type=float, default=60.0, help="seconds between decisions")
+    schedule.add_argument(
+        "--only-at-intervals", action="store_true", help="decide at no other time"
+    )
+    schedule.add_argument("--gangs", choices=("asked", "most"), default="asked", help="their size")
+    schedule.add_argument("--uncut", action="store_true", help="Pollux's: no smaller microbatches")
+    schedule.add_argument("--at", type=float, metavar="SECONDS", help="of the decision to explain")
+    schedule.add_argument("--json", metavar="FILE", help="write the figures")
+    schedule.add_argument("--draw", metavar="FILE", help="write a picture of who held what")
     for command in (run, profile, plan):
         command.add_argument("script", help="Python script, followed by its own arguments")
         command.add_argument("arguments", nargs=argparse.REMAINDER)
     inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
-    inspect.add_argument("dump", help="folder of hxla run --dump or of XLA, or a file of it")
+    inspect.add_argument(
+        "dump", nargs="?", help="folder of hxla run --dump or of XLA, a file of it; or a script"
+    )
     inspect.add_argument("--axes", type=_axes, default=None, metavar="data=2,tensor=4")
     inspect.add_argument("--mesh", help="mesh file, to predict the collectives' times on")
     inspect.add_argument("--rules", help="rule set that parameters should follow")
@@ -63,6 +85,15 @@ def main(arguments: list[str] | None = None) -> int:
     inspect.add_argument("--profile", metavar="DIR", help="of jax.profiler.trace: who waited")
     inspect.add_argument("--plan", metavar="FILE", help="that ran: sizes of its parts")
     inspect.add_argument("--predicted", metavar="FILE", help="of hxla plan --write, for --html")
+    inspect.add_argument(
+        "--bits",
+        nargs=2,
+        metavar=("A", "B"),
+        help="first equation whose bits differ: records, scripts, or devices that run a script",
+    )
+    inspect.add_argument("--bits-record", metavar="FILE", help="write a script's record for --bits")
+    inspect.add_argument("--device", metavar="gpu:0", help="for --bits-record")
+    inspect.add_argument("--microbatch-size", type=int, help="for --bits and --bits-record")
     inspect.add_argument("--json", action="store_true", help="for machines")
     inspect.add_argument("--limit", type=int, default=20, help="most rows of a table")
     args = parser.parse_args(arguments)
@@ -71,7 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
             _detect.command(measured=args.measure, write=args.write)
             return 0
         if args.command == "inspect":
-            _inspect(args)
+            return _inspect(args)
+        if args.command == "schedule":
+            print(_schedule(args), end="")
             return 0
         script = [args.script, *args.arguments]
         if not os.path.isfile(args.script):
@@ -80,6 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
             return _profile(args, script)
         if args.command == "plan":
             return _plan(args, script)
+        if args.elastic and (tasks := cluster_in_sight()):
+            raise LaunchError(
+                f"--elastic starts the processes of one machine itself, and this is one of {tasks}"
+                ": start one task, or leave it out"
+            )
         if cluster_in_sight() and args.mesh is None and args.n is None:
             if args.dump is not None:  # other tasks write into it too
                 rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
@@ -88,6 +126,15 @@ def main(arguments: list[str] | None = None) -> int:
                 os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
             run_script(script)  # one task per accelerator is running already
             return 0
+        if args.elastic:
+            return _run_elastic(args, script)
+        own = [
+            name
+            for name in ("min", "max", "heartbeat", "events")
+            if getattr(args, name) is not None
+        ]
+        if own:
+            raise LaunchError(f"--{own[0]} is of --elastic: give that too")
         return _launcher.run(
             script,
             mesh=args.mesh,
@@ -101,6 +148,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
+    if args.plan is not None or args.dump is not None:
+        raise LaunchError("--elastic makes plans as devices come and go: leave out --plan, --dump")
+    if args.grace < 0:
+        raise LaunchError(f"--grace {args.grace:g}: use no less than zero seconds")
+    heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
+    if heartbeat <= 1:
+        raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
+    return _launcher.run_elastic(
+        script,
+        mesh=args.mesh,
+        number=args.n,
+        least=1 if args.min is None else args.min,
+        most=args.max,
+        heartbeat_seconds=heartbeat,
+        grace_seconds=args.grace,
+        events=args.events,
+    )
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -110,7 +177,33 @@ def _axes(text: str) -> dict[str, int]:
     return {name: int(size) for name, size in pairs}
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect_bits(args: argparse.Namespace) -> int:
+    from ._run._bits import compare_sides, record_script
+
+    if args.bits is None:
+        if args.dump is None:
+            raise InspectError("--bits-record writes what a script computes: say which script")
+        record_script(args.dump, args.bits_record, device=args.device, size=args.microbatch_size)
+        return 0
+    if args.bits_record is not None or args.device is not None:
+        raise InspectError("--bits compares: leave out --bits-record and --device")
+    found = compare_sides(args.dump, args.bits, args.microbatch_size)
+    print(found.to_json() if args.json else found.text(args.limit))
+    return 0 if found.is_equal else 1
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if args.bits is not None or args.bits_record is not None:
+        return _inspect_bits(args)
+    if args.dump is None:
+        raise InspectError("say what to inspect: a dump, or --bits A B")
+    if args.device is not None or args.microbatch_size is not None:
+        raise InspectError("--device and --microbatch-size are for --bits and --bits-record")
+    _inspect_dump(args)
+    return 0
+
+
+def _inspect_dump(args: argparse.Namespace) -> None:
     from ._inspect._inspect import inspect
 
     def read(dump: str) -> Inspection:
@@ -137,6 +230,30 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _text(found: Inspection, args: argparse.Namespace) -> str:
     return found.text(limit=args.limit, plan=args.plan, profile=args.profile)
+
+
+def _schedule(args: argparse.Namespace) -> str:
+    from ._scheduler import _schedule_commands as commands
+
+    wishes = commands.ScheduleWishes(
+        trace=args.trace,
+        devices=args.devices,
+        policies=tuple(args.policy),
+        move_seconds=args.move_seconds,
+        interval_seconds=args.interval,
+        is_eager=not args.only_at_intervals,
+        gangs=args.gangs,
+        is_cut=not args.uncut,
+    )
+    if args.what == "simulate":
+        if args.at is not None:
+            raise ScheduleError("simulate tells a whole trace: leave out --at, or explain")
+        return commands.simulate_command(wishes, write_json=args.json, draw=args.draw)
+    if args.at is None or args.json or args.draw:
+        raise ScheduleError(
+            "explain tells one decision: give --at SECONDS, no --json and no --draw"
+        )
+    return commands.explain_command(wishes, args.at)
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:

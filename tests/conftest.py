@@ -29,3 +29,15 @@ def no_persistent_cache():
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def every_program_is_cached():
+    """The copies of a model run the same programs on other devices, and so do spreads and plans."""
+    import jax
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    yield
+    jax.config.update(name, before)

@@ -17,6 +17,7 @@ from hxla._report._metrics_file import FILE_NAME, MetricsWriter
 from hxla._run._session_values import plans_from_table
 from hxla._schedule._replay import replay
 from hxla._schedule._timeline import perfetto
+from hxla._scheduler._job_traces import read_jobs
 
 ROOT = pathlib.Path(__file__).parent.parent
 DUMPS = pathlib.Path(__file__).parent / "data" / "dumps" / "jax-0.12"
@@ -39,6 +40,20 @@ class Kind:
     text: bytes
     use: Callable[[pathlib.Path], object]
     is_packed: bool = False
+
+
+_JOBS = b"""name,time,steps,microbatches,min_devices,kind,mixed,gang,seconds_V100,seconds_T4
+first,0,1000,8,1,V100,1,4,0.5,1.4
+short,60,50,4,2,T4,0,,0.2,0.6
+"""
+
+
+def use_jobs(path):
+    jobs, _ = read_jobs(path)
+    kinds = tuple(c.kind for c in jobs[0].capabilities)
+    for job in jobs[:3]:
+        if job.num_microbatches <= _REPLAYED and len(kinds) <= _SEARCHED:
+            assert job.step_seconds((2,) * len(kinds)) > 0
 
 
 def plan_text() -> bytes:
@@ -219,6 +234,31 @@ def use_dump(path: pathlib.Path) -> None:
     found.to_json()
 
 
+def use_bits(path: pathlib.Path) -> None:
+    """What `hxla inspect --bits` prints of it and another."""
+    found = hxla.inspect_bits(path, bits_value())
+    found.text()
+    found.to_json()
+
+
+def bits_value() -> hxla.BitsRecord:
+    """Two equations, the second of which reads what the first makes."""
+    runs = [
+        hxla.RecordedRun(i % 2, (hxla.RecordedRead(i - 1, "a" * 64),), ("b" * 64,))
+        for i in range(6)
+    ]
+    names = ("mul", "add")
+    equations = [hxla.RecordedEquation(primitive=n, results=("f32[2]",)) for n in names]
+    return hxla.BitsRecord(
+        device="cpu cpu",
+        made_with=hxla.Versions(hxla="0.2.0", jax="0.10.2", jaxlib="0.10.2"),
+        microbatch_size=2,
+        inputs=(("w", "c" * 64),),
+        equations=tuple(equations),
+        runs=tuple(runs),
+    )
+
+
 def use_trace(path: pathlib.Path) -> None:
     """The last step of a profile."""
     program = hxla.inspect(DUMPS / "module_0000.fsdp.cpu_after_optimizations.txt.gz").main
@@ -285,6 +325,7 @@ def kinds() -> dict[str, Kind]:
     table = profile_value().to_table()
     return {
         "plan": Kind(name="plan.json", text=plan_text(), use=use_plan),
+        "bits": Kind(name="bits.json", text=bits_value().model_dump_json().encode(), use=use_bits),
         "profile": Kind(
             name="profile.json",
             text=json.dumps({"version": 1, **table}, indent=1).encode(),
@@ -340,5 +381,6 @@ def kinds() -> dict[str, Kind]:
             use=use_dump,
         ),
         "checkpoint": Kind(name="meta.json", text=json.dumps(rows).encode(), use=use_checkpoint),
+        "jobs": Kind(name="jobs.csv", text=_JOBS, use=use_jobs),
         "metrics": Kind(name="metrics.jsonl", text=lines.encode(), use=use_metrics),
     }

@@ -6,20 +6,22 @@ A process of its own, because XLA reads its flags and the plugin its environment
 see `test_gpu_compile.py`, which starts it.
 """
 
+import functools
 import json
 import math
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax._src.interpreters import mlir
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_parts"))
@@ -28,6 +30,7 @@ import gpt
 import gpu_jobs
 
 import hxla
+from hxla._lower import _streamed_update
 from hxla._lower._lower import Programs, lower
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
@@ -73,13 +76,13 @@ def cards(num: int) -> tuple[jax.Device, ...]:
     return tuple(topology.devices)[:num]
 
 
-def small_gpt() -> hxla.Job:
+def small_gpt(precision: str | None = None) -> hxla.Job:
     """Of a GPT whose arrays nobody made."""
     sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
     model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
     data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return hxla.Job(model, data, gpt.loss, optimizer, batch_size=NUM * SIZE)
+    return hxla.Job(model, data, gpt.loss, optimizer, batch_size=NUM * SIZE, precision=precision)
 
 
 def large_gpt() -> hxla.Job:
@@ -104,6 +107,8 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "tensor": (small_gpt, {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"}),
     "pipeline": (small_gpt, {"mesh": {"data": 2, "stage": 2}}),
     "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),
+    "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),
+    "fp16": (functools.partial(small_gpt, "fp16"), {"mesh": {"data": 1}}),
     "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
     "perceptron": (perceptron, {"mesh": {"data": 1}}),
 }
@@ -181,6 +186,18 @@ def _racing_scatters(text: str) -> Iterator[str]:
             yield line.strip()[:200]
 
 
+def _products(text: str) -> list[str]:
+    """The dtypes of each matrix product's result and operands, such as `bf16 = bf16 x bf16`."""
+    dtypes = dict(re.findall(r"%?([\w.-]+) = \(?(\w+)\[", text))
+    found = []
+    for line in text.splitlines():
+        called = re.search(r"= \(?(\w+)\[.* (?:dot|custom-call)\(([^)]*)\)", line)
+        if called and (" dot(" in line or "__cublas" in line):
+            operands = re.findall(r"%([\w.-]+)", called[2])[:2]
+            found.append(f"{called[1]} = " + " x ".join(dtypes.get(x, "?") for x in operands))
+    return found
+
+
 def told(program: Any) -> dict[str, Any]:
     """What a compiled program holds."""
     found = hxla.inspect(program).main
@@ -192,6 +209,7 @@ def told(program: Any) -> dict[str, Any]:
         "transfers": [t.kind for t in found.transfers],
         "problems": list(found.problems),
         "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+        "products": _products(text),
         "racing_scatters": list(_racing_scatters(text)),
         "argument_bytes": stats.argument_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
@@ -208,7 +226,70 @@ def _bytes(tree: Any) -> int:
     )
 
 
+class _Host(NamedTuple):
+    """Tells that an array is in host memory: cards that are not here know no kinds of memory."""
+
+    axis: str = "host"
+
+    def of(self, sharding: Any, kind: str) -> Any:
+        """The sharding that stands for a kind of memory."""
+        if kind == "device":
+            return sharding
+        [card] = sharding.device_set
+        return NamedSharding(Mesh(np.array([card]), (self.axis,)), PartitionSpec())
+
+    def kind_of(self, sharding: Any) -> str | None:
+        """What jax asks of it when it lowers."""
+        names = getattr(getattr(sharding, "mesh", None), "axis_names", ())
+        return "pinned_host" if names == (self.axis,) else None
+
+
+def offloaded() -> dict[str, Any]:
+    """Some of the programs that update the state of `large_gpt` from host memory."""
+    host = _Host()
+    _streamed_update.in_memory, mlir._get_mem_kind = host.of, host.kind_of
+    size = gpu_jobs.SIZES["124m"]
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    config = {"memory": {"offload": {"optimizer": "host"}}}
+    model = nnx.eval_shape(size.make)
+    optimizer = optax.adamw(1e-3)
+    job = hxla.Job(model, data, size.loss, optimizer, batch_size=NUM * SIZE, config=config)
+    programs = lowered(job, {"mesh": {"data": 1}})
+    params, aux, opt_state = programs._shapes(0)
+    tensors = programs.tensors
+    scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
+    own = programs._of_trained(params), opt_state, aux
+    sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
+    updates = programs._updates
+    every = updates.lower(0, *own, *sums, programs.reducer.local[0].like(scales))
+    groups = updates._streamed[0].groups
+    sizes = [sum(unit.num_bytes for unit in group) for group in groups.groups]
+    found = []
+    for g in (1, len(sizes) // 2, len(sizes) - 1):
+        program = every[g].compile()
+        stats, text = program.memory_analysis(), program.as_text()
+        found.append(
+            {
+                "group": g,
+                "host_in_bytes": stats.host_argument_size_in_bytes,
+                "host_out_bytes": stats.host_output_size_in_bytes,
+                "temporary_bytes": stats.temp_size_in_bytes,
+                "new_bytes": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+                "copies": len(re.findall(r" copy-start\(", text)),
+            }
+        )
+    return {
+        "group_bytes": sizes,
+        "state_bytes": _bytes([x for x in jax.tree.leaves(opt_state) if x.shape]),
+        "param_bytes": _bytes(params),
+        "programs": found,
+    }
+
+
 def main() -> None:
+    if sys.argv[1] == "offload":
+        print(json.dumps(offloaded()))
+        return
     make, wishes = PLANS[sys.argv[1]]
     job = make()
     programs = lowered(job, wishes)

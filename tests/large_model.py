@@ -11,7 +11,7 @@ import os
 import pathlib
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--limit", type=int, required=True, help="bytes of memory of this process")
+parser.add_argument("--limit", type=int, nargs="+", required=True, help="bytes of each process")
 parser.add_argument("--width", type=int, required=True)
 parser.add_argument("--layers", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True)
@@ -19,24 +19,29 @@ parser.add_argument("--save_at", type=int, required=True)
 parser.add_argument("--devices", type=int, required=True)
 parser.add_argument("--checkpoints", required=True)
 parser.add_argument("--axis", default="tensor", help="over which the devices are")
+parser.add_argument("--shares", default="auto", help="of the state")
+parser.add_argument("--counts", type=int, nargs="+", help="microbatches of each device")
 args = parser.parse_args()
 
 
 def controller():
-    """Folder of this process's memory cgroup, and the file that limits it."""
+    """Folder of this process's memory cgroup, the file that limits it, and that of its peak."""
     for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return pathlib.Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
+            base = pathlib.Path("/sys/fs/cgroup/memory", path.lstrip("/"))
+            return base, "memory.limit_in_bytes", "memory.max_usage_in_bytes"
         if not controllers and pathlib.Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            return pathlib.Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+            base = pathlib.Path("/sys/fs/cgroup", path.lstrip("/"))
+            return base, "memory.max", "memory.peak"
     raise SystemExit("there is no memory controller")
 
 
-parent, knob = controller()
+parent, knob, most = controller()
 cgroup = parent / f"large-model-{os.getpid()}"
 cgroup.mkdir()
-(cgroup / knob).write_text(str(args.limit))
+rank = int(os.environ["HXLA_PROCESS_ID"])
+(cgroup / knob).write_text(str(args.limit[rank % len(args.limit)]))
 (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
 import jax  # noqa: E402
@@ -44,6 +49,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from large_net import Net, loss  # noqa: E402
 
 import hxla  # noqa: E402
 
@@ -52,33 +58,6 @@ def peak_bytes():
     """The most memory that this process had at a time."""
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
-
-
-class Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x))) / args.layers
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(64, args.width, rngs=rngs)
-        self.blocks = nnx.List([Block(args.width, rngs) for _ in range(args.layers)])
-        self.head = nnx.Linear(args.width, 64, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss(model, batch):
-    logits = model(batch["tokens"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean(-1)
 
 
 CUT = hxla.RuleSet(
@@ -93,30 +72,40 @@ CUT = hxla.RuleSet(
 )
 text = np.arange(32 * 9).reshape(32, 9) * 7 % 64
 data = {"tokens": text[:, :-1].astype(np.int32), "next": text[:, 1:].astype(np.int32)}
-job = hxla.Job(lambda: Net(nnx.Rngs(0)), data, loss, optax.adam(1e-4), batch_size=4)
+job = hxla.Job(
+    lambda: Net(args.width, args.layers, nnx.Rngs(0)),
+    data,
+    loss,
+    optax.adam(1e-4),
+    batch_size=4,
+    config={"memory": {"shares": args.shares}} if args.shares != "auto" else None,
+)
 
 jnp.zeros(1).block_until_ready()
 interpreter = peak_bytes()
 if args.axis == "tensor":
     plan = job.plan(mesh={"data": 1, "tensor": args.devices}, rules=CUT, microbatch_size=2)
 else:  # nothing says how it is to fit
-    plan = job.plan(mesh={"data": args.devices}, microbatch_size=1, counts="even")
+    counts = args.counts or "even"
+    plan = job.plan(mesh={"data": args.devices}, microbatch_size=1, counts=counts)
     print(f"stage {plan.placement.zero}", flush=True)
 with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as session:
     some = jax.tree.map(lambda x: x[:8], data)
-    if session.state.step:
-        print(f"resumed {session.state.step} {session.evaluate(some).loss}", flush=True)
+    if session.step_number:  # `session.state` would bring all of it into another form
+        print(f"resumed {session.step_number} {session.evaluate(some).loss}", flush=True)
     for record in session:
         print(f"loss {record.step} {record.loss:.6f}", flush=True)
-        if session.state.step == args.save_at:
+        if session.step_number == args.save_at:
             if args.axis == "tensor":  # else it would have the parameters whole meanwhile
                 evaluation = session.evaluate(some).loss
                 session.save()
-                print(f"saved {session.state.step} {evaluation}", flush=True)
+                print(f"saved {session.step_number} {evaluation}", flush=True)
             break
-    [predicted] = {d.memory_bytes for d in session.plan.prediction.devices}
+    predicted = session.plan.prediction.devices[rank].memory_bytes
     told = {
+        "rank": rank,
         "peak": peak_bytes(),
+        "of limit": int((cgroup / most).read_text()),
         "predicted": predicted + interpreter,
         "interpreter": interpreter,
         "sums": plan.placement.sums,

@@ -137,17 +137,34 @@ def conv_data():
 ADAM = {"learning_rate": 1e-2, "eps": 1e-2}
 
 
+#: Gradients of all examples but one are finite in float16 with this scale.
+FP16 = {"preset": "fp16", "initial_scale": 2.0**12, "growth_steps": 2}
+
+
+def with_outlier(data):
+    """One example whose gradient overflows float16: on whatever device its microbatch is."""
+    data["y"][5] = 1e4
+    return data
+
+
 @functools.cache
-def job(name):
+def job(name, precision="model"):
     if name == "mlp":
-        arguments = lambda: Mlp(nnx.Rngs(0)), mlp_data(), mlp_loss, optax.adam(**ADAM)
+        data = with_outlier(mlp_data()) if precision == "fp16" else mlp_data()
+        arguments = lambda: Mlp(nnx.Rngs(0)), data, mlp_loss, optax.adam(**ADAM)
     elif name == "gpt":
         arguments = Gpt(), gpt_data(), gpt_loss, optax.adamw(**ADAM)
     else:
         optimizer = optax.sgd(0.1, momentum=0.9)
         arguments = lambda: Conv(nnx.Rngs(0)), conv_data(), conv_loss, optimizer
     config = {"communication": {"clip_norm": 1.0}} if name == "mlp" else {}
-    return hxla.Job(*arguments, batch_size=BATCH, seed=len(name), config=config)
+    return hxla.Job(
+        *arguments,
+        batch_size=BATCH,
+        seed=len(name),
+        precision=FP16 if precision == "fp16" else precision,
+        config=config,
+    )
 
 
 RULES = hxla.RuleSet(
@@ -175,8 +192,10 @@ class Form:
         keep: What waits for a backward.
         has_weight: Whether weight gradients are operations of their own.
         counts: Of float sums, which depend on them; none: sums are exact.
+        limbs: The integers of an exact sum's element.
         zero: Whether copies share out the optimizer's state.
         chain: Segments of a microbatch that are programs of their own; 0: it is one program.
+        precision: The dtypes of the computation.
         seed: Of the cut.
     """
 
@@ -188,8 +207,10 @@ class Form:
     keep: str = "residuals"
     has_weight: bool = False
     counts: tuple[int, ...] = ()
+    limbs: int = 2
     zero: bool = False
     chain: int = 0
+    precision: str = "model"
     seed: int = 0
 
     def __str__(self):
@@ -199,19 +220,23 @@ class Form:
         return "-".join((self.model, *words))
 
     @property
+    def job(self):
+        return job(self.model, self.precision)
+
+    @property
     def num_microbatches(self):
         return BATCH // self.size
 
     @functools.cached_property
     def usual(self):
         """The plan that hxla makes."""
-        own, mesh, pipeline = job(self.model), {"data": 1}, {}
+        own, mesh, pipeline = self.job, {"data": 1}, {}
         if self.stages > 1:
             mesh["stage"], pipeline["stages"] = self.stages, self.stages
         if self.tensor > 1:
             mesh["tensor"] = self.tensor
         num = self.stages * self.tensor
-        return own.plan(
+        plan = own.plan(
             hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num),
             mesh=mesh,
             rules=RULES if self.tensor > 1 else None,
@@ -220,13 +245,14 @@ class Form:
             reduction="float" if self.counts else "exact",
             **pipeline,
         )
+        return plan.replaced(sums=plan.sums.model_copy(update={"limbs": self.limbs}))
 
     @functools.cached_property
     def graph(self):
         """What is cut."""
         pipeline = self.usual.pipeline
         cut_by = "work" if pipeline is None else pipeline.cut_by
-        return graph_of(job(self.model).graph(self.size), cut_by)
+        return graph_of(self.job.graph(self.size), cut_by)
 
     @property
     def firsts(self):
@@ -275,7 +301,7 @@ class Form:
 
 def forms():
     """Each kind of plan for each model, the sizes drawn."""
-    rng = random.Random(15)
+    rng, of_limbs = random.Random(15), random.Random(1)
     found = []
     for model in ("mlp", "gpt", "conv"):
         cuts = [
@@ -296,8 +322,13 @@ def forms():
             cuts.append({"size": 1, "counts": counts})
         for fields in cuts:
             fields = {"size": rng.choice((1, 2)), "seed": rng.randrange(1 << 30)} | fields
+            fields["limbs"] = 2 if "counts" in fields else of_limbs.choice((1, 2))
             found.append(Form(model=model, **fields))
-    return found
+    low = [("mlp", "bf16", {"zero": True}), ("mlp", "fp16", {"size": 1})]
+    return found + [
+        Form(model=model, precision=word, **fields, seed=rng.randrange(1 << 30))
+        for model, word, fields in low
+    ]
 
 
 FORMS = forms()
@@ -406,9 +437,11 @@ def _draw_set(form, rng, number, processes):
         shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
         zero = {
-            "zero": rng.choice((1, 2, 3)) if form.chain else 1,
+            "zero": 1 + (number + form.seed) % 3 if form.chain else 1,
             "shares": rng.choice(((), tuple(shares))),
         }
+        if zero["zero"] > 1:
+            zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         placed = placed.model_copy(update=zero)
         if zero["zero"] == 3:
             sums["over"] = "device"
@@ -491,7 +524,7 @@ def _written(op, num_stages):
 def run(form, trial, folder=None):
     """Train by a plan, from a checkpoint of `folder` if it holds one."""
     options = {"checkpoint_dir": folder} if folder is not None else {}
-    with job(form.model).open(trial.plan, steps=STEPS, balance=trial.balance, **options) as session:
+    with form.job.open(trial.plan, steps=STEPS, balance=trial.balance, **options) as session:
         losses = {}
         for record in session:
             losses[record.step] = record.loss

@@ -13,13 +13,13 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 
-from blocking import blocking_replay
 from device_memory import DeviceMemory, MemoryRule, pipeline_memory
 from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 
 from hxla._core._errors import PlanError
 from hxla._planner._cost import LinkSeconds, ring_all_reduce_seconds
 from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla._schedule._blocking_replay import blocking_replay
 from hxla._schedule._schedules import one_f_one_b
 
 OTHER_RUNS = other_runs()

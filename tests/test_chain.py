@@ -15,7 +15,7 @@ from flax import nnx
 import hxla
 from hxla._graph._parts import graph_of
 from hxla._graph._repeats import layer_points
-from hxla._graph._segments import segments_at
+from hxla._graph._segments import chain_ops, crossing_bytes, segments_at
 from hxla._lower._segmented import Segmented
 from hxla._run._planned_chain import costs_of
 from hxla._schedule._segment_sequence import sequence_from_texts
@@ -189,6 +189,18 @@ def test_a_loss_that_does_not_repeat_is_cut_by_work():
     assert all(segment.ops for segment in segments_at(graph_of(graph), points))
 
 
+def test_layers_are_cut_alike_where_the_fewest_bytes_cross():
+    graph = graph_of(job().graph(2))
+    whole, halves = layer_points(graph), layer_points(graph, 10)
+    inside = sorted({*halves} - {*whole})
+    assert {*whole} < {*halves}
+    assert len(inside) == 4
+    starts = [max(p for p in whole if p < cut) for cut in inside]
+    assert len({cut - start for cut, start in zip(inside, starts, strict=True)}) == 1
+    crossing = crossing_bytes(graph, chain_ops(graph))
+    assert all(crossing[cut] <= min(crossing[cut - 1 : cut + 2]) for cut in inside)
+
+
 # -- memory --------------------------------------------------------------------------------------
 
 
@@ -309,10 +321,25 @@ def test_what_cannot_be_a_chain_is_refused():
                     name="", devices=(hxla.Device(kind="cpu", memory_bytes=20_000),)
                 ),
             ),
-            "before a microbatch begins",
+            "a microbatch does not fit beside the state",
         ),
     ):
         assert said in words, words
+
+
+def test_segments_begin_where_the_paths_of_modules_say():
+    config = with_recompute("boundaries", segments=["blocks/[13]", "blocks/2"])
+    plan = planned(job(config=config))
+    names = [segment.name for segment in plan.chain.segments]
+    assert len(names) == 3, names  # before them is with the first, what follows with the last
+    whole = planned(job(config=with_recompute("boundaries")))
+    assert {s.first for s in plan.chain.segments} <= {s.first for s in whole.chain.segments} | {0}
+    by_layer, by_module = (trained(job(config=config), own)[0] for own in (whole, plan))
+    np.testing.assert_allclose(by_layer, by_module, rtol=1e-5)
+    with pytest.raises(
+        hxla.PlanError, match=r"'block/.\*' matches the path of no module.*blocks/0"
+    ):
+        planned(job(config=with_recompute("boundaries", segments=["block/.*"])))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax
 import models
 import numpy as np
 import optax
+import pydantic
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -59,7 +60,9 @@ def test_every_variable_name_is_understood():
         section, key = path.split(".")
         default = getattr(getattr(Config(), section), key)
         name = f"HXLA_{section}_{key}".upper()
-        config = as_config(None, {name: json.dumps(default)})
+        is_table = isinstance(default, pydantic.BaseModel)
+        text = json.dumps(default.model_dump() if is_table else default)
+        config = as_config(None, {name: text})
         assert config == Config(), name
 
 

@@ -47,6 +47,7 @@ FILES = {
     "tensor": ("", hxla.load_names),
     "node": ("", hxla.load_cluster),
     "memory": ("", as_config),
+    "precision": ("", as_config),
 }
 
 
@@ -120,7 +121,7 @@ def shell(command):
 
 
 def read(text):
-    kind = next(k for k in FILES if f"[{k}]" in text)
+    kind = next(k for k in FILES if f"[{k}]" in text or f"[{k}." in text)
     before, reader = FILES[kind]
     named = re.match(r"# (\S+\.toml)\n", text)
     name = named[1] if named else "read.toml"

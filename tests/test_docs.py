@@ -183,7 +183,7 @@ def options():
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_uses_only_options_that_exist(page):
     known = options()
-    commands = r"hxla (run|plan|profile|devices|inspect)\b([^`\n|]*)"
+    commands = r"hxla (run|plan|profile|devices|inspect|schedule)\b([^`\n|]*)"
     for command, rest in re.findall(commands, PAGES[page]):
         words = rest.split(".py")[0].split()
         used = {word.split("=")[0].rstrip(".,;:)") for word in words if word.startswith("--")}

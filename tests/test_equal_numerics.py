@@ -21,15 +21,7 @@ from random_plans import BATCH, FORMS, STEPS, Form, Outcome, Processes, Trial, j
 
 import hxla
 
-
-@pytest.fixture(scope="module", autouse=True)
-def every_program_is_cached():
-    """The copies of a model run the same programs on other devices, and so do many plans."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    yield
-    jax.config.update(name, before)
+pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +95,13 @@ def test_numerics_are_as_few_as_the_law_says():
     assert {t.processes for t in every} == {1, 2, 3, 4}
     assert {len(t.plan.replicas) for t in every} == {1, 2, 3, 4}
     assert any(0 in t.plan.counts for t in every)
+    assert len({t.plan.placement.waves for t in every}) > 1
+    for limbs in (1, 2):
+        own = [t.plan for t in every if t.plan.sums.limbs == limbs]
+        assert {plan.placement.zero for plan in own} == {0, 1, 2, 3}
+        assert any(plan.placement.zero and len(set(plan.granules)) > 1 for plan in own)
+        assert any(plan.pipeline is not None for plan in own)
+        assert {plan.sums.over for plan in own} == {"device", "host"}
     assert any(t.resumes is not None and t.processes > 1 for t in every)
     assert any(t.resumes is not None and drawn_other(t, own) for own in drawn.values() for t in own)
     assert any(t.balance for t in every)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
+from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._planner._staging import staging_cost
 
 FAST = Group(
@@ -44,6 +45,22 @@ def test_time_is_pipeline_reduction_and_update():
     assert {round(s.end_seconds - s.start_seconds, 9) for s in timeline.sends} == {1.0}
     # The first stage ends last; its 30 bytes take 0.3 s and its update 0.75 s.
     assert cost.step_seconds == pytest.approx(timeline.finish_seconds[0] + 0.3 + 0.75)
+
+
+def test_replay_and_closed_formula_assume_the_same_of_transfers():
+    """Both stages wait while they send, however long it takes: +0 % and not -30 %.
+
+    All stages spend the same share of their time on the forward, so the replay is never longer.
+    """
+    slow = dataclasses.replace(
+        CHAIN, send_seconds=tuple(tuple(30 * x for x in row) for row in CHAIN.send_seconds)
+    )
+    (timeline,) = staging_cost(slow, MIXED).timelines
+    sent = sum(s.end_seconds - s.start_seconds for s in timeline.sends)
+    assert timeline.makespan_seconds >= max(timeline.busy_seconds) + sent - 1e-9
+    whole = step_seconds(slow, MIXED.cuts, MIXED.replicas)
+    tail = tail_seconds(tables(slow), MIXED.cuts, MIXED.replicas)
+    assert 0.97 * (whole - tail) <= timeline.makespan_seconds <= (whole - tail) * (1 + 1e-9)
 
 
 def test_one_replica_reduces_nothing():

@@ -27,6 +27,8 @@ MORE = {"all-gather of f32 over tensor", "all-reduce of s32 over tensor"}
 #: Between stages arrays of all dtypes travel as words.
 CUT, PASSED = {"all-to-all of u32 over stage"}, {"collective-permute of u32 over stage"}
 NONE = (set(), set())
+#: Of a plan's precision the dtype of its products, as HLO has it.
+LOW = {"bf16": "bf16", "fp16": "f16"}
 #: By plan and program the collectives that it must hold, and those that it may hold beside them.
 EXPECTED = {
     "data": {"microbatch": NONE, "update": NONE, "evaluation": NONE, "sum 0": (SUM, set())},
@@ -60,6 +62,8 @@ EXPECTED = {
         ),
         "sum 0": ({ASKED + "stage+tensor"}, set()),
     },
+    "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     # What benchmarks/gpu.py trains.
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
     "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
@@ -115,12 +119,36 @@ def test_programs_compile_for_h100(plan):
         if "float" not in plan:
             assert not own["racing_scatters"], name
     # The new state takes the place of the old one, and new sums that of those before.
-    assert programs["update"]["donated_bytes"] >= found["state_bytes"]
+    scale = 4 if plan == "fp16" else 0  # the loss scale's exponent takes no place of an old one
+    assert programs["update"]["donated_bytes"] >= found["state_bytes"] - scale
     if "microbatch" in programs:
         num_parts = 1 if "float" in plan else 2
         assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
+    if plan in LOW:  # no product of float32 is left, forward or backward
+        low = LOW[plan]
+        assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
     if "plain" in found:  # what is looked for above is found where nobody asks for determinism
         assert found["plain"]["racing_scatters"]
     if "predicted_bytes" in found:
         # An estimate counts what a fused program never stores, and nothing is missing from it.
         assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
+
+
+def test_a_streamed_update_moves_the_state_and_keeps_little_of_it():
+    """Copies to and from the host are real, run beside the arithmetic, and are no more than asked.
+
+    No more of the state is on the card than a group that is updated, one that comes and one that
+    goes.
+    """
+    found = compiled("offload")
+    sizes, param_bytes = found["group_bytes"], found["param_bytes"]
+    assert sum(sizes) == found["state_bytes"] == 2 * param_bytes
+    for own in found["programs"]:
+        g = own["group"]
+        coming, going = sizes[g + 1 : g + 2], sizes[max(g - 1, 0) : g]
+        assert own["host_in_bytes"] == sum(coming)
+        assert own["host_out_bytes"] == sum(going)
+        assert own["copies"] >= bool(coming) + bool(going)
+        assert own["new_bytes"] <= sum(coming) * 1.01 + 4096
+        on_card = own["temporary_bytes"] + sizes[g] + sum(coming) + sum(going)
+        assert on_card <= 0.35 * param_bytes, on_card / param_bytes

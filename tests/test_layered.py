@@ -1,6 +1,7 @@
 """Gradients and parameters shared out, segment by segment: ZeRO's stages 2 and 3."""
 
 import collections
+import dataclasses
 import functools
 import gc
 
@@ -34,12 +35,13 @@ def shared(stage, model=Layers, optimizer=None, clip=None, **memory):
     return job(model, config, optimizer or optax.adamw(1e-2))
 
 
-#: Counts, shares and what is recomputed.
+#: Counts, shares, what is recomputed, and waves.
 SPREADS = [
     (2, dict(num=2), {}),
-    (2, dict(num=3, counts=(0, 5, 3)), {"shares": [1, 2, 3], "recompute": "none"}),
+    (2, dict(num=3, counts=(0, 5, 3)), {"shares": [1, 2, 3], "recompute": "none", "waves": 2}),
     (3, dict(num=2, counts=(7, 1)), {"recompute": "none"}),
     (3, dict(num=3, counts=(2, 0, 6)), {"shares": [4, 2, 1]}),
+    (3, dict(num=2, counts=(1, 7)), {"waves": 3}),
 ]
 
 
@@ -131,20 +133,27 @@ def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
 
     counted(ShardedParams, "gather")
     counted(Reducer, "sum_group")
-    own = shared(3)
-    found = {}
-    for counts in ((4, 4), (1, 7)):
+    counted(Reducer, "add_group")
+
+    def calls_of(own, counts):
         with own.open(planned(own, 2, counts), steps=2) as session:
             steps = iter(session)
             next(steps)
             calls.clear()
             next(steps)
-            found[counts] = dict(calls)
+            return dict(calls)
+
+    own = shared(3)
+    found = {counts: calls_of(own, counts) for counts in ((4, 4), (1, 7))}
     assert found[4, 4] == found[1, 7]
+    waves = calls_of(shared(3, waves=3), (1, 7))
     gathers = {k: n for (name, k), n in found[4, 4].items() if name == "gather"}
     last = max(gathers)
     assert gathers == {k: 1 if k == last else 2 for k in range(last + 1)}
-    assert all(n == 1 for (name, _), n in found[4, 4].items() if name == "sum_group")
+    sums = [k for name, k in found[4, 4] if name == "sum_group"]
+    assert all(found[4, 4]["sum_group", k] == 1 for k in sums)
+    assert all(waves["add_group", k] == 2 and waves["sum_group", k] == 1 for k in sums)
+    assert all(waves["gather", k] == 3 * gathers[k] for k in gathers if k != last)
 
 
 def test_a_checkpoint_of_shares_resumes_whole_and_evaluates(tmp_path):
@@ -166,11 +175,22 @@ def test_a_checkpoint_of_shares_resumes_whole_and_evaluates(tmp_path):
 
 
 def test_memory_decides_what_waits_for_the_backward():
-    own = job(Layers, {"memory": {"zero": 3, "recompute": "auto"}}, optax.adamw(1e-2))
-    much = planned(own, 2, memory_bytes=10_000_000)
-    assert not any("+" in text for text in much.chain.sequence)
-    with pytest.raises(hxla.PlanError, match="boundaries of 4 microbatches"):
-        planned(own, 2, memory_bytes=105_000)
+    def made(thousands, **memory):
+        memory = {"zero": 3, "recompute": "auto"} | memory
+        config = {"memory": memory, "communication": {"limbs": 1}}
+        own = job(Layers, config, optax.adamw(1e-2))
+        own = dataclasses.replace(own, batch_size=24)
+        return planned(own, 2, memory_bytes=thousands * 1000)
+
+    found = [made(10_000), made(150), made(106)]
+    assert [any("+" in text for text in p.chain.sequence) for p in found] == [False, True, True]
+    assert [p.placement.waves > 1 for p in found] == [False, False, True]
+    assert len({p.numerics for p in found}) == 1
+    for few in (dict(thousands=99), dict(thousands=106, waves=1)):
+        with pytest.raises(hxla.PlanError, match="does not fit beside the state"):
+            made(**few)
+    with pytest.raises(hxla.PlanError, match=r"memory\.waves needs memory\.zero of 2 or 3"):
+        made(10_000, zero=1, waves=2)
 
 
 def test_a_stage_needs_segments_and_copies():
@@ -182,12 +202,34 @@ def test_a_stage_needs_segments_and_copies():
         planned(own, 1)
 
 
-@pytest.mark.parametrize(("memory", "stage"), [(225, 0), (185, 1), (130, 2), (120, 3)])
-def test_the_first_stage_that_fits_is_taken(memory, stage):
+@pytest.mark.parametrize(
+    ("memory", "stage", "words"),
+    [
+        (400, 0, "whole state"),
+        (320, 1, "one program, the optimizer's state shared"),
+        (200, 2, "all residuals wait"),
+        (150, 3, "all residuals wait"),
+        (130, 2, "forwards run again"),
+        (120, 3, "forwards run again"),
+    ],
+)
+def test_the_cheapest_form_that_fits_is_taken(memory, stage, words):
     """8,755 parameters of 4 bytes, sums and gradients of 8 and 4, AdamW's moments of 8."""
     own = job(Layers, {}, optax.adamw(1e-2))
     plan = planned(own, 2, memory_bytes=memory * 1000)
     assert plan.placement.zero == stage
-    assert (plan.chain is not None) == (stage > 1)
+    assert (plan.chain is not None) == ("program" not in words and stage > 0)
+    if plan.chain is not None:
+        assert any("+" in text for text in plan.chain.sequence) == ("again" in words)
+    for device in plan.prediction.devices:
+        assert device.memory_bytes == device.held.total <= memory * 1000
+    told = plan.explain()
+    assert "held at the peak" in told
+    assert told.count("instead") == len(plan.runners_up)
+
+
+def test_a_stage_that_is_asked_for_stays():
     asked = job(Layers, {"memory": {"zero": 0}}, optax.adamw(1e-2))
-    assert planned(asked, 2, memory_bytes=memory * 1000).placement.zero == 0
+    assert planned(asked, 2, memory_bytes=400_000).chain is None
+    with pytest.raises(hxla.PlanError, match=r"whole state.* needs .*parameters 34.2 KiB"):
+        planned(asked, 2, memory_bytes=130_000)

@@ -301,7 +301,7 @@ CALLS = {
         r"no\.json",
     ),
     "a form of sums": (dict(reduction="mean"), CONFIG, "use 'exact' or 'float'"),
-    "a word for nonfinite": (dict(nonfinite="ignore"), CONFIG, "use 'stop' or 'skip'"),
+    "a word for nonfinite": (dict(nonfinite="ignore"), CONFIG, "use 'stop', 'skip' or 'scale'"),
     "one callback": (dict(callbacks=print), CONFIG, r"callbacks=\[.*\]"),
     "evaluation of nothing": (dict(eval_every=1), CONFIG, "needs eval_data"),
     "checkpoints nowhere": (dict(checkpoint_every=1), CONFIG, "needs a checkpoint_dir"),

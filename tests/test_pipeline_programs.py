@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hxla._jax._compilation_events import num_compilations
-from hxla._lower._exact import num_bits
+from hxla._lower._exact import Limbs
 from hxla._lower._options import extra_bytes
 from hxla._lower._pipeline import Pipeline
 from hxla._lower._pipeline_program import num_terms
@@ -175,4 +175,4 @@ def test_a_parameter_that_two_chunks_of_a_stage_read_has_a_term_for_each():
     [spec] = [runner.spec for runner in made.runners]
     assert all(part.segment.params == (0,) for part in spec.parts)
     assert num_terms(spec.graph, spec.parts, 4) == 4 * 4
-    assert made.contribution.bits == num_bits(4 * 4)
+    assert made.contribution.limbs == Limbs(2, 4 * 4)

@@ -6,10 +6,10 @@ import re
 
 import hypothesis
 import pytest
-from blocking import blocking_replay
 from hypothesis import strategies as st
 
 from hxla._core._errors import PlanError
+from hxla._schedule._blocking_replay import blocking_replay
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import (
     BACKWARD,

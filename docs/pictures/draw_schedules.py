@@ -4,17 +4,14 @@ python docs/pictures/draw_schedules.py
 """
 
 import pathlib
-import sys
+
+from hxla._report._lanes import lanes_of_timeline
+from hxla._report._lanes_picture import write_picture
+from hxla._schedule._blocking_replay import blocking_replay
+from hxla._schedule._replay import replay
+from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1
 
 FOLDER = pathlib.Path(__file__).parent
-sys.path.insert(0, str(FOLDER.parent.parent / "tests"))
-from blocking import blocking_replay  # noqa: E402
-
-from hxla._report._lanes import lanes_of_timeline  # noqa: E402
-from hxla._report._lanes_picture import write_picture  # noqa: E402
-from hxla._schedule._replay import replay  # noqa: E402
-from hxla._schedule._schedules import interleaved, one_f_one_b, zero_bubble_h1  # noqa: E402
-
 UNLIKE_F, UNLIKE_B = [0.010, 0.012, 0.012, 0.014], [0.020, 0.024, 0.024, 0.028]
 LIKE = [0.012] * 4
 

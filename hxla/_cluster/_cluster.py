@@ -52,6 +52,14 @@ class Device(_Value):
         core_share: The share of one core that a CPU device gets, above 0 and at most 1.
         node: The index of its node.
         memory_bytes_per_second: The bandwidth of its memory; None if not described.
+        host_memory_bytes: The memory of its host that training may use for it; None if not
+            described.
+        host_bytes_per_second: The bandwidth of copies between the two, in one direction; None if
+            not described.
+        disk_bytes_per_second: What it gets of its host's disk, reading or writing; None if not
+            described.
+        multiprocessors: The streaming multiprocessors of a GPU, each of which computes a tile of a
+            matrix product at a time; None if not described.
         rates: The rates of matrix products, one for each dtype.
         speeds: The speeds of training, one for each model.
         uuid: The identity of one card; None if not described.
@@ -63,6 +71,10 @@ class Device(_Value):
     core_share: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     node: int = 0
     memory_bytes_per_second: pydantic.PositiveFloat | None = None
+    host_memory_bytes: Annotated[int, pydantic.Field(ge=1)] | None = None
+    host_bytes_per_second: pydantic.PositiveFloat | None = None
+    disk_bytes_per_second: pydantic.PositiveFloat | None = None
+    multiprocessors: Annotated[int, pydantic.Field(ge=1)] | None = None
     rates: tuple[Rate, ...] = ()
     speeds: tuple[Speed, ...] = ()
     uuid: str | None = None
@@ -84,6 +96,18 @@ class Device(_Value):
             The rate; None if not described.
         """
         return next((r for r in self.rates if r.dtype == dtype), None)
+
+    def product_rate(self, dtype: str = "model") -> Rate | None:
+        """Find the rate of the matrix products of a model that computes in a dtype.
+
+        Args:
+            dtype: As of `Precision.compute`; `model` is float32 as jax computes it by default.
+
+        Returns:
+            The rate; that of float32 where a lower dtype's is not described; None if neither is.
+        """
+        low = self.rate(dtype) if dtype not in ("model", "float32") else None
+        return low or self.rate("tensorfloat32") or self.rate("float32")
 
     def speed(self, model: str) -> Speed | None:
         """Find the speed of training of a model.

@@ -51,6 +51,10 @@ class _Device(_Table):
     core_share: float | None = pydantic.Field(None, ge=0.001, le=1)  # of which Linux has quotas
     memory_gib: float | None = pydantic.Field(None, ge=2**-30, le=2**30)
     memory_gigabytes_per_second: _Figure | None = None
+    host_memory_gib: float | None = pydantic.Field(None, ge=2**-30, le=2**30)
+    host_gigabytes_per_second: _Figure | None = None
+    disk_gigabytes_per_second: _Figure | None = None
+    multiprocessors: int | None = pydantic.Field(None, ge=1, le=65536)
     rates: _Rates = _Rates()
     speeds: dict[str, _Speed] = {}
     uuids: list[str] = []
@@ -159,11 +163,14 @@ def _devices(table: _Device, node: int) -> Iterator[Device]:
     rates = [(dtype, getattr(table.rates, dtype)) for dtype in _Rates.model_fields]
     device = Device(
         kind=table.kind,
-        memory_bytes=None if table.memory_gib is None else int(table.memory_gib * 2**30),
+        memory_bytes=_gib(table.memory_gib),
         core_share=table.core_share if table.kind != "cpu" else table.core_share or 1.0,
         node=node,
-        memory_bytes_per_second=table.memory_gigabytes_per_second
-        and _times_ten_to(9, table.memory_gigabytes_per_second),
+        memory_bytes_per_second=_giga(table.memory_gigabytes_per_second),
+        host_memory_bytes=_gib(table.host_memory_gib),
+        host_bytes_per_second=_giga(table.host_gigabytes_per_second),
+        disk_bytes_per_second=_giga(table.disk_gigabytes_per_second),
+        multiprocessors=table.multiprocessors,
         rates=tuple(
             Rate(
                 dtype=dtype,
@@ -193,6 +200,14 @@ def _link(table: _Link) -> Link:
         ),
         source=table.source,
     )
+
+
+def _gib(value: float | None) -> int | None:
+    return None if value is None else int(value * 2**30)
+
+
+def _giga(value: float | None) -> float | None:
+    return None if value is None else _times_ten_to(9, value)
 
 
 def _times_ten_to(power: int, value: float) -> float:
@@ -330,17 +345,22 @@ def _device_lines(devices: Iterable[Device], table: str) -> Iterator[str]:
             yield f"core_share = {device.core_share!r}"
         if device.memory_bytes is not None:
             yield f"memory_gib = {device.memory_bytes / 2**30!r}"
-        if device.memory_bytes_per_second is not None:
-            rate = _number(-9, device.memory_bytes_per_second)
-            yield f"memory_gigabytes_per_second = {rate}"
+        if device.host_memory_bytes is not None:
+            yield f"host_memory_gib = {device.host_memory_bytes / 2**30!r}"
+        for place in ("memory", "host", "disk"):
+            rate = getattr(device, f"{place}_bytes_per_second")
+            if rate is not None:
+                yield f"{place}_gigabytes_per_second = {_number(-9, rate)}"
+        if device.multiprocessors is not None:
+            yield f"multiprocessors = {device.multiprocessors}"
         yield from _source_lines(device.source)
         if device.rates:
             yield f"[{table}.rates]"
-        for rate in device.rates:
-            figures = {"teraflops_per_second": _number(-12, rate.flops_per_second)}
-            figures |= {"measured": "true"} if rate.measured else {}
-            own_source = rate.source if rate.source != device.source else ""
-            yield f"{rate.dtype} = {_inline(figures, own_source)}"
+        for products in device.rates:
+            figures = {"teraflops_per_second": _number(-12, products.flops_per_second)}
+            figures |= {"measured": "true"} if products.measured else {}
+            own_source = products.source if products.source != device.source else ""
+            yield f"{products.dtype} = {_inline(figures, own_source)}"
         if device.speeds:
             yield f"[{table}.speeds]"
         for speed in device.speeds:

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import pydantic
 
@@ -13,7 +13,10 @@ from ._faults import fault, listed, nearest
 from ._files import named, read_json, read_toml
 
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
-_INTERNAL = "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOGS NUM_PROCESSES PROCESS_ID"
+_INTERNAL = (
+    "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOGS NUM_PROCESSES PROCESS_ID MAILBOX "
+    "GENERATION MEMORY WAITS"
+)
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
 
@@ -128,6 +131,12 @@ class CommunicationConfig(_Section):
     """Global norm to which gradients are clipped; null: not at all."""
     clip: Literal["before", "after"] = "after"
     """Clip each microbatch's own gradient before the sum, or the global batch's after it."""
+    limbs: Literal[1, 2, "auto"] = 2
+    """32-bit integers in which an element of a gradient is summed exactly. Two keep every element
+    to float32 precision. One takes half the memory and traffic, but every element of a tensor then
+    has the absolute error of its largest: with M microbatches at most 2**(8 - 30 + ceil(log2 M)) of
+    the largest magnitude for each of them. `auto`: one where that is at most 2**-16, as it is with
+    64 microbatches or fewer, else two; the plan says which."""
     over: Literal["device", "host"] | None = None
     """Where copies of the model meet: in collectives of their devices, or in host memory, where
     devices need no library in common; null: over the host where devices share no such library, a
@@ -142,6 +151,19 @@ class OptimizerConfig(_Section):
     shares with others, below a global norm, again instead of keeping them; 1: all at once."""
 
 
+class OffloadConfig(_Section):
+    """The table `memory.offload`: what waits outside the devices' own memory."""
+
+    optimizer: Literal["device", "host", "disk"] | None = None
+    """Where the optimizer's state is between updates, which then run group by group: `device`;
+    `host`, in pinned memory of the host; `disk`, in a file below `directory`. Between the three no
+    bit moves. Null: on the device, or where it does not fit, in host memory if the devices are
+    described with the host's."""
+    directory: str | None = None
+    """With `disk`, the folder in which each process has a file of its own, on a disk of this
+    machine; null: the system's own for temporary files."""
+
+
 class MemoryConfig(_Section):
     """The section `memory`: where the state of training is."""
 
@@ -150,8 +172,8 @@ class MemoryConfig(_Section):
     a share of it and updates that part of the parameters; 2, gradients are shared out too, segment
     by segment; 3, and the parameters, which are gathered segment by segment. From 2 on a step runs
     layer by layer, all microbatches of a device one after another in each, as a chain of segments
-    (`recompute`; null is `auto` there, or `boundaries` where no memory is described). Null: the
-    first stage whose state the memory holds that the devices are described with."""
+    (`recompute`; null is `auto` there, or `boundaries` where no memory is described). Null: that
+    of the cheapest form which the memory holds that the devices are described with."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""
@@ -161,8 +183,67 @@ class MemoryConfig(_Section):
     only what crosses between segments, and runs each forward again; `auto` runs again what is
     cheapest, so that it fits into the memory that the devices are described with. Null: it is one
     program, and XLA decides. Between the words no bit moves."""
-    segments: int | None = pydantic.Field(None, ge=1)
-    """With `recompute`, about how many segments there are; null: one for each layer."""
+    waves: int | None = pydantic.Field(None, ge=1)
+    """With `zero` of 2 or 3, in how many waves a device runs its microbatches of a step, one
+    through all segments before the next: what waits for backwards is of one wave, and what travels
+    does so once in each. Null: with `recompute` of `auto` the fewest that the memory holds that the
+    devices are described with, else one."""
+    segments: pydantic.PositiveInt | Annotated[list[str], pydantic.Field(min_length=1)] | None = (
+        None
+    )
+    """The segments of `recompute`, and of stages 2 and 3 of `zero`: about how many there are,
+    of several layers each or of parts of one, or regular expressions for the paths of modules
+    that make one each, such as `["blocks/[0-9]+"]`; null: one for each layer."""
+    offload: OffloadConfig = OffloadConfig()
+    """What waits outside the devices' own memory: the optimizer's state."""
+
+
+#: The dtype of an operation under a precision policy.
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class PrecisionExceptionConfig(_Section):
+    """An entry of `precision.exceptions`: operations that compute in another dtype."""
+
+    path: str | None = None
+    """Regular expression that must be found in the path of a parameter that an operation reads,
+    from the start of a path component, as in a rule."""
+    scope: str | None = None
+    """The same of the scopes (`jax.named_scope`, a Linen module, a TaskGraph) around it."""
+    compute: Dtype = "float32"
+    """Dtype of what matches."""
+    source: str | None = None
+    """Where the exception is from, for who reads the file."""
+
+
+class PrecisionConfig(_Section):
+    """The section `precision`: dtypes by class of operation; a word alone is its `preset`."""
+
+    preset: Literal["model", "fp32", "tf32", "bf16", "fp16"] = "model"
+    """What the keys below are where they are null: `model`, all as the model has it; `fp32` and
+    `tf32`, float32 with products of that precision; `bf16` and `fp16`, products and what follows
+    them low, and softmax, norm statistics, exponentials, losses and large sums in float32."""
+    params: Dtype | None = None
+    """Dtype to which parameters are rounded before the loss reads them; masters stay float32."""
+    compute: Dtype | None = None
+    """Dtype of matrix products, convolutions, and what follows them."""
+    reduction: Literal["float32"] | None = None
+    """Dtype in which gradients reach the sums."""
+    buffers: Dtype | None = None
+    """Dtype to which other variables (BatchNorm's statistics) are rounded before they are read."""
+    output: Dtype | None = None
+    """Dtype to which losses and metrics are rounded."""
+    exceptions: list[PrecisionExceptionConfig] = pydantic.Field([])
+    """Operations that compute in another dtype; the first that matches decides."""
+    initial_scale: float = pydantic.Field(2.0**24, gt=0)
+    """Loss scale of the first step, a power of two, where `nonfinite` is `scale`."""
+    growth_steps: int = pydantic.Field(2000, ge=1)
+    """Steps without an overflow after which the loss scale doubles."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _is_word(cls, given: Any) -> Any:
+        return {"preset": given} if isinstance(given, str) else given
 
 
 class Config(_Section):
@@ -181,6 +262,7 @@ class Config(_Section):
     communication: CommunicationConfig = CommunicationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     balance: BalanceConfig = BalanceConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

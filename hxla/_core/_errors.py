@@ -10,6 +10,7 @@ HxlaError
 ├── NonFiniteError    a gradient was not finite and `nonfinite="stop"`
 ├── CheckpointError   a checkpoint folder, or a checkpoint of another run
 ├── WeightsError      a file of weights, or names in it that do not suit the model
+├── ScheduleError     jobs and devices of a scheduler, or a trace of them
 ├── LaunchError       starting, joining or throttling processes, or processes that disagree
 └── InspectError      what is to be inspected
 
@@ -55,6 +56,10 @@ class CheckpointError(HxlaError):
 
 class WeightsError(HxlaError):
     """A file of weights is damaged or cannot be written, or does not suit the model."""
+
+
+class ScheduleError(HxlaError):
+    """Jobs or devices that a scheduler is given, or a trace of them, cannot be used."""
 
 
 class LaunchError(HxlaError):

@@ -25,6 +25,7 @@ class Graph:
         param_logical: The logical names of every parameter's dimensions, where Flax's metadata has
             any.
         metrics: The columns that the user's metrics have in the second result.
+        num_losses: The losses that a microbatch adds up; 1: the loss is a mean already.
         program: The program as jax traced it.
         ops: The program's operations.
         values: Every array of the program; other fields refer to them by their place here.
@@ -40,6 +41,7 @@ class Graph:
             `axis_name`; each has one member, the microbatch.
         alike: Where scans are cut, for each value that came with it the one that it is a part of,
             or is at another iteration: both lie alike on devices.
+        precision: The policy under which it was traced; None: all is as the model has it.
     """
 
     task_graphs: tuple[TaskGraph, ...]
@@ -47,6 +49,7 @@ class Graph:
     param_shapes: tuple[tuple[int, ...], ...]
     param_logical: Sequence[Sequence[str | None] | None] | None = None
     metrics: tuple[MetricColumns, ...] = ()
+    num_losses: int = 1
     program: ClosedJaxpr = dataclasses.field(repr=False)
     ops: tuple[Op, ...] = dataclasses.field(repr=False)
     values: tuple[Value, ...] = dataclasses.field(repr=False)
@@ -59,11 +62,17 @@ class Graph:
     nested: tuple[int, ...]
     bound_axes: tuple[str, ...] = ()
     alike: Mapping[int, int] = dataclasses.field(default_factory=dict, repr=False)
+    precision: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def flops(self) -> int:
         """The floating-point operations of a forward pass over the traced batch."""
         return sum(t.flops for t in self.task_graphs)
+
+    @property
+    def compute(self) -> str:
+        """The dtype of its matrix products; `model` where that is the model's own."""
+        return "model" if self.precision is None else str(self.precision.compute)
 
     def __str__(self) -> str:
         return table(self.task_graphs)

@@ -19,6 +19,7 @@ from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
 from .._model._loss import MetricColumns, as_sums
+from .._model._loss_scale import scaled_loss
 from ._factors import PATTERNS, Patterns
 from ._graph import Graph
 from ._tracer import Tracer
@@ -94,14 +95,15 @@ def trace_functional(
     """
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     metrics: list[MetricColumns] = []
+    num_losses = [1]
     axes: list[str] = []
 
     def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
         out, new_aux = model.train(params, aux, key, batch)
         sums = as_sums(out, num_examples)
-        metrics[:] = sums.metrics
+        metrics[:], num_losses[:] = sums.metrics, [sums.num_losses]
         _check_aux(aux, new_aux)
-        return sums.loss, sums.row, new_aux
+        return scaled_loss(sums.loss, sums.num_losses, aux), sums.row, new_aux
 
     graph = naming_axes(
         lambda: trace_sums(
@@ -116,7 +118,9 @@ def trace_functional(
         axes,
     )
     _check_depends(graph)
-    return dataclasses.replace(graph, metrics=tuple(metrics), bound_axes=tuple(axes))
+    return dataclasses.replace(
+        graph, metrics=tuple(metrics), num_losses=num_losses[0], bound_axes=tuple(axes)
+    )
 
 
 def _check_aux(before: PyTree, after: PyTree) -> None:

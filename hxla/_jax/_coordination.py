@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
+from jaxlib import _jax as _jaxlib
 
+_HEARTBEAT_SECONDS = 100  # our own watchdog and authority speak first
+_JOIN_SECONDS = 300
 _MOST_BYTES = 1 << 21  # of one value, compressed: a message of the service has a limit
 _rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -27,6 +30,43 @@ def leave_sigterm_alone() -> None:
     could not be ended by it; inside one hxla handles the signal itself.
     """
     jax.config.update("jax_enable_preemption_service", False)
+
+
+def serve(address: str, num_processes: int) -> Any:
+    """The service through which processes find each other, in this one, which is none of them.
+
+    Args:
+        address: Host and port.
+        num_processes: Those that will connect.
+
+    Returns:
+        The service, which lives until its `shutdown`.
+    """
+    return _jaxlib.get_distributed_runtime_service(
+        address,
+        num_processes,
+        heartbeat_timeout=_HEARTBEAT_SECONDS,
+        shutdown_timeout=_HEARTBEAT_SECONDS,
+    )
+
+
+def connect(address: str, num_processes: int, process_id: int) -> None:
+    """Join by a service that `serve` made in another process.
+
+    No barrier is waited for when this process ends.
+    """
+    state = _distributed.global_state
+    state.coordinator_address = address
+    state.process_id, state.num_processes = process_id, num_processes
+    state.client = _jaxlib.get_distributed_runtime_client(
+        address,
+        process_id,
+        init_timeout=_JOIN_SECONDS,
+        heartbeat_timeout=_HEARTBEAT_SECONDS,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    state.client.connect()
 
 
 def put(key: str, value: str) -> None:

@@ -30,7 +30,7 @@ from ._jaxpr import (
     run_equation,
     variables,
 )
-from ._rounded import rounded, to_round
+from ._rounded import divided, is_division, rounded, to_round
 
 #: Equations that keep the elements of an array and their order.
 _SAME_ORDER = ("reshape", "expand_dims", "squeeze")
@@ -81,6 +81,14 @@ class Independent:
     def sums(self) -> tuple[int, ...]:
         """The equations of all levels, in the order of their numbers elsewhere."""
         return tuple(i for level in self.levels for i in level)
+
+    def read_by_sums(self) -> set[int]:
+        """The numbers of the arguments that some of `sums` needs, through others too."""
+        jaxpr = self.closed.jaxpr
+        wanted = [jaxpr.eqns[i].invars[0] for i in self.sums]
+        read = variables(v for eqn in backward_slice(jaxpr.eqns, wanted) for v in eqn.invars)
+        read.update(variables(wanted))
+        return {k for k, v in enumerate(jaxpr.invars) if v in read}
 
     def run(
         self, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
@@ -167,7 +175,11 @@ class Independent:
                     part.piece(domain, x) if domains.of(v) is None and jnp.ndim(x) else x
                     for v, x in zip(eqn.invars, operands, strict=True)
                 ]
-                found = _on_slices(eqn, own)
+                if is_division(eqn) and domains.of(eqn.invars[1]) is None:
+                    x, number = map(jnp.asarray, own)
+                    found = [divided(x, number, zero)]
+                else:
+                    found = _on_slices(eqn, own)
             if i in chosen and found[0] is not MISSING:
                 found = [rounded(found[0], zero)]
             env.update(zip(eqn.outvars, found, strict=True))

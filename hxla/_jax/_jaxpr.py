@@ -1,10 +1,12 @@
 """What hxla needs of jax's program representation, in one place."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import source_info_util
 from jax.extend import core
 
 ClosedJaxpr = core.ClosedJaxpr
@@ -211,6 +213,20 @@ _CHEAP = frozenset({
     "transpose", "xor",
 })
 # fmt: on
+#: Of these what XLA calls expensive.
+_SLOW = frozenset(
+    {
+        "div",
+        "erf",
+        "exp",
+        "integer_pow",
+        "log",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "tanh",
+    }
+)
 
 
 #: What makes each element of its result from the elements at the same place.
@@ -233,6 +249,17 @@ def is_cheap(eqn: Any) -> bool:
     return eqn.primitive.name in _CHEAP
 
 
+def is_fused(eqn: Any) -> bool:
+    """Whether XLA makes an equation's results again for each reader, rather than keep them.
+
+    Its fusion does so with element-wise work other than divisions, roots and the like.
+    """
+    inner = inner_jaxpr(eqn)
+    if inner is not None:
+        return eqn.primitive.name in ("jit", "pjit") and all(map(is_fused, inner.jaxpr.eqns))
+    return eqn.primitive.name in _CHEAP - _SLOW
+
+
 def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Run one equation again, under its own name stack and context."""
     given = {
@@ -240,6 +267,44 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     }
     alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=_debug_info())
     return run_jaxpr(alone, given.values())
+
+
+def run_with(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """`run_equation` with operands of other dtypes, its literals too, and with other parameters."""
+    if any(isinstance(v, Literal) for v in eqn.invars):
+        eqn = eqn.replace(invars=_fresh(tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)))
+    return run_equation(eqn.replace(params=eqn.params | params) if params else eqn, operands)
+
+
+@functools.cache
+def _fresh(shapes: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Variables that stand for operands of an equation that is run alone."""
+    avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    return list(jax.make_jaxpr(lambda *xs: xs)(*avals).jaxpr.invars)
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """What is traced in here has the names and the source line of an equation."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        yield
+
+
+def scopes_around(eqn: Any) -> tuple[str, bool]:
+    """The scopes that were entered around an equation, and whether it is of a backward pass."""
+    parts = eqn.source_info.name_stack.stack
+    transforms = [p.name for p in parts if isinstance(p, source_info_util.Transform)]
+    scopes = [p.name for p in parts if isinstance(p, source_info_util.Scope)]
+    return "/".join(scopes), "transpose" in transforms
+
+
+def is_of_jax(eqn: Any) -> bool:
+    """Whether an equation runs a jitted function of jax itself, such as `jnp.where`."""
+    inner = inner_jaxpr(eqn) if kind_of(eqn) == "inlined" else None
+    file = "" if inner is None else inner.jaxpr.debug_info.func_filename or ""
+    return "/jax/_src/" in file.replace("\\", "/")
 
 
 @functools.cache

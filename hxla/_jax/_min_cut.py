@@ -10,7 +10,7 @@ References:
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ def halve(
     only_early: Collection[int] = (),
     only_late: Collection[int] = (),
     places: Collection[int] | None = None,
+    repeats: Callable[[Any], bool] = is_cheap,
 ) -> Halves:
     """Cut a program in two.
 
@@ -68,6 +69,7 @@ def halve(
         only_early: Places of arguments that are there for the early half only.
         only_late: Places of those that are there for the late half only.
         places: What is kept, as `Halves.places` of a like program has it; None: the fewest bytes.
+        repeats: Whether the late half may run an equation of the early one again.
     """
     jaxpr = closed.jaxpr
     first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
@@ -83,12 +85,12 @@ def halve(
     # What the early half can have, at most by cheap work beyond that for its own results.
     can_be_early = known | gone
     for eqn in jaxpr.eqns:
-        if id(eqn) in needed or (is_cheap(eqn) and can_be_early.issuperset(variables(eqn.invars))):
+        if id(eqn) in needed or (repeats(eqn) and can_be_early.issuperset(variables(eqn.invars))):
             can_be_early |= set(eqn.outvars)
 
     must_be_late = backward_slice(jaxpr.eqns, others, given=can_be_early)
     read = variables([*(v for eqn in must_be_late for v in eqn.invars), *others])
-    kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known)
+    kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known, repeats)
     return _halves(closed, num_first, gone, coming, [v for v in order if v in kept])
 
 
@@ -119,7 +121,12 @@ def _halves(
     )
 
 
-def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[Any]) -> set[Any]:
+def _fewest_bytes(
+    read: Sequence[Any],
+    maker: dict[Any, Any],
+    known: Collection[Any],
+    repeats: Callable[[Any], bool],
+) -> set[Any]:
     """The values to keep so that those which are read can be made by cheap equations.
 
     Of cuts of the same size the last, after which the least is left to be made again.
@@ -148,7 +155,7 @@ def _fewest_bytes(read: Sequence[Any], maker: dict[Any, Any], known: Collection[
         done.add(v)
         before = place(v)[0]
         eqn = maker.get(v)
-        if eqn is None or not is_cheap(eqn):
+        if eqn is None or not repeats(eqn):
             edges.append((source, before, _MOST))
             continue
         edges += [(place(u)[1], before, _MOST) for u in variables(eqn.invars) if u not in known]

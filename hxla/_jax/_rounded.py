@@ -1,10 +1,13 @@
-"""Products that are rounded before they are added, whatever a compiler fuses.
+"""Products that are rounded before they are added, and quotients, whatever a compiler fuses.
 
 A compiler may contract a product and a sum to one operation that rounds once, and which of two
 products it takes depends on the shapes and programs around them. That is harmless but for one
 thing: the same update in another program then ends with other bits. Here a product's bits pass
 through an integer operation with a number that is zero, which no compiler knows, so that it is
 rounded by itself.
+
+Likewise XLA makes a product with the reciprocal of some divisions of an array by a number, and not
+of others, as the program around them is.
 
 References:
     IEEE 754-2019, section 10.4 (a language's licence to synthesise fused operations).
@@ -53,3 +56,22 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, kind) ^ zero.astype(kind)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def is_division(eqn: Any) -> bool:
+    """Whether an equation divides what `divided` takes."""
+    return eqn.primitive.name == "div" and _is_wide(eqn.outvars[0].aval.dtype)
+
+
+def divided(x: jax.Array, number: jax.Array, zero: jax.Array) -> jax.Array:
+    """The quotient of an array and a number, which no compiler sees to be one for all elements.
+
+    Args:
+        x: float32 or float64.
+        number: Of its dtype, a scalar or as many as `x` has.
+        zero: See `rounded`.
+    """
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    nothing = jax.lax.bitcast_convert_type(x, kind) & zero.astype(kind)
+    bits = jax.lax.bitcast_convert_type(number, kind) ^ nothing
+    return x / jax.lax.bitcast_convert_type(bits, x.dtype)

@@ -87,15 +87,16 @@ class Board:
         line = text.encode()[: _SLOT_BYTES - 1] + b"\n"
         self._memory[begin : begin + len(line)] = line
 
+    def text(self, rank: int) -> str | None:
+        """What is in a slot; None if it was never written."""
+        slot = self._memory[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]
+        line, end, _ = slot.partition(b"\n")
+        return line.decode(errors="replace") if end and line else None
+
     def entries(self) -> dict[int, str]:
         """The slots that were written."""
-        found = {}
-        for rank in range(self._num):
-            slot = self._memory[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]
-            line, end, _ = slot.partition(b"\n")
-            if end and line:
-                found[rank] = line.decode()
-        return found
+        texts = {rank: self.text(rank) for rank in range(self._num)}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
     def posts(self) -> dict[int, Post]:
         """What each rank says; one that was killed while it wrote says nothing."""
@@ -118,14 +119,17 @@ def new_board(num_ranks: int) -> tuple[Board, str]:
 def own_board() -> Board | None:
     """The board of the job that this process was started for; None without a launcher."""
     path = os.environ.get(BOARD_VARIABLE)
-    if not path:
-        return None
+    return open_board(path, int(os.environ["HXLA_NUM_PROCESSES"])) if path else None
+
+
+def open_board(path: str, num_ranks: int) -> Board | None:
+    """The board of a path; None if its owner is gone, as this process will be soon."""
     try:
         file = os.open(path, os.O_RDWR)
-    except OSError:  # the launcher is gone, and this process will be soon
+    except OSError:
         return None
     try:
-        return Board(file, int(os.environ["HXLA_NUM_PROCESSES"]))
+        return Board(file, num_ranks)
     finally:
         os.close(file)
 

@@ -18,6 +18,7 @@ from .._jax import _coordination
 from .._jax._lost_peers import is_lost_peer
 from ._board import LOGS_VARIABLE, Board, Post, own_board, say
 from ._last_words import last_words, show
+from ._mailbox import MAILBOX_VARIABLE
 
 _STAY_SECONDS = 2.0  # for others that end by themselves
 _LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
@@ -71,6 +72,9 @@ def join() -> None:
     try:
         if number > 1:
             address = os.environ["HXLA_COORDINATOR"]
+            if MAILBOX_VARIABLE in os.environ:
+                _coordination.connect(address, number, int(os.environ["HXLA_PROCESS_ID"]))
+                return
             _coordination.leave_sigterm_alone()
             jax.distributed.initialize(
                 address,

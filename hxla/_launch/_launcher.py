@@ -4,6 +4,7 @@ import os
 import pathlib
 import socket
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 
 from .._cluster import _nvml
@@ -12,8 +13,12 @@ from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
 from .._core._catalogue import find
 from .._core._errors import LaunchError
+from .._elastic._membership import MembershipRules
 from .._plan._plan import Plan
+from ._elastic_run import ElasticRun
+from ._event_log import EventLog
 from ._processes import Processes, Start
+from ._warm import WAITS_VARIABLE
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -23,6 +28,9 @@ _MIXED_GPU_FLAGS = (
     "--xla_gpu_all_gather_combine_threshold_bytes=268435456",
     "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
 )
+_MOST_PROCESSES = 65536
+_HAND_OVER_SECONDS = 30.0  # members end the step at hand and write their state
+_PREPARE_SECONDS = 600.0  # members trace and compile
 _MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -111,7 +119,12 @@ def run(
         )
     starts = []
     for number_here, device in enumerate(chosen):
-        env = _environment(number_here, device, chosen, mesh, address) | settings
+        env = _environment(number_here, device, chosen, mesh) | settings
+        env |= {
+            "HXLA_COORDINATOR": address,
+            "HXLA_NUM_PROCESSES": str(len(chosen)),
+            "HXLA_PROCESS_ID": str(number_here),
+        }
         if folder is not None:
             env |= dumping(env, folder, str(number_here))
         starts.append(Start(env=env, core_share=device.core_share))
@@ -128,6 +141,73 @@ def run(
         grace_seconds=grace_seconds,
         reread_shares=reread_shares if mesh is not None else None,
     ).wait()
+
+
+def run_elastic(
+    command: Sequence[str],
+    *,
+    mesh: str | None = None,
+    number: int | None = None,
+    least: int = 1,
+    most: int | None = None,
+    heartbeat_seconds: float = 10.0,
+    grace_seconds: float = 5.0,
+    events: str | None = None,
+) -> int:
+    """Run a script whose processes come and go with the devices, until it has trained.
+
+    Args:
+        command: A Python script and its arguments.
+        mesh: Built-in name or path of a mesh file, which is read again when it changes.
+        number: Processes to start, instead of a mesh.
+        least: The fewest devices to train on (minP).
+        most: The most (maxP); None: one for each microbatch.
+        heartbeat_seconds: How long a process may be silent.
+        grace_seconds: The notice that a SIGTERM gives.
+        events: File for what happens, one line of JSON each.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        LaunchError: As `describe`, or if the numbers contradict each other.
+    """
+    most = _MOST_PROCESSES if most is None else most
+    if not 1 <= least <= most:
+        raise LaunchError(f"--min {least} --max {most}: use 1 <= min <= max")
+    devices = describe(mesh, None if mesh is not None else number)
+    cards = sum(device.kind != "cpu" for device in devices)
+    if are_unlike([device.kind for device in devices]):
+        raise LaunchError(f"{in_words([d.kind for d in devices])} share no library for collectives")
+    if not cards:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(f"cpu-{_processor()}"))
+    # A generation's programs are those of the one before, however quickly they are compiled.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # Processes are forked from one that has imported jax, which reads some of them then.
+    common = _environment(0, devices[0], devices, mesh)
+    os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
+
+    def environment(device: Device, place: int, path: str) -> dict[str, str]:
+        env = _environment(place, device, devices, path)
+        return env | ({WAITS_VARIABLE: "1"} if cards else {})
+
+    rules = MembershipRules(
+        min_devices=least,
+        max_devices=most,
+        num_steps=sys.maxsize,
+        num_microbatches=1,
+        heartbeat_seconds=heartbeat_seconds,
+        hand_over_seconds=_HAND_OVER_SECONDS,
+        prepare_seconds=_PREPARE_SECONDS,
+        form_seconds=_PREPARE_SECONDS,
+        ports=tuple(_free_port() for _ in range(4)),
+    )
+
+    def read() -> Sequence[Device]:
+        return devices if mesh is None else describe(mesh, None)
+
+    log = EventLog(events)
+    return ElasticRun(command, read, environment, rules, grace_seconds, log).wait()
 
 
 def _planned_ranks(plan: Plan, num_devices: int) -> Sequence[int]:
@@ -183,13 +263,18 @@ _KEEP_MEMORY = {
 
 
 def _environment(
-    rank: int, device: Device, devices: Sequence[Device], mesh: str | None, address: str
+    place: int, device: Device, devices: Sequence[Device], mesh: str | None
 ) -> dict[str, str]:
+    """Of a process, but for its place in the job.
+
+    Args:
+        place: Of the device on this machine.
+        device: The process's.
+        devices: All that may be used together.
+        mesh: File of them.
+    """
     env = dict(os.environ)
     env |= {
-        "HXLA_COORDINATOR": address,
-        "HXLA_NUM_PROCESSES": str(len(devices)),
-        "HXLA_PROCESS_ID": str(rank),
         "HXLA_LAUNCHER_PID": str(os.getpid()),
         "HXLA_LIVE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -214,11 +299,10 @@ def _environment(
             env.setdefault(key, value)
     else:
         visible = env.get("CUDA_VISIBLE_DEVICES")
-        cards = visible.split(",") if visible else [str(i) for i in range(len(devices))]
-        env["CUDA_VISIBLE_DEVICES"] = cards[rank]
+        cards = visible.split(",") if visible else None
+        env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
         kind = device.kind.lower().replace(" ", "-")
-        cache = env.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-        env.setdefault("JAX_COMPILATION_CACHE_DIR", f"{cache}/hxla/xla/{kind}")
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
         mixed = len({d.kind for d in devices}) > 1
         wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
@@ -226,6 +310,19 @@ def _environment(
     added = [flag for flag in wanted if flag.split("=")[0] not in flags]
     env["XLA_FLAGS"] = " ".join([flags, *added]).strip()
     return env
+
+
+def _cache_of(kind: str) -> str:
+    """Where programs that were compiled for devices of a kind are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    return f"{cache}/hxla/xla/{kind}"
+
+
+def _processor() -> str:
+    """What programs compiled for this machine's processor may not be run without."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return f"{zlib.crc32(chr(10).join(sorted(known)).encode()):08x}"
 
 
 def _free_port() -> int:

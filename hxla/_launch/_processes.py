@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
 from .._core._errors import HxlaError
 from .._core._types import EXIT_PREEMPTED
 from ._board import BOARD_VARIABLE, LOGS_VARIABLE, Post, new_board
+from ._janitor import start_janitor
 from ._output import Forwarder, Logs, Output
 from ._throttle import Cgroup, Throttle, make_throttle, pack
 from ._verdict import Standing, Verdict, judge
@@ -81,7 +81,7 @@ class Processes:
         cores = sorted(os.sched_getaffinity(0))
         shares = [start.core_share for start in starts if start.core_share is not None]
         packed = iter(pack(shares, cores)) if shares else iter(())
-        self._janitor = _start_janitor()
+        self._janitor = start_janitor()
         self._children: list[_Child] = []
         self._before = self._handle_signals()
         try:
@@ -324,39 +324,3 @@ class Processes:
             self._janitor.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-_JANITOR = """
-import os, signal, sys, time
-lines = sys.stdin.read().split("\\n")
-if "done" in lines:
-    sys.exit()
-for line in lines:
-    if line.isdigit():
-        try:
-            os.killpg(int(line), signal.SIGKILL)
-        except OSError:
-            pass
-for line in lines:
-    for _ in range(100 if line.startswith("/") else 0):
-        try:
-            os.rmdir(line)
-        except FileNotFoundError:
-            break
-        except OSError:
-            time.sleep(0.02)
-        else:
-            break
-"""
-
-
-def _start_janitor() -> IO[bytes]:
-    """A process that outlives the launcher and ends what it left: it reads until the pipe closes.
-
-    The launcher has ended everything itself by then, unless it was killed.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", _JANITOR], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    return process.stdin

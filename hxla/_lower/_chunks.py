@@ -65,6 +65,10 @@ class Chunks:
         """Elements of the largest chunk."""
         return max(self.lengths)
 
+    def held(self, copy: int) -> int:
+        """Elements that a copy keeps of its chunk: one of none, which XLA keeps badly."""
+        return max(self.lengths[copy], 1)
+
     def flat(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """All chunks one after another.
 
@@ -113,6 +117,28 @@ class Chunks:
             found[k] = every[:, start : start + own_width].reshape(-1)[: self.sizes[k]]
             start += own_width
         return [found[k].reshape(shape) for k, shape in enumerate(shapes)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every copy has as much of every tensor as any other."""
+        return not any(self._whole) and len(set(self.shares.granules)) == 1
+
+    def of_copy(self, arrays: Sequence[jax.Array], copy: Any) -> jax.Array:
+        """A chunk of `flat`, made without the others; they must be even.
+
+        Args:
+            arrays: The tensors.
+            copy: Whose chunk, perhaps traced.
+        """
+        granules, columns = self.shares.granules[0], []
+        for k, width in zip(self._cut, self._widths, strict=True):
+            missing = width * self.shares.num - self.sizes[k]
+            flat = arrays[k].reshape(-1)
+            flat = jnp.pad(flat, (0, missing)) if missing else flat
+            size = granules * width
+            own = jax.lax.dynamic_slice(flat, (copy * size,), (size,))
+            columns.append(own.reshape(granules, width))
+        return jnp.concatenate(columns, axis=1).reshape(-1)
 
     def pieces(self, chunk: jax.Array, copy: int) -> list[jax.Array]:
         """A copy's own pieces of the tensors, flat; those that others own are empty.
@@ -189,26 +215,48 @@ def reduce_scatter(
         )
         return scattered.reshape(-1).astype(flat.dtype)
     num, longest = len(lengths), max(lengths)
-    starts = jnp.asarray([0, *itertools.accumulate(lengths)][:-1], jnp.int32)
-    room = jnp.pad(flat, (0, longest))
-    me = jax.lax.axis_index(axis)
-
-    def own(c: Any) -> jax.Array:
-        return jax.lax.dynamic_slice(room, (starts[c],), (longest,))
-
     if is_even:
-        to_next = [(d, (d + 1) % num) for d in range(num)]
+        return ring_sum(
+            lambda c: jax.lax.dynamic_slice(flat, (c * longest,), (longest,)), num, axis, sent
+        )
+    layers, me = ring_layers(lengths), jax.lax.axis_index(axis)
+    starts = [*itertools.accumulate(lengths, initial=0)]
+    # How far ranges go beyond the last chunk: not at all, where each length has its own.
+    beyond = max(
+        (starts[c] + b - starts[-1] for a, b in layers for c in having(lengths, a)), default=0
+    )
+    room = jnp.pad(flat, (0, beyond)) if beyond > 0 else flat
+    firsts = jnp.asarray(starts[:-1], jnp.int32)
 
-        def add(hop: Any, total: jax.Array) -> jax.Array:
-            received = jax.lax.ppermute(total.astype(sent), axis, to_next)
-            return own((me - hop) % num) + received.astype(total.dtype)
+    def own(c: Any) -> list[jax.Array]:
+        """By ranges; of those that the chunk has not, anything."""
+        return [jax.lax.dynamic_slice(room, (firsts[c] + a,), (b - a,)) for a, b in layers]
 
-        # One body, compiled once however many devices there are.
-        return jax.lax.fori_loop(2, num + 1, add, own((me - 1) % num))
     total = own((me - 1) % num)
     for hop in range(2, num + 1):  # copy d hands on chunk d - hop + 1
-        total = own((me - hop) % num) + _passed(total, lengths, axis, 1 - hop, sent)
-    return total
+        received = _passed(total, lengths, axis, 1 - hop, sent)
+        total = [x + y for x, y in zip(own((me - hop) % num), received, strict=True)]
+    return jnp.concatenate(total)
+
+
+def ring_sum(own: Callable[[Any], jax.Array], num: int, axis: str, sent: Any) -> jax.Array:
+    """Chunk c of a sum on copy c, for chunks of equal length over a ring of permutes.
+
+    Args:
+        own: From the number of a chunk to it, as this copy has it.
+        num: Of copies.
+        axis: Name of the mesh axis.
+        sent: Dtype in which sums travel.
+    """
+    me = jax.lax.axis_index(axis)
+    to_next = [(d, (d + 1) % num) for d in range(num)]
+
+    def add(hop: Any, total: jax.Array) -> jax.Array:
+        received = jax.lax.ppermute(total.astype(sent), axis, to_next)
+        return own((me - hop) % num) + received.astype(total.dtype)
+
+    # One body, compiled once however many devices there are.
+    return jax.lax.fori_loop(2, num + 1, add, own((me - 1) % num))
 
 
 def all_gather(chunk: jax.Array, lengths: Sequence[int], axis: str) -> jax.Array:
@@ -219,26 +267,48 @@ def all_gather(chunk: jax.Array, lengths: Sequence[int], axis: str) -> jax.Array
         lengths: Of the chunks.
         axis: Name of the mesh axis.
     """
-    num, longest = len(lengths), max(lengths)
+    num = len(lengths)
     if len(set(lengths)) == 1:
         return jax.lax.all_gather(chunk, axis, tiled=True)
-    me = jax.lax.axis_index(axis)
-    every = jnp.zeros((num, longest), chunk.dtype).at[me].set(chunk)
-    passed = chunk
+    layers, me = ring_layers(lengths), jax.lax.axis_index(axis)
+    starts = [*itertools.accumulate(lengths, initial=0)]
+    most = max(b - a for a, b in layers)
+    flat = jnp.zeros(starts[-1] + most, chunk.dtype)
+    firsts, sizes = jnp.asarray(starts[:-1], jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+    def put(flat: jax.Array, parts: Sequence[jax.Array], c: Any) -> jax.Array:
+        """With a chunk; what it has not goes behind all chunks."""
+        for (a, b), part in zip(layers, parts, strict=True):
+            at = jnp.where(sizes[c] > a, firsts[c] + a, starts[-1])
+            if any(a < n < b for n in lengths):  # the rest of the range is the next chunk's
+                before = jax.lax.dynamic_slice(flat, (at,), (b - a,))
+                part = jnp.where(jnp.arange(a, b) < sizes[c], part, before)
+            flat = jax.lax.dynamic_update_slice(flat, part, (at,))
+        return flat
+
+    passed = [chunk[a:b] for a, b in layers]
+    flat = put(flat, passed, me)
     for hop in range(1, num):  # copy d hands on chunk d - hop + 1
         passed = _passed(passed, lengths, axis, 1 - hop, chunk.dtype)
-        every = every.at[(me - hop) % num].set(passed)
-    return jnp.concatenate([every[c, :n] for c, n in enumerate(lengths)])
+        flat = put(flat, passed, (me - hop) % num)
+    return flat[: starts[-1]]
 
 
-def _passed(x: jax.Array, lengths: Sequence[int], axis: str, shift: int, sent: Any) -> jax.Array:
-    """What the copy before hands on: it has chunk `d + shift`."""
-    num, parts = len(lengths), []
-    for start, end in ring_layers(lengths):
-        pairs = [(d, (d + 1) % num) for d in range(num) if lengths[(d + shift) % num] > start]
-        part = x[start:end].astype(sent)
-        parts.append(jax.lax.ppermute(part, axis, pairs).astype(x.dtype))
-    return jnp.concatenate(parts)
+def having(lengths: Sequence[int], start: int) -> list[int]:
+    """Numbers of the chunks that have elements from one on."""
+    return [c for c, n in enumerate(lengths) if n > start]
+
+
+def _passed(
+    parts: Sequence[jax.Array], lengths: Sequence[int], axis: str, shift: int, sent: Any
+) -> list[jax.Array]:
+    """What the copy before hands on, by ranges: copy d has those of chunk `d + shift`."""
+    num, found = len(lengths), []
+    for part, (start, _) in zip(parts, ring_layers(lengths), strict=True):
+        givers = [(c - shift) % num for c in having(lengths, start)]
+        pairs = [(d, (d + 1) % num) for d in givers]
+        found.append(jax.lax.ppermute(part.astype(sent), axis, pairs).astype(part.dtype))
+    return found
 
 
 def sum_of_rows(

@@ -31,7 +31,7 @@ class DeviceSums(NamedTuple):
         small_MS: Bit patterns of each microbatch's loss, weight and metrics; zero where another
             replica ran it.
         peaks_T: Bit patterns of the largest magnitude of each tensor.
-        values: For each pack of float tensors its parts: two int32 limbs, or one float32.
+        values: For each pack of float tensors its parts: int32 limbs, two or one, or one float32.
         ints: The integer leaves of other variables, as microbatch 0 left them; zero elsewhere.
     """
 
@@ -172,16 +172,19 @@ class Contribution:
 
     Attributes:
         form: The plan's.
-        bits: Of a limb, for an exact sum: see `_exact.num_bits`.
+        limbs: Those of an exact sum.
     """
 
     form: SumsForm
-    bits: int
+    limbs: _exact.Limbs
 
     @classmethod
     def of(cls, form: SumsForm, num_terms: int) -> "Contribution":
         """For sums of so many terms."""
-        return cls(form, _exact.num_bits(num_terms) if form.kind == "exact" else 0)
+        limbs = _exact.Limbs(form.limbs, num_terms)
+        if form.kind == "exact":
+            _exact.num_bits(num_terms)
+        return cls(form, limbs)
 
     @property
     def is_exact(self) -> bool:
@@ -212,14 +215,14 @@ class Contribution:
         if not self.is_exact:
             [old] = before
             return (old + x if keep is None else jnp.where(keep, old, 0) + x,)
-        limbs = _exact.encode(x, exponent, self.bits)
+        limbs = _exact.encode(x, exponent, self.limbs)
         if keep is not None:
             before = [old * keep for old in before]
         return tuple(old + new for old, new in zip(before, limbs, strict=True))
 
     def combine(self, *parts: jax.Array) -> jax.Array:
         """The summed parts as float32, in units that `value` undoes."""
-        return _exact.combine(parts[0], parts[1], self.bits) if self.is_exact else parts[0]
+        return _exact.combine(parts, self.limbs) if self.is_exact else parts[0]
 
     def value(self, total: jax.Array, exponent: jax.Array) -> jax.Array:
         """What `combine` gave, in its own units."""

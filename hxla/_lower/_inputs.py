@@ -9,7 +9,7 @@ from .._graph._graph import Graph
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._linked_dims import LinkedDims, planned_parts
-from .._plan._ownership import Ownership, ownership
+from .._plan._ownership import SUMMED_STATE, Ownership, ownership
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
@@ -29,6 +29,7 @@ class Training:
         clip_norm: Global norm to which gradients are clipped; None: not at all.
         clip_before: Whether each microbatch's own gradient is clipped, or the batch's.
         num_groups: Parts in which parameters are updated one after another.
+        offload_directory: Folder for state that waits on a disk; None: the system's own.
     """
 
     model: Functional
@@ -38,6 +39,7 @@ class Training:
     clip_norm: float | None = None
     clip_before: bool = False
     num_groups: int = 1
+    offload_directory: str | None = None
 
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:
@@ -48,6 +50,8 @@ def ownership_of(training: Training, plan: Plan) -> Ownership | None:
     clip_norm = None if training.clip_before else training.clip_norm
     own = ownership(training.optimizer, params, plan.granules, clip_norm)
     own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
+    if plan.placement.optimizer != "device" and own.summed_state:
+        raise PlanError(f"placement.optimizer: {SUMMED_STATE}: use 'device'")
     names = leaf_names(training.model.trained)
     whole = tuple(n for n, o in zip(names, own.shares.owners, strict=True) if o is not None)
     if whole != plan.placement.whole:

@@ -11,6 +11,7 @@ References:
     Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism", 2021, section 3.
 """
 
+import itertools
 import queue
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,11 +21,11 @@ import jax
 from .._core._types import PyTree
 from .._schedule._schedules import BACKWARD
 from .._schedule._segment_sequence import SegmentSequence
-from .._schedule._sequence_replay import layered_peak_bytes, runs_by_segment
-from ._contribution import DeviceSums
+from .._schedule._sequence_replay import RunBytes, layered_peak_bytes, runs_by_segment
+from ._contribution import DeviceSums, buckets
+from ._held import Held
 from ._segmented import Running, Segmented
 from ._sharded_params import ShardedParams
-from ._store import Held
 from ._sum import Reducer
 
 #: Pairs of arrays: what a device begins with, and what is there when it is done; None at the end.
@@ -37,10 +38,12 @@ class Layered:
     Args:
         sequence: What runs for a microbatch.
         runners: Of the local copies.
-        reducer: The sums over all copies, one group of packs for each of `groups`.
-        groups: For each part the packs whose sums are whole after its backward.
+        reducer: The sums over all copies, with these groups.
+        groups: See `sum_groups`.
         trained: Places of the parameters that are trained.
         sharded: Gathers the parameters of each part; None: all copies have them.
+        num_waves: In which each copy runs its microbatches, a wave through all segments before the
+            next. Each process runs as many, whatever its counts.
     """
 
     def __init__(
@@ -48,15 +51,18 @@ class Layered:
         sequence: SegmentSequence,
         runners: Sequence[Segmented],
         reducer: Reducer,
-        groups: Sequence[Sequence[int]],
+        groups: Sequence[tuple[int, Sequence[int]]],
         trained: Sequence[int],
         sharded: ShardedParams | None,
+        num_waves: int = 1,
     ):
         self._runs = runs_by_segment(sequence)
         self._sequence, self._runners, self._reducer = sequence, list(runners), reducer
         self._groups, self._trained, self._sharded = groups, tuple(trained), sharded
-        order = [i for i in reversed(range(len(groups))) if groups[i]]
-        self._number = {part: k for k, part in enumerate(order)}
+        parts = {part for part, _ in groups}
+        #: For each part the numbers of the groups whose sums are whole after its backward.
+        self._numbers = {p: [k for k, (i, _) in enumerate(groups) if i == p] for p in parts}
+        self._num_waves = num_waves
         self._under_way: Any = None
         self._marks: list[jax.Array] = []  # of what runs
 
@@ -91,24 +97,36 @@ class Layered:
         self._marks = []
         pieces = [[own.params[p] for p in self._trained] for own in held]
         totals: list[list[jax.Array]] = [[] for _ in held]
-        for part, operations in self._runs:
+        waiting: dict[int, Any] = {}  # the sums of earlier waves
+        for wave, (part, operations) in itertools.product(range(self._num_waves), self._runs):
             is_backward = any(op.kind == BACKWARD for op in operations)
             begun = self._give(part, held, running, pieces)
             for runner, own, begins, told in zip(self._runners, running, begun, spans, strict=True):
                 if is_backward:
                     runner.make_sums(own, part)
-                for n in range(len(own.microbatches)):
+                microbatches = self._of_wave(wave, len(own.microbatches))
+                for n in microbatches:
                     for op in operations:
                         runner.operate(own, n, op)
-                mark = runner.mark(own, part, is_backward)
+                mark = None
+                if microbatches:
+                    mark = runner.mark(own, part, is_backward, microbatches[-1])
                 if mark is not None:
                     told.put((begins, mark))
                     self._marks.append(mark)
                 if self._sharded is not None:
                     runner.hold(own, part, {})
-            if is_backward and part in self._number:
-                for own_totals, new in zip(totals, self._summed(part, running), strict=True):
-                    own_totals += new
+            for k in self._numbers.get(part, ()) if is_backward else ():
+                # No name may hold what is taken: it would be there while the next part runs.
+                before = waiting.pop(k, None)
+                if wave + 1 < self._num_waves:
+                    added = self._reducer.add_group(k, self._taken(k, running), before)
+                    waiting[k], self._under_way = added
+                    continue
+                new = self._reducer.sum_group(k, self._taken(k, running), before)
+                for own_totals, own_new in zip(totals, new, strict=True):
+                    own_totals += own_new
+                self._under_way = new
         ends = [runner.end(own) for runner, own in zip(self._runners, running, strict=True)]
         return [sums for sums, _ in ends], totals
 
@@ -134,16 +152,19 @@ class Layered:
         self._under_way = [_smallest(found.values()) for found in gathered]
         return self._under_way
 
-    def _summed(self, part: int, running: Sequence[Running]) -> list[list[jax.Array]]:
-        """The totals of a part's sums, which are given up."""
+    def _of_wave(self, wave: int, num: int) -> range:
+        """Places of the microbatches of a wave, of so many of a copy."""
+        return range(num * wave // self._num_waves, num * (wave + 1) // self._num_waves)
+
+    def _taken(self, k: int, running: Sequence[Running]) -> list[list[Any]]:
+        """The sums of a group, which are given up, when a collective may run."""
         self.wait()
-        packs = self._groups[part]
+        _, packs = self._groups[k]
         values = [[own.values[k] for k in packs] for own in running]
         for own in running:
             for k in packs:
                 own.values[k] = None
-        self._under_way = totals = self._reducer.sum_group(self._number[part], values)
-        return totals
+        return values
 
     def wait(self) -> None:
         """Until the last collective is done: Gloo mixes up those that wait for nothing."""
@@ -166,18 +187,43 @@ class Layered:
         return found
 
     def memory_bytes(self, num: int) -> int:
-        """Bytes that one device needs beside the state and totals while it runs microbatches.
+        """Bytes that one device needs beside the state until it has all totals.
 
         Args:
-            num: Microbatches of a step.
+            num: Its microbatches of a step.
         """
-        runner, summing = self._runners[0], self._reducer.memory_bytes()
-        gathered = [0] * len(self._groups)
+        costs, num = self._runners[0].costs(), max(-(-num // self._num_waves), 1)
+        waves = {0, min(1, self._num_waves - 1), self._num_waves - 1}  # the others are alike
+        return max(
+            layered_peak_bytes(self._sequence, costs, num, self._bytes_beside(wave))
+            for wave in waves
+        )
+
+    def _bytes_beside(self, wave: int) -> list[RunBytes]:
+        """What is there beside the values of microbatches, run by run of a wave."""
+        begun, num = self._runners[0].sums_bytes(), self._runners[0].num_parts
+        whole, gathers = [0] * num, [0] * num
         if self._sharded is not None:
-            gathered = [self._sharded.num_bytes(i) for i in range(len(self._groups))]
-        # What was gathered is let go before the sums over all copies.
-        own = [runner.sums_bytes(i) + max(n, summing) for i, n in enumerate(gathered)]
-        return layered_peak_bytes(self._sequence, runner.costs(), max(num, 1), own)
+            whole = [self._sharded.num_bytes(i) for i in range(num)]
+            gathers = [self._sharded.gather_bytes(i) for i in range(num)]
+        groups = [self._reducer.group_bytes(k) for k in range(len(self._groups))]
+        kept, is_last = (
+            sum(own.waiting for own in groups) if wave else 0,
+            wave + 1 == self._num_waves,
+        )
+        out = []
+        for part, operations in self._runs:
+            is_backward = any(op.kind == BACKWARD for op in operations)
+            gathering, reducing = kept + gathers[part], 0
+            kept += begun[part] if is_backward else 0
+            running = kept + whole[part]
+            for k in self._numbers.get(part, ()) if is_backward else ():
+                own = groups[k]
+                reducing = max(reducing, kept + own.adding)
+                kept += (own.totals if is_last else own.waiting) - own.sums
+                kept -= own.waiting if wave else 0
+            out.append(RunBytes(gathering, running, reducing))
+        return out
 
 
 def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:
@@ -185,6 +231,21 @@ def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:
     return min(arrays, key=lambda x: x.size, default=None)
 
 
-def group_packs(last_packs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The groups of a reducer: the packs of each part that has some, the last part first."""
-    return [list(packs) for packs in reversed(last_packs) if packs]
+def sum_groups(
+    last_packs: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The packs that are summed together: each pair is a part and packs whose sums end with it.
+
+    The last part is the first. What travels together is no more than the largest pack of its part,
+    for it takes as much memory again.
+
+    Args:
+        last_packs: For each part the packs whose sums are whole after its backward.
+        sizes: Elements of each pack.
+    """
+    out: list[tuple[int, tuple[int, ...]]] = []
+    for part, packs in reversed(list(enumerate(last_packs))):
+        own = [sizes[k] for k in packs]
+        found = buckets(own, max(own, default=0))
+        out += [(part, tuple(packs[i] for i in bucket)) for bucket in found]
+    return out

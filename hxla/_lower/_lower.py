@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,14 @@ from .._plan._sharding import Sharded
 from .._planner._complete import check_layers_whole, inner_axes
 from .._schedule._segment_sequence import sequence_from_texts
 from ._across import Cut
-from ._contribution import Contribution, packs_of, tensors_of
+from ._contribution import Contribution, pack_shapes, packs_of, tensors_of
+from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
+from ._held import StateSpecs
 from ._inputs import Training, ownership_of, sharded_of, uneven_of
-from ._layered import Layered, group_packs
+from ._layered import Layered, sum_groups
 from ._microbatch import Microbatches, MicrobatchSpec
+from ._opt_state import of_opt_state
 from ._options import compiler_options
 from ._own_state import OwnState
 from ._own_update import Gather
@@ -42,7 +46,7 @@ from ._segment_part import SegmentedSpec, last_packs, segmented_spec
 from ._segmented import Segmented
 from ._sharded_params import ShardedParams
 from ._slots import make_slots
-from ._store import StateSpecs, Store, of_opt_state
+from ._store import Store
 from ._sum import Reducer
 from ._uneven import Uneven
 from ._update import UpdateSpec
@@ -66,6 +70,8 @@ class Programs:
         sharded: What the axes inside a copy cut; None: there are none.
         own: Which copy updates what; None: each updates everything.
         gather: Hands what each copy updated to all; None likewise, and where they keep it.
+        sharded_params: Gathers the parameters of which each copy keeps its share; None: all have
+            them.
         layered: Runs the microbatches of all local replicas segment by segment; None: each runner
             runs those of its own.
     """
@@ -127,7 +133,9 @@ class Programs:
             )
             self.packs = [list(pack) for pack in chain.packs]
             self.contribution, runner = _segmented(self, chain)
-            groups = last_packs(chain) if plan.placement.zero > 1 else None
+            if plan.placement.zero > 1:
+                elements = list(map(math.prod, pack_shapes(self.tensors, self.packs)))
+                groups = sum_groups(last_packs(chain), elements)
         else:
             make = _microbatches if plan.pipeline is None else _pipeline
             self.contribution, runner = make(self, uneven or sharded)
@@ -148,9 +156,10 @@ class Programs:
             or groups is not None,
             shares=None if self.own is None else self.own.shares,
             cuts=self._cuts_of_sums(uneven, replicas),
-            groups=None if groups is None else group_packs(groups),
+            groups=None if groups is None else [packs for _, packs in groups],
+            has_waves=plan.placement.waves > 1,
         )
-        keeps = self.own is None or self.own.cuts_params
+        keeps = self.own is None or not self.own.sends_params
         self.gather = None if keeps else Gather(self.reducer, self.tensors.params, plan.sums)
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
@@ -168,7 +177,14 @@ class Programs:
             padding=padding,
         )
         own_specs = self._of_trained(specs), self._specs.opt_state, aux
-        self._updates = Updates(update, self.reducer, self.own, *own_specs)
+        self._updates = Updates(
+            update,
+            self.reducer,
+            self.own,
+            *own_specs,
+            tier=plan.placement.optimizer,
+            state=lambda i: self._shapes(i)[2],
+        )
         self.update = self._updates.run
         self.evaluation = Evaluation(
             model,
@@ -208,10 +224,13 @@ class Programs:
             self.reducer,
             self._specs,
             self.plan.sums,
-            self._own_state(),
+            self._own_state,
+            shelf_maker(self.plan.placement.optimizer, training.offload_directory),
         )
 
+    @functools.cached_property
     def _own_state(self) -> OwnState | None:
+        """Where what each copy has a part of is; None: all copies have everything."""
         if self.own is None:
             return None
         model, optimizer = self.training.model, self.training.optimizer
@@ -221,7 +240,7 @@ class Programs:
         return OwnState(self.own, self.reducer, [*params, *aux, *state], *has)
 
     def _sharded_params(self) -> ShardedParams:
-        own = self._own_state()
+        own = self._own_state
         assert own is not None
         assert self.own is not None
         number = {p: t for t, p in enumerate(self.trained)}
@@ -241,10 +260,11 @@ class Programs:
             compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
         )
 
-    def _layered(self, groups: Sequence[Sequence[int]]) -> Layered:
+    def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> Layered:
         runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
         sequence, sharded = runners[0].sequence, self.sharded_params
-        return Layered(sequence, runners, self.reducer, groups, self.trained, sharded)
+        waves = self.plan.placement.waves
+        return Layered(sequence, runners, self.reducer, groups, self.trained, sharded, waves)
 
     @property
     def _more(self) -> Any:
@@ -283,7 +303,8 @@ class Programs:
             check({"program of the sums": of_sums} | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
-            named += zip((*self.runners[i].names, *self._updates.names), own, strict=True)
+            names = (*self.runners[i].names, *self._updates.names(i))
+            named += zip(names, own, strict=True)
         named += [("the sum of gradients", program) for program in sums]
         named += [("the gather of parameters", program) for program in gathers]
         flat = iter(compile_all(named, over, tell))
@@ -311,18 +332,18 @@ class Programs:
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
         update = self._updates.extra_bytes()
-        most = max(sum(chunks.longest for chunks in self.reducer.chunks) * 4, 0)
+        copy = self.reducer.local[0].index
+        most = 4 * sum(chunks.held(copy) for chunks in self.reducer.chunks)
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
-            return held_bytes + most + max(microbatches, update, gathers)
+            return held_bytes + max(microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
+        totals = totals if self.own is None else most
         # Sums that are let go make room for the totals.
         summing = sums + self.reducer.memory_bytes() + (0 if releases else totals)
-        if self.gather is None:
-            update += totals
-        else:
-            update = most + max(update, self.gather.memory_bytes())
+        gathers = 0 if self.gather is None else self.gather.memory_bytes()
+        update = totals + max(update, gathers)
         update += 0 if releases else sums
         return held_bytes + runner.kept_bytes + max(microbatches, summing, update)
 
@@ -352,7 +373,7 @@ class Programs:
         """Parameters, other variables and optimizer state of a local replica, as they lie."""
         replica, model = self.reducer.local[i], self.training.model
         opt_state = jax.eval_shape(self.training.optimizer.init, model.trained)
-        own = self._own_state()
+        own = self._own_state
         if own is not None:
             num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
             leaves, treedef = jax.tree.flatten(opt_state)

@@ -12,18 +12,22 @@ def compiler_options(platform: str, sums: SumsForm) -> dict[str, Any]:
         platform: `cpu`, `gpu` or another backend's name.
         sums: Only exact sums ask for determinism.
     """
-    if sums.kind == "exact" and platform == "cpu":
+    if sums.kind != "exact":
+        return {}
+    # Else what is fused would decide which results are rounded to fewer bits; see `Plan.numerics`.
+    options = {"xla_allow_excess_precision": False}
+    if platform == "cpu":
         # The number of threads may decide how a contraction is cut.
-        return {"xla_cpu_multi_thread_eigen": False}
-    if sums.kind == "exact" and platform in ("gpu", "cuda", "rocm"):
+        return options | {"xla_cpu_multi_thread_eigen": False}
+    if platform in ("gpu", "cuda", "rocm"):
         # Kernels chosen by their times would be others in another process. Without times, products
         # are left to cuBLAS, which goes by their shapes: XLA's own would all get the same tile.
-        return {
+        return options | {
             "xla_gpu_exclude_nondeterministic_ops": True,
             "xla_gpu_autotune_level": 0,
             "xla_gpu_enable_triton_gemm": False,
         }
-    return {}
+    return options
 
 
 def extra_bytes(compiled: Any) -> int:

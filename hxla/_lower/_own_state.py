@@ -71,6 +71,10 @@ class OwnState:
             return self._shares.piece(x, self._shares.granules[copy], first)
         return jnp.zeros(1, x.dtype)
 
+    def owner(self, k: int) -> tuple[bool, int | None]:
+        """Whether all copies have the whole of a leaf, and else which one, if it is not cut."""
+        return self.is_common[k], self._shares.owners[k]
+
     def take_on_host(self, k: int, x: np.ndarray, copy: int) -> np.ndarray:
         """`take` of an array in host memory: no more of it goes to the device."""
         owner = self._shares.owners[k]
@@ -103,6 +107,8 @@ class OwnState:
         x, arrays = self._leaves[k], self._reducer.arrays
         if self.is_common[k]:
             return arrays.over_all([part.reshape(x.shape) for part in parts], P())
+        if self.own.is_alone:
+            return parts[0].reshape(-1)[: x.size].reshape(x.shape)
         found = self._program("evenly", k)(arrays.join(parts, self._lengths(k)))
         jax.block_until_ready(found)
         return found
@@ -117,6 +123,9 @@ class OwnState:
         arrays = self._reducer.arrays
         if self.is_common[k]:
             return arrays.local_parts(x, P())
+        if self.own.is_alone:
+            shape = self.like(k, 0).shape
+            return [widened(x, math.prod(shape)).reshape(shape)]
         found = self._program("shared", k)(x)
         jax.block_until_ready(found)
         if self._shares.owners[k] is None:

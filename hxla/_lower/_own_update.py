@@ -11,7 +11,7 @@ References:
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS, PyTree
 from .._jax._independent import MISSING
-from .._jax._rounded import rounded
+from .._jax._rounded import divided, rounded
 from .._plan._ownership import Ownership
 from ._chunks import Chunks, all_gather
 from ._options import compiler_options, update_options
@@ -61,7 +61,7 @@ def own_arguments(
         where: int32[2], its first granule and a zero.
     """
     sums = own_sums(spec, chunks, copy, totals, exponents_T)
-    part, leaves = OwnPart(own, copy, where[0]), jax.tree.leaves(opt_state)
+    part, leaves = OwnPart(own, copy, where[0]), jax.tree.leaves(opt_state, is_leaf=is_away)
     pieces = params if own.cuts_params else [part.of(i, p) for i, p in enumerate(params)]
     grads = [mean_of(sums[i], weight, where[1]).astype(p.dtype) for i, p in enumerate(params)]
     grads = [g if part.cuts(i) else _of_shape(g, params[i].shape) for i, g in enumerate(grads)]
@@ -76,8 +76,8 @@ def own_update_program(
     The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part, and
     two more: `where`, int32[2], its first granule and a zero, and `sums`, what `summed` gave. The
     results are chunks of its new parameters, for each bucket, and as there its state, the other
-    variables, and a tick. Where it has only its own parts of the parameters, they are donated, and
-    the results are these parts.
+    variables, and a tick. Where it has only its own parts of the parameters, or is the only copy,
+    they are donated, and the results are these parts, or all.
 
     Args:
         spec: What the update is made from.
@@ -110,7 +110,11 @@ def own_update_program(
             for x, new in zip((*params, *leaves), results, strict=True)
         ]
         sent = empty[:num]
-        if not own.cuts_params:
+        if own.is_alone:
+            sent = [
+                x.reshape(-1)[: p.size].reshape(p.shape) for x, p in zip(sent, params, strict=True)
+            ]
+        elif not own.cuts_params:
             sent = [
                 chunk.chunk([empty[i].reshape(-1).astype(dtype) for i in chunk.tensors], copy)
                 for chunk in chunks
@@ -123,9 +127,14 @@ def own_update_program(
 
     return jax.jit(
         hxla_update,
-        donate_argnums=(0, 1, 2) if own.cuts_params else (1, 2),
+        donate_argnums=(1, 2) if own.sends_params else (0, 1, 2),
         compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
     )
+
+
+def is_away(leaf: Any) -> bool:
+    """Whether a leaf stands for what is not on the device, and which no sum reads."""
+    return leaf is None
 
 
 def mean_of(x: jax.Array, weight: jax.Array, zero: jax.Array) -> jax.Array:
@@ -136,7 +145,7 @@ def mean_of(x: jax.Array, weight: jax.Array, zero: jax.Array) -> jax.Array:
         weight: Of the examples.
         zero: See `rounded`.
     """
-    return rounded(x / weight, zero)
+    return rounded(divided(x, weight, zero), zero)
 
 
 def own_sums(
@@ -145,6 +154,7 @@ def own_sums(
     copy: int,
     totals: Sequence[jax.Array],
     exponents_T: jax.Array,
+    wanted: Collection[int] | None = None,
 ) -> dict[int, jax.Array]:
     """A copy's own pieces of the sums, flat.
 
@@ -154,6 +164,7 @@ def own_sums(
         copy: Number of the copy.
         totals: Those of `Reducer.reduce`.
         exponents_T: Of the sums.
+        wanted: Numbers of the tensors whose sums are; None: of all.
     """
     floats, num = spec.tensors.floats, len(spec.tensors.params)
     found = iter(totals)
@@ -167,7 +178,11 @@ def own_sums(
             total = jax.lax.bitcast_convert_type(next(found), jnp.float32)
             ends = np.cumsum([floats[i].size for i in others])
             sums |= dict(zip(others, jnp.split(total, ends[:-1]), strict=True))
-    return {i: spec.contribution.value(x, exponents_T[i]) for i, x in sums.items()}
+    return {
+        i: spec.contribution.value(x, exponents_T[i])
+        for i, x in sums.items()
+        if wanted is None or i in wanted
+    }
 
 
 def _of_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -221,7 +236,7 @@ class Gather:
 
         def hxla_gather(chunk: jax.Array, *old: list[jax.Array]) -> Any:
             flat = all_gather(chunk, lengths, DATA_AXIS) if len(lengths) > 1 else chunk
-            return flat if arrays.over_hosts else _unflat(chunks, flat, *old)
+            return flat if arrays.over_hosts else unflat(chunks, flat, *old)
 
         old = [] if arrays.over_hosts else [self._old(chunks, whole)]
         run: Any = hxla_gather
@@ -249,7 +264,7 @@ class Gather:
         replica = self._arrays.local[i]
 
         def hxla_unflat(flat: jax.Array, old: list[jax.Array]) -> list[jax.Array]:
-            return _unflat(chunks, flat, old)
+            return unflat(chunks, flat, old)
 
         flat = jax.ShapeDtypeStruct((sum(chunks.lengths),), gathered_dtype(self._params))
         return jax.jit(
@@ -302,7 +317,13 @@ class Gather:
         self._under_way = []
 
 
-def _unflat(chunks: Chunks, flat: jax.Array, old: Sequence[jax.Array]) -> list[jax.Array]:
-    """The parameters of a bucket, in the place of the old ones."""
-    new = chunks.unflat(flat, [x.shape for x in old])
-    return [x.astype(before.dtype) for x, before in zip(new, old, strict=True)]
+def unflat(chunks: Chunks, flat: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
+    """The parameters of a bucket, whole.
+
+    Args:
+        chunks: Of the bucket.
+        flat: All of them one after another.
+        like: Their shapes and dtypes.
+    """
+    new = chunks.unflat(flat, [x.shape for x in like])
+    return [x.astype(own.dtype) for x, own in zip(new, like, strict=True)]

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,35 @@ def unpadded(tree: Any, each: Sequence[Padding]) -> Any:
     """The leaves of a tree, as the user has them."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [p.unpad(x) for p, x in zip(each, leaves, strict=True)])
+
+
+def changing(
+    each: Sequence[Padding],
+    how: Literal["pad", "unpad"],
+    jit: Callable[[Callable[..., Any], list[P]], Any],
+    specs: Sequence[P],
+) -> Callable[[list[Any]], list[Any]]:
+    """What pads arrays, or takes their padding away: one program of those that have any.
+
+    Args:
+        each: How an array is padded.
+        how: Which of both.
+        jit: Makes the program, given how its results lie.
+        specs: How all arrays lie then.
+    """
+    places = [k for k, p in enumerate(each) if not p.is_none]
+    changes = [getattr(each[k], how) for k in places]
+
+    def run(own: list[jax.Array]) -> list[jax.Array]:
+        return [change(x) for change, x in zip(changes, own, strict=True)]
+
+    program = jit(run, [specs[k] for k in places])
+
+    def changed(arrays: list[Any]) -> list[Any]:
+        found = dict(zip(places, program([arrays[k] for k in places]), strict=True))
+        return [found.get(k, x) for k, x in enumerate(arrays)]
+
+    return changed if places else list
 
 
 def even_spec(shape: Sequence[int], spec: P, padding: Padding, sizes: Mapping[str, int]) -> P:

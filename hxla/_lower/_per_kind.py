@@ -6,7 +6,7 @@ So the first replica of each kind compiles, and the others load what it has.
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._jax._portable import portable
@@ -19,6 +19,12 @@ _COLLECTIVE_OF_ANY_SIZE = re.compile(rf" ({_KIND})\(")
 Key = Callable[[int], Any]
 
 
+def firsts_alike(keys: Iterable[Hashable]) -> list[int]:
+    """For each key the place of the first that is equal to it."""
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, i) for i, key in enumerate(keys)]
+
+
 def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[int]:
     """For each replica the first one that is like it, perhaps itself.
 
@@ -28,14 +34,12 @@ def first_of_kind(replicas: Sequence[Replica], more: Key | None = None) -> list[
         replicas: All that are compared.
         more: What else must be equal.
     """
-    firsts: dict[Any, int] = {}
-    out = []
+    keys = []
     for i, replica in enumerate(replicas):
         kinds = tuple((d.platform, d.device_kind) for d in replica.devices)
         own = None if more is None else more(replica.index)
-        key = (replica.axes, kinds, i if replica.spans_processes else None, own)
-        out.append(firsts.setdefault(key, i))
-    return out
+        keys.append((replica.axes, kinds, i if replica.spans_processes else None, own))
+    return firsts_alike(keys)
 
 
 def compile_all(

@@ -27,6 +27,8 @@ def segment_costs(
     graph: Graph,
     stages: Sequence[StagePart],
     temporary: Sequence[tuple[int, ...]] | None = None,
+    *,
+    fused: bool = False,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
@@ -36,14 +38,13 @@ def segment_costs(
         temporary: For each part the temporaries in bytes of its forward and its backward, or of
             its only program; None: not known before compilation, estimated as the bytes of what a
             backward reads and makes.
+        fused: Whether all parts and their backwards are one program, which keeps more.
     """
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     out = []
     for i, stage in enumerate(stages):
-        own = sum(
-            bytes_of(x.shape, x.dtype) for x in (stage.residuals[k] for k in stage.own_residuals)
-        )
+        own = stage.own_residual_bytes(fused=fused)
         values = [graph.values[v] for v in crossing[i]]
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(graph.values[v].num_bytes for v in crossing[i] if v in floats)
@@ -56,7 +57,8 @@ def segment_costs(
         both = known[i] * (1 + _BACKWARD_WORK) if stage.part.is_last else known[i] * _BACKWARD_WORK
         residuals = Residuals(
             name=name,
-            num_bytes=0 if stage.part.is_last else own,
+            # Not none: only the last starts from its input alone.
+            num_bytes=0 if stage.part.is_last else max(own, 1),
             reads_input=stage.part.is_last or stage.reads_its_input,
             forward_seconds=known[i],
             backward_seconds=both,

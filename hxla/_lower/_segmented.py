@@ -24,7 +24,8 @@ from .._schedule._schedules import FORWARD
 from .._schedule._segment_sequence import SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import SegmentCost, replay_sequence
 from ._contribution import DeviceSums, empty_sums, pack_shapes
-from ._options import compiler_options
+from ._options import update_options
+from ._per_kind import firsts_alike
 from ._replica import Replica
 from ._segment_costs import crossing_values, segment_costs, temporary_bytes
 from ._segment_part import (
@@ -113,11 +114,10 @@ class Segmented:
             for i in range(len(spec.parts))
         ]
         self._crossing = crossing_values([part.stage.part for part in self._parts])
-        seen: dict[Any, int] = {}
         #: For each part the first that has the same programs.
-        self._same = [seen.setdefault(part.key, i) for i, part in enumerate(self._parts)]
+        self._same = firsts_alike(part.key for part in self._parts)
         jit = functools.partial(
-            jax.jit, compiler_options=compiler_options(platform, spec.contribution.form)
+            jax.jit, compiler_options=update_options(platform, spec.contribution.form)
         )
         self._jitted = {}
         for i in sorted(set(self._same)):
@@ -332,14 +332,19 @@ class Segmented:
             for k, x in zip(self._first_packs[i], zeros, strict=True):
                 running.values[k] = x
 
-    def mark(self, running: Running, i: int, is_backward: bool) -> jax.Array | None:
-        """A small array that is there when all that was asked of a part has run; None: nothing."""
-        if not running.microbatches:
-            return None
+    def mark(self, running: Running, i: int, is_backward: bool, last: int) -> jax.Array | None:
+        """A small array that is there when all that was asked of a part has run; None: nothing.
+
+        Args:
+            running: A step.
+            i: Number of the part.
+            is_backward: Whether backwards ran.
+            last: Place of the last microbatch of which the part ran.
+        """
         if is_backward:
             return running.peaks[i]
-        last = running.microbatches[-1].inputs.get(i + 1, {})
-        return next(iter(last.values()), None)
+        inputs = running.microbatches[last].inputs.get(i + 1, {})
+        return next(iter(inputs.values()), None)
 
     # -- an operation ----------------------------------------------------------------------------
 
@@ -399,8 +404,7 @@ class Segmented:
         ]
         return segment_costs(self._spec.graph, [part.stage for part in self._parts], temporary)
 
-    def sums_bytes(self, i: int) -> int:
-        """Bytes of the sums to which a part adds."""
-        shapes = pack_shapes(self._spec.tensors, self._spec.packs)
+    def sums_bytes(self) -> list[int]:
+        """For each part the bytes of the sums that begin with its backward, if made by part."""
         each = 4 * self._spec.contribution.form.num_parts
-        return each * sum(math.prod(shapes[k]) for k in self._parts[i].packs)
+        return [each * sum(map(math.prod, shapes)) for shapes in self._first_shapes]

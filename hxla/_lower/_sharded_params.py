@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from .._core._types import DATA_AXIS
 from .._plan._ownership import Ownership
 from ._chunks import Chunks, all_gather
-from ._own_update import gathered_dtype
-from ._per_kind import for_each
+from ._options import extra_bytes
+from ._own_update import gathered_dtype, unflat
+from ._per_kind import firsts_alike, for_each
 from ._sum import Reducer
 
 
@@ -47,20 +48,17 @@ class ShardedParams:
         self._reducer, self._own, self._params, self._like = reducer, own, list(params), like
         self._options, shares = options, own.shares
         self._groups = [tuple(group) for group in groups]
-        forms = [
+        #: For each group the first that has the same programs.
+        self._same = firsts_alike(
             tuple((params[t].shape, params[t].dtype, shares.owners[t]) for t in group)
             for group in self._groups
-        ]
-        first = {form: i for i, form in reversed(list(enumerate(forms)))}
-        #: For each group the first that has the same programs.
-        self._same = [first[form] for form in forms]
+        )
         self._distinct = [i for i in sorted(set(self._same)) if self._groups[i]]
+        self._chunks = [
+            Chunks(shares, group, tuple(params[t].size for t in group)) for group in self._groups
+        ]
         self._packs: dict[int, list[Any]] = {}
         self._gathers: dict[int, Any] = {}
-
-    def _chunks(self, g: int) -> Chunks:
-        group = self._groups[g]
-        return Chunks(self._own.shares, group, tuple(self._params[t].size for t in group))
 
     def lower(self) -> list[Any]:
         """The gathers of all groups before compilation; of like groups there is one."""
@@ -75,7 +73,7 @@ class ShardedParams:
 
     def _pack_program(self, g: int, i: int) -> Any:
         """From what a local copy has of a group to one array, as long as the longest."""
-        chunks, replica = self._chunks(g), self._reducer.local[i]
+        chunks, replica = self._chunks[g], self._reducer.local[i]
         group, copy = self._groups[g], replica.index
         dtype = gathered_dtype([self._params[t] for t in group])
 
@@ -88,12 +86,10 @@ class ShardedParams:
         return jax.jit(hxla_pack, out_shardings=where, compiler_options=self._options).lower(like)
 
     def _gather_program(self, g: int) -> Any:
-        chunks, own = self._chunks(g), [self._params[t] for t in self._groups[g]]
+        chunks, own = self._chunks[g], [self._params[t] for t in self._groups[g]]
 
         def hxla_gather(chunk: jax.Array) -> list[jax.Array]:
-            flat = all_gather(chunk, chunks.lengths, DATA_AXIS)
-            found = chunks.unflat(flat, [x.shape for x in own])
-            return [x.astype(p.dtype) for x, p in zip(found, own, strict=True)]
+            return unflat(chunks, all_gather(chunk, chunks.lengths, DATA_AXIS), own)
 
         mesh = self._reducer.arrays.mesh
         mapped = jax.shard_map(
@@ -121,7 +117,7 @@ class ShardedParams:
             return [{} for _ in pieces]
         packs = zip(self._packs[same], pieces, strict=True)
         packed = [pack([own[t] for t in group]) for pack, own in packs]
-        chunk = self._reducer.arrays.join(packed, self._chunks(g).lengths)
+        chunk = self._reducer.arrays.join(packed, self._chunks[g].lengths)
         found = self._gathers[same](chunk)
         each = [self._reducer.arrays.local_parts(x, P()) for x in found]
         return [
@@ -134,8 +130,13 @@ class ShardedParams:
         return len(self._groups)
 
     def num_bytes(self, g: int) -> int:
-        """Bytes of a group's parameters, whole, and of what they travel in."""
-        chunks = self._chunks(g)
+        """Bytes of a group's parameters, whole."""
+        return sum(self._params[t].size * self._params[t].dtype.itemsize for t in self._groups[g])
+
+    def gather_bytes(self, g: int) -> int:
+        """Bytes of one device while a group's parameters are made whole, once it is compiled."""
+        if not self._groups[g]:
+            return 0
         own = [self._params[t] for t in self._groups[g]]
-        sent = gathered_dtype(own).itemsize * sum(chunks.lengths) if own else 0
-        return sent + sum(x.size * x.dtype.itemsize for x in own)
+        chunk = gathered_dtype(own).itemsize * self._chunks[g].longest
+        return chunk + extra_bytes(self._gathers[self._same[g]])

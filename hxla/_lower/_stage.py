@@ -15,9 +15,10 @@ import numpy as np
 
 from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import ArrayPlacement, Env
+from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart, run_part
 from .._jax._cpu_dots import uncrossed
-from .._jax._jaxpr import ClosedJaxpr
+from .._jax._jaxpr import ClosedJaxpr, is_cheap, is_fused
 from .._jax._min_cut import Halves, halve
 from ._words import Words
 
@@ -113,6 +114,10 @@ class StagePart:
     @functools.cached_property
     def _passes(self) -> Halves:
         """Forward and backward."""
+        return self._halved(is_cheap)
+
+    def _halved(self, repeats: Callable[[Any], bool]) -> Halves:
+        """Forward and backward, which may run some equations of the forward again."""
         ends = np.cumsum([len(own) for own in self._shapes])
         num_grads = len(self.trained) + len(self.above.floats)
         return halve(
@@ -120,6 +125,7 @@ class StagePart:
             len(self._whole.jaxpr.outvars) - num_grads,
             only_early=range(ends[0], ends[1]),
             only_late=range(ends[2], ends[3]),
+            repeats=repeats,
         )
 
     @functools.cached_property
@@ -143,13 +149,16 @@ class StagePart:
     @functools.cached_property
     def _found(self) -> list[tuple[str, int]]:
         """For each residual where it is found: among inputs, outputs, or on its own."""
-        early = self._passes.early
+        return self._places(self._passes)
+
+    def _places(self, halves: Halves) -> list[tuple[str, int]]:
+        early = halves.early
         ends = len(early.invars) - len(self._shapes[2])
         inputs = {v: i for i, v in enumerate(early.invars[ends - len(self.part.inputs) : ends])}
-        outputs = {v: i for i, v in enumerate(early.outvars[: self._passes.num_first])}
+        outputs = {v: i for i, v in enumerate(early.outvars[: halves.num_first])}
         out: list[tuple[str, int]] = []
         own = 0
-        for v in early.outvars[self._passes.num_first :]:
+        for v in early.outvars[halves.num_first :]:
             if v in inputs:
                 out.append(("input", inputs[v]))
             elif v in outputs:
@@ -158,6 +167,17 @@ class StagePart:
                 out.append(("own", own))
                 own += 1
         return out
+
+    def own_residual_bytes(self, *, fused: bool = False) -> int:
+        """Of what a forward leaves for its backward besides its inputs and outputs.
+
+        Args:
+            fused: Whether both are one program with those of the other parts, in which XLA runs
+                again only what it fuses into its readers.
+        """
+        halves = self._halved(is_fused) if fused else self._passes
+        pairs = zip(self._places(halves), halves.kept, strict=True)
+        return sum(bytes_of(x.shape, x.dtype) for (where, _), x in pairs if where == "own")
 
     @property
     def below_floats(self) -> tuple[int, ...]:

@@ -5,63 +5,35 @@ placed one after another from the host; copies of the model that differ take ove
 arrays, one after another; a checkpoint gets every process's own shards.
 """
 
-import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
+from .._jax._apart import Apart
+from .._jax._heap import trim_heap
+from .._model import _loss_scale
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
+from ._held import Held, StateSpecs
+from ._opt_state import InitialOptState
 from ._options import update_options
 from ._own_state import OwnState
-from ._padding import StatePadding, even_spec, padded, unpadded
+from ._padding import changing, even_spec
 from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
+from ._shelves import DEVICE, HOST, Away, Shelf, away_leaves, in_memory, on_device
 from ._state import State
 from ._sum import Reducer
-from ._words import Words
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateSpecs:
-    """PartitionSpecs of a state over the devices of a copy of the model.
-
-    Attributes:
-        params: Of each parameter.
-        aux: Of each other variable.
-        opt_state: Tree like the optimizer's state.
-        padding: Of all of them.
-    """
-
-    params: list[P]
-    aux: list[P]
-    opt_state: PyTree
-    padding: StatePadding
-
-    def leaves(self) -> list[P]:
-        """In the order of `Held.leaves`."""
-        opt_state = jax.tree.leaves(self.opt_state, is_leaf=lambda s: isinstance(s, P))
-        return [*self.params, *self.aux, *opt_state]
-
-
-@dataclasses.dataclass
-class Held:
-    """The arrays of one local copy of the model; the next step replaces them."""
-
-    params: list[jax.Array]
-    aux: list[jax.Array]
-    opt_state: PyTree
-
-    def leaves(self) -> list[jax.Array]:
-        """All of them."""
-        return [*self.params, *self.aux, *jax.tree.leaves(self.opt_state)]
+from ._update_groups import UpdateGroups, update_groups
+from ._words import array_bytes, leaf_checksums
 
 
 class Store:
@@ -74,6 +46,7 @@ class Store:
         specs: Where everything lies.
         sums: The plan's.
         own: Where what each copy has a part of is; None: all copies have everything.
+        make_shelf: Makes what holds the optimizer's state of a copy elsewhere; None: devices do.
     """
 
     def __init__(
@@ -84,9 +57,10 @@ class Store:
         specs: StateSpecs,
         sums: SumsForm,
         own: OwnState | None = None,
+        make_shelf: Callable[[Replica, UpdateGroups], Shelf] | None = None,
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
-        self._specs, self._own = specs, own
+        self._specs, self._own, self.is_shared = specs, own, own is not None
         # No more than one array is to be whole at a time where each copy has a part of it.
         self._options = update_options(reducer.local[0].devices[0].platform, sums)
         self._param_def = jax.tree.structure(model.params)
@@ -99,13 +73,25 @@ class Store:
             *jax.tree.leaves(model.aux),
             *jax.tree.leaves(self._opt_shapes),
         ]
+        self._first_leaf = len(specs.params) + len(specs.aux)  # of the optimizer's state
+        self._shelves: list[Shelf] = []
+        #: Of each local copy the leaves of the optimizer's state that wait elsewhere.
+        self._away: list[dict[int, Away]] = [{} for _ in reducer.local]
+        if make_shelf is not None and own is not None:
+            for i, replica in enumerate(reducer.local):
+                places = range(self._first_leaf, len(self._shapes))
+                state = [own.like(k, replica.index) for k in places]
+                shelf = make_shelf(replica, update_groups(own.own, replica.index, state))
+                self._shelves.append(shelf)
+                self._away[i] = away_leaves(shelf, state)
         num_tensors = sum(self._is_trained) + sum(
             jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in jax.tree.leaves(model.aux)
         )
         self.exponents = np.zeros(num_tensors, np.int32)
+        self.loss_scale = _loss_scale.initial_scale(model.aux)
         self.held: list[Held] = []
         self._checksums: list[Any] = []
-        self._changes: dict[tuple[str, int], Any] = {}
+        self._changes: dict[tuple[str, int], Callable[[list[Any]], list[Any]]] = {}
         sizes = dict(reducer.replicas[0].axes)
         #: How arrays lie without their padding.
         self._even = [
@@ -136,24 +122,19 @@ class Store:
             for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
                 if read is not None:
                     arrays[i] = self._filled(i, replica, spec, read)
-                    if self._own is not None and self._is_own(i):
-                        on_host = np.asarray(arrays[i])
-                        arrays[i] = replica.put(
-                            self._own.take_on_host(i, on_host, replica.index), spec
-                        )
         num = len(self._specs.params)
         self.held = [
             Held(params=arrays[:num], aux=arrays[num:], opt_state=state)
             for arrays, state in zip(own, self._initial_opt_states(own), strict=True)
         ]
+        trim_heap()
+        gather("state in its places", "")  # Gloo waits for slower compilers half a minute only
         self._agree()
 
     def _initial_opt_states(self, own: Sequence[Sequence[jax.Array]]) -> list[PyTree]:
         """Of each local copy, from its parameters, those of which each copy has a part of its own
         whole where the state is made of their values."""
-        padding, local = self._specs.padding, self._reducer.local
         places = [k for k, trained in enumerate(self._is_trained) if trained]
-        first_leaf = len(self._specs.params) + len(self._specs.aux)
         given: list[list[Any]] = [[arrays[k] for k in places] for arrays in own]
         shared = [t for t, k in enumerate(places) if self._is_own(k)]
         read = self._optimizer.reads(self._model.trained) if shared else ()
@@ -162,30 +143,49 @@ class Store:
             if self._own is not None and t in read:
                 whole = self._own.evenly(places[t], [arrays[places[t]] for arrays in own])
                 whole = self._reducer.whole(whole)
-            for arrays, replica in zip(given, local, strict=True):
+            for arrays, replica in zip(given, self._reducer.local, strict=True):
                 arrays[t] = None if whole is None else replica.put(whole)
+        initial = InitialOptState(
+            self._optimizer,
+            self._trained_def,
+            [self._shapes[k] for k in places],
+            self._shapes[self._first_leaf :],
+            self._specs.padding,
+        )
+        specs = jax.tree.leaves(self._specs.opt_state, is_leaf=lambda s: isinstance(s, P))
 
-        def lowered(i: int) -> Any:
-            copy = local[i].index
+        def lowered(chosen: Sequence[int], i: int) -> Any:
+            copy = self._reducer.local[i].index
 
-            def init(arrays: Sequence[Any], first: jax.Array) -> PyTree:
-                shapes = (self._shapes[k] for k in places)
-                filled = [
-                    jax.numpy.zeros(s.shape, s.dtype) if x is None else x
-                    for x, s in zip(arrays, shapes, strict=True)
-                ]
-                tree = jax.tree.unflatten(self._trained_def, filled)
-                found = padded(
-                    self._optimizer.init(unpadded(tree, padding.of_trained)), padding.of_opt_state
-                )
-                leaves, treedef = jax.tree.flatten(found)
-                taken = [self._taken(first_leaf + k, x, copy, first) for k, x in enumerate(leaves)]
-                return jax.tree.unflatten(treedef, taken)
+            def init(arrays: Sequence[Any], first: jax.Array) -> list[jax.Array]:
+                leaves = initial.leaves(arrays)
+                return [self._taken(self._first_leaf + k, leaves[k], copy, first) for k in chosen]
 
-            return self._jit(i, init, self._specs.opt_state).lower(given[i], np.int32(0))
+            own = [specs[k] for k in chosen]
+            return self._jit(i, init, own).lower(given[i], np.int32(0))
 
-        inits = for_each(local, lowered, self._kind)
-        return [init(given[i], self._first(i)) for i, init in enumerate(inits)]
+        states: list[list[Any]] = [[None] * len(specs) for _ in own]
+        for chosen in initial.together(bool(self._shelves)):
+            inits = for_each(self._reducer.local, functools.partial(lowered, chosen), self._kind)
+            for i, init in enumerate(inits):
+                found = init(given[i], self._first(i))
+                for k, x in zip(chosen, found, strict=True):
+                    states[i][k] = self._kept(i, k, x)
+        treedef = jax.tree.structure(self._opt_shapes)
+        return [jax.tree.unflatten(treedef, state) for state in states]
+
+    def _kept(self, i: int, k: int, x: jax.Array) -> Any:
+        """A leaf of the optimizer's state of a local copy, where it waits."""
+        away = self._away[i].get(k)
+        if away is None:
+            return x
+        away.put(x)
+        return away
+
+    def close(self) -> None:
+        """Let go of what is not on devices."""
+        for shelf in self._shelves:
+            shelf.close()
 
     @property
     def _kind(self) -> Any:
@@ -202,12 +202,18 @@ class Store:
         """What a copy has of a whole array of `Held.leaves`."""
         return x if self._own is None else self._own.take(k, x, copy, first)
 
+    def _owner(self, k: int) -> Any:
+        """Which copies have what of an array of `Held.leaves`."""
+        return None if self._own is None else self._own.owner(k)
+
     def _filled(self, i: int, replica: Replica, spec: P, read: Read) -> jax.Array:
         """An array from a file, in its place."""
         shape, padding = self._shapes[i].shape, self._specs.padding.leaves()[i]
-        if padding.is_none:
-            return filled(shape, replica.sharding(spec), read)
         plain = filled(shape, replica.sharding(self._even[i]), read)
+        if self._own is not None and self._is_own(i):
+            return replica.put(self._own.take_on_host(i, np.asarray(plain), replica.index), spec)
+        if padding.is_none:
+            return plain
         return jax.jit(padding.pad, out_shardings=replica.sharding(spec))(plain)
 
     def _jit(self, i: int, function: Callable[..., Any], specs: PyTree) -> Any:
@@ -217,49 +223,55 @@ class Store:
 
     def _made(self, given: Sequence[Read | None]) -> list[list[Any]]:
         """The model's own arrays, each made where it lies; None where there is another."""
-        arguments = self._model.init_arguments
-        paddings = [*self._specs.padding.params, *self._specs.padding.aux]
+        specs = [*self._specs.params, *self._specs.aux]
+        paddings = self._specs.padding.leaves()
+        own: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
+        inits: dict[Any, list[Any]] = {}
+        for group in self._model.made_apart([k for k, read in enumerate(given) if read is None]):
 
-        def own(leaves: Sequence[Any]) -> list[Any]:
-            return [None if read else x for x, read in zip(leaves, given, strict=True)]
+            def lowered(i: int, group: Apart = group) -> Any:
+                copy = self._reducer.local[i].index
 
-        specs = own([*self._specs.params, *self._specs.aux])
+                def run(first: jax.Array, operands: Sequence[Any]) -> list[jax.Array]:
+                    made = zip(group.places, group.run(operands), strict=True)
+                    return [self._taken(k, paddings[k].pad(x), copy, first) for k, x in made]
 
-        def lowered(i: int) -> Any:
-            copy = self._reducer.local[i].index
+                lie = [specs[k] for k in group.places]
+                return self._jit(i, run, lie).lower(np.int32(0), group.operands)
 
-            def run(first: jax.Array, *arguments: Any) -> Any:
-                assert self._model.initialise is not None
-                made = jax.tree.leaves(self._model.initialise(*arguments))
-                full = [p.pad(x) for p, x in zip(paddings, made, strict=True)]
-                return own([self._taken(k, x, copy, first) for k, x in enumerate(full)])
-
-            return self._jit(i, run, specs).lower(np.int32(0), *arguments)
-
-        inits = for_each(self._reducer.local, lowered, self._kind)
-        return [list(init(self._first(i), *arguments)) for i, init in enumerate(inits)]
+            like = group.like, str([(specs[k], paddings[k], self._owner(k)) for k in group.places])
+            if like not in inits:
+                inits[like] = for_each(self._reducer.local, lowered, self._kind)
+            for i, init in enumerate(inits[like]):
+                # One group after another: what it has whole is let go before the next begins.
+                found = jax.block_until_ready(init(self._first(i), group.operands))
+                for k, x in zip(group.places, found, strict=True):
+                    own[i][k] = x
+        return own
 
     def _placed(self, gather: Gather, given: Sequence[Read | None]) -> list[list[Any]]:
         """The user's arrays, one after another; all processes take those of process 0."""
         leaves = [*jax.tree.leaves(self._model.params), *jax.tree.leaves(self._model.aux)]
         own = [None if read else x for x, read in zip(leaves, given, strict=True)]
-        digests = " ".join("-" if x is None else f"{zlib.crc32(_bytes(x)):08x}" for x in own)
+        digests = " ".join("-" if x is None else f"{zlib.crc32(array_bytes(x)):08x}" for x in own)
         found = [text.split() for text in gather("initial arrays", digests)]
         specs = [*self._specs.params, *self._specs.aux]
         paddings = self._specs.padding.leaves()
         placed: list[list[Any]] = [[] for _ in self._reducer.local]
         for i, (x, spec) in enumerate(zip(own, specs, strict=True)):
-            host = None
-            if x is not None:
-                # A true copy: steps donate their buffers, and the user's arrays must stay alive.
-                host = np.array(x, copy=True, order="C")
-                if any(row[i] != found[0][i] for row in found):
-                    host = self._from_first_process(host)
+            if x is None:
+                for arrays in placed:
+                    arrays.append(None)
+                continue
+            # A true copy: steps donate their buffers, and the user's arrays must stay alive.
+            host = np.array(x, copy=True, order="C")
+            if any(row[i] != found[0][i] for row in found):
+                host = self._from_first_process(host)
             for arrays, replica in zip(placed, self._reducer.local, strict=True):
-                own_part = host if host is None else paddings[i].pad(host)
-                if own_part is not None and self._own is not None:
+                own_part = paddings[i].pad(host)
+                if self._own is not None:
                     own_part = self._own.take_on_host(i, own_part, replica.index)
-                arrays.append(None if own_part is None else replica.put(own_part, spec))
+                arrays.append(replica.put(own_part, spec))
         return placed
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
@@ -295,7 +307,7 @@ class Store:
         """
         num, leaves = len(self._specs.params), [held.leaves() for held in self.held]
         places = [k for k in range(num, len(self._shapes)) if not self._is_own(k)]
-        own = [_bytes(leaves[0][k]) for k in places]
+        own = [array_bytes(leaves[0][k]) for k in places]
         host = np.concatenate([*own, np.zeros(0, np.uint8)])
         host = self._reducer.exchange_bits(host * self._reducer.replicas[0].is_local)
         parts = np.split(host, np.cumsum([len(x) for x in own]))
@@ -319,7 +331,7 @@ class Store:
         leaves = [[x for k, x in enumerate(h.leaves()) if k in alike] for h in self.held]
         if not self._checksums:
             self._checksums = for_each(
-                self._reducer.local, lambda i: jax.jit(_checksums).lower(leaves[i])
+                self._reducer.local, lambda i: jax.jit(leaf_checksums).lower(leaves[i])
             )
         for i, replica in enumerate(self._reducer.local):
             checksums = np.asarray(self._checksums[i](leaves[i]))
@@ -353,9 +365,10 @@ class Store:
         return State(
             step=step,
             params=jax.tree.unflatten(self._param_def, held.params),
-            aux=jax.tree.unflatten(self._aux_def, held.aux),
+            aux=_loss_scale.own_variables(jax.tree.unflatten(self._aux_def, held.aux)),
             opt_state=held.opt_state,
             exponents=self.exponents,
+            loss_scale=self.loss_scale,
         )
 
     def gather(self, tree: PyTree) -> PyTree:
@@ -364,7 +377,8 @@ class Store:
 
     def num_bytes(self) -> int:
         """Bytes of one device's part of the state."""
-        return sum(x.addressable_shards[0].data.nbytes for x in self.held[0].leaves())
+        here = [x for x in self.held[0].leaves() if not isinstance(x, Away)]
+        return sum(x.addressable_shards[0].data.nbytes for x in here)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -383,10 +397,24 @@ class Store:
         if self._own is None:
             return list(arrays)
         jax.block_until_ready([held.leaves() for held in self.held])
+        columns = zip(*(held.leaves() for held in self.held), strict=True)
         return [
-            self._own.evenly(k, [held.leaves()[k] for held in self.held]) if self._is_own(k) else x
-            for k, x in enumerate(arrays)
+            self._evenly(k, own) if self._is_own(k) else x
+            for k, (x, own) in enumerate(zip(arrays, columns, strict=True))
         ]
+
+    def _evenly(self, k: int, parts: Sequence[Any]) -> jax.Array:
+        """An array of which each copy has a part, over all; in host memory, if the parts wait
+        elsewhere."""
+        assert self._own is not None
+        found = self._own.evenly(k, [on_device(x) for x in parts])
+        if not self._waits(k):
+            return found
+        return jax.block_until_ready(jax.device_put(found, in_memory(found.sharding, HOST)))
+
+    def _waits(self, k: int) -> bool:
+        """Whether copies have an array of `Held.leaves` elsewhere than on the device."""
+        return bool(self._shelves) and k >= self._first_leaf and self._is_own(k)
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
@@ -395,26 +423,34 @@ class Store:
             for k, s in enumerate(self._even)
         ]
         arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s))
-            for x, s in zip(self._shapes, specs, strict=True)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s, self._waits(k)))
+            for k, (x, s) in enumerate(zip(self._shapes, specs, strict=True))
         ]
         return self._tree(arrays)
 
     def load(self, tree: PyTree) -> None:
         """Take over a state in the form of `wanted`."""
         self.exponents = np.asarray(tree["exponents"], np.int32)
+        self.loss_scale = _loss_scale.restored_scale(tree)
         arrays = jax.tree.leaves((tree["params"], tree["aux"], tree["opt_state"]))
-        if self._is_alone:
+        if self._is_alone and self._own is None:
             self.held = [self._held(self._padded(0, arrays))]
             return
         parts = [
-            self._own.shared(k, x)
-            if self._own is not None and self._is_own(k)
-            else self._reducer.arrays.local_parts(x, s)
+            self._shared(k, x) if self._is_own(k) else self._reducer.arrays.local_parts(x, s)
             for k, (x, s) in enumerate(zip(arrays, self._even, strict=True))
         ]
         each = enumerate(zip(*parts, strict=True))
         self.held = [self._held(self._padded(i, own)) for i, own in each]
+
+    def _shared(self, k: int, x: jax.Array) -> list[Any]:
+        """What the local copies have of an array in the form of `wanted`."""
+        assert self._own is not None
+        if not self._waits(k):
+            return self._own.shared(k, x)
+        here = jax.device_put(x, in_memory(x.sharding, DEVICE))
+        leaf = k - self._first_leaf
+        return [self._kept(i, leaf, part) for i, part in enumerate(self._own.shared(k, here))]
 
     def _unpadded(self, i: int) -> list[jax.Array]:
         """The arrays of a local copy as the user has them."""
@@ -425,32 +461,21 @@ class Store:
         return self._changed(i, "pad", list(arrays), self._specs.leaves())
 
     def _changed(
-        self, i: int, how: str, arrays: list[jax.Array], specs: Sequence[P]
+        self, i: int, how: Literal["pad", "unpad"], arrays: list[jax.Array], specs: Sequence[P]
     ) -> list[jax.Array]:
-        paddings = self._specs.padding.leaves()
-        places = [k for k, p in enumerate(paddings) if not p.is_none]
-        if not places:
-            return arrays
         if (how, i) not in self._changes:
-
-            def run(own: list[jax.Array]) -> list[jax.Array]:
-                changes = [getattr(paddings[k], how) for k in places]
-                return [change(x) for change, x in zip(changes, own, strict=True)]
-
-            self._changes[how, i] = self._jit(i, run, [specs[k] for k in places])
-        found = self._changes[how, i]([arrays[k] for k in places])
-        for k, x in zip(places, found, strict=True):
-            arrays[k] = x
-        return arrays
+            jit = functools.partial(self._jit, i)
+            self._changes[how, i] = changing(self._specs.padding.leaves(), how, jit, specs)
+        return self._changes[how, i](arrays)
 
     @property
     def _is_alone(self) -> bool:
         return len(self._reducer.replicas) == 1
 
-    def _sharding(self, spec: P) -> Any:
-        if self._is_alone:
-            return self._reducer.replicas[0].sharding(spec)
-        return self._reducer.arrays.sharding(spec)
+    def _sharding(self, spec: P, waits: bool) -> Any:
+        of = self._reducer.replicas[0] if self._is_alone else self._reducer.arrays
+        found = of.sharding(spec)
+        return in_memory(found, HOST) if waits else found
 
     def _tree(self, arrays: Sequence[Any]) -> PyTree:
         held = self._held(arrays)
@@ -459,40 +484,16 @@ class Store:
             "aux": jax.tree.unflatten(self._aux_def, held.aux),
             "opt_state": held.opt_state,
             "exponents": self.exponents,
+            **_loss_scale.saved_scale(self.loss_scale),
         }
 
-
-def _bytes(x: Any) -> Any:
-    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
-
-
-def _checksums(leaves: Sequence[jax.Array]) -> jax.Array:
-    """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
-    return jax.numpy.stack([Words.like([x]).pack([x]).sum() for x in leaves])
+    def rescale(self, state: _loss_scale.ScaleState) -> None:
+        """Take over another state of the loss scaling, and put the scale where programs read it."""
+        if self.loss_scale is None or state.exponent != self.loss_scale.exponent:
+            for held, replica in zip(self.held, self._reducer.local, strict=True):
+                held.aux[-1] = replica.put(np.asarray(state.exponent, np.int32))
+        self.loss_scale = state
 
 
 def _shardings(replica: Replica, specs: PyTree) -> PyTree:
     return jax.tree.map(replica.sharding, specs, is_leaf=lambda s: isinstance(s, P))
-
-
-def of_opt_state(optimizer: Optimizer, params: PyTree, each: Sequence[Any], other: Any) -> PyTree:
-    """Leaves of the optimizer's state lie as the parameter of their shape that they belong to.
-
-    A leaf belongs to the parameter with whose path its own path ends; of several, to the one with
-    the longest path.
-
-    Args:
-        optimizer: The user's own.
-        params: Arrays or shapes.
-        each: What is said of each parameter: its PartitionSpec, its padding.
-        other: What is said of a leaf that belongs to none.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    own = {path: (x.shape, said) for (path, x), said in zip(leaves, each, strict=True)}
-
-    def said_of(path: tuple[Any, ...], x: Any) -> Any:
-        ends = (path[i:] for i in range(len(path) + 1))
-        shape, said = next((own[end] for end in ends if end in own), (None, other))
-        return said if x.shape == shape else other
-
-    return jax.tree_util.tree_map_with_path(said_of, jax.eval_shape(optimizer.init, params))

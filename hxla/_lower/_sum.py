@@ -12,12 +12,11 @@ References:
     JPDC 2009, section 3 (reduce-scatter and all-gather on a ring).
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from .._core._types import DATA_AXIS
 from .._plan._ownership import Shares
 from .._plan._stage_storage import piece_shape
 from ._across import Cut
-from ._chunks import Chunks, reduce_scatter, sum_of_rows
+from ._chunks import Chunks, sum_of_rows
 from ._contribution import (
     Contribution,
     DeviceSums,
@@ -42,33 +41,12 @@ from ._contribution import (
 )
 from ._global_arrays import GlobalArrays, stacked_spec
 from ._host_sums import HostSums
+from ._options import extra_bytes
+from ._per_kind import firsts_alike
 from ._replica import Replica
+from ._totals import GroupBytes, Reduced, Totals, as_bits, concatenated, cut, flatly, zeros_like
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
-
-
-def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate([x.reshape(-1) for x in arrays])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reduced:
-    """What all processes know after a sum.
-
-    Attributes:
-        numbers_DN: float32, what each replica told.
-        rows_MS: float32, the sums of every microbatch.
-        maxima_T: float32, the largest magnitude of each tensor in any microbatch.
-        totals: For each local replica the bits of the sums of its tensors: the vectors of
-            `buckets`, or each tensor where replicas have several devices.
-        ints: For each local replica the integer leaves of other variables.
-    """
-
-    numbers_DN: np.ndarray
-    rows_MS: np.ndarray
-    maxima_T: np.ndarray
-    totals: tuple[Any, ...]
-    ints: tuple[Any, ...]
 
 
 class Reducer:
@@ -91,6 +69,7 @@ class Reducer:
         cuts: How tensors are cut, where this process is to send its own parts without padding.
         groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
             groups, `reduce` sums everything.
+        has_waves: Whether `sum_group` may be given a group several times in a step.
     """
 
     def __init__(
@@ -107,13 +86,14 @@ class Reducer:
         shares: Shares | None = None,
         cuts: Sequence[Cut | None] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
+        has_waves: bool = False,
     ):
-        self._contribution = contribution
-        self._dtype = jnp.dtype(contribution.form.dtype)
+        self._contribution, self._has_waves = contribution, has_waves
         self.releases = release
         self.arrays = GlobalArrays(replicas, contribution.form.over)
         if shares is not None:
             self.arrays.check_in_order()
+        self._totals = Totals(self.arrays, contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
         host = HostSums(self.arrays.devices)
@@ -145,6 +125,9 @@ class Reducer:
         self._cuts = cuts or [None] * len(packs)
         #: Compiled, one for each bucket.
         self.programs: list[Any] = []
+        #: Likewise, of groups that more is to be added to, and zeros for what was added before.
+        self._early: dict[int, Any] = {}
+        self._nothing: dict[int, Any] = {}
 
     def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
         own = tuple(i for i in bucket if i < self._params)
@@ -154,13 +137,14 @@ class Reducer:
         """PartitionSpecs of the small arrays that travel with a bucket: with the first all."""
         return ([P()], [P()] * len(self._small_shapes)) if k == 0 else ([], [])
 
-    def _build(self, k: int) -> Any:
-        """The program `(own, ints, values) -> (own, ints, totals)` of a bucket.
+    def _build(self, k: int, is_last: bool = True) -> Any:
+        """The program `(own, ints, values, before) -> (own, ints, totals)` of a bucket.
 
         `own` are small integer arrays that are gathered, `ints` small ones that are summed,
-        `values` the parts of each tensor's sum. Totals are combined: the bits of one float32
-        vector, or of each tensor in its own shape where replicas have several devices. As int32,
-        they may take the place of a sum that is let go.
+        `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
+        before. Totals are combined: the bits of one float32 vector, or of each tensor in its own
+        shape where replicas have several devices. As int32, they may take the place of a sum that
+        is let go. If it is not the last they are chunks such as `before`.
         """
         num, bucket = len(self.arrays.places), self._buckets[k]
         rows = self._rows.get(bucket[0]) if bucket else None
@@ -169,12 +153,10 @@ class Reducer:
             if num == 1 and self._inner:
                 return [self._contribution.combine(*parts) for parts in values]
             if num > 1 and rows is not None:
-                summed = sum_of_rows(values[0], rows, self._travels_as)
+                summed = sum_of_rows(values[0], rows, self._totals.travels_as)
                 return [self._contribution.combine(*summed).reshape(-1)]
-            if self.chunks:
-                return self._sum_chunks(k, values)
-            flat = self._all_reduce([_concatenate(own) for own in zip(*values, strict=True)])
-            return _cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
+            flat = self._totals.all_reduce([concatenated(own) for own in zip(*values, strict=True)])
+            return cut(flat, [parts[0] for parts in values]) if self._inner else [flat]
 
         def padded_totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             cuts = [self._cuts[i] for i in bucket]
@@ -188,19 +170,27 @@ class Reducer:
             return [x if cut is None else cut.widened(x) for x, cut in found]
 
         def hxla_sum(
-            own: list[jax.Array], ints: list[jax.Array], values: list[tuple[jax.Array, ...]]
-        ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+            own: list[jax.Array],
+            ints: list[jax.Array],
+            values: list[tuple[jax.Array, ...]],
+            before: list[tuple[jax.Array, ...]],
+        ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
             if ints and self._inner:
                 # Each process of a copy tells its own numbers, none below zero: the largest count.
                 ints = [jax.lax.pmax(ints[0], tuple(name for name, _ in self._inner)), *ints[1:]]
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
             elif own:
-                gathered = _flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
-                summed = _flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
+                gathered = flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
+                summed = flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
             else:
                 gathered, summed = [], []
-            return gathered, summed, [_as_bits(x) for x in padded_totals(values)]
+            if self.chunks:
+                found = self._sum_chunks(k, values, before, is_last)
+                if is_last:
+                    return gathered, summed, [as_bits(x) for x in found]
+                return [found[0][0][:1]], summed, found  # one to wait for, that no one gives up
+            return gathered, summed, [as_bits(x) for x in padded_totals(values)]
 
         # Of one device without a mesh: it would mark the outputs as sharded, and what uses them
         # would be compiled in another form.
@@ -208,15 +198,19 @@ class Reducer:
         if self._inner or num > 1:
             own, ints = self._small(k)
             arguments = self._arguments(k)
-            specs = self._total_specs(k)
+            specs: Any = self._total_specs(k) if is_last else P(DATA_AXIS)
+            made = own if is_last else [P(DATA_AXIS)]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
-                in_specs=jax.tree.map(stacked_spec, arguments, is_leaf=lambda x: isinstance(x, P)),
-                out_specs=(own, ints, specs),
+                in_specs=(
+                    *jax.tree.map(stacked_spec, arguments, is_leaf=lambda x: isinstance(x, P)),
+                    P(DATA_AXIS),
+                ),
+                out_specs=(made, ints, specs),
                 check_vma=False,
             )
-        return jax.jit(run, donate_argnums=(2,) if self.releases else ())
+        return jax.jit(run, donate_argnums=(2, 3) if self.releases else ())
 
     def _others(self, k: int) -> list[int]:
         """The tensors of a bucket that are no parameters."""
@@ -229,29 +223,29 @@ class Reducer:
             return own + ([P()] if self._others(k) else [])
         return [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
 
-    def _total_sizes(self, k: int) -> list[int]:
-        """Elements of each, where replicas have one device."""
+    def _total_sizes(self, k: int, i: int = 0) -> list[int]:
+        """Elements of each on a local replica, where replicas have one device."""
         if not self.chunks:
             return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
-        others = sum(self._tensor_sizes[i] for i in self._others(k))
-        own = [self.chunks[k].longest] if self.chunks[k].tensors else []
+        others = sum(self._tensor_sizes[j] for j in self._others(k))
+        own = [self.chunks[k].held(self.local[i].index)] if self.chunks[k].tensors else []
         return own + ([others] if others else [])
 
-    def _sum_chunks(self, k: int, values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+    def _sum_chunks(
+        self,
+        k: int,
+        values: list[tuple[jax.Array, ...]],
+        before: list[tuple[jax.Array, ...]],
+        is_last: bool,
+    ) -> list[Any]:
         """This place's chunk of the sums of parameters, and the whole of the others'."""
         parts = []
         for own in zip(*values, strict=True):
             rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
             parts.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
-        chunks, others, found = self.chunks[k], self._others(k), []
-        if chunks.tensors:
-            flat = [chunks.flat([part[i] for i in chunks.tensors]) for part in parts]
-            found.append(self._scattered(flat, self.arrays.lengths(chunks.lengths)))
-        if others:
-            found.append(
-                self._all_reduce([_concatenate([part[i] for i in others]) for part in parts])
-            )
-        return found
+        size = sum(self._tensor_sizes[i] for i in self._others(k))
+        found = self._totals.shared_out(self.chunks[k], self._others(k), parts, before)
+        return self._totals.whole(found, size) if is_last else found
 
     def _pack_sizes(self, k: int) -> list[int]:
         """Tensors of each pack of a bucket."""
@@ -265,8 +259,7 @@ class Reducer:
     @functools.cached_property
     def _same(self) -> list[int]:
         """For each bucket the first that has the same program."""
-        first: dict[Any, int] = {}
-        return [first.setdefault(self._form(k), k) for k in range(len(self._buckets))]
+        return firsts_alike(self._form(k) for k in range(len(self._buckets)))
 
     def _form(self, k: int) -> Any:
         """What two buckets share only if they have the same program."""
@@ -283,19 +276,34 @@ class Reducer:
         """The programs of all buckets before compilation; of like groups there is one."""
         lowered = []
         for k in sorted(set(self._same)):
-            bucket = self._buckets[k]
-            own: list[Any] = []
-            ints: list[Any] = []
-            if k == 0:
-                own = [self._shape((self._num_tensors,), P())]
-                ints = [self._shape(shape, P()) for shape in self._small_shapes]
+            own = [self._shape((self._num_tensors,), P())] if k == 0 else []
+            ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
-            values = [(self._shape(self._shapes[i], self._specs[i], dtype),) * num for i in bucket]
+            values = [
+                (self._shape(self._shapes[i], self._specs[i], dtype),) * num
+                for i in self._buckets[k]
+            ]
+            before = self._waiting(k)
             with warnings.catch_warnings():
                 # What is released is donated to be freed, though no result can take it over.
                 warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-                lowered.append(self._build(k).lower(own, ints, values))
+                lowered.append(self._build(k).lower(own, ints, values, before))
+                if before:
+                    early = self._build(k, is_last=False)
+                    lowered.append(early.lower(own, ints, values, before))
+                    lowered.append(zeros_like(before).lower())
         return lowered
+
+    def _waiting(self, k: int) -> list[Any]:
+        """Shapes of the chunks of sums that a group has between waves."""
+        if not self._has_waves or k in self._at_once:
+            return []
+        dtype, num = self._contribution.dtype, self._contribution.form.num_parts
+        others = sum(self._tensor_sizes[i] for i in self._others(k))
+        longest = max(self.arrays.lengths(self.chunks[k].lengths))
+        sizes = [longest] if self.chunks[k].tensors else []
+        sizes += [self._totals.even_length(others)] if others else []
+        return [(self._shape((size,), P(), dtype),) * num for size in sizes]
 
     @property
     def text(self) -> str:
@@ -304,7 +312,11 @@ class Reducer:
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
-        found = dict(zip(sorted(set(self._same)), compiled, strict=True))
+        flat, found = iter(compiled), {}
+        for k in sorted(set(self._same)):
+            found[k] = next(flat)
+            if self._waiting(k):
+                self._early[k], self._nothing[k] = next(flat), next(flat)
         self.programs = [found[k] for k in self._same]
 
     def memory_bytes(self) -> int:
@@ -319,29 +331,6 @@ class Reducer:
         arrays = self.arrays
         whole = (len(arrays.places) * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(stacked_spec(spec)))
-
-    def _all_reduce(self, parts: list[jax.Array]) -> jax.Array:
-        size, num = parts[0].size, len(self.arrays.places)
-        if num == 1:
-            return self._contribution.combine(*parts)
-        chunk = math.ceil(size / num)
-        padded = [jnp.pad(x, (0, chunk * num - size)) for x in parts]
-        total = self._scattered(padded, [chunk] * num)
-        back = total.astype(self._dtype)
-        return jax.lax.all_gather(back, DATA_AXIS, tiled=True)[:size].astype(total.dtype)
-
-    def _scattered(self, parts: list[jax.Array], lengths: Sequence[int]) -> jax.Array:
-        """Each place's own chunk of the sum, combined."""
-        if len(lengths) > 1:
-            ring = self.arrays.is_ring
-            parts = [
-                reduce_scatter(x, lengths, DATA_AXIS, self._travels_as(x), ring) for x in parts
-            ]
-        return self._contribution.combine(*parts)
-
-    def _travels_as(self, x: jax.Array) -> Any:
-        """Integers are never rounded."""
-        return x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else self._dtype
 
     def hold(self, sums: Sequence[DeviceSums]) -> Any:
         """What the local replicas added up, as `reduce` takes it; waits for nothing.
@@ -360,30 +349,66 @@ class Reducer:
         ]
         return own, ints, values
 
-    def sum_group(self, k: int, values: Sequence[Sequence[Any]]) -> list[list[jax.Array]]:
+    def add_group(self, k: int, values: Sequence[Sequence[Any]], before: Any) -> tuple[Any, Any]:
+        """The sums of a group with those of a wave.
+
+        Args:
+            k: Number of the group.
+            values: For each local replica the parts of the group's packs, which are given up.
+            before: What this gave in the wave before, which is given up; None: it is the first.
+
+        Returns:
+            Chunks of the sums as integers, and what is there when they are.
+        """
+        same = self._same[k + 1]
+        stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
+        before = before or self._nothing[same]()
+        [mark], _, found = self._early[same]([], [], stacked, before)
+        return found, mark
+
+    def sum_group(
+        self, k: int, values: Sequence[Sequence[Any]], before: Any = None
+    ) -> list[list[jax.Array]]:
         """The totals of a group on each local replica.
 
         Args:
             k: Number of the group.
             values: For each local replica the parts of the group's packs, which are given up.
+            before: What `add_group` gave in the wave before, which is given up; None: nothing.
         """
         stacked = self.arrays.stack(self._arguments(k + 1)[2], [list(own) for own in values])
-        return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked)[2])
+        return self._totals_of(k + 1, self.programs[k + 1]([], [], stacked, before or [])[2])
+
+    def group_bytes(self, k: int) -> GroupBytes:
+        """What a group takes, once it is compiled; `k` is its number."""
+        sums = sum(math.prod(self._shapes[i]) for i in self._buckets[k + 1])
+        waiting = sum(4 * x.size for own in self._waiting(k + 1) for x in own)
+        programs = [self.programs[k + 1], self._early.get(self._same[k + 1])]
+        here = [p for p in programs if p is not None and self.arrays.is_in_place]
+        return GroupBytes(
+            sums=4 * self._contribution.form.num_parts * sums,
+            adding=max(map(extra_bytes, here), default=0),
+            totals=4 * sum(self._total_sizes(k + 1)),
+            waiting=waiting // len(self.arrays.places),
+        )
 
     def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """What a bucket's program returns, on each local replica."""
-        specs = self._total_specs(k)
+        arrays, cut = self.arrays, self.chunks and self.chunks[k].lengths
         each = [
-            self.arrays.part(x, self.chunks[k].lengths)
-            if self.chunks and spec == P(DATA_AXIS)
-            else self.arrays.local_parts(x, spec)
-            for x, spec in zip(found, specs, strict=True)
+            arrays.part(x, cut) if cut and spec == P(DATA_AXIS) else arrays.local_parts(x, spec)
+            for x, spec in zip(found, self._total_specs(k), strict=True)
         ]
-        return [[parts[i] for parts in each] for i in range(len(self.local))]
+        every = [[parts[i] for parts in each] for i in range(len(self.local))]
+        if not self.chunks:
+            return every
+        # Without what fills a smaller chunk up to the longest.
+        pairs = zip(every, (self._total_sizes(k, i) for i in range(len(every))), strict=True)
+        return [[x[:n] for x, n in zip(*own, strict=True)] for own in pairs]
 
     def reduce(
         self, numbers: Sequence[np.ndarray], held: Any, totals: Sequence[Any] = ()
-    ) -> "Reduced":
+    ) -> Reduced:
         """Add up what all replicas hold; the totals stay on the devices.
 
         Args:
@@ -398,7 +423,7 @@ class Reducer:
         for i, k in enumerate(self._at_once):
             program, is_last = self.programs[k], i + 1 == len(self._at_once)
             values[k] = None
-            gathered, summed, found = program(*(small if k == 0 else ([], [])), given)
+            gathered, summed, found = program(*(small if k == 0 else ([], [])), given, [])
             given = values[k + 1]() if k + 1 < len(values) else None
             if k == 0:
                 small = gathered, summed
@@ -446,7 +471,7 @@ class Reducer:
             pairs = zip(self._shapes, self._specs, strict=True)
             totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
         else:
-            sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k)]
+            sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
             totals = [like((n,), jnp.int32, P()) for n in sizes]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
 
@@ -473,18 +498,3 @@ class Reducer:
                 if shard.replica_id == 0:
                     host[shard.index] = np.asarray(shard.data)
         return self.exchange_bits(host)
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _flatly(collective: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]) -> Any:
-    """One collective over small arrays, as if it were one for each."""
-    return _cut(collective(_concatenate(arrays)), arrays)
-
-
-def _cut(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    ends = np.cumsum([x.size for x in like])
-    parts = jnp.split(flat, ends[:-1], axis=-1)
-    return [p.reshape(flat.shape[:-1] + x.shape) for p, x in zip(parts, like, strict=True)]

@@ -1,7 +1,7 @@
 """The updates of the local copies of the model, with what they need of each other."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._plan._ownership import Ownership
+from .._plan._plan_parts import Tier
 from ._array_sums import lowered_sums, sum_programs, summed
-from ._options import compiler_options, extra_bytes
+from ._options import extra_bytes, update_options
 from ._own_update import own_arguments, own_update_program
+from ._streamed_update import StreamedUpdate
 from ._sum import Reducer
 from ._update import UpdateSpec, update_function, update_program
 
@@ -27,6 +29,8 @@ class Updates:
         params: PartitionSpec of each trained parameter.
         opt_state: Tree of the PartitionSpecs of the optimizer's state.
         aux: PartitionSpec of each other variable.
+        tier: Where the optimizer's state waits, `device`, `host` or `disk`.
+        state: From the number of a local copy to the shapes of its optimizer state.
     """
 
     def __init__(
@@ -37,8 +41,11 @@ class Updates:
         params: Sequence[P],
         opt_state: PyTree,
         aux: Sequence[P],
+        tier: Tier,
+        state: Callable[[int], PyTree],
     ):
         self._spec, self._reducer, self._own = spec, reducer, own
+        self._tier, self._state_of = tier, state
         self._is_of_one_device = any(
             replica.only_place is not None and not spec.padding.is_none for replica in reducer.local
         )
@@ -51,18 +58,31 @@ class Updates:
                 self.programs.append(update_program(spec, replica, params, opt_state, aux))
                 self._sums.append([])
                 continue
-            self.programs.append(own_update_program(spec, own, chunks, replica))
+            if tier == "device":
+                self.programs.append(own_update_program(spec, own, chunks, replica))
             arguments = functools.partial(own_arguments, spec, own, chunks, replica.index)
-            options = compiler_options(replica.devices[0].platform, spec.contribution.form)
+            options = update_options(replica.devices[0].platform, spec.contribution.form)
             self._sums.append(sum_programs(own.update, arguments, options))
         firsts = [] if own is None else [own.shares.firsts[r.index] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of a copy's programs."""
-        return (*["a sum in the update"] * (2 * len(self._sums[0])), "the update")
+    @functools.cached_property
+    def _streamed(self) -> list[StreamedUpdate]:
+        """Of each local copy, where state waits elsewhere."""
+        if self._own is None or self._tier == "device":
+            return []
+        leaves = [jax.tree.leaves(self._state_of(i)) for i in range(len(self._reducer.local))]
+        spec, own, chunks = self._spec, self._own, self._reducer.chunks
+        return [
+            StreamedUpdate(spec, own, chunks, replica, state, self._tier == "host")
+            for replica, state in zip(self._reducer.local, leaves, strict=True)
+        ]
+
+    def names(self, i: int) -> tuple[str, ...]:
+        """Of a local copy's programs."""
+        num = self._streamed[i].num_programs if self._streamed else 1
+        return (*["a sum in the update"] * (2 * len(self._sums[i])), *["the update"] * num)
 
     @property
     def text(self) -> str:
@@ -91,13 +111,28 @@ class Updates:
                 self._of_whole = str(jax.make_jaxpr(run)(*given))
             return [self.programs[i].lower(*given)]
         traced, where = self._own.update, self._where[i]
-        read = (params, opt_state, totals, exponents, *numbers, where)
-        last = self.programs[i].lower(*given, where, np.zeros(len(traced.sums), np.float32))
-        return [*lowered_sums(traced, self._sums[i], read), last]
+        here = self._here(i, opt_state)
+        read = (params, here, totals, exponents, *numbers, where)
+        sums = np.zeros(len(traced.sums), np.float32)
+        before = lowered_sums(traced, self._sums[i], read)
+        if self._streamed:
+            own = params, opt_state, aux, totals, ints, (exponents, *numbers, where, sums)
+            return [*before, *self._streamed[i].lower(*own)]
+        return [*before, self.programs[i].lower(*given, where, sums)]
+
+    def _here(self, i: int, opt_state: PyTree) -> PyTree:
+        """The leaves of a local copy's optimizer state that are on the device, None for others."""
+        if not self._streamed:
+            return opt_state
+        away = self._streamed[i].groups.away
+        return [None if k in away else x for k, x in enumerate(jax.tree.leaves(opt_state))]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of the next local copy, compiled."""
+        i = len(self.compiled)
         self.compiled.append(list(compiled))
+        if self._streamed:
+            self._streamed[i].adopt(compiled[-self._streamed[i].num_programs :])
 
     def run(
         self, local: Sequence[tuple[Any, ...]], weight: np.float32, value: np.float32
@@ -114,18 +149,19 @@ class Updates:
         if self._own is None:
             return [update(*own, weight, value) for update, own in zip(last, local, strict=True)]
         read = [
-            [params, opt_state, totals, exponents, weight, value, where]
-            for (params, opt_state, _, totals, _, exponents), where in zip(
-                local, self._where, strict=True
-            )
+            [own[0], self._here(i, own[1]), own[3], own[5], weight, value, self._where[i]]
+            for i, own in enumerate(local)
         ]
         rank = jax.process_index(), jax.process_count()
         sums = summed(self._own.update, self.compiled, read, self._reducer.exchange, rank)
+        run = [streamed.run for streamed in self._streamed] or last
         return [
             update(*own, weight, value, where, sums)
-            for update, own, where in zip(last, local, self._where, strict=True)
+            for update, own, where in zip(run, local, self._where, strict=True)
         ]
 
     def extra_bytes(self) -> int:
         """Bytes that one device needs beside the arguments."""
+        if self._streamed:
+            return max(streamed.extra_bytes() for streamed in self._streamed)
         return max(extra_bytes(program) for programs in self.compiled for program in programs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,3 +105,13 @@ def _from_words(words: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.complex(x[..., 0], x[..., 1])
     return x.astype(dtype)
+
+
+def leaf_checksums(leaves: Sequence[jax.Array]) -> jax.Array:
+    """uint32[leaves]: the sum of each array's bits, the same in any order of addition."""
+    return jnp.stack([Words.like([x]).pack([x]).sum() for x in leaves])
+
+
+def array_bytes(x: Any) -> Any:
+    """uint8[bytes]: an array's bytes in host memory."""
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)

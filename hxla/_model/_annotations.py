@@ -55,6 +55,11 @@ def scopes_of(name_stack: str) -> list[Scope]:
     ]
 
 
+def uncounted(name_stack: str) -> str:
+    """A name stack whose annotations are the same in every trace."""
+    return _SCOPE.sub(lambda found: f"hxla.{found[1]}[{found[2]}]", name_stack)
+
+
 def _count(text: str) -> int | None:
     return None if text == "all" else int(text)
 

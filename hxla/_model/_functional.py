@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from .._jax._apart import Apart, apart
 from .._jax._axis_names import naming_axes, with_axes
 from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
@@ -28,6 +29,8 @@ from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
 
 # How jax reaches the array in an NNX variable.
 _OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
+
+_LARGE_BYTES = 1 << 20  # of arrays that are made by a program of their own
 
 #: Random streams that a Linen module is given if nothing else is said.
 RNGS = ("params", "dropout")
@@ -65,6 +68,16 @@ class Functional:
         """Whether there are arrays to begin with: a shape alone can be planned and resumed."""
         leaves = jax.tree.leaves((self.params, self.aux))
         return self.initialise is not None or not any(map(is_abstract, leaves))
+
+    def made_apart(self, wanted: Sequence[int]) -> list[Apart]:
+        """What makes the arrays of `initialise`: large ones apart, so that few are whole at a time.
+
+        Args:
+            wanted: Numbers of the arrays of `params` and `aux` that are made.
+        """
+        assert self.initialise is not None
+        closed = jax.make_jaxpr(self.initialise)(*self.init_arguments)
+        return apart(closed, jax.tree.leaves(self.init_arguments), wanted, _LARGE_BYTES)
 
     @property
     def trained(self) -> PyTree:

@@ -53,12 +53,14 @@ class MicrobatchSums:
         weight: float32 scalar, sum of weights.
         columns: For each metric float32[width], what this microbatch adds.
         metrics: What the columns are, by name.
+        num_losses: Losses that are added up; 1: the loss is a mean already.
     """
 
     loss: jax.Array
     weight: jax.Array
     columns: tuple[jax.Array, ...]
     metrics: tuple[MetricColumns, ...]
+    num_losses: int
 
     @property
     def row(self) -> jax.Array:
@@ -282,4 +284,5 @@ def as_sums(
         weight=weight,
         columns=tuple(columns for columns, _ in found),
         metrics=tuple(metric for _, metric in found),
+        num_losses=max(values.size, 1),
     )

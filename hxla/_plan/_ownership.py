@@ -25,6 +25,10 @@ from .._jax._independent import Independent, independent
 from .._model._optimizer import Optimizer
 
 _LEAST_GRANULE = 8  # elements
+SUMMED_STATE = (
+    "the optimizer's sums over whole parameters, such as trust ratios, read its state, which would "
+    "come to the device twice in a step"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +112,26 @@ class Ownership:
     owners: tuple[int | None, ...]
     num_params: int
     cuts_params: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one copy, which owns everything."""
+        return len(self.granules) == 1
+
+    @property
+    def sends_params(self) -> bool:
+        """Whether all copies have the parameters that each updates its part of."""
+        return not (self.is_alone or self.cuts_params)
+
+    @property
+    def summed_state(self) -> bool:
+        """Whether sums over whole arrays read leaves of the optimizer's state that have a domain,
+        as trust ratios do."""
+        read = self.update.read_by_sums()
+        domains = self.update.domain_of
+        return any(
+            k in read and domains[k] is not None for k in range(self.num_params, self.num_arrays)
+        )
 
     @property
     def shares(self) -> Shares:

@@ -28,7 +28,6 @@ from ._plan_parts import (
     PlannedChain,
     PlannedDevice,
     PlannedPipeline,
-    Precision,
     Prediction,
     ReplicaWork,
     RunnerUp,
@@ -36,7 +35,8 @@ from ._plan_parts import (
     Versions,
 )
 from ._plan_picture import DeviceRow, draw_devices
-from ._plan_words import chain_in_words, pipeline_in_words
+from ._plan_words import chain_in_words, held_in_words, pipeline_in_words, runners_up_in_words
+from ._precision import Precision
 
 _MOST_LINES = 24  # of differences, and of devices in words
 
@@ -175,7 +175,7 @@ class Plan(PlanValue):
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
         That the optimizer's state is shared out (`placement.zero`) enters, for then every product
-        is rounded by itself; who owns which share does only where a parameter has one owner.
+        is rounded by itself; whose share is where does if a parameter has an owner.
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
@@ -184,8 +184,8 @@ class Plan(PlanValue):
         in another order inside a process than between processes; unlike parts are branches there.
         So the law is for processes of one form: those of `hxla run` have a device and a thread.
         """
-        text = json.dumps(self._deciding(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = json.dumps(self._deciding(), sort_keys=True).encode()
+        return hashlib.sha256(text).hexdigest()[:16]
 
     def _deciding(self) -> dict[str, Any]:
         """What `numerics` is the fingerprint of."""
@@ -194,6 +194,7 @@ class Plan(PlanValue):
             "batch_size": self.batch_size,
             "microbatch_size": self.microbatch_size,
             "precision": self.precision.model_dump(),
+            "excess_precision": self.sums.kind != "exact",
             "sums": self.sums.model_dump(include={"kind", "limbs"}),
             "parameters": [[p.name, p.shape, p.dtype] for p in self.parameters],
         }
@@ -214,17 +215,17 @@ class Plan(PlanValue):
         if self.pipeline is not None:
             segments = self.pipeline.segments
             found["cut"] = [self.pipeline.points, self.pipeline.num_chunks, self.pipeline.cut_by]
-            found["keep"] = (
-                [[s.first, s.keep] for s in segments] if _mixed(segments) else (segments[0].keep)
-            )
+            each = [[s.first, s.keep] for s in segments]
+            found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
             found["has_weight"] = self.pipeline.has_weight
         if self.chain is not None:  # whatever is recomputed, the programs are the same
             found["chain"] = self.chain.points
         if self.placement.zero:  # sums over a whole tensor depend on the program around them
             decides = self.placement.whole or len(kinds) > 1
-            found["zero"] = [self.placement.whole, self.granules if decides else ()]
+            own = self.granules if decides else ()
+            found["zero"] = [self.placement.whole, own, *self.placement.tier_of_whole]
         if self.sums.kind == "float":
-            found["sums"] = [self.sums.model_dump(), self.counts]
+            found["sums"] = [self.sums.model_dump(), self.counts, self.placement.waves]
         return found
 
     @property
@@ -366,7 +367,7 @@ class Plan(PlanValue):
         """Tell the plan in words: what each copy and device does, its time and memory, and why."""
         axes = " x ".join(str(n) for n in (len(self.replicas), *self.axis_sizes.values()))
         names = " x ".join(("data", *self.axis_sizes))
-        sums = f"{self.sums.kind} sums" + " over the host" * (self.sums.over == "host")
+        sums = self.sums.words + " over the host" * (self.sums.over == "host")
         lines = [
             f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, {sums}" + (f"; {names} = {axes}" if self.axes else "")
@@ -389,10 +390,11 @@ class Plan(PlanValue):
             lines += pipeline_in_words(self.pipeline, self.num_stages)
         if self.chain is not None:
             lines += chain_in_words(self.chain)
-        if self.prediction is not None:
-            lines += self._of_prediction(self.prediction)
+        lines += self.precision.in_words()
+        lines += self._of_prediction(self.prediction or Prediction())
         lines += [f"  {reason}" for reason in self.reasons]
-        lines += [f"  runner-up: {r.description}, {r.step_seconds:.4g} s" for r in self.runners_up]
+        lines += runners_up_in_words(self.runners_up)
+        lines += held_in_words(self.prediction, self.runners_up)
         return "\n".join(lines)
 
     def _of_replica(self, i: int) -> str:
@@ -471,10 +473,6 @@ class Plan(PlanValue):
         draw_devices(rows, path, num_stages=self.num_stages, title=self.explain().split("\n")[0])
 
 
-def _mixed(segments: Any) -> bool:
-    return len({segment.keep for segment in segments}) > 1
-
-
 def _name(ranks: tuple[int, ...], kinds: Mapping[int, str]) -> str:
     kind, _, share = kinds[ranks[0]].partition("@")
     consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
@@ -489,8 +487,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "devices in use", str(len(plan.devices))
     yield "data x inner axes", " x ".join(map(str, (len(counts), *plan.axis_sizes.values())))
     yield "microbatch size", str(plan.microbatch_size)
-    few = len(counts) <= 16
-    yield "microbatches", ", ".join(map(str, counts)) if few else f"{len(counts)} copies"
+    many = len(counts) > 16
+    yield "microbatches", f"{len(counts)} copies" if many else ", ".join(map(str, counts))
     if known is not None and known.step_seconds:
         yield "predicted step", f"{known.step_seconds:.4g} s"
         yield "examples/s", f"{plan.batch_size / known.step_seconds:.4g}"

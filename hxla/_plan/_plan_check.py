@@ -189,18 +189,25 @@ def _of_sizes(plan: Any, p: Any, d: int) -> Iterator[str]:
 
 def _of_shares(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
+    if placement.waves > 1 and placement.zero < 2:
+        yield "placement.waves: they are of ZeRO's stages 2 and 3, use 1 or set placement.zero"
     if not placement.zero:
         if placement.shares:
             yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
         if placement.whole:
             yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        if placement.optimizer != "device":
+            yield (
+                f"placement.optimizer: what waits in the {placement.optimizer} is updated as in "
+                "ZeRO's stages, set placement.zero to 1, 2 or 3"
+            )
         return
     known = {p.name for p in plan.parameters}
     for name in placement.whole:
         if name not in known:
             yield f"placement.whole: there is no parameter {name!r}"
-    if num == 1:
-        yield "placement.zero: one copy of the model has nobody to share with, use 0"
+    if num == 1 and placement.zero > 1:
+        yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
     if plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)
         yield (

@@ -178,7 +178,9 @@ class SumsForm(PlanValue):
     Attributes:
         kind: The arithmetic: `exact`, as integers, so that no spread of the work changes a bit, or
             `float`.
-        limbs: The 32-bit integers of an exact sum's element.
+        limbs: The 32-bit integers of an exact sum's element: two, which keep every element to
+            float32 precision; or one, of half the bytes, with which all elements of a tensor have
+            the absolute error of its largest.
         dtype: The dtype in which `float` sums travel between copies of the model.
         bucket_mib: The size in MiB up to which small tensors are summed together.
         sparse: The parameters of whose gradients only some rows travel.
@@ -188,7 +190,7 @@ class SumsForm(PlanValue):
     """
 
     kind: Literal["exact", "float"] = "exact"
-    limbs: Literal[2] = 2
+    limbs: Literal[1, 2] = 2
     dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_mib: pydantic.PositiveInt = 256
     sparse: tuple[SparseRows, ...] = ()
@@ -199,45 +201,87 @@ class SumsForm(PlanValue):
         """The arrays in which a tensor is summed: the limbs, or the floats themselves."""
         return self.limbs if self.kind == "exact" else 1
 
+    @property
+    def words(self) -> str:
+        """The arithmetic in words."""
+        return f"{self.kind} sums" + " of one limb" * (self.kind == "exact" and self.limbs == 1)
 
-class Precision(PlanValue):
-    """The dtypes of the computation.
+    @property
+    def travel_factor(self) -> float:
+        """Bytes of an all-reduce to those of float32: parts are scattered, floats gathered."""
+        return (self.num_parts + 1) / 2
 
-    Attributes:
-        parameters: The dtype of the parameters; `model` leaves them as the model has them.
-        compute: The dtype of the operations; `model` leaves them as the model has them.
-    """
 
-    parameters: Literal["model"] = "model"
-    compute: Literal["model"] = "model"
+#: Where state waits: in the device's own memory, in that of its host, or on a disk.
+Tier = Literal["device", "host", "disk"]
 
 
 class Placement(PlanValue):
     """The kinds of memory, and what stays in it.
 
     Attributes:
-        optimizer: The memory that holds the optimizer's state.
+        optimizer: Where the optimizer's state is between updates: in the memory of the `device`, in
+            that of its `host`, or on its `disk`. From the two latter it comes to the device group
+            by group, while the group before is updated and goes back.
         stash: The memory that holds what waits between forward and backward.
         zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
             and updates everything; 1, each copy has a share of the state, updates that part of the
-            parameters, and gathers the rest; 2, sums of gradients are shared out as soon as a
+            parameters, and gathers the rest (one copy alone updates all by this arithmetic, as its
+            state may then be anywhere); 2, sums of gradients are shared out as soon as a
             segment of `chain` has all of its own; 3, parameters are shared out too, and gathered
             for each segment.
         shares: With `zero`, the granules that each copy owns of every parameter and its state;
             empty: one each.
         whole: With `zero`, the parameters that the optimizer treats as a whole, each of which one
             copy owns.
+        waves: With `zero` of 2 or 3, in how many waves each copy runs its microbatches of a step,
+            one through all segments before the next: what waits for backwards is of one wave,
+            and what is gathered and summed travels once in each.
         sums: Whether what a device adds up is `kept` between steps, which saves the time to make it
             anew, or `released` before the update, which saves its memory there, in evaluations and
             for checkpoints. On a CPU, steps then wait until a checkpoint is written.
     """
 
-    optimizer: Literal["device"] = "device"
+    optimizer: Literal["device", "host", "disk"] = "device"
     stash: Literal["device"] = "device"
     zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()
+    waves: pydantic.PositiveInt = 1
     sums: Literal["kept", "released"] = "kept"
+
+    @property
+    def tier_of_whole(self) -> tuple[str, ...]:
+        """Where the state waits, if some parameters are updated as a whole and it is elsewhere."""
+        return (self.optimizer,) if self.whole and self.optimizer != "device" else ()
+
+
+class HeldBytes(PlanValue):
+    """The bytes on a device at the peak of a step, by their owner.
+
+    Attributes:
+        parameters: The parameters, whole or a share, and those that are gathered for a segment.
+        sums: What gradients are summed in.
+        optimizer: The optimizer's state, as far as it is on the device.
+        gradients: The gradients of a microbatch that wait for each other.
+        activations: The inputs, and what waits between forward and backward, with temporaries.
+    """
+
+    parameters: pydantic.NonNegativeFloat = 0.0
+    sums: pydantic.NonNegativeFloat = 0.0
+    optimizer: pydantic.NonNegativeFloat = 0.0
+    gradients: pydantic.NonNegativeFloat = 0.0
+    activations: pydantic.NonNegativeFloat = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return math.fsum(self.by_owner.values())
+
+    @property
+    def by_owner(self) -> dict[str, float]:
+        """The bytes of each owner, by its name."""
+        return {name: float(getattr(self, name)) for name in type(self).model_fields}
 
 
 class DevicePrediction(PlanValue):
@@ -247,6 +291,7 @@ class DevicePrediction(PlanValue):
         rank: The number of the device in the cluster.
         memory_bytes: The peak of its memory in bytes (0: not known).
         capacity_bytes: The bytes that it has (0: not described).
+        held: The bytes by owner, as estimated before compilation; None if that was not done.
         compute_seconds: The seconds of forwards and backwards; with the next three the whole step.
         wait_seconds: The seconds of bubbles, of transfers, and of waiting for other devices.
         reduction_seconds: The seconds of the gradients' reduction, as far as nothing hides it.
@@ -256,6 +301,7 @@ class DevicePrediction(PlanValue):
     rank: pydantic.NonNegativeInt
     memory_bytes: pydantic.NonNegativeFloat = 0.0
     capacity_bytes: pydantic.NonNegativeFloat = 0.0
+    held: HeldBytes | None = None
     compute_seconds: pydantic.NonNegativeFloat = 0.0
     wait_seconds: pydantic.NonNegativeFloat = 0.0
     reduction_seconds: pydantic.NonNegativeFloat = 0.0
@@ -298,12 +344,16 @@ class Prediction(PlanValue):
 
 
 class RunnerUp(PlanValue):
-    """Another plan that a search found.
+    """Another plan that was looked at.
 
     Attributes:
         description: The plan in words.
-        step_seconds: The predicted seconds of a step.
+        step_seconds: The predicted seconds of a step (0: not known).
+        held: The bytes by owner on its fullest device; None if only its time was looked at.
+        lack_bytes: The bytes that this device lacks (0: it fits).
     """
 
     description: str
-    step_seconds: pydantic.NonNegativeFloat
+    step_seconds: pydantic.NonNegativeFloat = 0.0
+    held: HeldBytes | None = None
+    lack_bytes: pydantic.NonNegativeFloat = 0.0

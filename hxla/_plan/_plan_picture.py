@@ -14,6 +14,15 @@ _PARTS = (
     ("update_seconds", "update", "#2a9d78"),
     ("wait_seconds", "wait", "#d3d9e2"),
 )
+#: Owners of a device's bytes; all of them together where no more is known.
+_OWNERS = {
+    "held": "#b48ad6",
+    "parameters": "#2f6fdb",
+    "sums": "#e39a1d",
+    "optimizer": "#2a9d78",
+    "gradients": "#c65f8a",
+    "activations": "#9aa5b8",
+}
 _MOST_ROWS = 48
 
 
@@ -88,10 +97,23 @@ def _time(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
 
 def _memory(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:
     unit = 2.0**30
-    held = [row.prediction.memory_bytes / unit if row.prediction else 0.0 for row in rows]
-    ax.barh(range(len(rows)), held, color="#b48ad6", height=0.7)
+    left = [0.0] * len(rows)
+    for owner, color in _OWNERS.items():
+        own = [_owned(row.prediction, owner) / unit for row in rows]
+        if any(own):
+            ax.barh(range(len(rows)), own, left=left, color=color, label=owner, height=0.7)
+        left = [a + b for a, b in zip(left, own, strict=True)]
     for i, row in enumerate(rows):
         if row.prediction is not None and row.prediction.capacity_bytes:
             at = row.prediction.capacity_bytes / unit
             ax.plot([at, at], [i - 0.42, i + 0.42], color="#1f2430", linewidth=1.2)
+    if any(row.prediction is not None and row.prediction.held is not None for row in rows):
+        ax.legend(fontsize=7, frameon=False, ncols=2, loc="lower right")
     ax.set_xlabel("GiB of memory (mark: what there is)", fontsize=8)
+
+
+def _owned(known: DevicePrediction | None, owner: str) -> float:
+    """What an owner has of a device; all is `held` where the owners are not known."""
+    if known is None or known.held is None:
+        return known.memory_bytes if known is not None and owner == "held" else 0.0
+    return known.held.by_owner.get(owner, 0.0)

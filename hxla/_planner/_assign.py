@@ -28,6 +28,7 @@ def assign(
     cuts: Cuts | None = None,
     fixed: Mapping[int, State] | None = None,
     unlike: bool = False,
+    like: AxisAssignment | None = None,
 ) -> AxisAssignment:
     """Choose what one mesh axis cuts.
 
@@ -39,6 +40,8 @@ def assign(
         cuts: What other axes cut already.
         fixed: For parameters (by index) that a rule decides: the dimension, or None for whole.
         unlike: Whether the parts of devices may be unlike.
+        like: What the axis cuts of the same program for another microbatch size: where that can be
+            done here too, it is, instead of solving anew; None: solve.
 
     Raises:
         PlanError: If the batch does not divide.
@@ -49,7 +52,9 @@ def assign(
     problem = Problem(
         num_devices=num_devices, nodes=tuple(builder.nodes), edges=tuple(builder.edges)
     )
-    chosen = solve(problem)
+    chosen = builder.chosen_like(like) if like is not None else None
+    if chosen is None:
+        chosen = solve(problem)
     return builder.decode(problem, chosen)
 
 
@@ -90,6 +95,30 @@ class _Builder:
         self._add(graph.ops)
         if self._problems:
             raise AnnotationError("\n".join(self._problems))
+
+    def chosen_like(self, other: AxisAssignment) -> tuple[int, ...] | None:
+        """The choices that leave and want what another assignment does; None: there are none."""
+        left: dict[int, list[tuple[int, State]]] = {}
+        for v, (maker, result) in self._maker.items():
+            if v not in other.made:
+                return None
+            left.setdefault(maker, []).append((result, other.made[v]))
+        wanted = {
+            number: (other.wanted.get(v), other.factors.get(v))
+            for v, number in self._node_of_op.items()
+        }
+        chosen = []
+        for i, node in enumerate(self.nodes):
+            fitting = [
+                c
+                for c, (operands, results, _) in enumerate(node.choices)
+                if all(results[result] == state for result, state in left.get(i, ()))
+                and (i not in wanted or (operands, self._names[i][c]) == wanted[i])
+            ]
+            if not fitting:
+                return None
+            chosen.append(min(fitting, key=[cost for _, _, cost in node.choices].__getitem__))
+        return tuple(chosen)
 
     def decode(self, problem: Problem, chosen: Sequence[int]) -> AxisAssignment:
         made = {

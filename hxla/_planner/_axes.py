@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from .._graph._graph import Graph
+from .._graph._operations import leaves
 from .._graph._scans import stacked_dims
 from .._plan._plan_parts import Role
 from .._plan._rules import Resolved, RuleSet
@@ -121,6 +122,7 @@ def shard_graph(
     warnings: tuple[str, ...] = (),
     *,
     unlike: bool = False,
+    like: Sharded | None = None,
 ) -> Sharded:
     """Solve one axis after another, each on what the others left.
 
@@ -132,19 +134,39 @@ def shard_graph(
             plan decide that; None: what needs least communication.
         warnings: What rules left open.
         unlike: Whether the parts of devices may be unlike.
+        like: The same program for another microbatch size with the same axes: it is cut like that
+            where it can be, which spares solving; None: solve.
     """
+    known = like.axes if like is not None and is_alike(like.graph, graph) else {}
     cuts: dict[int, dict[int, int]] = {}
     solved: dict[str, AxisAssignment] = {}
     for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
         fixed: dict[int, int | None] = {}
         if dims is not None:
             fixed = {i: own.get(name) for i, own in enumerate(dims)}
-        solved[name] = assign(graph, roles[name], size, cuts=cuts, fixed=fixed, unlike=unlike)
+        solved[name] = assign(
+            graph,
+            roles[name],
+            size,
+            cuts=cuts,
+            fixed=fixed,
+            unlike=unlike,
+            like=known.get(name),
+        )
         for v, dim in solved[name].made.items():
             if dim is not None:
                 divisors = cuts.setdefault(v, {})
                 divisors[dim] = divisors.get(dim, 1) * size
     return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
+
+
+def is_alike(one: Graph, other: Graph) -> bool:
+    """Whether two graphs are of one program, traced for other sizes."""
+
+    def program(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
+        return [(op.name, op.outputs) for op in leaves(graph.ops)]
+
+    return program(one) == program(other)
 
 
 def requests_of(graph: Graph) -> tuple[Request, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from .._cluster._card_dtypes import slow_cards
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
@@ -24,6 +25,7 @@ from .._plan._plan_parts import (
     SumsForm,
     Versions,
 )
+from .._plan._precision import Precision
 from .._plan._stage_storage import storage_specs
 from .._profile._profile import Profile
 from ._axes import Axes
@@ -67,6 +69,8 @@ def complete(
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
         PlanError: If the plan cannot be run: every fault.
     """
+    precision = graph.precision if isinstance(graph.precision, Precision) else Precision()
+    kinds = [cluster.devices[r].kind for ranks in structure.replicas for r in ranks]
     specs: list[P] = [P()] * len(graph.param_names)
     said = [
         f"axis {name!r} of the model has one member, the microbatch: what it averages or gathers "
@@ -74,6 +78,10 @@ def complete(
         for name in graph.bound_axes
     ]
     said += structure.reasons
+    for dtype in precision.low_dtypes:
+        slow = slow_cards(dtype, kinds)
+        if slow:
+            said.append(f"{', '.join(slow)} multiplies slower in {dtype} than in float32")
     shares: tuple[int, ...] = ()
     sizes: Sequence[Sizes] = ((),) * len(specs)
     if structure.inner:
@@ -126,6 +134,7 @@ def complete(
         "pipeline": pipeline,
         "parameters": parameters,
         "sums": sums,
+        "precision": precision,
         "placement": placement_for(
             parameters,
             dict(structure.axes),

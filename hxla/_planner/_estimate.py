@@ -1,6 +1,7 @@
 """Times of a chain's layers on a device: measured where a profile has them, else estimated."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -8,9 +9,20 @@ import numpy as np
 
 from .._cluster._cluster import Device, Link
 from .._core._errors import PlanError
+from .._profile._products import MatrixProduct
 from .._profile._profile import LayerSize, Profile, Setting
 
-_BACKWARD_FLOPS = 2.0  # a layer's backward is two products for each of its forward's
+_BACKWARD = 2.0  # a layer's backward is two products for each of its forward's
+# Of the data sheet's rate, what large products reach: seen on one V100 in the profiles of Sailor
+# (SOSP 2025), GPT-Neo-2.7, whose matrices fill all waves. docs/prediction.md says what was chosen
+# with which figures in view.
+_SHARE_OF_DATA_SHEET = 0.9
+# A chain of short kernels goes at so many seconds each on a V100: NVIDIA, "Getting Started with
+# CUDA Graphs", 2019.
+_LAUNCH_SECONDS = 3.8e-6
+# Sides of the tiles of products. Operations per number that is loaded go with the side; the speed
+# is taken half way (geometrically) between that and none of it.
+_TILES = (128, 64, 32)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -43,13 +55,16 @@ def layer_times(
     profile: Profile | None,
     *,
     state_factor: float = 1.0,
+    whole: Sequence[LayerSize] = (),
     sent_bytes: Sequence[float] = (),
     link: Link | None = None,
 ) -> tuple[np.ndarray, str]:
     """[3, L] Seconds of every layer's forward, backward and update; how they are known, in words.
 
-    A tensor-parallel group that was not measured takes its share of what one device was measured
-    to take, and what its collectives take on the node's link, half of it in the forward.
+    A tensor-parallel group that was not measured takes of what one device was measured to take the
+    share that it does by estimate, for smaller products are slower, and what is not cut each device
+    repeats; and what its collectives take on the node's link, half of it in the forward. Without a
+    rate to estimate by, it shares all work evenly.
 
     Args:
         device: Of the group.
@@ -57,15 +72,13 @@ def layer_times(
         sizes: Of the layers on one device of the group.
         profile: Measured times, if there are any.
         state_factor: Bytes kept per byte of parameters.
+        whole: Sizes of the same layers on a device alone.
         sent_bytes: Per layer, what one device of the group sends in a forward and backward; empty:
             nothing.
         link: Between the devices of the group.
 
     Raises:
         PlanError: If there are neither times nor a rate.
-
-    References:
-        Williams et al., "Roofline", CACM 2009.
     """
     size, tensor = alternative.microbatch_size, alternative.tensor
     own, alone = Setting(device.label, size, tensor), Setting(device.label, size)
@@ -74,11 +87,12 @@ def layer_times(
     if found is None and alone in known:
         found, how = known[alone], f"measured alone, shared by {tensor}"
     if found is None:
-        seconds, how = _roofline(device, alternative, sizes, state_factor)
+        seconds, how = _estimated(device, alternative, sizes, state_factor)
     else:
         seconds = np.array([(t.forward, t.backward, t.update) for t in found]).T
     if own not in known:
-        seconds /= tensor if found is not None else 1
+        if found is not None:
+            seconds *= _share(device, alternative, sizes, whole, state_factor)
         if link is not None and len(sent_bytes):
             seconds[:2] += np.array(sent_bytes) / 2 / link.bytes_per_second
     if alternative.recompute:
@@ -86,10 +100,27 @@ def layer_times(
     return seconds, f"{device.label}: {how}"
 
 
-def _roofline(
+def _share(
+    device: Device,
+    alternative: Alternative,
+    sizes: Sequence[LayerSize],
+    whole: Sequence[LayerSize],
+    state_factor: float,
+) -> np.ndarray:
+    """[3, L] What one device of a group takes of the time of a device alone, by estimate."""
+    even = np.full((3, len(sizes)), 1.0 / alternative.tensor)
+    compute = sizes[0].compute if sizes else "model"
+    if device.product_rate(compute) is None or len(whole) != len(sizes):
+        return even
+    own, alone = (_estimated(device, alternative, s, state_factor)[0] for s in (sizes, whole))
+    return np.divide(own, alone, out=even, where=alone > 0)
+
+
+def _estimated(
     device: Device, alternative: Alternative, sizes: Sequence[LayerSize], state_factor: float
 ) -> tuple[np.ndarray, str]:
-    rate = device.rate("tensorfloat32") or device.rate("float32")
+    """[3, L] Seconds of products, of what stands between them, and of launching both."""
+    rate = device.product_rate(sizes[0].compute if sizes else "model")
     if rate is None:
         raise PlanError(
             f"device kind {device.label!r}: the profile has no times for {alternative}, "
@@ -97,10 +128,67 @@ def _roofline(
             "add [device.rates] float32 to the mesh file"
         )
     bandwidth = device.memory_bytes_per_second or math.inf
-    rows = [(s.flops, s.parameter_bytes, s.stash_bytes) for s in sizes]
-    flops, parameter_bytes, stash_bytes = np.array(rows, float).T
-    forward = np.maximum(flops / rate.flops_per_second, (parameter_bytes + stash_bytes) / bandwidth)
-    update = (state_factor + 1) * parameter_bytes / bandwidth
+    speed = rate.flops_per_second * (1.0 if rate.measured else _SHARE_OF_DATA_SHEET)
+    launch = _LAUNCH_SECONDS if device.multiprocessors else 0.0
+
+    def own(products: Sequence[MatrixProduct], flops: float, num_bytes: float) -> float:
+        work = sum(product_flops(p, device.multiprocessors) for p in products)
+        rest = max(0.0, flops - sum(p.flops for p in products))
+        num_launched = 2 * sum(p.count for p in products)  # with what is fused between two
+        # What only moves bytes does not run beside products: one operation follows another.
+        return (work + rest) / speed + num_bytes / bandwidth + launch * num_launched
+
+    rows = []
+    for s in sizes:
+        backward = tuple(itertools.chain(*(product.backward for product in s.products)))
+        moved = s.parameter_bytes + (s.moved_bytes or s.stash_bytes)
+        update = (state_factor + 1) * s.parameter_bytes / bandwidth
+        rows.append(
+            (
+                own(s.products, s.flops, moved),
+                own(backward, _BACKWARD * s.flops, _BACKWARD * moved),
+                update,
+            )
+        )
     origin = "measured" if rate.measured else "data-sheet"
     how = f"not measured, estimated from FLOPs at the {origin} rate of {rate.dtype}"
-    return np.stack([forward, _BACKWARD_FLOPS * forward, update]), how
+    if device.multiprocessors is None and not rate.measured:
+        how += (
+            "; small products are taken to be as fast as large ones, for the mesh file does not "
+            "give its multiprocessors"
+        )
+    return np.array(rows, float).reshape(-1, 3).T, how
+
+
+def product_flops(product: MatrixProduct, multiprocessors: int | None) -> float:
+    """What a GPU could compute in the time of a product, if all of it were always at work.
+
+    A product is cut into tiles, each of which one multiprocessor computes; as many as there are run
+    at once, and the last of these waves takes as long as a full one. A smaller tile leaves fewer
+    multiprocessors idle, and loads more numbers for each operation: of the tiles the fastest is
+    taken.
+
+    Args:
+        product: That is computed.
+        multiprocessors: Of the GPU; None: not known, it is always at work.
+
+    References:
+        NVIDIA, "Matrix Multiplication Background User's Guide", 2023, sections 3.1 and 3.2 (tile
+        and wave quantization).
+    """
+    if multiprocessors is None:
+        return product.flops
+
+    def of(side: int) -> float:
+        # The edge of a narrow matrix is cut off in steps of the least tile.
+        rows, columns = (min(side, _up(n, _TILES[-1])) for n in (product.rows, product.columns))
+        tiles = math.ceil(product.rows / rows) * math.ceil(product.columns / columns)
+        waves = math.ceil(product.copies * tiles / multiprocessors)
+        work = 2.0 * rows * columns * product.depth * multiprocessors * waves
+        return work / math.sqrt(side / _TILES[0])
+
+    return product.count * min(map(of, _TILES))
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from .._cluster._cluster import Cluster, Link
 from .._core._errors import PlanError
+from .._core._format import num_bytes
 from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
-from ._chain import UNBOUNDED, Chain, Group
+from ._chain import UNBOUNDED, Chain, Group, Staging
+from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._search import Found, search
 from ._staging import StepCost, staging_cost
@@ -146,6 +148,7 @@ def propose(
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
+    reasons += _about_sums(work, cluster, staging, replicas)
     if found.exhausted:
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
@@ -168,6 +171,27 @@ def propose(
         ),
         dict(zip(firsts, cost.timelines, strict=False)),
     )
+
+
+def _about_sums(
+    work: ChainWork, cluster: Cluster, staging: Staging, replicas: Sequence[Ranks]
+) -> list[str]:
+    """Which algorithm suits the largest sum over copies by the slowest link's figures."""
+    ranks = tuple(itertools.chain(*replicas))
+    link = _slowest_link(cluster, ranks, ranks, [])
+    if len(replicas) == 1 or link is None:
+        return []
+    smallest = min(size for size, tensor in work.sizes if tensor == 1)
+    whole = [size.parameter_bytes for size in work.sizes[smallest, 1]]
+    ends = (*staging.cuts[1:], len(whole))
+    largest = max(sum(whole[a:b]) for a, b in zip(staging.cuts, ends, strict=True))
+    sent = work.reduce_factor * largest
+    best, seconds = favoured(len(replicas), sent, link)
+    ring = volume("ring", len(replicas), sent).seconds(link)
+    return [
+        f"sums of {num_bytes(sent)} over {len(replicas)} copies: counted as a ring, {ring:.4g} s "
+        f"by the slowest link's figures; they favour {best}, {seconds:.4g} s"
+    ]
 
 
 def _uses_all(found: Found, chain: Chain) -> bool:
@@ -263,6 +287,7 @@ def _chain(
             sizes,
             profile,
             state_factor=work.state_factor,
+            whole=work.sizes.get((key.microbatch_size, 1), ()),
             sent_bytes=work.sent_bytes.get((key.microbatch_size, key.tensor), ()),
             link=inside,
         )

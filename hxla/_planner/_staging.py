@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 
 from .._plan._plan_parts import DevicePrediction
-from .._schedule._replay import Timeline, replay
+from .._schedule._blocking_replay import blocking_replay
+from .._schedule._replay import Timeline
 from .._schedule._schedules import one_f_one_b
 from ._chain import UNBOUNDED, Chain, Staging
 from ._chain_tables import tables
@@ -33,6 +34,8 @@ class StepCost:
 def staging_cost(chain: Chain, staging: Staging) -> StepCost:
     """A step of pipelines that train one model together, under 1F1B, by replay.
 
+    Transfers hold up both stages, as the search's formula has it (`fill_and_period`).
+
     A stage's reduction starts when the stage is done in every replica, its update when the
     reduction is done, and the next step of each replica with its own update.
 
@@ -44,11 +47,11 @@ def staging_cost(chain: Chain, staging: Staging) -> StepCost:
     num_stages, ends = len(staging.cuts), (*staging.cuts[1:], t.num_layers)
     stages = [list(zip(r.groups, staging.cuts, ends, strict=True)) for r in staging.replicas]
     timelines = tuple(
-        replay(
+        blocking_replay(
             one_f_one_b(num_stages, replica.num_microbatches),
             [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in own],
             [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in own],
-            send_seconds_P=[  # one way
+            [  # one way
                 float(t.cross[cut, k, after]) / 2
                 for cut, (k, after) in zip(ends, itertools.pairwise(replica.groups), strict=False)
             ],

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._core._errors import PlanError
+from ._products import MatrixProduct
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,19 @@ class LayerSize:
         output_bytes: The bytes of one microbatch's output, what the next layer is sent.
         stash_bytes: The bytes that one microbatch's backward keeps from its forward.
         flops: The forward operations of one microbatch (0: not known).
+        compute: The dtype of its matrix products; `model`: float32 as jax computes it.
+        products: The matrix products of one microbatch's forward; none: not known.
+        moved_bytes: The bytes that one microbatch's forward moves through memory beside them; 0:
+            not known, about what its backward keeps.
     """
 
     parameter_bytes: float
     output_bytes: float
     stash_bytes: float
     flops: float = 0.0
+    compute: str = "model"
+    products: tuple[MatrixProduct, ...] = ()
+    moved_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +152,7 @@ class Profile:
             layers=tuple(map(str, table["layers"])),
             sizes={
                 (int(row["microbatch_size"]), int(row["tensor"])): tuple(
-                    LayerSize(**layer) for layer in row["layers"]
+                    _size(layer) for layer in row["layers"]
                 )
                 for row in table["sizes"]
             },
@@ -156,6 +164,11 @@ class Profile:
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
             num_segments=int(table.get("num_segments", 0)),
         )
+
+
+def _size(layer: Mapping[str, Any]) -> LayerSize:
+    products = tuple(MatrixProduct(**product) for product in layer.get("products", ()))
+    return LayerSize(**{**layer, "products": products})
 
 
 def _setting(row: Mapping[str, Any]) -> Setting:

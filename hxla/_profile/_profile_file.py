@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -27,11 +27,22 @@ class _FileTable(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class _ProductTable(_FileTable):
+    count: _Count
+    copies: _Count
+    rows: _Count
+    columns: _Count
+    depth: _Count
+
+
 class _SizeTable(_FileTable):
     parameter_bytes: _Bytes
     output_bytes: _Bytes
     stash_bytes: _Bytes
     flops: Annotated[float, pydantic.Field(ge=0, le=1e30)] = 0.0
+    compute: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    products: list[_ProductTable] = []
+    moved_bytes: _Bytes = 0.0
 
 
 class _TimeTable(_FileTable):

@@ -19,6 +19,7 @@ from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._functional import is_abstract, leaf_names
 from .._plan._sharding import Sharded
+from ._products import moved_bytes, products_of
 from ._profile import LayerSize, LayerTime
 
 
@@ -48,6 +49,9 @@ def layer_sizes(graph: Graph, chain: Sequence[Segment], cut: Sharded) -> tuple[L
             output_bytes=s.output_bytes,
             stash_bytes=own(s.stashed(graph)),
             flops=s.flops / num,
+            compute=graph.compute,
+            products=products_of(graph, s.ops, cut),
+            moved_bytes=moved_bytes(graph, s.ops, cut),
         )
         for s in chain
     )

@@ -31,6 +31,8 @@ class StepRecord:
         busy_seconds: The seconds that each copy computed in this step (microbatches and update).
         redone: How often the step was redone after an overflow of the fixed-point range.
         skipped: Whether the update was skipped because a gradient was not finite.
+        loss_scale: The number by which the mean loss of a microbatch was multiplied for its
+            gradient; None: by none.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepRecord:
     busy_seconds: tuple[float, ...]
     redone: int = 0
     skipped: bool = False
+    loss_scale: float | None = None
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:

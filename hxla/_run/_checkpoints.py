@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.005
 _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 
-def _plain(tree: PyTree) -> dict[str, Any]:
+def plain_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by their path in the user's tree, as nested names joined by dots."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path, simple=True, separator=".").replace("/", "_"): x for path, x in leaves}
@@ -139,6 +139,11 @@ class Checkpoints:
         """Step of the newest intact checkpoint, or None."""
         return self._latest
 
+    @property
+    def complete_step(self) -> int | None:
+        """Step of the newest checkpoint, or None while it is written or if there is none."""
+        return None if self._failures or self._manager.is_saving_in_progress() else self._latest
+
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any]) -> None:
         """Write a checkpoint in the background; returns once the arrays may be overwritten.
 
@@ -151,7 +156,7 @@ class Checkpoints:
             CheckpointError: If an earlier one failed.
         """
         self.wait()
-        arrays = _plain(tree)
+        arrays = plain_leaves(tree)
         try:
             self._manager.save(
                 step,
@@ -188,7 +193,7 @@ class Checkpoints:
         """
         self.wait()
         metadata = self._manager.item_metadata(step)["tree"]
-        found, wanted = _plain(getattr(metadata, "tree", metadata)), _plain(like)
+        found, wanted = plain_leaves(getattr(metadata, "tree", metadata)), plain_leaves(like)
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
@@ -214,7 +219,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {step} in {self.folder} cannot be read: {error}"
             ) from error
-        leaves = _plain(restored["tree"])
+        leaves = plain_leaves(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
     def wait(self) -> None:

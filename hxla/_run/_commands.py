@@ -3,6 +3,7 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from .._lower._determinism import determinism
 from .._plan._plan import Plan
 from .._report._lanes import lanes_of_timeline
 from .._report._lanes_picture import write_picture
@@ -44,6 +45,7 @@ def plan_script(
         found, _ = make_plan(job, mesh, wishes, profile=profile, search=search)
         plans.append(found.plan)
         print(f"{found.plan.cluster}: {found.plan.explain()}")
+        print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")
         if draw is not None:
             _draw(pathlib.Path(draw), found.plan, found.timelines)
     if len(plans) == 2:

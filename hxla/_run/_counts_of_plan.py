@@ -28,6 +28,8 @@ def own_ids(counts: Sequence[int], reducer: Reducer) -> list[range]:
 
 def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...]:
     """Every replica's number, known to every process."""
+    if jax.process_count() == 1:
+        return tuple(map(float, local))
     row = np.zeros(len(reducer.replicas), np.float32)
     for replica, number in zip(reducer.local, local, strict=True):
         if replica.is_led_here:
@@ -52,7 +54,7 @@ def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:
 
 
 def count_limits(
-    plan: Plan, cluster: Cluster, memory_bytes: int, batch: PyTree
+    plan: Plan, cluster: Cluster, memory_bytes: Sequence[float], batch: PyTree
 ) -> tuple[int | None, ...]:
     """Most microbatches that each replica's memory takes.
 
@@ -62,7 +64,7 @@ def count_limits(
     Args:
         plan: Whose devices are limited.
         cluster: Says how much memory they have.
-        memory_bytes: That one device needs without inputs.
+        memory_bytes: That a device of each replica needs without inputs.
         batch: One microbatch.
 
     Raises:
@@ -70,17 +72,17 @@ def count_limits(
     """
     each = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     limits: list[int | None] = []
-    for replica in plan.replicas:
+    for replica, own in zip(plan.replicas, map(int, memory_bytes), strict=True):
         known = {r: m for r in replica.devices if (m := cluster.devices[r].memory_bytes)}
         if not known:
             limits.append(None)
             continue
         rank = min(known, key=known.__getitem__)
-        free = known[rank] - memory_bytes
+        free = known[rank] - own
         if free < each:
             raise PlanError(
                 f"device {rank} has {num_bytes(known[rank])}, a microbatch needs "
-                f"{num_bytes(memory_bytes + each)}: {num_bytes(each - free)} are missing; "
+                f"{num_bytes(own + each)}: {num_bytes(each - free)} are missing; "
                 "use a smaller microbatch_size or leave the device out"
             )
         limits.append(free // each)
@@ -131,7 +133,7 @@ def predicted(
     seconds: Sequence[float],
     fixed: Sequence[float],
     *,
-    memory_bytes: float,
+    memory_bytes: Sequence[float],
     cluster: Cluster,
 ) -> Prediction:
     """What a step of the plan should take, from measured times where there are any.
@@ -140,14 +142,23 @@ def predicted(
         plan: With the counts to predict.
         seconds: Of one microbatch on each replica (0: not measured).
         fixed: Of each replica's step outside its microbatches.
-        memory_bytes: That one device needs without its microbatches' inputs.
+        memory_bytes: That a device of each copy needs without its microbatches' inputs; empty: not
+            known.
         cluster: Says how much memory there is.
     """
+    own = {
+        rank: float(number)
+        for replica, number in zip(plan.replicas, memory_bytes, strict=bool(memory_bytes))
+        for rank in replica.devices
+    }
+    before = plan.prediction.devices if plan.prediction is not None else ()
+    held = {device.rank: device.held for device in before}
     devices = tuple(
         DevicePrediction(
             rank=d.rank,
-            memory_bytes=float(memory_bytes),
+            memory_bytes=own.get(d.rank, 0.0),
             capacity_bytes=float(cluster.devices[d.rank].memory_bytes or 0),
+            held=held.get(d.rank),
         )
         for d in plan.devices
     )

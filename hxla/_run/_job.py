@@ -21,6 +21,7 @@ from .._model._called_loss import Loss, called
 from .._model._functional import RNGS
 from .._model._given_model import check_model, check_optimizer
 from .._plan._plan import Plan
+from .._plan._precision import Precision, as_precision
 from .._plan._rules import RuleSet, as_rules
 from .._profile._profile import Profile
 from .._weights._weights import Weights, as_weights
@@ -70,7 +71,13 @@ class Job:
             list of these. The others have no gradient and no state of the optimizer, which sees the
             tree of the trained ones. By default all are.
         eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
-        nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
+        precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, the keys of the
+            section `precision` in a dictionary or a TOML file, or an `hxla.Precision`. By default
+            it is that of `config`, where nothing is said all as the model has it. Parameters,
+            gradients' sums and the optimizer stay as they are.
+        nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`:
+            the loss is scaled by a power of two, which is halved and the update skipped. By
+            default `scale` where something computes in float16, else `stop`.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
             covers.
         patterns: The ways in which equations can be cut; add your own with
@@ -111,7 +118,8 @@ class Job:
     weights: str | os.PathLike[str] | Weights | None = None
     trainable: str | Sequence[Any] | Callable[..., Any] | None = None
     eval_loss: Loss | None = None
-    nonfinite: Literal["stop", "skip"] = "stop"
+    precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None
+    nonfinite: Literal["stop", "skip", "scale"] | None = None
     default: Strategy | None = None
     patterns: Patterns = PATTERNS
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
@@ -121,8 +129,8 @@ class Job:
         check_optimizer(self.optimizer)
         called(self.loss)
         called(self.eval_loss or self.loss, "eval_loss")
-        if self.nonfinite not in ("stop", "skip"):
-            raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop' or 'skip'")
+        if self.nonfinite not in (None, "stop", "skip", "scale"):
+            raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop', 'skip' or 'scale'")
         check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)
         check_whole_numbers(seed=self.seed)
         missing = [name for name in ("batch_size", "seed") if getattr(self, name) is None]
@@ -138,6 +146,10 @@ class Job:
         eval_loss = fields.pop("eval_loss") or self.loss
         if self.weights is not None:
             fields["weights"] = as_weights(self.weights)
+        scales = None if self.nonfinite is None else self.nonfinite == "scale"
+        given = settings.precision if self.precision is None else self.precision
+        fields["precision"] = precision = as_precision(given, scales=scales)
+        fields["nonfinite"] = self.nonfinite or ("scale" if precision.loss_scale else "stop")
         return TracedJob(**fields, eval_loss=eval_loss, settings=settings)
 
     def graph(self, microbatch_size: int) -> Graph:

@@ -4,9 +4,10 @@ import os
 
 import jax
 
+from .._cluster._card_dtypes import missing_dtypes
 from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
-from .._core._errors import ConfigError, LaunchError
+from .._core._errors import ConfigError, LaunchError, PlanError
 from .._launch._join import uninitialised_cluster
 from .._profile._profile import Profile
 from .._profile._profile_file import load_profile
@@ -46,11 +47,13 @@ def make_plan(
         if described is None:
             devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
         target = described or job.cluster(devices or ())
+        _check_dtypes(job, target)
         plan, balance = plan_for(job, wishes, target, devices, profile)
         return FoundPlan(plan=plan), balance
     if fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")
     sums, balance = job.sums(wishes.reduction), wishes.counts == "measured"
+    _check_dtypes(job, described or job.cluster(job.all_devices()))
     if described is None and profile is None:
         return FoundPlan(plan=auto_plan(job, job.all_devices(), sums=sums, size=size)), balance
     target = described or job.cluster(job.all_devices())
@@ -59,6 +62,17 @@ def make_plan(
     return search_plan(
         job, target, profile, search, sums=sums, size=size, all_devices=here
     ), balance
+
+
+def _check_dtypes(job: TracedJob, cluster: Cluster) -> None:
+    """Refuse a precision that some device of a cluster cannot compute in.
+
+    Raises:
+        PlanError: With the kinds that lack it, and what all of them have.
+    """
+    kinds = [device.kind for device in cluster.devices]
+    if missing := list(missing_dtypes(job.precision.low_dtypes, kinds)):
+        raise PlanError("\n".join(missing))
 
 
 def _is_annotated(job: TracedJob, size: int) -> bool:

@@ -1,115 +1,306 @@
-"""A microbatch as a chain of segments, and what of it is recomputed, as the settings ask."""
+"""How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
 
-import contextlib
+import itertools
+import math
 from collections.abc import Collection, Sequence
 
+import jax
+
 from .._cluster._cluster import Cluster
+from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
+from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE
-from .._graph._parts import graph_at
+from .._graph._parts import graph_at, graph_of
 from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
 from .._lower._stage import StagePart
 from .._plan._plan import Plan
-from .._plan._plan_parts import ChainSegment, PlannedChain
-from .._planner._recompute import best_sequence
-from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
-from .._schedule._sequence_replay import SegmentCost, layered_peak_bytes
+from .._plan._plan_parts import (
+    ChainSegment,
+    DevicePrediction,
+    PlannedChain,
+    Prediction,
+    RunnerUp,
+    Tier,
+)
+from .._planner._inner_split import described_speed
+from .._planner._memory_forms import (
+    ChainBytes,
+    CopyDevice,
+    MemoryForm,
+    MemoryForms,
+    ModelBytes,
+    Recompute,
+)
+from .._schedule._sequence_replay import SegmentCost
 from ._segments_of_job import param_bytes, segments_of_job
-from ._shared_state import stages_to_try, with_shared_state
+from ._shared_state import could_share, may_wait, stages_to_try, with_shared_state
+from ._state_elsewhere import PART_ON_DEVICE
 from ._traced_job import TracedJob
 
+_MOST_RUNNERS_UP = 5
 
-def with_memory(job: TracedJob, plan: Plan, cluster: Cluster) -> Plan:
+
+def with_memory(
+    job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices | None = None
+) -> Plan:
     """The plan with state shared out and a microbatch recomputed as the settings ask.
 
-    Where they leave it open, it is with the first stage of ZeRO that fits into the memory with
-    which the devices are described, from stage 2 on together with what waits for backwards.
+    What they leave open is the cheapest form that fits into the memory with which the devices are
+    described: the plain one where it does. Before compilation that is estimated, and compilers keep
+    more of one program than it needs at least, so on devices that are here it is compiled first.
 
     Args:
         job: That is planned.
         plan: Of it, with the state whole on every copy.
         cluster: Its devices.
+        devices: By rank, if they are here; None: bytes are told by owner, however few.
 
     Raises:
-        PlanError: If it cannot be as the settings ask, or does not fit.
+        PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
     """
-    *others, last = stages_to_try(job, plan, cluster)
-    for stage in others:
-        with contextlib.suppress(PlanError):
-            return with_chain(job, with_shared_state(job, plan, cluster, stage), cluster, stage)
-    return with_chain(job, with_shared_state(job, plan, cluster, last), cluster, last)
+    stages, asked = stages_to_try(job, plan), job.settings.memory.recompute
+    tier: Tier = job.settings.memory.offload.optimizer or "device"
+    if job.settings.memory.waves is not None:
+        stages = tuple(stage for stage in stages if stage > 1)
+        if not stages:
+            raise PlanError(
+                "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, "
+                "or leave them out"
+            )
+    if plan.axes:
+        return _of_cut_copies(job, plan, cluster, stages[0], tier)
+    is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
+    if asked == "auto" and not is_described:
+        raise PlanError(
+            "memory.recompute is 'auto', but no device is described with its memory: give it in "
+            "the mesh file, or set 'none' or 'boundaries'"
+        )
+    to_try = _to_try(job, plan, stages, is_described)
+    forms = _forms(job, plan, cluster, tier)
+    if to_try[0][1] is None and not (devices is None and is_described):
+        sure = forms.surely(to_try[0][0])
+        if sure.fits:
+            return _in_form(job, plan, cluster, sure)
+    best, *others = forms.best(to_try if is_described else to_try[:1])
+    if not best.fits and may_wait(job, plan, cluster):
+        elsewhere = _forms(job, plan, cluster, "host")
+        on_host = elsewhere.best(list(dict.fromkeys((max(s, 1), again) for s, again in to_try)))
+        if on_host[0].fits:
+            forms, others = elsewhere, [*on_host[1:], best, *others]
+            best = on_host[0]
+    found = _in_form(job, plan, cluster, best)
+    if best.recompute is None and devices is not None and best.fits:
+        lack = _compiled_lack(job, found, best, cluster, devices)
+        others = [form for form in others if form.recompute is not None and form.tier == best.tier]
+        if lack > 0 and others:
+            said = f"one program lacks {num_bytes(lack)}, as compiled"
+            best, *others = others
+            found = _in_form(job, plan, cluster, best)
+            found = found.replaced(reasons=(*found.reasons, said))
+    if not best.fits and asked in (None, "auto"):
+        raise PlanError(_lacking(best, forms, plan))
+    return _told(found, cluster, best, others) if is_described else found
 
 
-def with_chain(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> Plan:
-    """The plan with the segments and the recomputation that `memory.recompute` asks for.
+def _compiled_lack(
+    job: TracedJob, plan: Plan, form: MemoryForm, cluster: Cluster, devices: Devices
+) -> float:
+    """Most bytes that a device lacks for the compiled programs, and their inputs; the same in all.
 
     Args:
         job: That is planned.
-        plan: Of it.
+        plan: In the form.
+        form: Of one program.
         cluster: Its devices.
-        stage: Of ZeRO.
-
-    Raises:
-        PlanError: If copies of the model are cut, so that a microbatch is no chain; or if nothing
-            that is recomputed makes it fit.
+        devices: By rank.
     """
-    memory = job.settings.memory
-    recompute = memory.recompute
-    if recompute is None and stage > 1:
-        recompute = "auto" if _is_described(plan, cluster) else "boundaries"
-    if recompute is None:
-        if memory.segments is not None:
-            raise PlanError(
-                "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
-            )
-        return plan
-    if plan.axes:
+    programs = job.programs(plan, devices, lambda _: None, keep=True)
+    inputs = job.batch_bytes(plan.microbatch_size)
+    own = []
+    for replica, held in zip(plan.replicas, form.held, strict=True):
+        size = cluster.devices[replica.devices[0]].memory_bytes
+        optimizer = held.optimizer * (form.tier == "device")  # else the programs count it
+        needed = programs.memory_bytes(int(held.parameters + optimizer))
+        own.append(needed + inputs - (size or math.inf))
+    return max(map(float, job.gather("bytes of the programs", str(max(own)))))
+
+
+def _of_cut_copies(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier) -> Plan:
+    """One whose copies are of several devices, which hold their own parts."""
+    if job.settings.memory.recompute is not None or stage > 1:
         axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
             f"memory.recompute: copies of the model are cut by {axes}; there, pipeline.recompute "
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
-    graph = job.graph(plan.microbatch_size)
-    points, segments = segments_of_job(job, plan.microbatch_size)
-    firsts = (0, *points)
-    said: list[str] = []
-    if recompute == "none":
-        sequence = _keep_all(len(segments))
-    elif recompute == "boundaries":
-        sequence = _boundaries(len(segments))
-    else:
-        limit = _limit(job, plan, cluster, stage)
-        is_trained = job.functional(plan.microbatch_size).is_trained
-        costs = costs_of(graph, points, [i for i, own in enumerate(is_trained) if own])
-        if stage > 1:
-            factor = plan.sums.num_parts + (stage > 2)
-            own_bytes = [factor * n for n in param_bytes(job, plan.microbatch_size)]
-            sequence, peak = _layered_sequence(costs, max(plan.counts), limit, own_bytes)
-        else:
-            found = best_sequence(costs, limit)
-            sequence, peak = found.sequence.written, found.peak_bytes
-        said.append(
-            f"recomputation: {'its microbatches keep' if stage > 1 else 'a microbatch keeps'} "
-            f"{peak / 2**20:,.1f} MiB of the {limit / 2**20:,.1f} MiB that are left (estimated "
-            "before compilation)"
+    _check_segments(job)
+    return with_shared_state(job, plan, cluster, stage, (), tier)
+
+
+def _check_segments(job: TracedJob) -> None:
+    if job.settings.memory.segments is not None:
+        raise PlanError(
+            "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
         )
+
+
+def _to_try(
+    job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool
+) -> list[tuple[int, Recompute | None]]:
+    """Stages of ZeRO with what is recomputed, as far as the settings leave it open.
+
+    Where the time is the same, the first that fits is taken: that which changes least.
+    """
+    asked = job.settings.memory.recompute
+    if asked is not None:
+        return [(stage, asked) for stage in stages]
+    found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
+    is_chain = not plan.sums.sparse and job.settings.communication.clip != "before"
+    if is_chain and is_described:
+        found += [(s, "auto") for s in stages if s < 2]
+    words: tuple[Recompute, ...] = ("none", "boundaries") if is_described else ("boundaries",)
+    if is_chain or not found:
+        found += [(s, word) for word in words for s in stages if s > 1]
+    return found
+
+
+def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryForms:
+    size = plan.microbatch_size
+    model, graph = job.functional(size), job.graph(size)
+
+    def chain() -> ChainBytes:
+        points, _ = segments_of_job(job, size)
+        costs, fused = costs_of(graph, points, [i for i, own in enumerate(model.is_trained) if own])
+        return ChainBytes(costs=costs, fused=fused, parameter_bytes=tuple(param_bytes(job, size)))
+
+    shares = job.settings.memory.shares
+    compute = job.precision.compute
+    rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
+    is_timed = all(rate is not None for rate in rates)
+    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
+    speeds = [described_speed(device, compute) for device in devices]
+    return MemoryForms(
+        ModelBytes(
+            parameters=plan.parameter_bytes,
+            trained=4 * sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained)),
+            num_sums=plan.sums.num_parts,
+            optimizer=job.optimizer_bytes(size) * (1 if tier == "device" else PART_ON_DEVICE),
+            bucket=plan.sums.bucket_mib << 20,
+            keeps_sums=plan.placement.sums == "kept",
+            inputs=job.batch_bytes(size),
+            values=sum(value.num_bytes for value in graph_of(graph).values),
+            chain=chain,
+        ),
+        [
+            CopyDevice(
+                name=f"device {replica.devices[0]} ({device.label})",
+                num_microbatches=replica.num_microbatches,
+                memory_bytes=device.memory_bytes,
+                speed=speed if all(speeds) else 1.0,
+            )
+            for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
+        ],
+        shares=shares if isinstance(shares, str) else tuple(shares),
+        gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
+        tier=tier,
+        waves=job.settings.memory.waves,
+    )
+
+
+def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
+    """Of all parameters over the copies in a ring, by its slowest link; 0: no link is described."""
+    ranks = [replica.devices[0] for replica in plan.replicas]
+    num = len(ranks)
+    own = plan.parameter_bytes / num
+    links = [cluster.link(a, b) for a, b in itertools.pairwise(ranks)]
+    return (num - 1) * max((link.seconds(own) for link in links if link is not None), default=0.0)
+
+
+def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
+    """The plan as a form has it."""
+    shares = form.shares if could_share(plan) else ()
+    plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier)
+    if form.recompute is None:
+        _check_segments(job)
+        return plan
+    points, segments = segments_of_job(job, plan.microbatch_size)
     chain = PlannedChain(
         segments=tuple(
             ChainSegment(name=segment.name, first=first)
-            for segment, first in zip(segments, firsts, strict=True)
+            for segment, first in zip(segments, (0, *points), strict=True)
         ),
-        sequence=sequence,
+        sequence=form.sequence,
     )
     placement = plan.placement
-    if stage > 1:
-        placement = placement.model_copy(update={"zero": stage})
-    return plan.replaced(chain=chain, placement=placement, reasons=(*plan.reasons, *said))
+    if form.zero > 1:
+        placement = placement.model_copy(update={"zero": form.zero, "waves": form.waves})
+    return plan.replaced(chain=chain, placement=placement)
 
 
-def costs_of(graph: Graph, points: tuple[int, ...], trained: Collection[int]) -> list[SegmentCost]:
-    """What each segment takes, before it is compiled.
+def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[MemoryForm]) -> Plan:
+    """The plan with what it holds, and what the other forms would."""
+    sizes = [cluster.devices[replica.devices[0]].memory_bytes for replica in plan.replicas]
+    said: list[str] = []
+    known = [
+        (own.activations, size - own.total + own.activations)
+        for own, size in zip(best.held, sizes, strict=True)
+        if size is not None
+    ]
+    if best.recompute == "auto" or (best.zero > 1 and known):
+        kept, left = max(known, key=lambda pair: pair[0] - pair[1])
+        whose = "its microbatches keep" if best.zero > 1 else "a microbatch keeps"
+        said.append(
+            f"recomputation: {whose} {kept / 2**20:,.1f} MiB of the {left / 2**20:,.1f} MiB that "
+            "are left (estimated before compilation)"
+        )
+    prediction = plan.prediction or Prediction()
+    spent = {device.rank: device for device in prediction.devices}
+    devices = tuple(
+        spent.get(rank, DevicePrediction(rank=rank)).model_copy(
+            update={"memory_bytes": own.total, "capacity_bytes": float(size or 0), "held": own}
+        )
+        for replica, own, size in zip(plan.replicas, best.held, sizes, strict=True)
+        for rank in replica.devices
+    )
+    runners_up = [
+        RunnerUp(
+            description=str(form),
+            held=max(form.held, key=lambda held: held.total),
+            lack_bytes=max(form.lack_bytes, 0.0),
+        )
+        for form in others[:_MOST_RUNNERS_UP]
+    ]
+    return plan.replaced(
+        prediction=prediction.model_copy(update={"devices": devices}),
+        runners_up=(*plan.runners_up, *runners_up),
+        reasons=(*plan.reasons, *said),
+    )
+
+
+def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
+    """That even the form which lacks least does not fit."""
+    device, held = forms.fullest(form)
+    owners = ", ".join(f"{name} {num_bytes(n)}" for name, n in held.by_owner.items() if n)
+    if len(plan.replicas) > 1:
+        remedy = "a smaller microbatch_size, or more or larger devices"
+    else:
+        remedy = "a smaller microbatch_size, a larger device, or several that share the state"
+    if form.tier == "device" and held.optimizer:
+        remedy += ", or memory.offload.optimizer = 'host'"
+    return (
+        f"a microbatch does not fit beside the state: of all that may be done, {form} lacks "
+        f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
+        f"{num_bytes(held.total)}: {owners} (estimated before compilation). Use {remedy}"
+    )
+
+
+def costs_of(
+    graph: Graph, points: tuple[int, ...], trained: Collection[int]
+) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
+    """What each segment takes before it is compiled, as programs of its own and as a part of one.
 
     Args:
         graph: Traced.
@@ -123,73 +314,5 @@ def costs_of(graph: Graph, points: tuple[int, ...], trained: Collection[int]) ->
         StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
         for part in direct_parts(ordered, own)
     ]
-    return segment_costs(ordered, stages)
-
-
-def _keep_all(num: int) -> tuple[str, ...]:
-    forwards = [f"F{i}:{CUT}" for i in range(num - 1)]
-    return (*forwards, *_backwards(num, {}))
-
-
-def _boundaries(num: int) -> tuple[str, ...]:
-    forwards = [f"F{i}+" for i in range(num - 1)]
-    again = {i: f"F{i}:{CUT}" for i in range(num - 1)}
-    return (*forwards, *_backwards(num, again))
-
-
-def _layered_sequence(
-    costs: Sequence[SegmentCost], num: int, limit: int, own_bytes: Sequence[int]
-) -> tuple[tuple[str, ...], int]:
-    """What all microbatches of a device together have memory for: all residuals, or boundaries."""
-    peak = 0
-    for texts in (_keep_all(len(costs)), _boundaries(len(costs))):
-        sequence = sequence_from_texts(len(costs), texts)
-        peak = layered_peak_bytes(sequence, costs, num, own_bytes)
-        if peak <= limit:
-            return texts, peak
-    raise PlanError(
-        f"memory.recompute: the boundaries of {num} microbatches, which wait from forward to "
-        f"backward, need {peak:,} bytes of {limit:,}: use fewer microbatches on a device, a "
-        "smaller microbatch_size, or memory.zero = 1"
-    )
-
-
-def _backwards(num: int, again: dict[int, str]) -> list[str]:
-    out = [f"B{num - 1}:{INPUT}"]
-    for i in reversed(range(num - 1)):
-        out += [again[i]] if i in again else []
-        out.append(f"B{i}:{CUT}")
-    return out
-
-
-def _is_described(plan: Plan, cluster: Cluster) -> bool:
-    """Whether the memory of some device is known."""
-    return any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
-
-
-def _limit(job: TracedJob, plan: Plan, cluster: Cluster, stage: int) -> int:
-    """Bytes beside the state on the device that has the fewest."""
-    if not _is_described(plan, cluster):
-        raise PlanError(
-            "memory.recompute is 'auto', but no device is described with its memory: give it in "
-            "the mesh file, or set 'none' or 'boundaries'"
-        )
-    each = plan.parameter_bytes
-    optimizer, granules = job.optimizer_bytes(plan.microbatch_size), sum(plan.granules)
-    found = []
-    for replica, own in zip(plan.replicas, plan.granules, strict=True):
-        share = own / granules
-        # Of sums a share of the totals from stage 2 on; those of a segment count where it runs.
-        params = each * (share if stage > 2 else 1)
-        sums = each * (share if stage > 1 else plan.sums.num_parts)
-        state = int(params + sums + optimizer * (share if stage else 1))
-        sizes = [cluster.devices[rank].memory_bytes for rank in replica.devices]
-        found += [(size - state, size, state) for size in sizes if size is not None]
-    left, size, state = min(found)
-    if left <= 0:
-        raise PlanError(
-            f"memory.recompute: parameters, sums and optimizer state take {state:,} bytes of the "
-            f"{size:,} of the smallest device before a microbatch begins: share the state "
-            "out with memory.zero, or take larger devices"
-        )
-    return left
+    alone, fused = (segment_costs(ordered, stages, fused=one) for one in (False, True))
+    return tuple(alone), tuple(fused)

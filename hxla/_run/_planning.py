@@ -15,6 +15,7 @@ from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
+from .._launch._member import pinned_size
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
@@ -30,13 +31,12 @@ from .._planner._structures import Structure, grid_of, pipelined, shares_of, str
 from .._profile._profile import Profile, Setting
 from .._profile._segment_times import layer_sizes
 from ._counts_of_plan import Counts, asked_counts, predicted
+from ._limbs import with_sums_and_memory
 from ._pipeline_watch import share_cores
-from ._planned_chain import with_memory
 from ._session import Session
 from ._session_values import SessionOptions
 from ._short_profile import segment_profile
 from ._split_trial import tried_sizes
-from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 
@@ -87,6 +87,7 @@ def size_asked(job: TracedJob, size: int | None) -> int | None:
         ConfigError: For sizes below one, or that do not divide, or disagree.
     """
     check_whole_numbers(1, microbatch_size=size)
+    size = pinned_size() if size is None else size
     batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
     if num is not None:
         if batch_size % num:
@@ -200,7 +201,7 @@ def plan_for(
             reasons=(*reasons, *_what_is_trained(job, size), *said),
             profile=profile,
         )
-        plan = with_memory(job, with_sums_over(job, plan), cluster)
+        plan = with_sums_and_memory(job, plan, cluster, devices)
         return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
 
     def tried(plan: Plan) -> Plan:
@@ -224,14 +225,22 @@ def plan_for(
     sizes = candidate_sizes(job.batch_size, num)
     if timed is not None:
         sizes = tuple(sorted({setting.microbatch_size for setting in timed.times}))
+    fault: PlanError | None = None
     for candidate in sizes:
-        plans[candidate] = make(candidate, ())
+        try:
+            plans[candidate] = make(candidate, ())
+        except PlanError as error:
+            fault = error
+            reasons.append(f"microbatch_size={candidate} left out: {error}")
+            continue
         known = plans[candidate].prediction
         if timed is not None and known is not None:
             measured[candidate] = known.microbatch_seconds
         elif devices is not None:
             measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
-        winner, steps = best_size(job.batch_size, measured)
+    if fault is not None and not plans:
+        raise fault
+    winner, steps = best_size(job.batch_size, measured)
     reasons += [
         f"microbatch_size={winner} chosen: predicted step "
         + ", ".join(f"{s:.3f} s with {b}" for b, s in steps.items()),
@@ -335,7 +344,7 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
     seconds = [float(copy[:2].sum()) for copy in own]
     fixed = [float(copy[2].sum()) for copy in own]
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
-    known = predicted(plan, seconds, fixed, memory_bytes=0.0, cluster=cluster)
+    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
     return plan.replaced(prediction=known)
 
 

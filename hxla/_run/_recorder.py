@@ -45,6 +45,7 @@ def step_record(
         busy_seconds=tuple(b + u for b, u in busy),
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
+        loss_scale=outcome.loss_scale,
     )
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from .._cluster._card_dtypes import missing_dtypes
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._cluster._libraries import are_unlike, in_words
@@ -13,6 +14,7 @@ from .._graph._segments import segments_at
 from .._plan._layout import dtype_name
 from .._plan._plan import Plan
 from .._plan._plan_parts import ChainSegment
+from .._plan._precision import Precision
 from .._planner._complete import versions_for
 from ._agreement import facts_of_plan, facts_of_versions
 from ._session_values import SessionOptions
@@ -44,6 +46,7 @@ def check_runnable(plan: Plan, job: TracedJob, cluster: Cluster, devices: Device
     lines = []
     for sort in (
         _of_job(plan, job.batch_size, cluster),
+        _of_precision(plan, job.precision),
         _of_devices(plan, cluster, devices),
         _of_parameters(plan, graph),
         _of_segments(plan, graph),
@@ -68,6 +71,14 @@ def _of_job(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
         planned, own = getattr(plan.made_with, name), getattr(here, name)
         if planned != own:
             yield f"made_with.{name}: {planned} in the plan, {own} here"
+
+
+def _of_precision(plan: Plan, own: Precision) -> Iterator[str]:
+    yield from missing_dtypes(plan.precision.low_dtypes, [d.kind for d in plan.devices])
+    for name in type(own).model_fields:
+        planned, here = getattr(plan.precision, name), getattr(own, name)
+        if planned != here:
+            yield f"precision.{name}: {planned} in the plan, {here} in the job"
 
 
 def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]:

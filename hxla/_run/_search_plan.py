@@ -13,6 +13,7 @@ from .._graph._segments import segments
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
+from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph, split_over
 from .._planner._complete import complete
 from .._planner._microbatch_sizes import candidate_sizes
@@ -22,11 +23,10 @@ from .._planner._structures import Structure, check_unannotated
 from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
+from ._limbs import with_sums_and_memory
 from ._links import measured_link
-from ._planned_chain import with_memory
 from ._planning import size_asked
 from ._short_profile import short_profile
-from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
 
 _MAX_TENSOR = 8  # a node of NVLinked cards
@@ -195,17 +195,19 @@ def chain_work(
     sent: dict[tuple[int, int], tuple[float, ...]] = {}
     names: tuple[str, ...] = ()
     said: dict[str, None] = {}
-    for size in sizes:
+    solved: dict[int, Sharded] = {}
+    for size in sorted(sizes, reverse=True):  # the largest sends most, so its cut is what matters
         graph = job.graph(size)
         opened = graph_of(graph)
         chain = segments(opened, num_segments)
         names = names or tuple(s.name for s in chain)
         for tensor in tensors:
             try:
-                cut = shard_graph(graph, *split_over(graph, tensor))
+                cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
             except (AnnotationError, PlanError) as error:
                 said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
                 continue
+            solved.setdefault(tensor, cut)
             chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened))
             total = sum(s.flops for s in chain) or 1.0
             bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
@@ -220,7 +222,7 @@ def chain_work(
         batch_size=job.batch_size,
         # Itself, its gradient, what gradients are summed in, the optimizer's state.
         state_factor=2 + sums.num_parts + state_bytes / max(1, param_bytes),
-        reduce_factor=1.5 if sums.kind == "exact" else 1.0,
+        reduce_factor=sums.travel_factor,
     )
     return work, tuple(said)
 
@@ -261,4 +263,4 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
-    return with_memory(job, with_sums_over(job, plan), cluster)
+    return with_sums_and_memory(job, plan, cluster)

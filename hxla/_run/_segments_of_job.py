@@ -4,7 +4,7 @@ import math
 
 from .._graph._graph import params_of
 from .._graph._parts import graph_of
-from .._graph._repeats import layer_points
+from .._graph._repeats import layer_points, module_points
 from .._graph._segments import Segment, segments_at
 from ._traced_job import TracedJob
 
@@ -13,11 +13,15 @@ def segments_of_job(job: TracedJob, size: int) -> tuple[tuple[int, ...], tuple[S
     """Where the microbatch is cut, and what between.
 
     Args:
-        job: That is planned; `memory.segments` says about how many.
+        job: That is planned; `memory.segments` says about how many, or where they begin.
         size: Examples of a microbatch.
     """
     opened = graph_of(job.graph(size))
-    points = layer_points(opened, job.settings.memory.segments)
+    asked = job.settings.memory.segments
+    if isinstance(asked, list):
+        points = module_points(opened, asked)
+    else:
+        points = layer_points(opened, asked)
     return points, tuple(segments_at(opened, points))
 
 

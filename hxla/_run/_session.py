@@ -16,19 +16,20 @@ from typing import Any
 import jax
 
 from .._cluster._job_devices import Devices
-from .._core._errors import ConfigError, NonFiniteError
+from .._core._errors import ConfigError
+from .._core._fingerprint import fingerprint
 from .._core._types import PyTree
 from .._jax._compilation_events import num_compilations
 from .._jax._heap import keep_heap_small
+from .._launch._member import own_member
+from .._lower._determinism import determinism
 from .._lower._state import State
-from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._planner._counts import best_counts
 from .._report._history import EvalRecord, History, Rebalance, StepRecord
-from .._weights._weights import Read
 from ._agreement import facts_of_data
 from ._balancer import Balancer
-from ._checkpoints import Checkpoints
+from ._beginning import Beginning, facts_of_run
 from ._copies import CopiesCheck
 from ._counts_of_plan import (
     check_limits,
@@ -40,15 +41,14 @@ from ._counts_of_plan import (
     shared_numbers,
 )
 from ._data import Loader, cut_batch, eval_batches, num_tokens
-from ._fingerprint import fingerprint
+from ._nonfinite import left_out
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder, step_record
 from ._runnable import agree_on_asked, check_runnable
+from ._session_member import LEAVE, MOVE, STOP, SessionMember
 from ._session_values import (
     Result,
     SessionOptions,
-    check_resumed,
-    plans_from_table,
     plans_to_table,
 )
 from ._signals import Preempted, Termination
@@ -56,9 +56,6 @@ from ._split_watch import SplitWatch
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
 from ._watchdog import Watchdog
-
-_FORMAT = 3  # of the checkpoint's own fields
-_STOP, _LEAVE = 1.0, 2.0  # what a process may ask of all: to end the run, or to leave it
 
 
 class Session:
@@ -90,17 +87,12 @@ class Session:
         (True, 3)
     """
 
-    def __init__(
-        self,
-        job: TracedJob,
-        plan: Plan,
-        devices: Devices,
-        options: SessionOptions,
-    ):
+    def __init__(self, job: TracedJob, plan: Plan, devices: Devices, options: SessionOptions):
         self._job, self._options = job, options
         self._cluster = job.cluster(devices)
         self._stack = contextlib.ExitStack()
         self._is_closed = False
+        self._member: SessionMember | None = None
         with contextlib.ExitStack() as opening, options.waiting(plan) as told:
             opening.enter_context(self._stack)
             self._watchdog = self._stack.enter_context(
@@ -121,20 +113,20 @@ class Session:
             self._is_tight = on_cpu and plan.placement.sums == "released"
             if self._is_tight:
                 keep_heap_small()
-            self._checkpoints = self._open_checkpoints(plan.microbatch_size)
-            self._plans: dict[int, Plan] = {}
-            resumed = self._resumed_step(plan)
+            member = own_member() if not options.is_trial and options.steps is not None else None
+            beginning = self._begin(plan) if member is None else None
+            resumed = None if beginning is None else beginning.step
             start = options.first_step if resumed is None else resumed
-            self.step_number = self._first_step = start
-            self._saved = resumed
             self._batch = job.first_batch(start, plan.microbatch_size)
             job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
             self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
+            self._stack.callback(self._store.close)
             told.tell("putting the state in its places")
-            self._fill_store(weights)
+            if beginning is None or not beginning.load(self._store):
+                self._store.initialise(job.gather, weights)
             told.tell("running every program once")
             self._stepper = Stepper(self._programs, self._store)
             self._copies = CopiesCheck(
@@ -147,8 +139,17 @@ class Session:
             seconds = None
             if options.balance:
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
+            if member is not None:
+                told.tell("waiting for the generation to be formed")
+                beginning = self._begin(plan, member.wait_for_the_others())
+                if beginning.load(self._store):
+                    self._stepper.restored()
+                start = self.step_number
+                self._member = SessionMember(member, self._store, self._termination)
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
-            limits = count_limits(plan, self._cluster, self.memory_bytes, self._batch)
+            own = [self.memory_bytes] * len(self._reducer.local)
+            self._bytes_of_copies = shared_numbers(self._reducer, own)
+            limits = count_limits(plan, self._cluster, self._bytes_of_copies, self._batch)
             counts = plan.counts
             if seconds is not None:
                 counts = best_counts(plan.num_microbatches, seconds, None, limits)
@@ -165,12 +166,19 @@ class Session:
             self._stack.callback(self._recorder.close)
             self._loader: Loader | None = None
             self._began = time.perf_counter()
+            if self._member is not None:
+                facts = self._meta() | {"numerics": self.plan.numerics}
+                num = self.plan.num_microbatches
+                self._stack.enter_context(self._member.training(start, facts, num))
             opening.pop_all()
         for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
             self._recorder.log(damage)
-        if resumed is not None:
+        if self._member is not None and self._member.warning():
+            self._recorder.log(self._member.warning())
+        elif self._saved is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
-        self._recorder.log(self.plan.explain())
+        promised = determinism(self._programs.graph, self.plan)
+        self._recorder.log(f"{self.plan.explain()}\n  {promised}")
 
     def __enter__(self) -> "Session":
         return self
@@ -181,6 +189,8 @@ class Session:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
+        if self._member is not None:
+            self._member.left_by(error)
         self._watchdog.left_by(kind, error, trace)
         self.close()
 
@@ -192,45 +202,22 @@ class Session:
 
     # -- opening ---------------------------------------------------------------------------------
 
-    def _open_checkpoints(self, microbatch_size: int) -> Checkpoints | None:
-        if self._options.checkpoint_dir is None:
-            return None
-        model = self._job.functional(microbatch_size)
-        largest = max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
-        return self._stack.enter_context(
-            Checkpoints(
-                self._options.checkpoint_dir,
-                keep=self._job.settings.checkpoint.keep,
-                largest_bytes=largest if self._is_tight else None,
-                gather=self._job.gather,
-            )
+    def _begin(self, plan: Plan, folder: str | None = None) -> Beginning:
+        """Find the state to begin with."""
+        found = Beginning(
+            self._job, plan, self._options, self._stack, is_tight=self._is_tight, folder=folder
         )
+        self._checkpoints, self._plans, self._saved = (
+            found.checkpoints,
+            found.plans,
+            found.saved_step,
+        )
+        start = self._options.first_step if found.step is None else found.step
+        self.step_number = self._first_step = start
+        return found
 
-    def _resumed_step(self, plan: Plan) -> int | None:
-        latest = self._checkpoints.latest() if self._checkpoints is not None else None
-        self._job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
-        if latest is None or self._checkpoints is None:
-            return None
-        meta = self._checkpoints.meta(latest)
-        folder, last = self._options.checkpoint_dir, self._options.steps
-        check_resumed(str(folder), latest, meta, self._meta(plan), last)
-        self._plans = plans_from_table(meta.get("plans", ()), until=latest)
-        return latest
-
-    def _meta(self, plan: Plan) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "batch_size": plan.batch_size,
-            "microbatch_size": plan.microbatch_size,
-            "seed": self._job.seed,
-            "reduction": plan.sums.kind,
-        }
-
-    def _fill_store(self, weights: Sequence[Read | None] | None) -> None:
-        if self._saved is not None and self._checkpoints is not None:
-            self._store.load(self._checkpoints.restore(self._store.wanted(), self._saved))
-            return
-        self._store.initialise(self._job.gather, weights)
+    def _meta(self) -> dict[str, Any]:
+        return facts_of_run(self._job, self.plan) | {"plans": plans_to_table(self._plans)}
 
     def _records(self, start: int) -> Recorder:
         run_dir = self._options.run_dir
@@ -248,7 +235,7 @@ class Session:
             plan,
             self.balancer.seconds,
             self.balancer.fixed,
-            memory_bytes=self.memory_bytes,
+            memory_bytes=self._bytes_of_copies,
             cluster=self._cluster,
         )
         return plan.replaced(prediction=self._watch_pipelines.predicted(prediction))
@@ -273,7 +260,7 @@ class Session:
     def stop(self) -> None:
         """Ask all processes to end after the next step: iterating then ends."""
         if not self._is_stopped:
-            self._stopping = max(self._stopping, _STOP)
+            self._stopping = max(self._stopping, STOP)
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
         """Train one step.
@@ -303,24 +290,27 @@ class Session:
             step,
             ids,
             batches,
-            stop=max(self._stopping, _LEAVE * self._termination.arrived),
+            stop=max(self._stopping, self._asks),
             on_reduce=functools.partial(self._watchdog.beat, step, "reduce"),
         )
         if timed:
             self._watch_pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
-        if outcome.nonfinite:
-            self._nonfinite(step, outcome.nonfinite)
-        else:
-            self._stepper.update(outcome)
+        with self._updating():
+            if outcome.nonfinite:
+                stops = self._job.nonfinite == "stop" and not self._options.is_trial
+                self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
+            else:
+                self._stepper.update(outcome)
+                self._stepper.rescale(overflowed=False)
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._recorded(step, outcome, batches)
         self._watchdog.beat(step, "between steps")
         self.step_number = step + 1
         self._copies.stepped(self.step_number)
-        if outcome.stop == _LEAVE:
-            self._leave()
+        if outcome.stop in (LEAVE, MOVE):
+            self._leave(moves=outcome.stop == MOVE)
         if outcome.stop:
             self._stopping = -1.0
         return record
@@ -371,20 +361,27 @@ class Session:
         self._plans[change.step] = self.plan
         self._recorder.rebalanced(change)
 
-    def _nonfinite(self, step: int, names: tuple[str, ...]) -> None:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        message = f"step {step}: not finite in the gradient of {shown}"
-        if self._job.nonfinite == "stop" and not self._options.is_trial:
-            raise NonFiniteError(
-                f"{message}; the parameters are those of step {step}. Lower the learning rate, "
-                "clip, or pass nonfinite='skip' to leave such updates out"
-            )
-        self._recorder.log(f"{message}; update skipped")
+    @property
+    def _asks(self) -> float:
+        """What this process asks of all besides the user's wish to end."""
+        return LEAVE * self._termination.arrived if self._member is None else self._member.asks
 
-    def _leave(self) -> None:
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """A state may be left before an update or after it, and not after half of one."""
+        if self._member is None:
+            yield
+            return
+        self._stepper.wait_for_sums()
+        with self._member.updating(self._checkpoints):
+            yield
+
+    def _leave(self, *, moves: bool) -> None:
         if self.step_number == self._options.steps:
             return  # this was the last one anyway
-        if self._checkpoints is not None:
+        if moves and self._member is not None:
+            self._member.move()
+        elif self._checkpoints is not None:
             self.save()
             self._watchdog.beat(self.step_number, "checkpoint")
             self._checkpoints.wait()
@@ -459,8 +456,7 @@ class Session:
             with self._watchdog.phase(self.step_number, "checkpoint"):
                 self._copies.compare(self.step_number)
                 self._stepper.wait()
-                meta = self._meta(self.plan) | {"plans": plans_to_table(self._plans)}
-                self._checkpoints.save(self.step_number, self._store.saved(), meta)
+                self._checkpoints.save(self.step_number, self._store.saved(), self._meta())
                 self._saved = self.step_number
                 if self._is_tight:
                     self._checkpoints.wait()
@@ -486,6 +482,8 @@ class Session:
         if self._options.run_dir is not None and jax.process_index() == 0:
             pictures = self._watch_pipelines.draw(pathlib.Path(self._options.run_dir), self.plan)
         self._recorder.report(history, self.plan, pictures)
+        if self._member is not None:
+            self._member.finished()
         return Result(
             model=model,
             state=trained,

@@ -21,6 +21,8 @@ from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._model._loss import means, num_columns
+from .._model._loss_scale import ScaleState, sum_exponent
+from .._plan._precision import MOST_SCALE_EXPONENT
 from .._report._history import MetricValue
 
 _MAX_REDOS = 3
@@ -39,6 +41,8 @@ class Outcome:
         stop: The largest of what processes asked: see `accumulate`.
         nonfinite: Names of tensors whose gradient was not finite in some microbatch.
         redone: How often the step was redone with other scales.
+        overflowed: Whether a gradient or the loss was not finite.
+        loss_scale: That of the step; None: the loss is not scaled.
     """
 
     loss: float
@@ -49,6 +53,8 @@ class Outcome:
     stop: float
     nonfinite: tuple[str, ...]
     redone: int
+    overflowed: bool
+    loss_scale: float | None
 
 
 class Stepper:
@@ -65,7 +71,9 @@ class Stepper:
         self._contribution = programs.contribution
         num = len(self._reducer.local)
         self._sums: list[DeviceSums | None] = [None] * num
-        self._placed: list[jax.Array | None] = [None] * num  # the scales on each replica
+        #: The scales on each replica: of gradients, and of what programs make of a scaled loss.
+        self._placed: list[tuple[jax.Array, jax.Array] | None] = [None] * num
+        self._num_params = len(programs.tensors.params)
         self._next_exponents = store.exponents
         self._settles = False  # whether a step is to take scales from itself
         self._totals: tuple[Any, Any] = ((), ())
@@ -139,22 +147,59 @@ class Stepper:
         peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
         all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
         all_peaks[jax.process_index()] = peaks_T
-        maxima = peaks_to_maxima(self._reducer.exchange(all_peaks))
+        maxima = self._unscaled(peaks_to_maxima(self._reducer.exchange(all_peaks)))
         finite = np.where(np.isfinite(maxima), maxima, 0)
         self._set_exponents(self._fitting(finite))
 
     def _fitting(self, maxima: np.ndarray) -> np.ndarray:
-        return _exact.next_exponents(self._store.exponents, maxima, self._contribution.bits)
+        return _exact.next_exponents(self._store.exponents, maxima, self._contribution.limbs)
 
     def _set_exponents(self, exponents: np.ndarray) -> None:
         self._store.exponents = exponents
         self._placed = [None] * len(self._placed)
 
-    def _exponents(self, i: int) -> jax.Array:
+    def _exponents(self, i: int, *, scaled: bool = True) -> jax.Array:
+        """The scales on a replica, of gradients as they come out of its programs or as they are."""
         placed = self._placed[i]
         if placed is None:
-            placed = self._placed[i] = self._reducer.local[i].put(self._store.exponents)
-        return placed
+            own, scale = self._store.exponents, self._store.loss_scale
+            put = self._reducer.local[i].put
+            plain = of_scaled = put(own)
+            if scale is not None:
+                of_scaled = put(own - self._of_params(self._of_sums(scale)))
+            placed = self._placed[i] = plain, of_scaled
+        return placed[scaled]
+
+    def _of_params(self, exponent: int) -> np.ndarray:
+        """int32[T]: an exponent for gradients, 0 for changes of other variables."""
+        is_param = np.arange(len(self._store.exponents)) < self._num_params
+        return np.where(is_param, exponent, 0).astype(np.int32)
+
+    def _unscaled(self, maxima: np.ndarray) -> np.ndarray:
+        """Maxima of gradients from those of a scaled loss."""
+        scale = self._store.loss_scale
+        return maxima if scale is None else np.ldexp(maxima, -self._of_params(self._of_sums(scale)))
+
+    def _of_sums(self, scale: ScaleState) -> int:
+        """The exponent by which a microbatch's sum of losses is scaled, and its gradient."""
+        return sum_exponent(scale.exponent, self._programs.graph.num_losses)
+
+    def rescale(self, *, overflowed: bool) -> None:
+        """Halve or double the loss scale, or leave it, after a step."""
+        before, policy = self._store.loss_scale, self._programs.plan.precision.loss_scale
+        if before is None or policy is None:
+            return
+        after = before.after(
+            overflowed=overflowed, growth_steps=policy.growth_steps, most=MOST_SCALE_EXPONENT
+        )
+        self._store.rescale(after)
+        if after.exponent != before.exponent:
+            self._placed = [None] * len(self._placed)
+
+    def restored(self) -> None:
+        """The store has taken over another state, with scales that are kept."""
+        self._set_exponents(self._store.exponents)
+        self._next_exponents, self._settles = self._store.exponents, False
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -179,13 +224,13 @@ class Stepper:
         Returns:
             The outcome; call `update` to apply it.
         """
-        bits = self._contribution.bits
+        limbs = self._contribution.limbs
         for redone in range(_MAX_REDOS + 1):
             outcome, maxima = self._accumulate_once(step, ids, batches, stop, redone, on_reduce)
             if outcome.nonfinite or not self._contribution.is_exact:
                 return outcome
             own, fitting = self._store.exponents, self._fitting(maxima)
-            fits = not _exact.out_of_window(own, maxima, bits).any()
+            fits = not _exact.out_of_window(own, maxima, limbs).any()
             if fits and not (self._settles and (own != fitting).any()):
                 self._next_exponents, self._settles = fitting, False
                 return outcome
@@ -209,8 +254,9 @@ class Stepper:
         ]
         on_reduce()
         numbers_DN, rows_MS, maxima = self._reduce(told, held)
+        maxima = self._unscaled(maxima)
         loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
-        names = self._programs.tensors.float_names
+        names, scale = self._programs.tensors.float_names, self._store.loss_scale
         nonfinite = tuple(n for n, m in zip(names, maxima, strict=True) if not np.isfinite(m))
         if not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
@@ -225,6 +271,8 @@ class Stepper:
             stop=float(numbers_DN[:, 2].max()),
             nonfinite=nonfinite,
             redone=redone,
+            overflowed=bool(nonfinite and weight),
+            loss_scale=None if scale is None else scale.scale,
         )
         return outcome, maxima
 
@@ -242,8 +290,7 @@ class Stepper:
                     if tick is not None:
                         told.put((None, tick))
             else:
-                if self._programs.gather is not None and self._reducer.arrays.is_ring:
-                    self._programs.gather.wait()
+                self._wait_for_collectives()
                 scales = [self._exponents(i) for i in range(len(ids))]
                 held, self._group_totals = self._store.held, []
                 sums, self._group_totals = layered.run(held, scales, step, ids, batches, spans)
@@ -268,16 +315,20 @@ class Stepper:
         return self._reducer.hold([sums for sums in self._sums if sums is not None])
 
     def _reduce(self, told: Sequence[np.ndarray], held: Any) -> tuple[Any, Any, Any]:
-        if self._programs.gather is not None and self._reducer.arrays.is_ring:
-            self._programs.gather.wait()
-        if self._programs.layered is not None:
-            self._programs.layered.wait()
+        self._wait_for_collectives()
         reduced = self._reducer.reduce(told, held, self._group_totals)
         self._group_totals = []
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
         self._totals = reduced.totals, reduced.ints
         return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
+
+    def _wait_for_collectives(self) -> None:
+        """Gloo mixes up those that wait for nothing of each other."""
+        if self._programs.gather is not None and self._reducer.arrays.is_ring:
+            self._programs.gather.wait()
+        if self._programs.layered is not None:
+            self._programs.layered.wait()
 
     def _watch(self, i: int, spans: "Spans[Any]", start: float) -> float:
         """Wait for a replica; returns the seconds it spent on its microbatches."""
@@ -306,7 +357,7 @@ class Stepper:
         places, gather = self._programs.trained, self._programs.gather
         old = [[held.params[k] for k in places] for held in self._store.held]
         local = [
-            (old[i], held.opt_state, held.aux, totals, ints, self._exponents(i))
+            (old[i], held.opt_state, held.aux, totals, ints, self._exponents(i, scaled=False))
             for i, (held, totals, ints) in enumerate(
                 zip(self._store.held, *self._totals, strict=True)
             )
@@ -334,6 +385,10 @@ class Stepper:
         self._updates = [self._pool.submit(wait, tick) for tick in ticks]
         if self._contribution.is_exact and (self._next_exponents != self._store.exponents).any():
             self._set_exponents(self._next_exponents)
+
+    def wait_for_sums(self) -> None:
+        """Until what `accumulate` summed is here: an update takes the state along if it is not."""
+        jax.block_until_ready((self._totals, self._group_totals))
 
     def wait(self) -> None:
         """Until the last update is done on every local replica."""

@@ -20,6 +20,7 @@ from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._graph._factors import Patterns
 from .._graph._graph import Graph
+from .._graph._precision_calls import PrecisionCalls
 from .._graph._trace import trace_functional
 from .._jax import _coordination
 from .._lower._inputs import Training
@@ -27,10 +28,12 @@ from .._lower._lower import Programs, lower
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, tree_bytes
+from .._model._loss_scale import own_variables, with_loss_scale
 from .._model._optimizer import Optimizer
 from .._model._trainable import Trainable
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
+from .._plan._precision import Precision
 from .._weights._weights import Read, Wanted, Weights, open_weights
 from ._agreement import Facts, agree, flat
 from ._data import Source, as_source
@@ -54,7 +57,9 @@ class TracedJob:
         weights: Weights that training begins with, or None.
         trainable: Which parameters are trained.
         eval_loss: Loss for evaluation.
-        nonfinite: On a gradient that is not finite, `stop` or `skip` the update.
+        nonfinite: On a gradient that is not finite: `stop`, `skip` the update, or also `scale` the
+            loss less.
+        precision: The dtypes of the computation.
         default: Annotation of what no scope covers.
         patterns: Which dimensions of an equation can be cut together.
         settings: All others.
@@ -73,11 +78,13 @@ class TracedJob:
     weights: Weights | None
     trainable: Trainable
     eval_loss: Loss
-    nonfinite: Literal["stop", "skip"]
+    nonfinite: Literal["stop", "skip", "scale"]
+    precision: Precision
     default: Strategy | None
     patterns: Patterns
     settings: Config
-    _models: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
+    _models: dict[int, PrecisionCalls] = dataclasses.field(default_factory=dict, init=False)
+    _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
     _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
     _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
     _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
@@ -119,8 +126,16 @@ class TracedJob:
 
     def functional(self, size: int) -> Functional:
         """The model as pure functions, for microbatches of a size."""
+        model, scale = self._calls(size).model, self.precision.loss_scale
+        if scale is None:
+            return model
+        if size not in self._scaled:
+            self._scaled[size] = with_loss_scale(model, scale.initial_exponent)
+        return self._scaled[size]
+
+    def _calls(self, size: int) -> PrecisionCalls:
         if size not in self._models:
-            self._models[size] = functional(
+            model = functional(
                 self.model,
                 self.loss,
                 self.eval_loss,
@@ -130,6 +145,7 @@ class TracedJob:
                 rngs=self.rngs,
                 trainable=self.trainable,
             )
+            self._models[size] = PrecisionCalls(model, self.precision)
         return self._models[size]
 
     def graph(self, size: int) -> Graph:
@@ -141,6 +157,8 @@ class TracedJob:
                 default=self.default,
                 patterns=self.patterns,
             )
+            self._calls(size).check_used()
+            self._graphs[size] = dataclasses.replace(self._graphs[size], precision=self.precision)
         return self._graphs[size]
 
     def optimizer_bytes(self, size: int) -> int:
@@ -154,6 +172,7 @@ class TracedJob:
         names = ("batch_size", "seed", "shuffle", "rngs", "nonfinite", "default")
         return {
             **{name: str(getattr(self, name)) for name in names},
+            **flat("precision", self.precision.model_dump(mode="json")),
             "number of examples": str(self.source.num_examples),
             **flat("config", self.settings.model_dump(mode="json")),
         }
@@ -229,8 +248,22 @@ class TracedJob:
                 f"communication.dtype={communication.dtype!r} rounds what exact sums keep: pass "
                 "reduction='float' with it, or leave it at 'float32'"
             )
-        kind: Literal["exact", "float"] = "exact" if reduction == "exact" else "float"
-        return SumsForm(kind=kind, dtype=communication.dtype, bucket_mib=communication.bucket_mib)
+        if self.precision.loss_scale is not None and reduction == "float":
+            raise ConfigError(
+                "a scaled loss (float16, or nonfinite='scale') needs reduction='exact': float sums "
+                "of scaled gradients are other sums; or pass nonfinite='skip' to scale nothing"
+            )
+        if communication.limbs != 2 and reduction == "float":
+            raise ConfigError(
+                f"communication.limbs={communication.limbs!r} is of exact sums, and "
+                "reduction='float' has none: leave one of them out"
+            )
+        return SumsForm(
+            kind="exact" if reduction == "exact" else "float",
+            limbs=1 if communication.limbs == 1 else 2,  # of `auto` once the terms are known
+            dtype=communication.dtype,
+            bucket_mib=communication.bucket_mib,
+        )
 
     def opened_weights(self, size: int) -> list[Read | None] | None:
         """For each array of the model what reads it, or None where no weights are given.
@@ -243,11 +276,12 @@ class TracedJob:
             ConfigError: If there is nothing to begin with.
         """
         model, opened = self.functional(size), None
-        wanted = [*Wanted.of(model.params), *Wanted.of(model.aux)]
+        wanted = [*Wanted.of(model.params), *Wanted.of(own_variables(model.aux))]
         if self.weights is not None:
             opened = open_weights(self.weights, wanted, self.gather)
         if model.can_start or (opened is not None and None not in opened):
-            return opened
+            own = [None] * (self.precision.loss_scale is not None)  # in no file
+            return None if opened is None else [*opened, *own]
         fresh = [w.name for w, read in zip(wanted, opened or (), strict=False) if read is None]
         raise ConfigError(
             "the model is shapes only, so there is nothing to begin with"
@@ -274,6 +308,12 @@ class TracedJob:
             example = self.first_batch(start, size)
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
+        is_clipped = communication.clip_norm is not None and communication.clip == "before"
+        if is_clipped and self.precision.loss_scale is not None:
+            raise ConfigError(
+                "communication.clip='before' would clip gradients of a scaled loss: use "
+                "clip='after', or pass nonfinite='skip' to scale nothing"
+            )
         num_groups = self.settings.optimizer.num_apply_groups
         num_params = max(len(jax.tree.leaves(model.trained)), 1)
         if num_groups > num_params:
@@ -291,6 +331,7 @@ class TracedJob:
             clip_norm=communication.clip_norm,
             clip_before=communication.clip == "before",
             num_groups=num_groups,
+            offload_directory=self.settings.memory.offload.directory,
         )
 
     def programs(

@@ -16,6 +16,7 @@ from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import RNGS
 from .._plan._plan import Plan
+from .._plan._precision import Precision
 from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
 from .._weights._weights import Weights
@@ -54,7 +55,8 @@ def train(
     rngs: Sequence[str] = RNGS,
     weights: str | os.PathLike[str] | Weights | None = None,
     trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
-    nonfinite: Literal["stop", "skip"] = "stop",
+    precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None,
+    nonfinite: Literal["stop", "skip", "scale"] | None = None,
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
     eval_data: Any = None,
@@ -79,8 +81,8 @@ def train(
 
     Args:
         model: The model, see `Job`; so are `data`, `loss`, `optimizer`, `batch_size`, `seed`,
-            `shuffle`, `num_examples`, `variables`, `rngs`, `nonfinite`, `default`, `patterns`,
-            `eval_loss` and `config` below.
+            `shuffle`, `num_examples`, `variables`, `rngs`, `precision`, `nonfinite`, `default`,
+            `patterns`, `eval_loss` and `config` below.
         data: The training data, see `Job`.
         loss: The loss of a microbatch, see `Job`.
         optimizer: The optax transformation, see `Job`.
@@ -107,7 +109,10 @@ def train(
         rngs: The names of the random streams that a Linen module asks for.
         weights: The weights to begin with, see `Job`.
         trainable: The parameters that are trained, see `Job`.
-        nonfinite: What to do when a gradient is not finite: `stop`, or `skip` the update.
+        precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, or more, see
+            `Job`.
+        nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`
+            the loss less, see `Job`.
         default: The annotation of what no scope covers.
         patterns: The ways in which equations can be cut.
         eval_data: The data to evaluate on, of any kind that `data` takes but an unbounded one.
@@ -175,6 +180,7 @@ def train(
         weights=weights,
         trainable=trainable,
         eval_loss=eval_loss,
+        precision=precision,
         nonfinite=nonfinite,
         default=default,
         patterns=patterns,

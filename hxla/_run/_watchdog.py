@@ -21,6 +21,7 @@ from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
 from .._jax import _coordination
 from .._launch._board import Post, own_board, post_of
 from .._launch._last_words import last_words
+from .._launch._member import own_member
 from .._launch._verdict import WAITING_PHASES
 
 _PREFIX = "hxla/beat/"
@@ -59,6 +60,8 @@ class Watchdog:
     def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
         self._rank = rank
         self._heartbeat = settings.heartbeat_timeout_seconds
+        # Else the authority judges who is silent, once the others have left their state.
+        self._judges_silence = own_member() is None
         self._progress = settings.progress_timeout_seconds
         self._board = own_board()
         self._texts: _Texts | None = self._board
@@ -191,7 +194,7 @@ class Watchdog:
         running = {r: p for r, p in self._seen.items() if p.state in ("running", "left")}
         for rank, post in running.items():
             silent = now - self._beat_at[rank]
-            if rank != self._rank and silent > self._heartbeat:
+            if rank != self._rank and silent > self._heartbeat and self._judges_silence:
                 if post.state == "left":
                     return rank, f"left ({post.note}) {silent:.1f} s ago"
                 return rank, f"has not answered for {silent:.1f} s"

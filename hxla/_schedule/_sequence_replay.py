@@ -147,24 +147,46 @@ def runs_by_segment(
     return [(segment, tuple(own)) for segment, own in runs]
 
 
+@dataclasses.dataclass(frozen=True)
+class RunBytes:
+    """What lies on a device beside its microbatches' values, in one of `runs_by_segment`.
+
+    Attributes:
+        gathering: The bytes while the segment's parameters are made whole.
+        running: The bytes while its programs run.
+        reducing: The bytes while its sums are added up over all copies of the model.
+    """
+
+    gathering: int
+    running: int
+    reducing: int
+
+
+def while_running(sequence: SegmentSequence, own_bytes: Sequence[int]) -> list[RunBytes]:
+    """Of bytes that are there while a segment runs, whichever the microbatch: run by run."""
+    return [RunBytes(0, own_bytes[segment], 0) for segment, _ in runs_by_segment(sequence)]
+
+
 def layered_peak_bytes(
-    sequence: SegmentSequence, costs: Sequence[SegmentCost], num: int, own_bytes: Sequence[int]
+    sequence: SegmentSequence, costs: Sequence[SegmentCost], num: int, beside: Sequence[RunBytes]
 ) -> int:
-    """The most bytes where a device runs each of `runs_by_segment` for all its microbatches.
+    """The most bytes where a device runs each of `runs_by_segment` for several microbatches.
 
     Args:
         sequence: What runs for a microbatch.
         costs: What each segment of the chain takes.
         num: Microbatches, at least one.
-        own_bytes: What lies on the device while a segment runs, whichever the microbatch.
+        beside: What lies on the device beside their values, run by run.
     """
     memory, peak = _Memory(costs), 0
-    for segment, operations in runs_by_segment(sequence):
+    for (_, operations), own in zip(runs_by_segment(sequence), beside, strict=True):
         before = memory.device_bytes
         during = max(memory.run(op)[0] for op in operations)
+        after = memory.device_bytes
         # Of the first microbatch all others wait, of the last all others are done.
-        others = (num - 1) * max(before, memory.device_bytes)
-        peak = max(peak, own_bytes[segment] + during + others)
+        others = (num - 1) * max(before, after)
+        phases = own.gathering + num * before, own.running + during + others
+        peak = max(peak, *phases, own.reducing + num * after)
     return peak
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core._types import PyTree
+from ._types import PyTree
 
 
 def fingerprint(tree: PyTree, gather: Callable[[Any], Any] = np.asarray) -> str:

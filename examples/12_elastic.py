@@ -1,0 +1,32 @@
+"""Devices come and go while a GPT trains, and the bits stay.
+
+    hxla run --elastic --mesh devices.toml examples/12_elastic.py
+
+While it runs, add a `[[device]]` to devices.toml, take one out, or change a `core_share`; kill one
+of its processes, or freeze it. It ends with the SHA-256 that a plain `python` run of it prints.
+"""
+
+import argparse
+
+import gpt
+import jax
+import optax
+from flax import nnx
+
+import hxla
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=300)
+args = parser.parse_args()
+
+result = hxla.train(
+    gpt.GPT(nnx.Rngs(0), width=64, layers=2),
+    gpt.library(),
+    gpt.loss,
+    optax.adamw(3e-3),
+    batch_size=32,
+    microbatch_size=4,
+    steps=args.steps,
+)
+if jax.process_index() == 0:
+    print("sha256", result.sha256)

@@ -1,0 +1,55 @@
+"""Which cards cannot multiply which dtypes, or gain nothing by it.
+
+References:
+    NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions: bfloat16 products from compute
+    capability 8.0 on; float16 from 5.3 on, at a sixty-fourth of float32's rate on 6.1.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+# Compute capabilities 3.5 to 7.5, by the names of cards.
+_BEFORE_AMPERE = re.compile(
+    r"\b(V100|P100|P40|P4|T4|K80|K40|M40|M60|TITAN|GTX|RTX 20\d\d|Quadro (?:[KMPG]|RTX)\w*|T1000)\b"
+)
+_BEFORE_PASCAL = re.compile(r"\b(K80|K40|M40|M60|GTX (?:[6-9]\d\d))\b")
+_SLOW_FLOAT16 = re.compile(r"\b(P40|P4|GTX 10\d\d|Quadro P\d+)\b")
+
+
+def _name(kind: str) -> str:
+    return kind.split("@")[0].replace("-", " ")
+
+
+def cards_without(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of devices that cannot multiply matrices of a dtype.
+
+    Args:
+        dtype: `bfloat16` or `float16`; every device has float32.
+        kinds: See `Device.kind`.
+    """
+    known = {"bfloat16": _BEFORE_AMPERE, "float16": _BEFORE_PASCAL}.get(dtype)
+    if known is None:
+        return ()
+    return tuple(kind for kind in dict.fromkeys(kinds) if known.search(_name(kind)))
+
+
+def slow_cards(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
+    """Those that have a dtype, but are slower in it than in float32."""
+    if dtype != "float16":
+        return ()
+    return tuple(kind for kind in dict.fromkeys(kinds) if _SLOW_FLOAT16.search(_name(kind)))
+
+
+def missing_dtypes(dtypes: Iterable[str], kinds: Iterable[str]) -> Iterator[str]:
+    """For each dtype that some card lacks what is wrong, and what all of them have."""
+    kinds = tuple(kinds)
+    for dtype in sorted(dtypes):
+        lacking = cards_without(dtype, kinds)
+        if lacking:
+            words = {"bfloat16": "bf16", "float16": "fp16"}
+            others = [w for other, w in words.items() if not cards_without(other, kinds)]
+            remedy = " or ".join(f"precision={w!r}" for w in (*others, "fp32"))
+            yield (
+                f"precision: {', '.join(lacking)} cannot multiply in {dtype}, and one precision is "
+                f"for all devices: use {remedy}, or leave these cards out"
+            )

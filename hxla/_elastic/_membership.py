@@ -1,0 +1,326 @@
+"""The values of membership: generations, what is known of a run, what happens, what is to be done.
+
+A member is a device with its process. A generation is replaced as a whole, and its number grows: a
+message that carries an older number is about processes that are no members any more.
+"""
+
+import dataclasses
+from typing import Literal
+
+from ._commits import Ledger
+
+#: What a run is doing. In `running` and `preparing` it trains; `collecting` gathers what survivors
+#: left after something that was not planned; `failed` and `finished` are its ends.
+RunPhase = Literal[
+    "running",
+    "preparing",
+    "handing over",
+    "collecting",
+    "forming",
+    "waiting",
+    "failed",
+    "finished",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Who trains together.
+
+    Attributes:
+        number: Its number; later ones have larger numbers.
+        members: The devices, in the order of their ranks.
+        port: The port of its coordinator, another than that of the generation before.
+        first_step: The step that it starts from: how many are behind it.
+        shares: The microbatches of each member, if they were asked for.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    port: int
+    first_step: int
+    shares: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MembershipRules:
+    """What a run keeps to.
+
+    Attributes:
+        min_devices: The fewest members, minP.
+        max_devices: The most members, maxP.
+        num_steps: The steps of the whole run.
+        num_microbatches: The microbatches of a step.
+        heartbeat_seconds: How long a member may be silent.
+        prepare_seconds: How long new processes may take to be ready beside the old ones.
+        hand_over_seconds: How long members may take to stop and leave their state.
+        collect_seconds: How long survivors may take to leave theirs, and a killed process to end.
+        form_seconds: How long a new generation may take to join.
+        most_failures: How many generations in a row may end without a step.
+        ports: The ports for coordinators, used in turns; at least two.
+    """
+
+    min_devices: int
+    max_devices: int
+    num_steps: int
+    num_microbatches: int
+    heartbeat_seconds: float = 5.0
+    prepare_seconds: float = 60.0
+    hand_over_seconds: float = 5.0
+    collect_seconds: float = 3.0
+    form_seconds: float = 60.0
+    most_failures: int = 3
+    ports: tuple[int, ...] = (5300, 5301, 5302, 5303)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """A whole state that a member left in the memory of its device's host.
+
+    Attributes:
+        device: The member.
+        step: How many steps are behind it.
+        digest: The SHA-256 of the state: equal steps have equal ones.
+    """
+
+    device: str
+    step: int
+    digest: str
+
+
+def newest(kept: tuple[KeptState, ...]) -> tuple[KeptState | None, tuple[int, ...]]:
+    """The newest state that was left, and the steps whose states differ and are not trusted."""
+    by_step: dict[int, list[KeptState]] = {}
+    for one in kept:
+        by_step.setdefault(one.step, []).append(one)
+    wrong = tuple(s for s, ones in by_step.items() if len({one.digest for one in ones}) > 1)
+    best = max((s for s in by_step if s not in wrong), default=None)
+    return (None if best is None else by_step[best][0]), wrong
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Membership:
+    """All that the authority knows.
+
+    Attributes:
+        rules: What the run keeps to.
+        phase: What it is doing.
+        generation: The generation that trains or is formed; the last one while there is none.
+        ledger: What is committed.
+        coming: The generation that is prepared beside it.
+        devices: The devices that may be used, in the order in which they were offered.
+        leaving: Those that were asked back, and until when.
+        shares: The microbatches for each member that were asked for last.
+        alive: The members of `generation` whose process has not ended.
+        ready: The members that are prepared, or have joined.
+        heard: When each member was heard last.
+        kept: The states that members left.
+        source: Whose state the generation that is formed starts from.
+        saved_step: The step of the newest checkpoint.
+        until_seconds: When what it is doing takes too long.
+        is_killing: Whether the members that are alive have been killed.
+        num_generations: How many numbers were given out.
+        num_failures: How many generations in a row ended without a step.
+    """
+
+    rules: MembershipRules
+    phase: RunPhase
+    generation: Generation
+    ledger: Ledger
+    coming: Generation | None = None
+    devices: tuple[str, ...] = ()
+    leaving: tuple[tuple[str, float], ...] = ()
+    shares: tuple[int, ...] = ()
+    alive: frozenset[str] = frozenset()
+    ready: frozenset[str] = frozenset()
+    heard: tuple[tuple[str, float], ...] = ()
+    kept: tuple[KeptState, ...] = ()
+    source: str | None = None
+    saved_step: int = 0
+    until_seconds: float = float("inf")
+    is_killing: bool = False
+    num_generations: int = 0
+    num_failures: int = 0
+
+    def silent(self, at_seconds: float) -> tuple[str, ...]:
+        """Members of which nothing was heard for too long."""
+        longest = self.rules.heartbeat_seconds
+        return tuple(
+            device
+            for device, last in self.heard
+            if device in self.alive and at_seconds - last > longest
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Happened:
+    """Something happened.
+
+    Attributes:
+        at_seconds: When.
+    """
+
+    at_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offered(Happened):
+    """A device may be used."""
+
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskedBack(Happened):
+    """A device will be taken, by a scheduler or by a SIGTERM with notice."""
+
+    device: str
+    notice_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vanished(Happened):
+    """A device is gone, with its processes and all that was kept there."""
+
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharesAsked(Happened):
+    """The members of a generation shall run these numbers of microbatches."""
+
+    generation: int
+    shares: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told(Happened):
+    """A process of a generation said that it lives.
+
+    What one process says is heard in its order, its end last.
+
+    Attributes:
+        generation: The generation's number.
+        device: The process's device.
+    """
+
+    generation: int
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared(Told):
+    """It is ready: imported, compiled, and has joined nobody yet."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined(Told):
+    """It has joined, and has the state of the generation's first step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completed(Told):
+    """It has the state after so many steps."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeftState(Told):
+    """It left its state in its host's memory, and ends."""
+
+    step: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exited(Told):
+    """It ended, however."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved(Happened):
+    """A checkpoint of a step is complete."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passed(Happened):
+    """Time passed, and nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Start processes for a generation, beside the one that trains."""
+
+    generation: Generation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Discard:
+    """End the processes that were prepared for a generation."""
+
+    generation: Generation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Raise the stop flag: the members fix their last step together, leave their state and end."""
+
+    generation: Generation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Wake members if they sleep; each leaves its last complete state and ends."""
+
+    generation: Generation
+    devices: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """End members at once."""
+
+    generation: Generation
+    devices: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """Let a generation join and train; where none was prepared for its number one is started.
+
+    The end of one that was prepared is told, and no second one of that number is started.
+
+    Attributes:
+        generation: The generation.
+        source: Whose kept state it starts from; None for the checkpoint of its first step.
+    """
+
+    generation: Generation
+    source: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Save:
+    """Write a checkpoint of what a device keeps."""
+
+    kept: KeptState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Release:
+    """A device that was asked back is not needed any more."""
+
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Say it to the user."""
+
+    words: str
+
+
+ToDo = Prepare | Discard | Stop | Leave | Kill | Form | Save | Release | Tell

@@ -1,0 +1,468 @@
+"""`hxla run --elastic`: the authority's decisions, carried out on this machine."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._cluster._cluster import Cluster, Device
+from .._cluster._mesh_file import dump_cluster
+from .._core._errors import HxlaError
+from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
+from .._elastic._authority import advance, begin
+from .._elastic._membership import (
+    AskedBack,
+    Completed,
+    Discard,
+    Exited,
+    Form,
+    Generation,
+    Happened,
+    Joined,
+    Kill,
+    Leave,
+    LeftState,
+    Membership,
+    MembershipRules,
+    Offered,
+    Passed,
+    Prepare,
+    Prepared,
+    Release,
+    Save,
+    Saved,
+    Stop,
+    Tell,
+    ToDo,
+    Told,
+    newest,
+)
+from ._event_log import EventLog, Started
+from ._janitor import start_janitor
+from ._mailbox import Order, Report, left_folder
+from ._output import Logs, Output
+from ._team import Seat, Streams, Team
+from ._throttle import pack
+
+_POLL_SECONDS = 0.02
+_REREAD_SECONDS = 0.5
+_NOTICE_SECONDS = 600.0  # of a device that is no longer in the mesh file
+_OF_OTHERS = ("victim", "judged", "preempted", "left")
+_MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
+
+
+class ElasticRun:
+    """A job whose processes come and go, from its start until `wait` returns.
+
+    Args:
+        command: A Python script and its arguments.
+        read_devices: The devices that may be used, now.
+        environment: What a process for a device gets besides its place in the generation.
+        rules: What the run keeps to.
+        grace_seconds: From SIGTERM to SIGKILL.
+        events: What is told of everything that happens.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        read_devices: Callable[[], Sequence[Device]],
+        environment: Callable[[Device, int, str], dict[str, str]],
+        rules: MembershipRules,
+        grace_seconds: float,
+        events: EventLog,
+    ):
+        self._command, self._read_devices = command, read_devices
+        self._environment, self._grace = environment, grace_seconds
+        self._known: Membership = begin(rules)
+        self._events = events
+        self._most = rules.max_devices
+        self._devices: dict[str, Device] = {}
+        self._places: dict[str, int] = {}  # of devices on this machine
+        self._asked_back: set[str] = set()  # those that are no longer in the mesh file
+        self._given_back: dict[str, Device] = {}  # those that still are, and are not used
+        self._teams: dict[int, Team] = {}
+        self._left: dict[str, str] = {}  # folders of states, by the device that left them
+        self._signals: list[int] = []
+        self._wake = threading.Event()
+        self._asked: int | None = None
+        self._asked_at = self._read_at = 0.0
+        self._passed_at = time.monotonic()
+        self._failure: tuple[int, str] | None = (
+            None  # exit code and words of an error of the script
+        )
+        self._number = self._step = 0
+        lock = threading.Lock()
+        self._streams = Streams(
+            out=Output(sys.stdout.buffer, lock, lambda _: self._on_signal(signal.SIGTERM)),
+            err=Output(sys.stderr.buffer, lock, lambda _: None),
+            logs=Logs(),
+        )
+        self._janitor = start_janitor()
+        parent = _MEMORY if os.path.isdir(_MEMORY) else None
+        self._memory = tempfile.mkdtemp(prefix=f"hxla-elastic-{os.getpid()}-", dir=parent)
+        self._note(f"rm {self._memory}")
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        self._before = {n: signal.signal(n, lambda n, _: self._on_signal(n)) for n in numbers}
+
+    def wait(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            Its exit code.
+        """
+        try:
+            self._reread()
+            while not self._is_over:
+                self._wake.wait(_POLL_SECONDS)
+                self._wake.clear()
+                while self._signals:
+                    self._serve_signal(self._signals.pop(0))
+                if time.monotonic() - self._read_at > _REREAD_SECONDS and self._asked is None:
+                    self._reread()
+                for team in list(self._teams.values()):
+                    self._hear(team)
+                self._pass_time()
+                self._escalate()
+        finally:
+            for team in list(self._teams.values()):
+                self._close(team)
+            shutil.rmtree(self._memory, ignore_errors=True)
+            self._events.close(self._known.ledger)
+            self._note("done")
+            self._janitor.close()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        return self._conclude()
+
+    def _pass_time(self) -> None:
+        """Let the authority look at the clock; while this process slept nobody was silent."""
+        now, known = time.monotonic(), self._known
+        if now - self._passed_at > known.rules.heartbeat_seconds / 2:
+            for device in sorted(known.alive):
+                number = known.generation.number
+                self._happens(Told(at_seconds=now, generation=number, device=device))
+        self._passed_at = now
+        self._happens(Passed(at_seconds=now))
+
+    # -- what happens ------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        if self._failure is not None:
+            return True
+        if self._asked is not None or self._known.phase == "finished":
+            return not self._teams
+        return self._known.phase == "failed"
+
+    def _happens(self, event: Happened) -> None:
+        if self._asked is not None or self._failure is not None:
+            return
+        if type(event) not in (Told, Passed):
+            self._events.write(event)
+        self._known, todo = advance(self._known, event)
+        for what in todo:
+            self._events.write(what)
+            self._do(what)
+        kept = {one.device for one in self._known.kept} | {self._known.source}
+        for device in [d for d in self._left if d not in kept]:
+            shutil.rmtree(self._left.pop(device), ignore_errors=True)
+
+    def _reread(self) -> None:
+        """Compare the devices that may be used with those that are known."""
+        self._read_at = time.monotonic()
+        try:
+            now = list(self._read_devices())
+        except HxlaError as error:
+            self._say(f"devices stay as they are: {error}")
+            return
+        gone = self._given_back | self._devices
+        new: list[str] = []
+        for device in now:
+            same = next((name for name, own in gone.items() if own == device), None)
+            if same is not None:
+                del gone[same]
+                if same in self._asked_back:
+                    self._asked_back.discard(same)
+                    new.append(same)
+                continue
+            name = f"device {self._number}"
+            self._number += 1
+            self._devices[name] = device
+            taken = set(self._places.values())
+            self._places[name] = next(k for k in itertools.count() if k not in taken)
+            new.append(name)
+        if new and not self._known.devices:  # all that are there at the start begin together
+            self._known = dataclasses.replace(self._known, devices=tuple(new[:-1]))
+            new = new[-1:]
+        for name in self._given_back.keys() & gone.keys():
+            del self._given_back[name], gone[name]
+        for name in gone:
+            if name not in self._asked_back:
+                self._asked_back.add(name)
+                self._ask_back(name, _NOTICE_SECONDS)
+        for name in new:
+            self._happens(Offered(at_seconds=time.monotonic(), device=name))
+
+    def _ask_back(self, name: str, notice_seconds: float) -> None:
+        at = time.monotonic()
+        self._happens(AskedBack(at_seconds=at, device=name, notice_seconds=notice_seconds))
+
+    def _hear(self, team: Team) -> None:
+        """What the processes of a generation said since, the end of each last."""
+        for device in team.generation.members:
+            if device in team.exits:
+                continue
+            code = team.exit_code(device)
+            self._hear_one(team, device)
+            if code is not None:
+                team.exits[device] = code
+                self._ended(team, device, code)
+        team.release(time.monotonic())
+        if len(team.exits) == len(team.generation.members):
+            self._close(team)
+
+    def _hear_one(self, team: Team, device: str) -> None:
+        before, now = team.told[device], team.report(device)
+        if now == before:
+            return
+        team.told[device] = now
+        self._step = max(self._step, now.step)
+        at = time.monotonic()
+        of: dict[str, Any] = {
+            "at_seconds": at,
+            "generation": team.generation.number,
+            "device": device,
+        }
+        if now.num_microbatches and now.num_microbatches != before.num_microbatches:
+            self._limit(now.num_microbatches)
+        self._happens(Told(**of))
+        if now.is_prepared and not before.is_prepared:
+            self._happens(Prepared(**of))
+        if now.saved_step > before.saved_step:
+            self._happens(Saved(at_seconds=at, step=now.saved_step))
+        if now.is_joined and not before.is_joined:
+            self._happens(Joined(**of))
+        if now.step > before.step:
+            self._happens(Completed(**of, step=now.step))
+        if now.left_step > before.left_step:
+            rank = team.generation.members.index(device)
+            self._left[device] = left_folder(self._memory, team.generation.number, rank)
+            self._happens(LeftState(**of, step=now.left_step, digest=now.digest))
+        if now.note and not before.note:
+            self._say(f"{device} could not leave its state: {now.note}")
+        if now.asked_back and not before.asked_back:
+            self._ask_back(device, self._grace)
+        if now.is_finished and not before.is_finished:
+            self._finish(now)
+
+    def _limit(self, num_microbatches: int) -> None:
+        """A step has so many microbatches: more devices than that have nothing to do."""
+        most = min(self._most, num_microbatches)
+        rules = dataclasses.replace(
+            self._known.rules, max_devices=most, num_microbatches=num_microbatches
+        )
+        ledger = dataclasses.replace(self._known.ledger, num_microbatches=num_microbatches)
+        self._known = dataclasses.replace(self._known, rules=rules, ledger=ledger)
+
+    def _finish(self, report: Report) -> None:
+        rules = dataclasses.replace(self._known.rules, num_steps=report.step)
+        self._known = dataclasses.replace(self._known, rules=rules)
+        self._happens(Saved(at_seconds=time.monotonic(), step=report.step))
+
+    def _ended(self, team: Team, device: str, code: int) -> None:
+        post, report = team.post(device), team.told[device]
+        is_current = team.generation.number == self._known.generation.number
+        is_own_error = post.state == "failed" or (code > 0 and post.state not in _OF_OTHERS)
+        if self._asked is not None or self._known.phase == "finished":
+            return
+        if not code and not report.is_prepared:  # a script that trains nothing
+            self._finish(report)
+            return
+        if code in (EXIT_PREEMPTED, EXIT_WATCHDOG) or (not is_own_error and code):
+            self._gone(team.generation.number, device)
+            return
+        words = post.note or f"ended with exit code {code}"
+        if is_current and not team.has_joined and self._known.ledger.end:
+            number, last = team.generation.number, team.generation.members[-1]
+            if self._known.phase == "forming":  # perhaps it can be planned for fewer
+                self._say(f"generation {number} cannot begin: {words}; it is tried without {last}")
+                self._ask_back(last, 0.0)
+            self._gone(number, device)
+            return
+        if is_current:
+            self._failure = (code or 1, f"{device} failed: {words}")
+            return
+        self._say(f"generation {team.generation.number} cannot be prepared: {words}")
+        for new in team.generation.members:
+            if new not in self._known.generation.members:
+                self._gone(team.generation.number, new)
+        self._gone(team.generation.number, device)
+
+    def _gone(self, number: int, device: str) -> None:
+        at = time.monotonic()
+        self._happens(Exited(at_seconds=at, generation=number, device=device))
+
+    # -- what is to be done ------------------------------------------------------------------
+
+    def _do(self, what: ToDo) -> None:
+        match what:
+            case Prepare(generation=generation):
+                self._prepare(generation)
+            case Discard(generation=generation):
+                self._discard(generation.number)
+            case Stop(generation=generation):
+                self._order(generation, stops=True)
+            case Leave(generation=generation):
+                self._order(generation, leaves=True)
+            case Kill(generation=generation, devices=devices):
+                if generation.number in self._teams:
+                    self._teams[generation.number].kill(sorted(devices))
+            case Form(generation=generation, source=source):
+                self._form(generation, source)
+            case Save(kept=kept):
+                self._say(
+                    f"fewer devices than --min: the state of step {kept.step} waits in memory"
+                )
+            case Release(device=device):
+                self._places.pop(device, None)
+                given = self._devices.pop(device, None)
+                if given is not None and device not in self._asked_back:
+                    self._given_back[device] = given
+                self._say(f"{device} is released")
+            case Tell(words=words):
+                self._say(words)
+
+    def _prepare(self, generation: Generation) -> None:
+        try:
+            self._start(generation)
+        except HxlaError as error:
+            self._say(f"generation {generation.number} cannot be started: {error}")
+            now = self._known.generation.members
+            for device in [d for d in generation.members if d not in now]:
+                self._gone(generation.number, device)
+
+    def _start(self, generation: Generation) -> Team:
+        devices = [self._devices[name] for name in generation.members]
+        path = f"{self._memory}/mesh-{generation.number}.toml"
+        alone = [device.model_copy(update={"node": 0}) for device in devices]
+        cluster = Cluster(name="elastic", devices=tuple(alone))
+        pathlib.Path(path).write_text(dump_cluster(cluster))
+        shares = [d.core_share for d in devices if d.core_share is not None]
+        cores = iter(pack(shares, sorted(os.sched_getaffinity(0))) if shares else ())
+        seats = [
+            Seat(
+                device=name,
+                env=self._environment(device, self._places[name], path),
+                core=next(cores) if device.core_share is not None else None,
+                core_share=device.core_share,
+                throttle_id=1000 * generation.number + rank,
+            )
+            for rank, (name, device) in enumerate(zip(generation.members, devices, strict=True))
+        ]
+        team = Team(generation, seats, self._command, self._memory, self._streams, self._note)
+        self._teams[generation.number] = team
+        self._events.write(Started(generation=generation.number, pids=team.pids))
+        return team
+
+    def _form(self, generation: Generation, source: str | None) -> None:
+        team = self._teams.get(generation.number) or self._start(generation)
+        step = f"step {generation.first_step}" if generation.first_step else "the beginning"
+        where = f", state left by {source}" if source is not None else ""
+        self._say(
+            f"generation {generation.number} from {step}{where}: {', '.join(generation.members)}"
+        )
+        team.order(Order(begins=True, state=None if source is None else self._left[source]))
+        at, number = time.monotonic(), generation.number
+        for device in generation.members:
+            self._happens(Told(at_seconds=at, generation=number, device=device))
+
+    def _order(self, generation: Generation, *, stops: bool = False, leaves: bool = False) -> None:
+        team = self._teams.get(generation.number)
+        if team is not None:
+            if leaves:
+                team.quieten()
+            team.order(dataclasses.replace(team.ordered, stops=stops, leaves=leaves))
+
+    def _discard(self, number: int) -> None:
+        team = self._teams.get(number)
+        if team is not None:
+            team.quieten()
+            self._close(team)
+
+    def _close(self, team: Team) -> None:
+        self._teams.pop(team.generation.number, None)
+        team.close(shows_held=self._asked is None)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._wake.set()
+
+    def _serve_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            self._reread()
+            return
+        is_again = self._asked is not None
+        self._asked, self._asked_at = number, time.monotonic()
+        for team in list(self._teams.values()):
+            if team.generation.number != self._known.generation.number:
+                self._discard(team.generation.number)
+            elif is_again:
+                team.kill()
+            elif number == signal.SIGINT:
+                team.quieten()
+                team.kill(number=signal.SIGINT)
+            else:
+                team.order(dataclasses.replace(team.ordered, ends=True))
+
+    def _escalate(self) -> None:
+        """SIGKILL for those who do not end, unless they write a checkpoint."""
+        if self._asked is None:
+            return
+        for team in self._teams.values():
+            for device in team.generation.members:
+                post = team.post(device)
+                extra = 2 * post.step_seconds if post.state == "running" else 0.0
+                since = max(self._asked_at, post.moved_at)
+                late = time.monotonic() > since + self._grace + extra
+                if late and post.phase != "checkpoint":
+                    team.kill([device])
+
+    def _conclude(self) -> int:
+        """Say how the job ended; returns the exit code."""
+        ledger = self._known.ledger
+        best, _ = newest(self._known.kept)
+        trains = self._known.phase in ("running", "preparing", "handing over", "finished")
+        if best is not None and best.step > self._known.saved_step and not trains:
+            self._say(
+                f"the state of step {best.step} was in memory only and is gone: give hxla.train a "
+                "checkpoint_dir"
+            )
+        if self._failure is not None:
+            code, words = self._failure
+            self._say(words)
+            return code
+        if self._asked is not None:
+            name = signal.Signals(self._asked).name
+            self._say(f"{name}: ended after {max(self._step, ledger.end)} steps")
+            return EXIT_PREEMPTED if self._asked == signal.SIGTERM else 128 + self._asked
+        lost = f", {ledger.num_lost} lost and run again" if ledger.num_lost else ""
+        num = len(ledger.runs)
+        self._say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")
+        return 1 if self._known.phase == "failed" else 0
+
+    def _say(self, text: str) -> None:
+        self._streams.err.write(f"hxla: {text}\n".encode())
+
+    def _note(self, line: str) -> None:
+        self._janitor.write(f"{line}\n".encode())

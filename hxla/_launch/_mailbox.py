@@ -1,0 +1,134 @@
+"""What the authority and a generation's processes tell each other: a page of memory.
+
+Each side of each pair has a slot that it alone writes, and the other reads it as often as it likes.
+A writer that is killed or frozen disturbs nobody, and a text half written is known by its checksum.
+"""
+
+import dataclasses
+import json
+import zlib
+from typing import Any
+
+from ._board import Board, new_board, open_board
+
+#: Path of the mailbox, the number of the generation, and the folder for what is kept in memory.
+MAILBOX_VARIABLE, GENERATION_VARIABLE = "HXLA_MAILBOX", "HXLA_GENERATION"
+MEMORY_VARIABLE = "HXLA_MEMORY"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a process says of itself.
+
+    Attributes:
+        count: It grows while the process lives.
+        is_prepared: Whether it only waits for its generation to be formed.
+        is_joined: Whether it has the state of the first step.
+        step: How many steps are behind it.
+        saved_step: The step of the newest checkpoint that is complete.
+        left_step: The step of the state that it left in memory.
+        digest: The SHA-256 of that state.
+        asked_back: Whether it got a SIGTERM.
+        is_finished: Whether training is done and its results are written.
+        num_microbatches: Of a step; 0: not known yet.
+        note: Why it could not leave its state.
+    """
+
+    count: int = 0
+    is_prepared: bool = False
+    is_joined: bool = False
+    step: int = -1
+    saved_step: int = -1
+    left_step: int = -1
+    digest: str = ""
+    asked_back: bool = False
+    is_finished: bool = False
+    num_microbatches: int = 0
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a process is to do.
+
+    Attributes:
+        begins: Whether its generation is formed: it may begin.
+        state: The folder of the state to begin with; None: the newest checkpoint, or a new state.
+        stops: Whether to ask all for a last step, after which each leaves its state in memory.
+        ends: Whether to ask all for a last step, after which a checkpoint is written.
+        leaves: Whether to leave its last complete state in memory at once, and end.
+    """
+
+    begins: bool = False
+    state: str | None = None
+    stops: bool = False
+    ends: bool = False
+    leaves: bool = False
+
+
+class Mailbox:
+    """The slots of all processes of a generation.
+
+    Args:
+        board: Of twice as many slots as there are processes.
+        num_ranks: The processes.
+    """
+
+    def __init__(self, board: Board, num_ranks: int):
+        self._board, self._num = board, num_ranks
+        self._read_before: dict[int, tuple[str, dict[str, Any]]] = {}  # by slot: text, what it says
+
+    def report(self, rank: int) -> Report:
+        """What a process said last."""
+        return Report(**self._read(rank))
+
+    def order(self, rank: int) -> Order:
+        """What a process was told last."""
+        return Order(**self._read(self._num + rank))
+
+    def tell(self, rank: int, report: Report) -> None:
+        """Say something of a process, its own."""
+        self._write(rank, report)
+
+    def give(self, rank: int, order: Order) -> None:
+        """Tell a process what to do."""
+        self._write(self._num + rank, order)
+
+    def _write(self, slot: int, what: Report | Order) -> None:
+        text = json.dumps(dataclasses.asdict(what))
+        self._board.put(slot, f"{zlib.crc32(text.encode()):08x}{text}")
+
+    def _read(self, slot: int) -> dict[str, Any]:
+        for _ in range(100):  # what is just being written is whole a moment later
+            line = self._board.text(slot)
+            if line is None:
+                return {}
+            text, fields = self._read_before.get(slot, ("", {}))
+            if line == text:
+                return fields
+            if line[:8] == f"{zlib.crc32(line[8:].encode()):08x}":
+                self._read_before[slot] = line, dict(json.loads(line[8:]))
+        return self._read_before.get(slot, ("", {}))[1]  # it was killed while it wrote
+
+
+def new_mailbox(num_ranks: int) -> tuple[Mailbox, str]:
+    """A mailbox and the path by which the processes open it."""
+    board, path = new_board(2 * num_ranks)
+    return Mailbox(board, num_ranks), path
+
+
+def open_mailbox(path: str, num_ranks: int) -> Mailbox | None:
+    """That of a path; None if its owner is gone."""
+    board = open_board(path, 2 * num_ranks)
+    return None if board is None else Mailbox(board, num_ranks)
+
+
+def left_folder(memory: str, generation: int, rank: int) -> str:
+    """Where a process leaves its state.
+
+    Args:
+        memory: The folder of the job.
+        generation: Number of the process's generation.
+        rank: In it.
+    """
+    return f"{memory}/{generation}-{rank}"

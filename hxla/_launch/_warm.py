@@ -1,0 +1,129 @@
+"""Processes with their imports done: forked from one that did them and has touched no device."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from .._jax import _coordination
+
+#: Set where another process uses the device still, so that nothing may touch it.
+WAITS_VARIABLE = "HXLA_WAITS"
+#: It imports what a script does anyway, which initialises no backend.
+_SERVER = "hxla._launch._fork_server"
+
+
+class WarmProcess:
+    """A process that runs a script, as the launcher sees it.
+
+    Args:
+        command: The script and its arguments.
+        env: Environment variables.
+        core: The core that it may use; None: all.
+
+    Attributes:
+        pid: Of it, and of its group.
+        stdout: What it prints.
+        stderr: And its errors.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], core: int | None):
+        context = _context()
+        ends = [context.Pipe(duplex=False) for _ in range(2)]
+        self._process: Any = context.Process(
+            target=_run, args=(list(command), dict(env), core, *(w for _, w in ends)), daemon=False
+        )
+        self._process.start()
+        for _, written in ends:
+            written.close()
+        self.stdout, self.stderr = (_file(read) for read, _ in ends)
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._process.join()
+
+
+class CoordinationProcess:
+    """The coordination service of a generation: neither its end nor its errors are the launcher's.
+
+    Args:
+        address: Host and port.
+        num_processes: Those that will connect.
+
+    Attributes:
+        pid: Of the process.
+    """
+
+    def __init__(self, address: str, num_processes: int):
+        self._process: Any = _context().Process(
+            target=_serve, args=(address, num_processes), daemon=False
+        )
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def close(self) -> None:
+        """End it, with its port."""
+        self._process.kill()
+        self._process.join()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_SERVER])
+    return context
+
+
+def _serve(address: str, num_processes: int) -> None:
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # whatever it says of members is known already
+    os.dup2(nowhere, 2)
+    service = _coordination.serve(address, num_processes)
+    while service is not None:
+        signal.pause()
+
+
+def _file(connection: Connection) -> IO[bytes]:
+    number = os.dup(connection.fileno())
+    connection.close()
+    return os.fdopen(number, "rb", buffering=0)
+
+
+def _run(
+    command: list[str], env: dict[str, str], core: int | None, out: Connection, err: Connection
+) -> None:
+    """In the process."""
+    os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the script's choice
+    for ended_by in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ended_by, signal.SIG_DFL)
+    for connection, number in ((out, 1), (err, 2)):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    # The server that it was forked from ends with the launcher.
+    env["HXLA_LAUNCHER_PID"] = str(os.getppid())
+    os.environ.clear()
+    os.environ.update(env)
+    from ._join import run_script
+    from ._member import own_member
+
+    member = own_member()
+    if member is not None and env.get(WAITS_VARIABLE):
+        member.wait_before_devices()
+    run_script(command)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)

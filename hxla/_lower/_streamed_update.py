@@ -1,0 +1,275 @@
+"""The update of a copy whose optimizer state waits elsewhere: a group of it after another.
+
+While a group is updated, the state of the next one comes to the device and the new state of the one
+before goes back: one program does all three, so that a GPU copies both ways while it computes. So
+no more than three groups are ever on the device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import PyTree
+from .._plan._ownership import Ownership
+from ._chunks import Chunks
+from ._options import update_options
+from ._own_update import gathered_dtype, own_sums
+from ._replica import Replica
+from ._shelves import DEVICE, HOST, Away, Shelf, in_memory
+from ._update import UpdateSpec, new_aux
+from ._update_groups import Group, GroupUpdate, UpdateGroups, update_groups
+
+
+class StreamedUpdate:
+    """Runs the update of one local copy in groups.
+
+    Args:
+        spec: What the update is made from.
+        own: Who updates what.
+        chunks: For each bucket of the sums.
+        replica: The copy.
+        state: Shapes of the leaves of the optimizer's state as the copy has them.
+        carries: Whether the programs bring and take state themselves, to and from the host.
+    """
+
+    def __init__(
+        self,
+        spec: UpdateSpec,
+        own: Ownership,
+        chunks: Sequence[Chunks],
+        replica: Replica,
+        state: Sequence[Any],
+        carries: bool,
+    ):
+        self._spec, self._own, self._chunks, self._replica = spec, own, chunks, replica
+        self.groups: UpdateGroups = update_groups(own, replica.index, state)
+        domains = own.update.domain_of[own.num_params : own.num_arrays]
+        self._common = tuple(k for k, d in enumerate(domains) if d is None)
+        self._away = self.groups.away
+        self._carries = carries
+        self._run = GroupUpdate(
+            spec=spec, own=own, chunks=chunks, copy=replica.index, common=self._common
+        )
+        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
+        self._compiled: list[Any] = []
+
+    @property
+    def num_programs(self) -> int:
+        """One for each group, and the last."""
+        return len(self.groups.groups) + 1
+
+    # -- before compilation ----------------------------------------------------------------------
+
+    def lower(
+        self,
+        params: Sequence[Any],
+        opt_state: PyTree,
+        aux: Sequence[Any],
+        totals: Sequence[Any],
+        ints: Sequence[Any],
+        read: Sequence[Any],
+    ) -> list[Any]:
+        """The programs before compilation, in order.
+
+        Args:
+            params: Shapes of the trained parameters, as they lie.
+            opt_state: Of the optimizer's state.
+            aux: Of other variables.
+            totals: Of the sums.
+            ints: Of the summed integers.
+            read: Of what else all read: scales, weight, value, place and sums.
+        """
+        leaves = jax.tree.leaves(opt_state)
+        common = [leaves[k] for k in self._common]
+        lowered = []
+        groups = self.groups.groups
+        for g, group in enumerate(groups):
+            moved: tuple[Any, Any] = [], []
+            if self._carries:
+                near = groups[g + 1 : g + 2], groups[max(g - 1, 0) : g]
+                moved = self._like(near[0], HOST), self._like(near[1], DEVICE)
+            own = {i: params[i] for unit in group for i in unit.params}
+            [state] = [self._like((group,), DEVICE)]
+            program = self._group_program(group)
+            lowered.append(program.lower(own, state, common, totals, *read, *moved))
+        rest = {i: params[i] for unit in self.groups.rest for i in unit.params}
+        made = {i: self._made_shapes(i, params[i].dtype) for i in self._streamed_params}
+        given = rest, made, common, aux, totals, ints, *read
+        lowered.append(self._last_program().lower(*given))
+        return lowered
+
+    def _like(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
+        """Shapes of the state of a group, if there is one."""
+        sharding = in_memory(self._replica.sharding(P()), kind)
+        return [
+            [
+                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True)
+            ]
+            for group in groups
+            for unit in group
+        ]
+
+    @property
+    def _streamed_params(self) -> list[int]:
+        """Those of groups."""
+        return sorted({i for group in self.groups.groups for u in group for i in u.params})
+
+    def _made_shapes(self, i: int, dtype: Any) -> list[Any]:
+        """What groups made of a parameter, where it is sent."""
+        if not self._own.sends_params:
+            return []
+        size = self._spec.tensors.params[i].size
+        units = [u for group in self.groups.groups for u in group if i in u.params]
+        sizes = [size if u.stop is None else u.stop - u.start for u in units]
+        return [self._replica.like(jax.ShapeDtypeStruct((n,), dtype)) for n in sizes]
+
+    def _group_program(self, group: Group) -> Any:
+        device = in_memory(self._replica.sharding(P()), DEVICE)
+        host = in_memory(device, HOST)
+
+        def hxla_update_group(
+            params: dict[int, jax.Array],
+            state: list[list[jax.Array]],
+            common: list[jax.Array],
+            totals: list[jax.Array],
+            exponents_T: jax.Array,
+            weight: jax.Array,
+            value: jax.Array,
+            where: jax.Array,
+            sums: jax.Array,
+            coming: list[list[jax.Array]],
+            going: list[list[jax.Array]],
+        ) -> Any:
+            read = common, totals, exponents_T, weight, value, where, sums
+            new, state, _ = self._run.run(group, params, state, *read)
+            # Without these two nothing would be copied, whatever the shardings say.
+            brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
+            taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
+            return new, state, brought, taken
+
+        return jax.jit(
+            hxla_update_group,
+            donate_argnums=(1,) if self._own.sends_params else (0, 1),
+            out_shardings=(device, device, device, host),
+            compiler_options=self._options,
+        )
+
+    def _last_program(self) -> Any:
+        spec, own, copy = self._spec, self._own, self._replica.index
+        num, floats = own.num_params, spec.tensors.floats
+        dtype = gathered_dtype(spec.tensors.params)
+
+        def hxla_update_rest(
+            params: dict[int, jax.Array],
+            made: dict[int, list[jax.Array]],
+            common: list[jax.Array],
+            aux: list[jax.Array],
+            totals: list[jax.Array],
+            ints: list[jax.Array],
+            exponents_T: jax.Array,
+            weight: jax.Array,
+            value: jax.Array,
+            where: jax.Array,
+            sums: jax.Array,
+        ) -> Any:
+            group = self.groups.rest
+            read = common, totals, exponents_T, weight, value, where, sums
+            new, _, common = self._run.run(group, params, [[] for _ in group], *read)
+            sent: Any = new
+            if own.sends_params:
+                every = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
+                none = jnp.zeros(1, dtype)
+                sent = [
+                    chunk.chunk([every.get(i, none).astype(dtype) for i in chunk.tensors], copy)
+                    for chunk in self._chunks
+                    if chunk.tensors
+                ]
+            others = range(num, len(floats))
+            values = own_sums(spec, self._chunks, copy, totals, exponents_T, others)
+            changed = [values[i].reshape(floats[i].shape) for i in others]
+            return sent, common, new_aux(spec, aux, changed, ints), weight + 0
+
+        return jax.jit(
+            hxla_update_rest,
+            donate_argnums=(2, 3) if own.sends_params else (0, 2, 3),
+            compiler_options=self._options,
+        )
+
+    # -- run -------------------------------------------------------------------------------------
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        self._compiled = list(compiled)
+
+    def run(
+        self,
+        params: Sequence[jax.Array],
+        opt_state: PyTree,
+        aux: Sequence[jax.Array],
+        totals: Sequence[jax.Array],
+        ints: Sequence[jax.Array],
+        *read: Any,
+    ) -> Any:
+        """Update; the results are those of `own_update_program`.
+
+        Args:
+            params: The trained parameters.
+            opt_state: The optimizer's state, leaves of which are `Away`.
+            aux: Other variables.
+            totals: Of the sums.
+            ints: Summed integers.
+            read: Scales, weight, value, place and sums.
+        """
+        leaves, treedef = jax.tree.flatten(opt_state)
+        common, params = [leaves[k] for k in self._common], list(params)
+        made: dict[int, list[jax.Array]] = {i: [] for i in self._streamed_params}
+        groups = self.groups.groups
+        if groups:
+            shelf = _shelf_of(leaves)
+            shelf.begin()
+            brought: Any = []
+            going: Any = []
+            for g, group in enumerate(groups):
+                state = shelf.arrived(g, brought)
+                own = {i: params[i] for unit in group for i in unit.params}
+                moved = (shelf.coming(g + 1), going) if self._carries else ([], [])
+                new, state, brought, gone = self._compiled[g](
+                    own, state, common, totals, *read, *moved
+                )
+                shelf.gone(g - 1, gone)
+                going = shelf.going(g, state)
+                for i, x in new.items():
+                    if self._own.sends_params:
+                        made[i].append(x)
+                    else:
+                        params[i] = x
+            shelf.end()
+        rest = {i: params[i] for unit in self.groups.rest for i in unit.params}
+        sent, common, aux, tick = self._compiled[-1](rest, made, common, aux, totals, ints, *read)
+        for k, x in zip(self._common, common, strict=True):
+            leaves[k] = x
+        if not self._own.sends_params:
+            for i, x in sent.items():
+                params[i] = x
+            sent = params
+        return sent, jax.tree.unflatten(treedef, leaves), aux, tick
+
+    def extra_bytes(self) -> int:
+        """Bytes that one device needs beside parameters, totals and what all copies have."""
+        stats = [program.memory_analysis() for program in self._compiled]
+        temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
+        sent = self._own.sends_params * sum(
+            x.size * np.dtype(x.dtype).itemsize
+            for i in self._streamed_params
+            for x in self._made_shapes(i, self._spec.tensors.params[i].dtype)
+        )
+        return temporary + 3 * self.groups.largest_bytes + 2 * sent
+
+
+def _shelf_of(leaves: Sequence[Any]) -> Shelf:
+    return next(x.shelf for x in leaves if isinstance(x, Away))

@@ -1,0 +1,110 @@
+"""Where a session begins: with a state that a member left in memory, with a checkpoint, or anew."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from .._lower._store import Store
+from .._model._functional import tree_bytes
+from .._plan._plan import Plan
+from .._plan._precision import Precision
+from ._checkpoints import Checkpoints
+from ._hand_over import facts_of_state, load_state
+from ._session_values import SessionOptions, check_resumed, plans_from_table
+from ._traced_job import TracedJob
+
+_FORMAT = 3  # of the checkpoint's own fields
+
+
+class Beginning:
+    """A session's first step, and where the state of it is.
+
+    Attributes:
+        checkpoints: The folder of them; None if the session has none.
+        step: The updates that are done; None: none, the state is a new one.
+        plans: Those of the steps before, by their first step.
+
+    Args:
+        job: That is trained.
+        plan: That runs.
+        options: Of the session.
+        stack: Closes the folder of checkpoints.
+        is_tight: Whether checkpoints are to be written in little memory.
+        folder: A state that a member of the generation before left in memory.
+
+    Raises:
+        CheckpointError: If a folder cannot be written, or holds a state of another run.
+    """
+
+    def __init__(
+        self,
+        job: TracedJob,
+        plan: Plan,
+        options: SessionOptions,
+        stack: contextlib.ExitStack,
+        *,
+        is_tight: bool,
+        folder: str | None = None,
+    ):
+        self._folder, self._gather = folder, job.gather
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_dir is not None:
+            model = job.functional(plan.microbatch_size)
+            largest = max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
+            self.checkpoints = stack.enter_context(
+                Checkpoints(
+                    options.checkpoint_dir,
+                    keep=job.settings.checkpoint.keep,
+                    largest_bytes=largest if is_tight else None,
+                    gather=job.gather,
+                )
+            )
+        self.step: int | None = self._latest(job)
+        self.plans: dict[int, Plan] = {}
+        if self.step is None:
+            return
+        where, facts = str(options.checkpoint_dir), {}
+        if folder is not None:
+            where, facts = folder, facts_of_state(folder)
+        elif self.checkpoints is not None:
+            facts = self.checkpoints.meta(self.step)
+        asked = facts_of_run(job, plan)
+        if folder is not None:
+            asked["numerics"] = plan.numerics
+        check_resumed(where, self.step, facts, asked, options.steps)
+        self.plans = plans_from_table(facts.get("plans", ()), until=self.step)
+
+    def _latest(self, job: TracedJob) -> int | None:
+        if self._folder is not None:
+            return int(facts_of_state(self._folder)["step"])
+        latest = self.checkpoints.latest() if self.checkpoints is not None else None
+        job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
+        return latest
+
+    def load(self, store: Store) -> bool:
+        """Take over the state of `step`; returns whether there is one."""
+        # Gloo waits for slower compilers half a minute only.
+        self._gather("programs are ready", "")
+        if self._folder is not None:
+            store.load(load_state(self._folder, store.wanted()))
+        elif self.checkpoints is not None and self.step is not None:
+            store.load(self.checkpoints.restore(store.wanted(), self.step))
+        return self.step is not None
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the checkpoint that it began with."""
+        return self.step if self._folder is None else None
+
+
+def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
+    """What a state of a run has in common with all others of it."""
+    return {
+        "format": _FORMAT,
+        "batch_size": plan.batch_size,
+        "microbatch_size": plan.microbatch_size,
+        "seed": job.seed,
+        "reduction": plan.sums.kind,
+        "precision": None if plan.precision == Precision() else str(plan.precision),
+    }

@@ -1,0 +1,94 @@
+"""State of the optimizer that waits in host memory or on a disk: whether it may, and what it costs.
+
+References:
+    Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
+    learning", SC 2021, section 4.
+"""
+
+from .._cluster._cluster import Cluster, Device
+from .._core._errors import PlanError
+from .._core._format import num_bytes
+from .._plan._plan import Plan
+from .._plan._plan_parts import Tier
+from .._planner._offload_efficiency import efficiency
+from ._traced_job import TracedJob
+
+_FLOPS_OF_FORWARD = 3  # of a step: the backward is two more
+#: Of the state that a copy updates, what is on its device at most, see `_lower._update_groups`.
+PART_ON_DEVICE = 1 / 8
+
+
+def fits_host(job: TracedJob, plan: Plan, cluster: Cluster, num_shared: int) -> bool:
+    """Whether all devices are described with their hosts, and these hold the optimizer's state.
+
+    Args:
+        job: That is planned.
+        plan: Of it.
+        cluster: Its devices.
+        num_shared: Copies of the model that share the state.
+    """
+    devices = [cluster.devices[d.rank] for d in plan.devices]
+    needed = job.optimizer_bytes(plan.microbatch_size) / num_shared
+    return needed > 0 and all(
+        d.host_memory_bytes is not None
+        and d.host_bytes_per_second is not None
+        and needed <= d.host_memory_bytes
+        for d in devices
+    )
+
+
+def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
+    """Refuse state in host memory that is described as too small for it.
+
+    Raises:
+        PlanError: With the bytes that it has and that it would need.
+    """
+    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+    for replica, own in zip(plan.replicas, granules, strict=True):
+        device, needed = cluster.devices[replica.devices[0]], total * own / sum(granules)
+        room = device.host_memory_bytes
+        if room is not None and needed > room:
+            raise PlanError(
+                f"memory.offload.optimizer='host': device {replica.devices[0]} ({device.label}) "
+                f"would keep {int(needed):,} bytes of the optimizer's state in the {room:,} of its "
+                "host's memory: share it out with memory.zero, or set 'disk'"
+            )
+
+
+def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
+    """What waiting elsewhere costs, of the copy that it costs most.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with its counts and shares.
+        cluster: Its devices.
+        tier: Where the state waits.
+    """
+    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+    own = [total * part / sum(granules) for part in granules]
+    place = "in host memory" if tier == "host" else "on the disk"
+    said = f"offload: {num_bytes(int(max(own)))} of the optimizer's state of a copy wait {place}"
+    found = []
+    for replica, state, count in zip(plan.replicas, own, plan.counts, strict=True):
+        device = cluster.devices[replica.devices[0]]
+        rate = _rate(device, tier)
+        if rate is not None:
+            found.append((2 * state / rate, state, count, rate, device))
+    if not found:
+        return f"{said}; what the copies cost is not known: the mesh file does not say how fast"
+    seconds, state, count, rate, device = max(found, key=lambda own: own[0])
+    ways = "half of it where both ways go at once" if tier == "host" else "each byte in and out"
+    said += (
+        f"; a step moves {num_bytes(int(2 * state))} at {rate / 1e9:.3g} GB/s, {seconds:.3g} s "
+        f"({ways}), hidden behind nothing but the update itself"
+    )
+    products = device.product_rate(job.precision.compute)
+    if products is None:
+        return said
+    flops = _FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
+    part = efficiency(flops / (2 * state), rate, products.flops_per_second)
+    return f"{said}; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
+
+
+def _rate(device: Device, tier: Tier) -> float | None:
+    return device.host_bytes_per_second if tier == "host" else device.disk_bytes_per_second

@@ -1,0 +1,359 @@
+"""Devices come and go, processes die, and nothing of it may move a bit.
+
+    python tests/elastic_chaos.py --events 100 --seed 1 --out benchmarks/results/elastic.json
+
+Each run is a real `hxla run --elastic` of a small job to which events happen at random; afterwards
+its SHA-256 must be that of the undisturbed run, its ledger without gaps, no step lost while one
+holder of the state lived, and nothing left behind: processes, shared memory, cgroups.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+JOB = ROOT / "tests" / "elastic_job.py"
+KINDS = (
+    "kill",
+    "kill the first",
+    "freeze",
+    "SIGTERM",
+    "join",
+    "leave",
+    "other share",
+    "kill twice",
+    "kill while it prepares",
+    "kill while it saves",
+)
+SHARES = (0.3, 0.4, 0.5)
+MOST_STEPS = 4000
+# What `hxla run` gives to processes on a CPU, and the bits depend on.
+_ALIKE = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
+MOST_SECONDS = 40.0  # from an event to the next completed step, the machine being busy
+
+
+@dataclasses.dataclass
+class Job:
+    """A run under way."""
+
+    folder: pathlib.Path
+    steps: int
+    slow: float
+    shares: list[float]
+    options: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self.names = [f"device {k}" for k in range(len(self.shares))]  # as the job calls them
+        self.num_named = len(self.names)
+        self.write_mesh()
+        self.log = self.folder / "events.jsonl"
+        self.printed = (self.folder / "printed.txt").open("wb")
+        command = [sys.executable, "-m", "hxla", "run", "--elastic", "--heartbeat", "3"]
+        command += ["--mesh", str(self.mesh), "--events", str(self.log), *self.launcher]
+        command += [str(JOB), "--steps", str(self.steps), "--slow", str(self.slow), *self.options]
+        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        self.process = subprocess.Popen(
+            command,
+            stdout=self.printed,
+            stderr=subprocess.STDOUT,
+            env=env | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+
+    @property
+    def mesh(self):
+        return self.folder / "mesh.toml"
+
+    def write_mesh(self):
+        """The devices as they shall be; the file is whole at any time."""
+        text = 'name = "chaos"\n'
+        for share in self.shares:
+            text += f'[[device]]\nkind = "cpu"\ncore_share = {share}\n'
+        part = self.mesh.with_suffix(".part")
+        part.write_text(text)
+        part.rename(self.mesh)
+
+    def add(self, share):
+        """A device more."""
+        self.shares.append(share)
+        self.names.append(f"device {self.num_named}")
+        self.num_named += 1
+
+    def remove(self, k):
+        """A device less."""
+        del self.shares[k], self.names[k]
+
+    def events(self):
+        """What happened so far."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait(self, wanted, seconds, what):
+        """Until the events say something; returns it."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            found = wanted(self.events())
+            if found:
+                return found
+            if self.process.poll() is not None:
+                raise AssertionError(f"the job ended while it was waited for {what}: {self.tail()}")
+            time.sleep(0.02)
+        raise AssertionError(f"{what}: not within {seconds:g} s: {self.tail()}")
+
+    def pids(self):
+        """Processes of the newest generation that trains, by device."""
+        events = self.events()
+        formed = [e for e in events if e["what"] == "Form"]
+        number = formed[-1]["generation"]["number"]
+        [started] = [e for e in events if e["what"] == "Started" and e["generation"] == number]
+        return started["pids"]
+
+    def printed_text(self):
+        """What it printed."""
+        return (self.folder / "printed.txt").read_text(errors="replace")
+
+    def tail(self):
+        """The end of it."""
+        return self.printed_text()[-3000:]
+
+    def stop(self):
+        """Nothing of it goes on."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.printed.close()
+
+    def end(self, seconds):
+        """Wait for it; returns its exit code."""
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.stop()
+
+
+def last_step(events):
+    """Steps that are known to be done, and when the last one was told."""
+    done = [e for e in events if e["what"] == "Completed"]
+    return (done[-1]["step"], done[-1]["seconds"]) if done else (0, 0.0)
+
+
+def runs(events):
+    """Whether all members of the newest generation have joined."""
+    formed = [e["generation"] for e in events if e["what"] == "Form"]
+    if not formed:
+        return False
+    joined = {
+        e["device"]
+        for e in events
+        if e["what"] == "Joined" and e["generation"] == formed[-1]["number"]
+    }
+    return joined == set(formed[-1]["members"])
+
+
+def send(pid, number):
+    """A signal to a process, if it is still there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def disturb(job, kind, rng):
+    """One event; returns whether a generation must follow it."""
+    pids = job.pids()
+    if len(pids) == 1 and kind != "other share":
+        kind = "join"  # whoever holds the only state is not to be lost
+    victim = rng.choice(sorted(pids))
+    if kind in ("kill", "kill the first", "kill while it saves"):
+        return send(pids[min(pids) if kind == "kill the first" else victim], signal.SIGKILL)
+    if kind == "freeze":
+        return send(pids[victim], signal.SIGSTOP)
+    if kind == "SIGTERM":
+        send(pids[victim], signal.SIGTERM)
+        job.wait(
+            lambda e: any(x["what"] == "Release" and x["device"] == victim for x in e), 30, "it"
+        )
+        job.remove(job.names.index(victim))
+        job.write_mesh()
+        return True
+    if kind == "kill twice":
+        send(pids[victim], signal.SIGKILL)
+        before = len([e for e in job.events() if e["what"] == "Started"])
+        job.wait(lambda e: len([x for x in e if x["what"] == "Started"]) > before, 30, "a new one")
+        started = [e for e in job.events() if e["what"] == "Started"][-1]
+        time.sleep(rng.uniform(0, 2))
+        return send(rng.choice(sorted(started["pids"].values())), signal.SIGKILL)
+    if kind == "join" and len(job.shares) < 4:
+        job.add(rng.choice(SHARES))
+    elif kind == "leave" and len(job.shares) > 2:
+        job.remove(rng.randrange(len(job.shares)))
+    else:
+        k = rng.randrange(len(job.shares))
+        share = rng.choice([s for s in (0.25, 0.35, 0.45) if s != job.shares[k]])
+        job.remove(k)
+        job.add(share)
+    job.write_mesh()
+    if kind == "kill while it prepares":
+        before = len([e for e in job.events() if e["what"] == "Started"])
+        job.wait(lambda e: len([x for x in e if x["what"] == "Started"]) > before, 30, "a new one")
+        time.sleep(rng.uniform(0, 2))
+        send(rng.choice(sorted(job.pids().values())), signal.SIGKILL)
+    return True
+
+
+@functools.cache
+def undisturbed(steps):
+    """The SHA-256 of the state after each step of one process, which nobody disturbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            str(JOB),
+            "--steps",
+            str(steps),
+            "--digests",
+            f"{folder}/digests",
+        ]
+        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _ALIKE
+        subprocess.run(
+            command, env=env | {"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL
+        )
+        return json.loads(pathlib.Path(folder, "digests").read_text())
+
+
+def disturbed(seed, num_events, kinds=KINDS, steps_between=8):
+    """A job to which so many events happen; returns a row for each."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        saves = ("--checkpoints", str(folder / "saved"), "--checkpoint-every", "5")
+        options = saves if "kill while it saves" in kinds else ()
+        shares = [rng.choice(SHARES) for _ in range(rng.randint(2, 4))]
+        job = Job(folder, MOST_STEPS, 0.05, shares, options)
+        rows = []
+        try:
+            job.wait(runs, 90, "the first generation")
+            for _ in range(num_events):
+                kind = rng.choice(kinds)
+                step, _ = last_step(job.events())
+                wanted = step + rng.randint(1, steps_between)
+                job.wait(lambda e, n=wanted: last_step(e)[0] >= n, 60, "steps before an event")
+                rows.append({"seed": seed, "kind": kind, **one(job, kind, rng)})
+            send(job.process.pid, signal.SIGTERM)
+            code = job.end(60)
+        finally:
+            job.stop()
+        check(job, code)
+        return rows
+
+
+def one(job, kind, rng):
+    """One event, until a step is completed by all that are then members."""
+    before = job.events()
+    number = len([e for e in before if e["what"] == "Form"])
+    step, _ = last_step(before)
+    must_change = disturb(job, kind, rng)
+    at = time.monotonic()
+
+    def again(events):
+        formed = [e for e in events if e["what"] == "Form"]
+        if must_change and len(formed) == number:
+            return False
+        settled = runs(events) and last_step(events)[0] > max(
+            step, formed[-1]["generation"]["first_step"]
+        )
+        return settled
+
+    job.wait(again, MOST_SECONDS * (2 if "twice" in kind or "prepares" in kind else 1), kind)
+    seconds = time.monotonic() - at
+    return {"seconds": round(seconds, 2), "pause": round(pause(job.events()), 3)}
+
+
+def pause(events):
+    """Seconds without a step at the last change of generation."""
+    formed = [k for k, e in enumerate(events) if e["what"] == "Form"][-1]
+    done = [e["seconds"] for e in events[:formed] if e["what"] == "Completed"]
+    after = [e["seconds"] for e in events[formed:] if e["what"] == "Completed"]
+    return after[0] - done[-1] if done and after else 0.0
+
+
+def check(job, code):
+    """What must be so in the end, whatever happened."""
+    events = job.events()
+    [ledger] = [e for e in events if e["what"] == "Ledger"]
+    end = 0
+    for run in ledger["runs"]:
+        assert run["first"] == end, ledger
+        end = run["end"]
+    assert not ledger["num_lost"], ledger
+    left = [e for e in events if e["what"] == "LeftState"]
+    digests = undisturbed(MOST_STEPS)
+    for state in left:
+        assert state["digest"] == digests[state["step"] - 1], state
+    assert code == 75, (code, job.tail())
+    for started in (e for e in events if e["what"] == "Started"):
+        for pid in started["pids"].values():
+            assert not pathlib.Path(f"/proc/{pid}").exists(), pid
+    assert not folders_of(job.process.pid)
+
+
+def folders_of(pid):
+    """What a launcher left in shared memory."""
+    return list(pathlib.Path("/dev/shm").glob(f"hxla-elastic-{pid}-*"))
+
+
+def wait_until_gone(pids, seconds=10):
+    """Until none of some processes is there."""
+    until = time.monotonic() + seconds
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--of-a-run", type=int, default=5)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    rows = []
+    for k in range(0, args.events, args.of_a_run):
+        began = time.monotonic()
+        rows += disturbed(args.seed + k, min(args.of_a_run, args.events - k))
+        for row in rows[-args.of_a_run :]:
+            print(row, flush=True)
+        print(f"run of seed {args.seed + k}: {time.monotonic() - began:.1f} s", flush=True)
+    table = {}
+    for kind in KINDS:
+        own = [row for row in rows if row["kind"] == kind]
+        if own:
+            pauses = [row["pause"] for row in own]
+            table[kind] = {
+                "events": len(own),
+                "median pause seconds": round(statistics.median(pauses), 3),
+                "longest pause seconds": max(pauses),
+            }
+            print(f"{kind:26} {table[kind]}")
+    if args.out:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        import results
+
+        results.write(pathlib.Path(args.out), {"seed": args.seed, "kinds": table})
+
+
+if __name__ == "__main__":
+    main()

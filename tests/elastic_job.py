@@ -1,0 +1,87 @@
+"""A job that `hxla run --elastic` runs in tests: a small net, whose processes print its SHA-256."""
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import hxla
+from hxla._run import _hand_over
+
+
+class Net(nnx.Module):
+    """Enough arrays to be sliced, and small."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.down = nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.norm(self.up(x))))
+
+
+def loss(model, batch):
+    """Squares, each example by itself."""
+    return ((model(batch["x"]) - batch["y"]) ** 2).sum(-1)
+
+
+def main():
+    """Train, and print the SHA-256."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--stages", type=int)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--digests", help="file for the SHA-256 of the state after each step")
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(256, 16)).astype(np.float32),
+        "y": rng.normal(size=(256, 4)).astype(np.float32),
+    }
+
+    digests = []
+
+    def pace(record, session):
+        time.sleep(args.slow)
+        if args.digests:
+            with tempfile.TemporaryDirectory() as folder:
+                tree = session._store.saved()
+                digests.append(_hand_over.leave_state(tree, {}, f"{folder}/state"))
+
+    result = hxla.train(
+        Net(nnx.Rngs(0)),
+        data,
+        loss,
+        optax.adam(1e-2),
+        batch_size=32,
+        microbatch_size=4,
+        stages=args.stages,
+        mesh={"data": jax.device_count() // args.tensor, "tensor": args.tensor}
+        if args.tensor > 1
+        else None,
+        rules="decoder" if args.tensor > 1 else None,
+        steps=args.steps,
+        callbacks=[pace] if args.slow or args.digests else [],
+        checkpoint_dir=args.checkpoints,
+        checkpoint_every=args.checkpoint_every,
+        config={"memory": {"zero": args.zero}} if args.zero else None,
+    )
+    if args.digests:
+        pathlib.Path(args.digests).write_text(json.dumps(digests))
+    if jax.process_index() == 0:
+        print(f"sha256 {result.sha256} after {result.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

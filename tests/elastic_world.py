@@ -1,0 +1,373 @@
+"""A world of devices and processes that does what the authority says, and goes wrong at random.
+
+It knows the truth: who really has which state. The authority hears of it late, in any order between
+processes, and what is said by processes that it knows to be gone arrives all the same.
+"""
+
+import collections
+import dataclasses
+import random
+
+from hxla._elastic import _membership as m
+from hxla._elastic._authority import advance, begin, chosen
+
+TRAINING = ("running", "preparing", "handing over")
+
+
+@dataclasses.dataclass
+class Process:
+    """A process. `reduced` is the step whose sum it has; `step` the steps behind its state."""
+
+    generation: m.Generation
+    device: str
+    status: str = "starting"  # prepared, joined, leaving, gone
+    step: int = -1
+    is_frozen: bool = False
+    is_unreachable: bool = False
+    is_condemned: bool = False
+
+
+class World:
+    """Seeded. `happen` lets one random thing happen; `settle` lets everything come to rest."""
+
+    def __init__(self, seed, rules, *, num_devices=6):
+        self.random = random.Random(seed)
+        self.rules = rules
+        self.at = 0.0
+        self.known = begin(rules)
+        self.away = [f"device {i}" for i in range(num_devices)]
+        self.here = []
+        self.promised = {}
+        self.processes = []
+        self.queues = collections.defaultdict(collections.deque)
+        self.memory = {}  # device: the newest step that was really left there
+        self.saved = 0
+        self.unread = []  # checkpoints that the authority sees when it next looks at anything
+        self.cut_off = set()  # devices that nobody can reach
+        self.started = set()  # never two processes of one number on a device
+        self.stopping = {}
+        self.summed = {}  # generation: steps whose sum is complete
+        self.forms = []
+        self.counts = collections.Counter()
+        self.lost_states = 0
+
+    # The authority
+
+    def hear(self, event):
+        while self.unread:
+            self.answer(m.Saved(at_seconds=self.at, step=self.unread.pop(0)))
+        self.answer(event)
+
+    def answer(self, event):
+        self.known, todo = advance(self.known, event)
+        self.free()
+        for one in todo:
+            self.do(one)
+        self.check()
+
+    def free(self):
+        """Hosts free the states that the authority does not count on any more."""
+        counted = {one.device for one in self.known.kept}
+        unheard = {device for (device, _), queue in self.queues.items() if queue}
+        for device in set(self.memory) - counted - unheard:
+            step = self.memory.pop(device)
+            newer = max([self.saved, *self.summed.values()])
+            assert device in self.cut_off or max([newer, *self.memory.values()]) >= step
+
+    def do(self, todo):
+        self.counts[type(todo).__name__] += 1
+        match todo:
+            case m.Prepare(generation=g):
+                self.start(g, "starting")
+            case m.Discard(generation=g):
+                for p in self.of(g):
+                    assert p.step < 0, "a process that has a state was discarded"
+                    self.end(p)
+            case m.Stop(generation=g):
+                self.stopping[g.number] = None
+            case m.Leave(generation=g, devices=devices):
+                for p in self.of(g):
+                    if p.device in devices and p.status != "leaving":
+                        p.status = "leaving"
+                        p.is_frozen = p.is_frozen and self.random.random() < 0.5  # woken, or not
+            case m.Kill(generation=g, devices=devices):
+                for p in self.of(g):
+                    if p.device in devices:
+                        assert p.status == "leaving", "it was not asked for its state"
+                        p.is_condemned = True
+                        self.end(p)
+            case m.Form(generation=g, source=source):
+                self.form(g, source)
+            case m.Save(kept=kept):
+                if kept.device in self.memory and self.random.random() < 0.9:
+                    self.save(kept.step)
+            case m.Release(device=device):
+                assert not self.training_on(device)
+                if device in self.promised:
+                    self.leave(device)
+            case m.Tell():
+                pass
+
+    def form(self, g, source):
+        others = [p for p in self.processes if p.generation.number < g.number]
+        assert not [p for p in others if not p.is_unreachable], "an older generation is alive"
+        assert self.rules.min_devices <= len(g.members) <= self.rules.max_devices
+        assert len(set(g.members)) == len(g.members)
+        assert set(g.members) <= set(self.known.devices)
+        assert not self.forms or g.number > self.forms[-1].number
+        assert not self.forms or g.port != self.forms[-1].port
+        reached = [step for device, step in self.memory.items() if device not in self.cut_off]
+        assert g.first_step >= max([self.saved, *reached]), "a step was lost that was left"
+        assert g.first_step <= max([self.saved, *self.memory.values()]), "a step nobody left"
+        if source is not None:
+            assert source in self.memory
+        self.forms.append(g)
+        ready = {p.device for p in self.of(g)}
+        self.start(dataclasses.replace(g, members=tuple(d for d in g.members if d not in ready)))
+        for p in self.of(g):
+            p.generation, p.status = g, "joining"
+
+    def start(self, g, status="joining"):
+        gone = [d for d in g.members if d not in self.here]
+        here = [d for d in g.members if d in self.here and (g.number, d) not in self.started]
+        self.started |= {(g.number, d) for d in here}
+        self.processes += [Process(g, d, status, is_unreachable=d in self.cut_off) for d in here]
+        for device in gone:  # the launcher finds nobody there
+            self.say(device, g.number, m.Exited(at_seconds=0, generation=g.number, device=device))
+
+    # What processes do
+
+    def of(self, g):
+        return [p for p in self.processes if p.generation.number == g.number]
+
+    def training_on(self, device):
+        return [
+            p
+            for p in self.processes
+            if p.device == device
+            and p.generation.number == self.known.generation.number
+            and self.known.phase in ("running", "forming")
+            and not p.is_unreachable
+        ]
+
+    def say(self, device, number, event):
+        self.queues[device, number].append(event)
+
+    def told(self, p, kind, **more):
+        event = kind(at_seconds=0, generation=p.generation.number, device=p.device, **more)
+        self.say(p.device, p.generation.number, event)
+
+    def end(self, p):
+        if p in self.processes and not p.is_unreachable:
+            self.processes.remove(p)
+            self.told(p, m.Exited)
+
+    def leave_state(self, p):
+        if p.step >= 0:
+            self.memory[p.device] = max(p.step, self.memory.get(p.device, -1))
+            self.told(p, m.LeftState, step=p.step, digest=f"state {p.step}")
+        self.end(p)
+
+    def act(self, p):
+        """One thing that a process does next."""
+        g = p.generation
+        if p.is_frozen or p.device in self.cut_off:
+            return
+        if p.status == "starting":
+            p.status = "prepared"
+            self.told(p, m.Prepared)
+        elif p.status == "joining" and self.known.source in self.cut_off:
+            source = self.known.source  # its state cannot be read
+            self.told(p, m.Told)
+            self.hear(m.Vanished(at_seconds=self.at, device=source))
+        elif p.status == "joining":
+            p.status, p.step = "joined", g.first_step
+            self.told(p, m.Joined)
+        elif p.status == "leaving":
+            self.leave_state(p)
+        elif p.status == "joined":
+            self.train(p)
+
+    def train(self, p):
+        g, members = p.generation, self.of(p.generation)
+        summed = self.summed.get(g.number, g.first_step)
+        is_full = len(members) == len(g.members)
+        if p.step < summed:
+            p.step = summed
+            self.told(p, m.Completed, step=p.step)
+            if p.step == self.rules.num_steps and self.random.random() < 0.5:
+                self.save(p.step)
+            return
+        last = self.stopping.get(g.number, -1)
+        if last is not None and last == p.step:
+            self.leave_state(p)
+            return
+        arrived = all(
+            q.status == "joined" and q.step == summed and not q.is_frozen for q in members
+        )
+        if p.step == self.rules.num_steps:
+            if self.random.random() < 0.3:
+                self.save(p.step)
+        elif is_full and arrived and g.number == self.known.generation.number:
+            # Others have no coordinator any more: the authority, which is it, closed its port.
+            self.summed[g.number] = summed + 1
+            if g.number in self.stopping and last is None:
+                self.stopping[g.number] = summed + 1  # the flag rides in this sum
+        elif p is members[0] and self.random.random() < 0.1:
+            self.save(p.step)
+        self.told(p, m.Told)
+
+    def save(self, step):
+        self.saved = max(self.saved, step)
+        self.unread.append(step)
+
+    # What happens to them
+
+    def leave(self, device):
+        """A device goes away; nothing of it is left."""
+        self.here.remove(device)
+        self.away.append(device)
+        self.promised.pop(device, None)
+        self.memory.pop(device, None)
+        self.cut_off.discard(device)
+        for key in [key for key in self.queues if key[0] == device]:
+            del self.queues[key]
+        for p in [p for p in self.processes if p.device == device]:
+            self.processes.remove(p)
+
+    def reach_again(self, device):
+        """Its host ends what is left of older generations first."""
+        self.cut_off.remove(device)
+        now = (self.known.generation, self.known.coming)
+        numbers = {g.number for g in now if g is not None}
+        for p in [p for p in self.processes if p.device == device]:
+            p.is_unreachable = False
+            is_given_up = p.generation.number == now[0].number and device not in self.known.alive
+            if p.is_condemned or is_given_up or p.generation.number not in numbers:
+                self.end(p)
+        if device not in self.known.devices:
+            self.memory.pop(device, None)
+            self.hear(m.Offered(at_seconds=self.at, device=device))
+
+    def fault(self):
+        """Something random goes wrong, or is asked for."""
+        kinds = {
+            "offer": 4,
+            "ask back": 2,
+            "vanish": 1,
+            "kill": 2,
+            "freeze": 1,
+            "cut off": 0.3,
+            "reach again": 0.3,
+            "shares": 1,
+        }
+        kind = self.random.choices([*kinds], [*kinds.values()])[0]
+        process = self.random.choice(self.processes) if self.processes else None
+        device = self.random.choice(self.here) if self.here else None
+        self.counts[kind] += 1
+        if kind == "offer" and self.away:
+            new = self.random.choice(self.away)
+            self.away.remove(new)
+            self.here.append(new)
+            self.hear(m.Offered(at_seconds=self.at, device=new))
+        elif kind == "ask back" and device:
+            notice = self.random.choice([2.0, 20.0, 200.0])
+            self.promised[device] = self.at + notice
+            self.hear(m.AskedBack(at_seconds=self.at, device=device, notice_seconds=notice))
+        elif kind == "vanish" and device:
+            self.leave(device)
+            self.hear(m.Vanished(at_seconds=self.at, device=device))
+        elif kind == "kill" and process:
+            self.end(process)
+        elif kind == "freeze" and process:
+            process.is_frozen = True
+        elif kind == "cut off" and device:
+            self.cut_off.add(device)
+            for p in self.processes:
+                p.is_unreachable = p.is_unreachable or p.device == device
+        elif kind == "reach again" and self.cut_off:
+            self.reach_again(self.random.choice(sorted(self.cut_off)))
+        elif kind == "shares" and self.known.generation.members:
+            num = len(self.known.generation.members)
+            shares = [0] * num
+            for _ in range(self.rules.num_microbatches):
+                shares[self.random.randrange(num)] += 1
+            number = self.known.generation.number
+            self.hear(m.SharesAsked(at_seconds=self.at, generation=number, shares=tuple(shares)))
+
+    def deliver(self):
+        queue = self.random.choice([q for q in self.queues.values() if q])
+        self.hear(dataclasses.replace(queue.popleft(), at_seconds=self.at))
+
+    def pass_time(self, seconds):
+        """Messages take less than a second; whoever is not frozen answers within one."""
+        for p in list(self.processes):
+            if p.status == "leaving":
+                self.act(p)
+            elif p.status == "joined" and not p.is_frozen and p.device not in self.cut_off:
+                self.told(p, m.Told)
+        while any(self.queues.values()):
+            self.deliver()
+        self.at += seconds
+        for device, until in list(self.promised.items()):
+            if until <= self.at and device in self.here:  # whoever asked takes it now
+                self.leave(device)
+                self.hear(m.Vanished(at_seconds=self.at, device=device))
+        self.hear(m.Passed(at_seconds=self.at))
+
+    def happen(self, fault_share):
+        """One random event."""
+        if self.random.random() < fault_share:
+            self.fault()
+        elif any(self.queues.values()) and self.random.random() < 0.5:
+            self.deliver()
+        elif self.processes and self.random.random() < 0.9:
+            self.act(self.random.choice(self.processes))
+        else:
+            self.pass_time(self.random.choice([0.1, 1.0, 1.0, 4.0]))
+
+    def settle(self):
+        """No more faults: all is delivered, and time passes until nothing changes any more."""
+        before = self.known.ledger.end
+        for _ in range(4000):
+            now = self.known
+            is_right = set(now.generation.members) == set(chosen(now)) and not self.promised
+            if now.phase == "running" and is_right and now.ledger.end > before + 3:
+                return
+            if any(self.queues.values()):
+                self.deliver()
+            elif self.random.random() < 0.9 and self.processes:
+                for p in list(self.processes):
+                    self.act(p)
+            else:
+                self.pass_time(4.0)
+            is_quiet = not any(self.queues.values()) and not self.processes and not self.promised
+            if self.known.phase == "waiting" and is_quiet:
+                return
+
+    # What always holds
+
+    def check(self):
+        known, rules = self.known, self.rules
+        commits = list(known.ledger.commits()) if self.random.random() < 0.02 else []
+        assert len(commits) == len(set(commits))
+        assert [r.first for r in known.ledger.runs] == [
+            0,
+            *[r.end for r in known.ledger.runs[:-1]],
+        ][: len(known.ledger.runs)]
+        reached = max([self.saved, *self.summed.values()])
+        assert known.ledger.end <= reached, "a step is committed that nobody did"
+        training = {p.generation.number for p in self.processes if p.status == "joined"}
+        reachable = {
+            p.generation.number
+            for p in self.processes
+            if p.status == "joined" and not p.is_unreachable
+        }
+        assert len(reachable) <= 1, (training, "two generations train")
+        if known.phase in (*TRAINING, "forming"):
+            assert rules.min_devices <= len(known.generation.members) <= rules.max_devices
+        if known.phase == "waiting":
+            assert not known.alive
+        if known.phase in ("preparing",):
+            assert known.coming is not None
+            assert known.coming.number > known.generation.number

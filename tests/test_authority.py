@@ -1,0 +1,291 @@
+"""The authority: what is true of ten thousand random events, and of chosen ones."""
+
+import dataclasses
+import inspect
+
+import pytest
+from elastic_world import World
+
+from hxla._elastic import _authority, _membership
+from hxla._elastic._authority import advance, begin, chosen
+from hxla._elastic._commits import Ledger
+from hxla._elastic._membership import (
+    AskedBack,
+    Completed,
+    Discard,
+    Exited,
+    Form,
+    Joined,
+    KeptState,
+    Kill,
+    Leave,
+    LeftState,
+    MembershipRules,
+    Offered,
+    Passed,
+    Prepare,
+    Prepared,
+    Release,
+    Save,
+    Saved,
+    SharesAsked,
+    Stop,
+    Tell,
+    Told,
+    Vanished,
+    newest,
+)
+
+RULES = MembershipRules(min_devices=2, max_devices=4, num_steps=100, num_microbatches=8)
+ENDLESS = dataclasses.replace(RULES, num_steps=10**6, most_failures=10**6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_10000_random_events_none_loses_a_commit_or_makes_two_authorities(seed):
+    """500 events each; the world asserts all of it after every single one."""
+    world = World(seed, ENDLESS)
+    for _ in range(500):
+        world.happen(fault_share=0.12)
+    before = world.known.ledger.end
+    world.settle()
+    assert world.known.phase in ("running", "waiting")
+    if world.known.phase == "waiting":
+        assert len(chosen(world.known)) < RULES.min_devices
+    else:
+        assert set(world.known.generation.members) == set(chosen(world.known))
+        assert world.known.ledger.end > before
+
+
+class Run:
+    """Events at growing times, and what was to be done about the last one."""
+
+    def __init__(self, rules=RULES, saved_step=0):
+        self.known, self.at = begin(rules, saved_step), 0.0
+
+    def __call__(self, kind, *names, after=0.1, **more):
+        self.at += after
+        todo = ()
+        for name in names or (None,):
+            if kind in (Offered, AskedBack, Vanished):
+                more = {**more, "device": name}
+            elif name is not None:
+                number = more.get("generation", self.known.generation.number)
+                more = {**more, "generation": number, "device": name}
+            self.known, todo = advance(self.known, kind(at_seconds=self.at, **more))
+        return todo
+
+    @property
+    def phase(self):
+        return self.known.phase
+
+
+def training(num=3, rules=RULES):
+    run = Run(rules)
+    names = [f"gpu{i}" for i in range(num)]
+    run(Offered, *names[: rules.min_devices])
+    run(Joined, *names[: rules.min_devices])
+    for name in names[rules.min_devices :]:
+        run(Offered, name)
+        members = run.known.coming.members
+        run(Prepared, *members, generation=run.known.coming.number)
+        run(LeftState, *run.known.generation.members, step=run.known.ledger.end + 1, digest="x")
+        run(Exited, *run.known.generation.members)
+        run(Joined, *members)
+    return run
+
+
+def kinds(todo):
+    return [type(one) for one in todo if not isinstance(one, Tell)]
+
+
+def test_a_run_waits_for_minp_and_then_starts_from_its_checkpoint():
+    run = Run(saved_step=7)
+    assert run(Offered, "a") == ()
+    assert run.phase == "waiting"
+    [form] = run(Offered, "b")
+    assert (form.generation.members, form.generation.first_step) == (("a", "b"), 7)
+    assert form.source is None
+    assert run.phase == "forming"
+    run(Joined, "a")
+    assert run.phase == "forming"
+    run(Joined, "b")
+    assert run.phase == "running"
+
+
+def test_a_planned_growth_prepares_stops_hands_over_and_forms():
+    run = training(2)
+    run(Completed, "gpu0", step=4)
+    [prepare] = run(Offered, "gpu2")
+    coming = prepare.generation
+    assert (run.phase, coming.members) == ("preparing", ("gpu0", "gpu1", "gpu2"))
+    run(Completed, "gpu1", step=5)  # it trains on meanwhile
+    assert run(Prepared, "gpu0", "gpu1", generation=coming.number) == ()
+    assert kinds(run(Prepared, "gpu2", generation=coming.number)) == [Stop]
+    assert run.phase == "handing over"
+    run(LeftState, "gpu0", "gpu1", step=6, digest="x")
+    assert run(Exited, "gpu0") == ()
+    [form] = run(Exited, "gpu1")
+    assert form.generation == dataclasses.replace(coming, first_step=6)  # the prepared processes
+    assert form.source == "gpu0"
+    assert run.known.ledger.end == 6
+
+
+def test_a_kill_lets_the_others_leave_their_state_and_goes_on_from_the_newest():
+    run = training(3)
+    first = run.known.ledger.end
+    run(Completed, "gpu0", step=first + 1)
+    [leave] = [t for t in run(Exited, "gpu0") if isinstance(t, Leave)]
+    assert leave.devices == {"gpu1", "gpu2"}
+    run(LeftState, "gpu1", step=first, digest="x")
+    run(LeftState, "gpu2", step=first + 1, digest="y")
+    run(Exited, "gpu1")
+    [form] = run(Exited, "gpu2")
+    assert (form.source, form.generation.first_step) == ("gpu2", first + 1)
+    assert form.generation.members == ("gpu0", "gpu1", "gpu2")  # its device may be used again
+    assert run.known.ledger.num_lost == 0
+
+
+def test_a_frozen_member_is_asked_first_and_killed_when_it_does_not_answer():
+    run = training(2)
+    run(Told, "gpu0", after=4.0)
+    assert kinds(run(Passed, after=2.0)) == [Leave]  # gpu1 was silent for 6 s
+    run(LeftState, "gpu0", step=9, digest="x")
+    [kill] = run(Exited, "gpu0")  # nothing is lost with gpu1, so it is not waited for
+    assert isinstance(kill, Kill)
+    assert kill.devices == {"gpu1"}
+    assert kinds(run(Exited, "gpu1")) == [Form]
+
+
+def test_a_frozen_member_with_the_newest_state_is_waited_for():
+    run = training(2)
+    first = run.known.ledger.end
+    run(Completed, "gpu1", step=first + 1)
+    run(Told, "gpu0", after=4.0)
+    assert kinds(run(Passed, after=2.0)) == [Leave]
+    run(LeftState, "gpu0", step=first, digest="x")
+    assert run(Exited, "gpu0") == ()
+    [kill] = run(Passed, after=RULES.collect_seconds)
+    assert isinstance(kill, Kill)
+
+
+def test_whoever_cannot_be_killed_is_left_out_and_not_believed():
+    run = training(3)
+    old = run.known.generation.number
+    run(Exited, "gpu0")
+    run(LeftState, "gpu1", step=9, digest="x")
+    run(Exited, "gpu1")
+    run(Passed, after=RULES.collect_seconds)
+    [form] = [t for t in run(Passed, after=RULES.collect_seconds) if isinstance(t, Form)]
+    assert set(form.generation.members) == {"gpu0", "gpu1"}
+    run(Joined, "gpu0", "gpu1")
+    before = run.known
+    for event in (Completed, LeftState, Exited, Joined, Prepared, Told):
+        more = {"step": 50} if event in (Completed, LeftState) else {}
+        more |= {"digest": "z"} if event is LeftState else {}
+        assert run(event, "gpu2", generation=old, **more) == ()
+        assert run.known == before
+
+
+def test_below_minp_the_state_is_saved_before_its_device_is_released():
+    run = training(2)
+    assert kinds(run(AskedBack, "gpu1", notice_seconds=30.0)) == [Stop]
+    run(LeftState, "gpu1", step=5, digest="x")
+    run(Exited, "gpu1")
+    todo = run(Exited, "gpu0")  # it left nothing: gpu1 alone has step 5
+    assert kinds(todo) == [Leave] or run.phase in ("collecting", "waiting")
+    assert run.phase == "waiting"
+    assert Save in kinds(todo)
+    assert Release not in kinds(todo)
+    assert kinds(run(Saved, step=5)) == [Release]
+
+
+def test_asking_back_and_new_shares_are_planned_changes():
+    run = training(3)
+    [prepare] = run(AskedBack, "gpu1", notice_seconds=100.0)
+    assert isinstance(prepare, Prepare)
+    assert prepare.generation.members == ("gpu0", "gpu2")
+    assert kinds(run(Offered, "gpu1")) == [Discard]  # it may stay after all
+    assert run.phase == "running"
+    [prepare] = run(SharesAsked, generation=run.known.generation.number, shares=(4, 2, 2))
+    assert prepare.generation.shares == (4, 2, 2)
+    wrong = training(3)
+    assert wrong(SharesAsked, generation=wrong.known.generation.number, shares=(4, 2)) == ()
+    assert wrong(SharesAsked, generation=0, shares=(4, 2, 2)) == ()
+
+
+def test_a_short_notice_does_not_wait_for_what_is_not_prepared():
+    run = training(3)
+    run(AskedBack, "gpu1", notice_seconds=8.0)
+    assert run.phase == "preparing"
+    assert kinds(run(Passed, after=3.5)) == [Stop]
+
+
+def test_a_device_that_is_not_prepared_in_time_is_not_used():
+    run = training(2)
+    run(Offered, "gpu2")
+    run(Prepared, "gpu0", "gpu1", generation=run.known.coming.number)
+    for _ in range(int(RULES.prepare_seconds)):
+        run(Told, "gpu0", "gpu1", after=1.0)
+    assert kinds(run(Passed)) == [Discard, Release]
+    assert run.phase == "running"
+
+
+def test_states_that_differ_are_not_used():
+    def left(device, step, digest):
+        return KeptState(device=device, step=step, digest=digest)
+
+    same = left("a", 3, "x"), left("b", 3, "x")
+    assert newest(same) == (same[0], ())
+    best, wrong = newest((*same, left("c", 4, "y"), left("d", 4, "z")))
+    assert (best.step, wrong) == (3, (4,))
+    run = training(2)
+    run(Exited, "gpu1")
+    run(LeftState, "gpu0", step=4, digest="x")
+    run(LeftState, "gpu1", step=4, digest="y")
+    todo = run(Exited, "gpu0")
+    assert next(t.words for t in todo if isinstance(t, Tell)).startswith(
+        "the states of step 4 differ"
+    )
+    assert run.known.generation.first_step == 0
+
+
+def test_generations_that_make_no_step_end_the_run():
+    run = training(2)
+    for _ in range(RULES.most_failures):
+        run(Exited, "gpu0")
+        run(Exited, "gpu1")
+        run(Joined, "gpu0", "gpu1")
+    assert run.phase == "failed"
+    assert run(Offered, "gpu5") == ()
+    assert kinds(run(AskedBack, "gpu0", notice_seconds=1.0)) == [Release]
+
+
+def test_the_last_checkpoint_finishes_a_run():
+    run = training(2)
+    run(Completed, "gpu0", step=RULES.num_steps)
+    assert run.phase == "running"
+    run(Saved, step=RULES.num_steps)
+    assert run.phase == "finished"
+    assert list(run.known.ledger.commits()) == [
+        (step, m) for step in range(RULES.num_steps) for m in range(RULES.num_microbatches)
+    ]
+
+
+def test_the_ledger_takes_back_what_is_lost_and_counts_it():
+    ledger = Ledger(num_microbatches=2).committed(1, 3).committed(1, 2).committed(2, 5)
+    assert [(r.generation, r.first, r.end) for r in ledger.runs] == [(1, 0, 3), (2, 3, 5)]
+    back = ledger.back_to(2)
+    assert (back.end, back.num_lost) == (2, 3)
+    assert back.back_to(9) == back
+    assert list(back.committed(3, 3).commits()) == [(s, m) for s in range(3) for m in range(2)]
+
+
+def test_every_event_is_handled_and_every_phase_can_be_late():
+    events = {
+        value
+        for value in vars(_membership).values()
+        if inspect.isclass(value) and issubclass(value, _membership.Happened)
+    }
+    assert events - {_membership.Happened} == set(_authority._HANDLERS)
+    phases = set(_membership.RunPhase.__args__)
+    assert phases == set(_authority._LATE) | set(_authority._ENDED)

@@ -1,0 +1,256 @@
+"""Jobs whose devices come and go: real processes and signals, the bits of undisturbed ones."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+
+import elastic_chaos
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from models import mesh
+
+import hxla
+from hxla._launch import _mailbox
+from hxla._run import _hand_over
+
+STEPS = 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_events_lose_nothing_and_move_no_bit(seed):
+    rows = elastic_chaos.disturbed(seed, 10)
+    assert len(rows) == 10
+
+
+def undisturbed_line(steps, *options):
+    """What a job prints in the end that nobody disturbs."""
+    command = [sys.executable, "-m", "hxla", "run", *options[:2], str(elastic_chaos.JOB)]
+    command += ["--steps", str(steps), *options[2:]]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    [line] = [line for line in ran.stdout.splitlines() if "sha256" in line]
+    return line.split("] ")[-1]
+
+
+def formed(events):
+    """How many members each generation had."""
+    return [len(e["generation"]["members"]) for e in events if e["what"] == "Form"]
+
+
+@pytest.mark.slow
+def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
+    """Steps on 4 devices, then on 2, then on 3 unlike ones (section 5.1.1) are those of one."""
+    job = elastic_chaos.Job(tmp_path, STEPS, 0.05, [0.4, 0.4, 0.4, 0.4])
+    changes = {20: [0.4, 0.4], 150: [0.5, 0.4, 0.3]}
+    try:
+        job.wait(elastic_chaos.runs, 90, "the first generation")
+        for step, shares in changes.items():
+            job.wait(lambda e, n=step: elastic_chaos.last_step(e)[0] >= n, 90, "steps")
+            job.shares = shares
+            job.write_mesh()
+            job.wait(lambda e, s=shares: formed(e)[-1] == len(s), 60, "other devices")
+        assert job.end(200) == 0, job.tail()
+    finally:
+        job.stop()
+    digests = elastic_chaos.undisturbed(elastic_chaos.MOST_STEPS)
+    events = job.events()
+    assert formed(events) == [4, 2, 3]
+    for e in events:
+        if e["what"] == "LeftState":
+            assert e["digest"] == digests[e["step"] - 1]
+    assert undisturbed_line(STEPS, "-n", "1") in job.tail()
+
+
+@pytest.mark.slow
+def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tmp_path):
+    """ZeRO 1: whole on nobody, so a kill goes back to the checkpoint, and says so."""
+    saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5", "--zero", "1")
+    job = elastic_chaos.Job(tmp_path, 400, 0.05, [0.4, 0.4], saves)
+    try:
+        job.wait(elastic_chaos.runs, 90, "the first generation")
+        elastic_chaos.one(job, "join", random.Random(0))
+        elastic_chaos.one(job, "kill", random.Random(0))
+        assert job.end(200) == 0, job.tail()
+    finally:
+        job.stop()
+    events = job.events()
+    [ledger] = [e for e in events if e["what"] == "Ledger"]
+    assert ledger["runs"][-1]["end"] == 400
+    assert 0 < ledger["num_lost"] <= 15
+    said = [e["words"] for e in events if e["what"] == "Tell"]
+    assert any("are lost: nobody left them" in words for words in said)
+    assert (
+        "could not leave its state: CheckpointError: the state is shared out over the members"
+        in job.printed_text()
+    )
+    assert any(e["what"] == "LeftState" for e in events)
+    assert undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["stages", "tensor"])
+def test_copies_of_several_devices_come_and_go(tmp_path, cut):
+    """Two devices, four, and one of them asked back: three cannot be used, so two are."""
+    job = elastic_chaos.Job(tmp_path, 900, 0.05, [0.4, 0.4], (f"--{cut}", "2"))
+    try:
+        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.shares = [0.4, 0.4, 0.4, 0.4]
+        job.write_mesh()
+        job.wait(lambda e: formed(e)[-1] == 4 and elastic_chaos.runs(e), 90, "four devices")
+        os.kill(job.pids()["device 1"], signal.SIGTERM)
+        job.wait(lambda e: formed(e)[-1] == 2 and elastic_chaos.runs(e), 90, "two devices")
+        assert job.end(200) == 0, job.tail()
+    finally:
+        job.stop()
+    assert "it is tried without" in job.printed_text()
+    assert undisturbed_line(900, "-n", "2", f"--{cut}", "2") in job.tail()
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import hxla\nraise ValueError('planted')\n")
+    command = [sys.executable, "-m", "hxla", "run", "--elastic", "-n", "1", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.strip().endswith("hxla: device 0 failed: ValueError: planted")
+
+
+@pytest.mark.slow
+def test_silence_is_judged_by_the_authority_alone(tmp_path):
+    """The watchdog of a process, which gives up after seven seconds, would leave no state."""
+    job = elastic_chaos.Job(tmp_path, 4000, 0.05, [0.9, 0.9], launcher=("--heartbeat", "9"))
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, 90, "steps")
+        assert elastic_chaos.one(job, "freeze", random.Random(0))["pause"] > 9
+    finally:
+        job.stop()
+    events = job.events()
+    assert [e["device"] for e in events if e["what"] == "LeftState"]
+    [said] = [e["words"] for e in events if e["what"] == "Tell"]
+    assert "for 9 s" in said
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_for_devices_says_what_is_lost_with_it(tmp_path):
+    job = elastic_chaos.Job(tmp_path, 900, 0.05, [0.5, 0.5], launcher=("--min", "2"))
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, 90, "steps")
+        os.kill(job.pids()["device 1"], signal.SIGTERM)
+        [saved] = job.wait(lambda e: [x for x in e if x["what"] == "Save"], 30, "waiting")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end(30) == 75
+    finally:
+        job.stop()
+    step = saved["kept"]["step"]
+    assert f"the state of step {step} waits in memory" in job.tail()
+    assert f"the state of step {step} was in memory only and is gone: give" in job.tail()
+
+
+HOSTILE = {
+    "min above max": (["--elastic", "--min", "3", "--max", "2", "-n", "2"], "--min 3 --max 2"),
+    "min without elastic": (["--min", "2", "-n", "2"], "--min is of --elastic"),
+    "no time": (["--elastic", "--heartbeat", "0.1", "-n", "2"], "--heartbeat 0.1"),
+    "no time for steps": (["--elastic", "--grace", "-1", "-n", "2"], "--grace -1"),
+    "a plan": (["--elastic", "--plan", "x.json", "-n", "2"], "leave out --plan"),
+    "no folder": (["--elastic", "-n", "1", "--events", "/nowhere/x"], "--events /nowhere/x"),
+}
+
+
+def test_tasks_that_something_else_started_are_not_elastic():
+    command = [sys.executable, "-m", "hxla", "run", "--elastic", str(elastic_chaos.JOB)]
+    env = os.environ | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "one of Slurm with 2 tasks: start one task, or leave it out" in ran.stderr
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_options_are_refused(name):
+    options, words = HOSTILE[name]
+    command = [sys.executable, "-m", "hxla", "run", *options, str(elastic_chaos.JOB)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2
+    assert words in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def tree():
+    """Arrays as a store has them, some over devices."""
+    rows = NamedSharding(mesh(data=2), PartitionSpec("data"))
+    return {
+        "params": {"a": jax.device_put(np.arange(8, dtype=np.float32), rows)},
+        "count": jax.numpy.int32(7),
+        "low": jax.numpy.ones((3, 2), jax.numpy.bfloat16),
+        "exponents": np.array([3, 4], np.int32),
+        "none": np.zeros((0, 4), np.float32),
+    }
+
+
+def test_a_state_in_memory_is_read_as_it_was_left(tmp_path):
+    digest = _hand_over.leave_state(tree(), {"step": 3}, tmp_path / "state")
+    found = _hand_over.load_state(tmp_path / "state", tree())
+    assert _hand_over.facts_of_state(tmp_path / "state") == {"step": 3}
+    assert hxla.fingerprint(found) == hxla.fingerprint(tree())
+    assert found["params"]["a"].sharding == tree()["params"]["a"].sharding
+    assert _hand_over.leave_state(found, {"step": 9}, tmp_path / "again") == digest
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    _hand_over.leave_state(tree(), {}, tmp_path / "state")
+    with pytest.raises(hxla.CheckpointError, match=r"of another model or optimizer: exponents"):
+        _hand_over.load_state(tmp_path / "state", tree() | {"exponents": np.zeros(3, np.int32)})
+    with pytest.raises(hxla.CheckpointError, match=r"of another model or optimizer: count"):
+        _hand_over.load_state(tmp_path / "state", {k: v for k, v in tree().items() if k != "count"})
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_memory_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(_hand_over, "_BYTES", "../../../../../../../../../../../dev/full")
+    with pytest.raises(hxla.CheckpointError, match=r"has no room for .* No space left on device"):
+        _hand_over.leave_state(tree(), {}, tmp_path / "state")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_half_written_is_no_message():
+    mailbox, path = _mailbox.new_mailbox(2)
+    other = _mailbox.open_mailbox(path, 2)
+    other.tell(1, _mailbox.Report(step=4, digest="ab"))
+    mailbox.give(1, _mailbox.Order(begins=True, state="/x"))
+    assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")
+    assert other.order(1) == _mailbox.Order(begins=True, state="/x")
+    assert mailbox.report(0) == _mailbox.Report()
+    other._board.put(1, "00000000" + json.dumps({"step": 9}))
+    assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")  # what was said before
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp_path):
+    saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5")
+    job = elastic_chaos.Job(tmp_path, 60, 0.05, [0.5, 0.5], saves)
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 20, 90, "steps")
+        pids = job.pids()
+        job.process.send_signal(signal.SIGKILL)
+        job.process.wait()
+    finally:
+        job.stop()
+    elastic_chaos.wait_until_gone(pids.values())
+    assert not elastic_chaos.folders_of(job.process.pid)
+    again = elastic_chaos.Job(tmp_path, 60, 0.0, [0.5], saves)
+    try:
+        assert again.end(120) == 0, again.tail()
+    finally:
+        again.stop()
+    digests = elastic_chaos.undisturbed(elastic_chaos.MOST_STEPS)
+    assert "resumed from step" in again.tail()
+    [ledger] = [e for e in again.events() if e["what"] == "Ledger"]
+    assert ledger["runs"][-1]["end"] == 60
+    assert digests

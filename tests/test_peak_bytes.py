@@ -1,0 +1,75 @@
+"""What a device holds at most in a step, beside what the plan says of it."""
+
+import gc
+
+import families
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._lower._options import extra_bytes
+
+
+def live_bytes():
+    """Of the arrays on the first device; several may share a buffer."""
+    shards = [s for x in jax.live_arrays() for s in x.addressable_shards if s.device.id == 0]
+    return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """Bytes of live arrays and of what the program needs beside them, the most of any program."""
+    found = [0]
+    run = jax.stages.Compiled.__call__
+
+    def watched(self, *arguments, **named):
+        jax.block_until_ready(jax.live_arrays())
+        devices = {d.id for s in jax.tree.leaves(self.output_shardings) for d in s.device_set}
+        if 0 in devices:
+            found[0] = max(found[0], live_bytes() + extra_bytes(self))
+        return run(self, *arguments, **named)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", watched)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num", "limbs", "memory"),
+    [
+        (2, 2, {"zero": 0}),
+        (2, 2, {"zero": 1}),
+        (2, 2, {"zero": 1, "recompute": "none"}),
+        (2, 2, {"zero": 2, "recompute": "none"}),
+        (2, 1, {"zero": 3, "recompute": "boundaries"}),
+        (4, 2, {"zero": 2, "recompute": "boundaries"}),
+        (4, 2, {"zero": 3, "recompute": "boundaries"}),
+        (4, 1, {"zero": 3, "recompute": "boundaries", "waves": 2, "shares": [3, 1, 1, 1]}),
+    ],
+    ids=str,
+)
+def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
+    gpt = families.example("gpt")
+    data = {"text": np.zeros((8 * num, 65), np.uint8)}
+    own = hxla.Job(
+        gpt.GPT(nnx.Rngs(0), width=128, length=64, layers=3),
+        data,
+        gpt.loss,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        batch_size=8 * num,
+        config={"memory": memory, "communication": {"limbs": limbs}},
+    )
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+    plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
+    gc.collect()
+    before = live_bytes()
+    with own.open(plan, steps=2) as session:
+        steps = iter(session)
+        next(steps)
+        gc.collect()
+        peak[0] = 0
+        next(steps)
+        assert session.memory_bytes == pytest.approx(peak[0] - before, rel=0.03)
