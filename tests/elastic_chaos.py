@@ -62,12 +62,11 @@ class Job:
         command = [sys.executable, "-m", "hxla", "run", "--elastic", "--heartbeat", "3"]
         command += ["--mesh", str(self.mesh), "--events", str(self.log), *self.launcher]
         command += [str(JOB), "--steps", str(self.steps), "--slow", str(self.slow), *self.options]
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         self.process = subprocess.Popen(
             command,
             stdout=self.printed,
             stderr=subprocess.STDOUT,
-            env=env | {"PYTHONPATH": str(ROOT)},
+            env=own_environment(),
             start_new_session=True,
         )
 
@@ -215,22 +214,21 @@ def disturb(job, kind, rng):
     return True
 
 
+def own_environment():
+    """Without the fake devices of a test, and with this checkout."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return env | {"PYTHONPATH": str(ROOT)}
+
+
 @functools.cache
-def undisturbed(steps):
-    """The SHA-256 of the state after each step of one process, which nobody disturbs."""
+def undisturbed(steps, *options, num=1):
+    """The SHA-256 of the state after each step of a job that nobody disturbs."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            str(JOB),
-            "--steps",
-            str(steps),
-            "--digests",
-            f"{folder}/digests",
-        ]
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _ALIKE
-        subprocess.run(
-            command, env=env | {"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL
-        )
+        runner = ["-m", "hxla", "run", "-n", str(num)] if num > 1 else []
+        command = [sys.executable, *runner, str(JOB), "--steps", str(steps), *options]
+        command += ["--digests", f"{folder}/digests"]
+        env = own_environment() | ({} if runner else _ALIKE)
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
         return json.loads(pathlib.Path(folder, "digests").read_text())
 
 

@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--checkpoints")
     parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--stages", type=int)
     parser.add_argument("--tensor", type=int, default=1)
@@ -56,17 +57,20 @@ def main():
         time.sleep(args.slow)
         if args.digests:
             with tempfile.TemporaryDirectory() as folder:
-                tree = session._store.saved()
-                digests.append(_hand_over.leave_state(tree, {}, f"{folder}/state"))
+                store = session._store
+                gather = store.gather if jax.process_count() > 1 else None
+                state = f"{folder}/state"
+                digests.append(_hand_over.leave_state(store.saved(), {}, state, gather))
 
     result = hxla.train(
         Net(nnx.Rngs(0)),
         data,
         loss,
         optax.adam(1e-2),
-        batch_size=32,
+        batch_size=args.batch_size,
         microbatch_size=4,
-        stages=args.stages,
+        # A stated ratio: where a cut is measured it may be another on another day.
+        stages=[1.0] * args.stages if args.stages else None,
         mesh={"data": jax.device_count() // args.tensor, "tensor": args.tensor}
         if args.tensor > 1
         else None,
@@ -77,7 +81,7 @@ def main():
         checkpoint_every=args.checkpoint_every,
         config={"memory": {"zero": args.zero}} if args.zero else None,
     )
-    if args.digests:
+    if args.digests and jax.process_index() == 0:
         pathlib.Path(args.digests).write_text(json.dumps(digests))
     if jax.process_index() == 0:
         print(f"sha256 {result.sha256} after {result.step} steps", flush=True)

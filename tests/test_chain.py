@@ -254,7 +254,7 @@ def test_memory_falls_as_the_replay_says():
         own = wide(word)
         plan = planned(own, BATCH)
         num = len(plan.chain.segments)
-        costs = costs_of(own._traced.graph(BATCH), plan.chain.points, range(100))
+        costs, _ = costs_of(own._traced.graph(BATCH), plan.chain.points, range(100))
         sequence = sequence_from_texts(num, plan.chain.sequence)
         found[word] = watched(own, plan), replay_sequence(sequence, costs)
     # What a program needs while it runs is gone after it, so less lives between programs.
@@ -270,7 +270,7 @@ def test_auto_recomputes_what_the_memory_asks_for():
     own = job(config=with_recompute("none"))
     graph = own._traced.graph(2)
     chain = planned(own).chain
-    costs = costs_of(graph, chain.points, range(100))
+    costs, _ = costs_of(graph, chain.points, range(100))
     num = len(costs)
     keeps_all = sequence_from_texts(num, chain.sequence)
     most = replay_sequence(keeps_all, costs).peak_bytes

@@ -98,19 +98,31 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tm
 @pytest.mark.parametrize("cut", ["stages", "tensor"])
 def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     """Two devices, four, and one of them asked back: three cannot be used, so two are."""
-    job = elastic_chaos.Job(tmp_path, 900, 0.05, [0.4, 0.4], (f"--{cut}", "2"))
+    options = ("--batch-size", "16", f"--{cut}", "2")
+    job = elastic_chaos.Job(tmp_path, 100_000, 0.1, [0.4, 0.4], options)
+
+    def trains(num):
+        job.wait(lambda e: formed(e)[-1] == num and elastic_chaos.runs(e), 90, f"{num} devices")
+        first = elastic_chaos.last_step(job.events())[0]
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, 90, "steps")
+
     try:
         job.wait(elastic_chaos.runs, 90, "the first generation")
         job.shares = [0.4, 0.4, 0.4, 0.4]
         job.write_mesh()
-        job.wait(lambda e: formed(e)[-1] == 4 and elastic_chaos.runs(e), 90, "four devices")
+        trains(4)
         os.kill(job.pids()["device 1"], signal.SIGTERM)
-        job.wait(lambda e: formed(e)[-1] == 2 and elastic_chaos.runs(e), 90, "two devices")
-        assert job.end(200) == 0, job.tail()
+        trains(2)
+        job.shares = [0.45, 0.45]
+        job.write_mesh()
+        trains(2)
     finally:
         job.stop()
     assert "it is tried without" in job.printed_text()
-    assert undisturbed_line(900, "-n", "2", f"--{cut}", "2") in job.tail()
+    left = {e["step"]: e["digest"] for e in job.events() if e["what"] == "LeftState"}
+    assert len(left) >= 3
+    digests = elastic_chaos.undisturbed(max(left), *options, num=2)
+    assert left == {step: digests[step - 1] for step in left}
 
 
 @pytest.mark.slow

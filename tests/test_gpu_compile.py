@@ -17,7 +17,7 @@ from hxla._launch._launcher import _GPU_FLAGS, _MIXED_GPU_FLAGS
 
 TESTS = pathlib.Path(__file__).parent
 FOLDER = pathlib.Path(os.environ.get("GPU_COMPILER", pathlib.Path(sys.prefix, "gpu-compiler")))
-GATHERED = {"all-gather of f32+s32 over data", "all-reduce of s32 over data"}
+GATHERED = {"all-gather of s32 over data", "all-reduce of s32 over data"}
 SUM = GATHERED | {"reduce-scatter of s32 over data"}
 INSIDE = {"all-reduce of f32 over tensor"}
 #: What one process of a copy asks, such as to stop, the others of its copy hear with the sums.

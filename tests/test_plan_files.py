@@ -19,6 +19,8 @@ from flax import nnx
 
 import hxla
 from hxla._graph._segments import segments
+from hxla._launch._mailbox import MEMORY_VARIABLE
+from hxla._launch._member import Pinned, pin
 from hxla._profile._profile import LayerTime, Profile, Setting
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -290,6 +292,31 @@ def test_a_described_clusters_counts_and_stages_follow_a_given_profile():
     other = dataclasses.replace(known, layers=(*known.layers[:-1], "elsewhere"))
     with pytest.raises(hxla.PlanError, match="elsewhere"):
         own.plan("cpu-1.0-0.33", profile=other, stages=2, microbatch_size=4)
+
+
+def test_what_was_measured_first_is_kept_by_later_generations(tmp_path, monkeypatch):
+    """Of an elastic job: other devices would suggest other sizes and stages, so other bits."""
+    own = job(default=None)
+    known = profile_of(own, {"cpu": 1.0, "cpu@0.33": 3.0})
+    free = own.plan("cpu-1.0-0.33", profile=known, stages=2)
+    assert free.pipeline.cut != (1, 3)
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path))
+    pin(Pinned(microbatch_size=2, cut=(1, 3)))
+    later = own.plan("cpu-1.0-0.33", profile=known, stages=2)
+    assert (later.microbatch_size, later.pipeline.cut) == (2, (1, 3))
+    assert free.microbatch_size != 2
+    split = hxla.Job(
+        models.NnxNet(nnx.Rngs(0), heads=8),
+        models.tokens(),
+        models.token_loss,
+        optax.sgd(0.1),
+        batch_size=8,
+    )
+    arguments = {"mesh": {"data": 1, "tensor": 2}, "rules": "decoder"}
+    pin(Pinned(microbatch_size=2, shares=(3, 1)))
+    assert split.plan("cpu-1.0-0.33", **arguments).axes[0].shares == (3, 1)
+    pin(Pinned(microbatch_size=2, shares=(1, 1)))
+    assert not split.plan("cpu-1.0-0.33", **arguments).is_uneven
 
 
 # -- refused -------------------------------------------------------------------------------------

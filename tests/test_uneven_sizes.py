@@ -29,7 +29,7 @@ def instance(rng):
         devices.append(
             SplitDevice(
                 name=f"device {i}",
-                unit_seconds=float(rng.choice([1, 2, 3, rng.uniform(0.5, 4)])),
+                unit_seconds=float(rng.choice([0, 1, 2, 3, rng.uniform(0.5, 4)])),
                 fixed_seconds=float(rng.choice([0, rng.uniform(0, 3)])),
                 memory_bytes=memory,
                 fixed_bytes=fixed,

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pathlib
 import threading
@@ -29,7 +30,7 @@ from ._mailbox import (
 
 _POLL_SECONDS = 0.02
 _POLLS_OF_A_BEAT = 10
-_SIZE = "microbatch_size"
+_PINNED = "pinned.json"
 _PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a peer is lost
 
 
@@ -154,20 +155,37 @@ def own_member() -> Member | None:
     return Member(mailbox, rank, int(os.environ[GENERATION_VARIABLE]))
 
 
-def pin_size(microbatch_size: int) -> None:
-    """Later generations are to have microbatches of this size, whatever their devices suggest."""
-    path = pathlib.Path(os.environ[MEMORY_VARIABLE], _SIZE)
-    part = path.with_name(f"{_SIZE}-{os.getpid()}")
-    part.write_text(str(microbatch_size))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """What measurements chose for the first generation and bits depend on: later ones keep it.
+
+    Attributes:
+        microbatch_size: The examples of a microbatch; None: nothing is pinned.
+        cut: The segments of each stage of a pipeline.
+        shares: The ratio in which the devices of a copy share what is cut.
+    """
+
+    microbatch_size: int | None = None
+    cut: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+
+
+def pin(choices: Pinned) -> None:
+    """Later generations are to choose the same, whatever their devices suggest."""
+    path = pathlib.Path(os.environ[MEMORY_VARIABLE], _PINNED)
+    part = path.with_name(f"{_PINNED}-{os.getpid()}")
+    part.write_text(json.dumps(dataclasses.asdict(choices)))
     part.rename(path)
 
 
-def pinned_size() -> int | None:
-    """The size of microbatches of the generations before; None: there was none."""
+def pinned() -> Pinned:
+    """What the generations before have chosen."""
     folder = os.environ.get(MEMORY_VARIABLE)
     if not folder:
-        return None
+        return Pinned()
     try:
-        return int(pathlib.Path(folder, _SIZE).read_text())
+        found = json.loads(pathlib.Path(folder, _PINNED).read_text())
     except FileNotFoundError:
-        return None
+        return Pinned()
+    size = found["microbatch_size"]
+    return Pinned(microbatch_size=size, cut=tuple(found["cut"]), shares=tuple(found["shares"]))

@@ -129,6 +129,12 @@ class PlannedPipeline(PlanValue):
         return tuple(b.first for a, b in pairs if a.part != b.part)
 
     @property
+    def cut(self) -> tuple[int, ...]:
+        """The number of segments of each part."""
+        parts = [segment.part for segment in self.segments]
+        return tuple(map(parts.count, range(max(parts) + 1)))
+
+    @property
     def has_weight(self) -> bool:
         """Whether weight gradients are operations of their own."""
         if isinstance(self.schedule, str):

@@ -15,7 +15,7 @@ from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
-from .._launch._member import pinned_size
+from .._launch._member import pinned
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
@@ -87,7 +87,7 @@ def size_asked(job: TracedJob, size: int | None) -> int | None:
         ConfigError: For sizes below one, or that do not divide, or disagree.
     """
     check_whole_numbers(1, microbatch_size=size)
-    size = pinned_size() if size is None else size
+    size = pinned().microbatch_size if size is None else size
     batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
     if num is not None:
         if batch_size % num:
@@ -156,8 +156,9 @@ def plan_for(
     structure = structure_of(
         graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
     )
-    if wishes.shares:
-        structure = dataclasses.replace(structure, shares=wishes.shares)
+    shares = wishes.shares or _pinned_shares(structure)
+    if shares:
+        structure = dataclasses.replace(structure, shares=shares)
     num, counts = len(structure.replicas), wishes.counts
     fractions: tuple[float, ...] = ()
     reasons: list[str] = []
@@ -206,7 +207,7 @@ def plan_for(
 
     def tried(plan: Plan) -> Plan:
         """With the sizes of a split that devices which are here were measured to need."""
-        is_free = not wishes.shares and wishes.counts != "even" and profile is None
+        is_free = not shares and wishes.counts != "even" and profile is None
         found = tried_sizes(job, plan, devices) if is_free and plan.is_uneven and devices else None
         if found is None:
             return plan
@@ -275,6 +276,11 @@ def _mesh(
     return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
 
 
+def _pinned_shares(structure: Structure) -> tuple[int, ...]:
+    own = pinned().shares
+    return own if [size for _, size in structure.inner] == [len(own)] else ()
+
+
 def _cut(
     job: TracedJob,
     structure: Structure,
@@ -299,6 +305,9 @@ def _cut(
         or (profile is None and (devices is None or share_cores(devices)))
     ):
         return structure, ()
+    if pinned().cut:
+        request = dataclasses.replace(request, cut=pinned().cut)
+        return pipelined(range(len(cluster.devices)), request), ()
     times: dict[int, np.ndarray] = {}
     if profile is not None:
         request = dataclasses.replace(request, num_segments=profile.most_segments)

@@ -168,8 +168,7 @@ class Session:
             self._began = time.perf_counter()
             if self._member is not None:
                 facts = self._meta() | {"numerics": self.plan.numerics}
-                num = self.plan.num_microbatches
-                self._stack.enter_context(self._member.training(start, facts, num))
+                self._stack.enter_context(self._member.training(start, facts, self.plan))
             opening.pop_all()
         for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
             self._recorder.log(damage)

@@ -11,8 +11,9 @@ import jax
 from .._core._errors import CheckpointError
 from .._core._format import num_bytes
 from .._jax._lost_peers import is_lost_peer
-from .._launch._member import Member, pin_size
+from .._launch._member import Member, Pinned, pin
 from .._lower._store import Store
+from .._plan._plan import Plan
 from ._checkpoints import Checkpoints
 from ._hand_over import leave_state
 from ._signals import Termination
@@ -53,13 +54,19 @@ class SessionMember:
         )
 
     @contextlib.contextmanager
-    def training(self, step: int, facts: dict[str, Any], num_microbatches: int) -> Iterator[None]:
-        """While the store holds a state that may be left at any time."""
+    def training(self, step: int, facts: dict[str, Any], plan: Plan) -> Iterator[None]:
+        """While the store holds a state that may be left at any time.
+
+        Args:
+            step: That comes next.
+            facts: Of the run, which are left with the state.
+            plan: That runs: later generations keep what decides its bits.
+        """
         self._step, self._facts = step, facts
-        pin_size(facts["microbatch_size"])
+        pin(_chosen(plan))
         leave = functools.partial(self._leave, None)
         with self._member.trains(leave, lambda: self._termination.arrived):
-            self._member.tell(is_joined=True, step=step, num_microbatches=num_microbatches)
+            self._member.tell(is_joined=True, step=step, num_microbatches=plan.num_microbatches)
             yield
 
     @contextlib.contextmanager
@@ -91,3 +98,13 @@ class SessionMember:
         facts = self._facts | {"step": self._step}
         digest = leave_state(self._store.saved(), facts, self._member.folder, gather)
         return self._step, digest
+
+
+def _chosen(plan: Plan) -> Pinned:
+    size = plan.microbatch_size
+    if plan.pipeline is not None:
+        return Pinned(microbatch_size=size, cut=plan.pipeline.cut)
+    if len(plan.axes) == 1:
+        [axis] = plan.axes
+        return Pinned(microbatch_size=size, shares=axis.shares or (1,) * axis.size)
+    return Pinned(microbatch_size=size)
