@@ -1,19 +1,14 @@
-"""`hxla run --elastic`: the authority's decisions, carried out on this machine."""
+"""`hxla run --elastic`: the authority's decisions, carried out on its hosts."""
 
 import dataclasses
 import itertools
-import os
-import pathlib
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .._cluster._cluster import Cluster, Device
+from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import dump_cluster
 from .._core._errors import HxlaError
 from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
@@ -43,29 +38,28 @@ from .._elastic._membership import (
     Tell,
     ToDo,
     Told,
+    Vanished,
     newest,
 )
 from ._event_log import EventLog, Started
-from ._janitor import start_janitor
-from ._mailbox import Order, Report, left_folder
-from ._output import Logs, Output
-from ._team import Seat, Streams, Team
+from ._host import Host, Hosts, Place
+from ._mailbox import Report
+from ._team import Team
 from ._throttle import pack
+from ._warm import CoordinationProcess
+from ._workers import Seat, Streams, WorkersStart
 
 _POLL_SECONDS = 0.02
 _REREAD_SECONDS = 0.5
-_NOTICE_SECONDS = 600.0  # of a device that is no longer in the mesh file
 _OF_OTHERS = ("victim", "judged", "preempted", "left")
-_MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
 
 
 class ElasticRun:
     """A job whose processes come and go, from its start until `wait` returns.
 
     Args:
-        command: A Python script and its arguments.
-        read_devices: The devices that may be used, now.
-        environment: What a process for a device gets besides its place in the generation.
+        hosts: Where devices come from, and their processes run.
+        streams: Where what is printed goes.
         rules: What the run keeps to.
         grace_seconds: From SIGTERM to SIGKILL.
         events: What is told of everything that happens.
@@ -73,45 +67,37 @@ class ElasticRun:
 
     def __init__(
         self,
-        command: Sequence[str],
-        read_devices: Callable[[], Sequence[Device]],
-        environment: Callable[[Device, int, str], dict[str, str]],
+        hosts: Hosts,
+        streams: Streams,
         rules: MembershipRules,
         grace_seconds: float,
         events: EventLog,
     ):
-        self._command, self._read_devices = command, read_devices
-        self._environment, self._grace = environment, grace_seconds
+        self._hosts, self._streams, self._grace = hosts, streams, grace_seconds
         self._known: Membership = begin(rules)
         self._events = events
         self._most = rules.max_devices
-        self._devices: dict[str, Device] = {}
-        self._places: dict[str, int] = {}  # of devices on this machine
-        self._asked_back: set[str] = set()  # those that are no longer in the mesh file
-        self._given_back: dict[str, Device] = {}  # those that still are, and are not used
+        self._places: dict[str, Place] = {}
+        self._numbers: dict[str, int] = {}  # of devices on their hosts
+        self._asked_back: set[str] = set()  # those that are no longer offered
+        self._given_back: dict[str, Place] = {}  # those that still are, and are not used
         self._teams: dict[int, Team] = {}
-        self._left: dict[str, str] = {}  # folders of states, by the device that left them
+        self._left: dict[str, tuple[Host, str]] = {}  # folders of states, by who left them
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._asked: int | None = None
         self._asked_at = self._read_at = 0.0
         self._passed_at = time.monotonic()
-        self._failure: tuple[int, str] | None = (
-            None  # exit code and words of an error of the script
-        )
+        # The exit code and the words of an error of the script.
+        self._failure: tuple[int, str] | None = None
         self._number = self._step = 0
-        lock = threading.Lock()
-        self._streams = Streams(
-            out=Output(sys.stdout.buffer, lock, lambda _: self._on_signal(signal.SIGTERM)),
-            err=Output(sys.stderr.buffer, lock, lambda _: None),
-            logs=Logs(),
-        )
-        self._janitor = start_janitor()
-        parent = _MEMORY if os.path.isdir(_MEMORY) else None
-        self._memory = tempfile.mkdtemp(prefix=f"hxla-elastic-{os.getpid()}-", dir=parent)
-        self._note(f"rm {self._memory}")
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        self._before = {n: signal.signal(n, lambda n, _: self._on_signal(n)) for n in numbers}
+        self._before = {n: signal.signal(n, lambda n, _: self.receive(n)) for n in numbers}
+
+    def receive(self, number: int) -> None:
+        """Take note of a signal, and wake up."""
+        self._signals.append(number)
+        self._wake.set()
 
     def wait(self) -> int:
         """Run the job to its end.
@@ -128,6 +114,7 @@ class ElasticRun:
                     self._serve_signal(self._signals.pop(0))
                 if time.monotonic() - self._read_at > _REREAD_SECONDS and self._asked is None:
                     self._reread()
+                self._hosts.poll()
                 for team in list(self._teams.values()):
                     self._hear(team)
                 self._pass_time()
@@ -135,10 +122,8 @@ class ElasticRun:
         finally:
             for team in list(self._teams.values()):
                 self._close(team)
-            shutil.rmtree(self._memory, ignore_errors=True)
+            self._hosts.close()
             self._events.close(self._known.ledger)
-            self._note("done")
-            self._janitor.close()
             for number, handler in self._before.items():
                 signal.signal(number, handler)
         return self._conclude()
@@ -174,20 +159,21 @@ class ElasticRun:
             self._do(what)
         kept = {one.device for one in self._known.kept} | {self._known.source}
         for device in [d for d in self._left if d not in kept]:
-            shutil.rmtree(self._left.pop(device), ignore_errors=True)
+            host, folder = self._left.pop(device)
+            host.forget(folder)
 
     def _reread(self) -> None:
         """Compare the devices that may be used with those that are known."""
         self._read_at = time.monotonic()
         try:
-            now = list(self._read_devices())
+            now = list(self._hosts.offered())
         except HxlaError as error:
             self._say(f"devices stay as they are: {error}")
             return
-        gone = self._given_back | self._devices
+        gone = self._given_back | self._places
         new: list[str] = []
-        for device in now:
-            same = next((name for name, own in gone.items() if own == device), None)
+        for place in now:
+            same = next((name for name, own in gone.items() if own == place), None)
             if same is not None:
                 del gone[same]
                 if same in self._asked_back:
@@ -196,21 +182,30 @@ class ElasticRun:
                 continue
             name = f"device {self._number}"
             self._number += 1
-            self._devices[name] = device
-            taken = set(self._places.values())
-            self._places[name] = next(k for k in itertools.count() if k not in taken)
+            taken = {self._numbers[d] for d, p in self._places.items() if p.host is place.host}
+            self._places[name] = place
+            self._numbers[name] = next(k for k in itertools.count() if k not in taken)
             new.append(name)
         if new and not self._known.devices:  # all that are there at the start begin together
             self._known = dataclasses.replace(self._known, devices=tuple(new[:-1]))
             new = new[-1:]
         for name in self._given_back.keys() & gone.keys():
             del self._given_back[name], gone[name]
-        for name in gone:
-            if name not in self._asked_back:
+        for name, place in gone.items():
+            if place.host.is_lost:
+                self._lose(name)
+            elif name not in self._asked_back:
                 self._asked_back.add(name)
-                self._ask_back(name, _NOTICE_SECONDS)
+                self._ask_back(name, place.host.notice_seconds)
         for name in new:
             self._happens(Offered(at_seconds=time.monotonic(), device=name))
+
+    def _lose(self, name: str) -> None:
+        """A device's host is gone."""
+        del self._places[name]
+        self._left.pop(name, None)
+        self._say(f"{name} is gone with its host")
+        self._happens(Vanished(at_seconds=time.monotonic(), device=name))
 
     def _ask_back(self, name: str, notice_seconds: float) -> None:
         at = time.monotonic()
@@ -226,7 +221,7 @@ class ElasticRun:
             if code is not None:
                 team.exits[device] = code
                 self._ended(team, device, code)
-        team.release(time.monotonic())
+        team.release()
         if len(team.exits) == len(team.generation.members):
             self._close(team)
 
@@ -255,7 +250,8 @@ class ElasticRun:
             self._happens(Completed(**of, step=now.step))
         if now.left_step > before.left_step:
             rank = team.generation.members.index(device)
-            self._left[device] = left_folder(self._memory, team.generation.number, rank)
+            host = self._places[device].host
+            self._left[device] = host, host.state_folder(team.generation.number, rank)
             self._happens(LeftState(**of, step=now.left_step, digest=now.digest))
         if now.note and not before.note:
             self._say(f"{device} could not leave its state: {now.note}")
@@ -333,8 +329,7 @@ class ElasticRun:
                     f"fewer devices than --min: the state of step {kept.step} waits in memory"
                 )
             case Release(device=device):
-                self._places.pop(device, None)
-                given = self._devices.pop(device, None)
+                given = self._places.pop(device, None)
                 if given is not None and device not in self._asked_back:
                     self._given_back[device] = given
                 self._say(f"{device} is released")
@@ -351,24 +346,36 @@ class ElasticRun:
                 self._gone(generation.number, device)
 
     def _start(self, generation: Generation) -> Team:
-        devices = [self._devices[name] for name in generation.members]
-        path = f"{self._memory}/mesh-{generation.number}.toml"
-        alone = [device.model_copy(update={"node": 0}) for device in devices]
-        cluster = Cluster(name="elastic", devices=tuple(alone))
-        pathlib.Path(path).write_text(dump_cluster(cluster))
-        shares = [d.core_share for d in devices if d.core_share is not None]
-        cores = iter(pack(shares, sorted(os.sched_getaffinity(0))) if shares else ())
-        seats = [
-            Seat(
-                device=name,
-                env=self._environment(device, self._places[name], path),
-                core=next(cores) if device.core_share is not None else None,
-                core_share=device.core_share,
-                throttle_id=1000 * generation.number + rank,
+        places = [self._places[name] for name in generation.members]
+        alone = [place.device.model_copy(update={"node": 0}) for place in places]
+        mesh = dump_cluster(Cluster(name="elastic", devices=tuple(alone)))
+        hosts = {place.host.name: place.host for place in places}
+        pinned = next((host.pinned for host in hosts.values() if host.pinned), "")
+        address = f"{self._hosts.address}:{generation.port}"
+        cores = _cores(places)
+        service = CoordinationProcess(address, len(places)) if len(places) > 1 else None
+        workers = {
+            name: host.start(
+                WorkersStart(
+                    generation=generation.number,
+                    num_processes=len(places),
+                    address=address,
+                    seats={
+                        rank: Seat(
+                            device=place.device,
+                            place=self._numbers[generation.members[rank]],
+                            core=cores[rank],
+                        )
+                        for rank, place in enumerate(places)
+                        if place.host is host
+                    },
+                    mesh=mesh,
+                    pinned=pinned,
+                )
             )
-            for rank, (name, device) in enumerate(zip(generation.members, devices, strict=True))
-        ]
-        team = Team(generation, seats, self._command, self._memory, self._streams, self._note)
+            for name, host in hosts.items()
+        }
+        team = Team(generation, workers, [place.host.name for place in places], service)
         self._teams[generation.number] = team
         self._events.write(Started(generation=generation.number, pids=team.pids))
         return team
@@ -380,7 +387,11 @@ class ElasticRun:
         self._say(
             f"generation {generation.number} from {step}{where}: {', '.join(generation.members)}"
         )
-        team.order(Order(begins=True, state=None if source is None else self._left[source]))
+        left = (None, "") if source is None else self._left[source]
+        for place in {
+            self._places[name].host.name: self._places[name] for name in generation.members
+        }.values():
+            place.host.begin(team.workers[place.host.name], *left)
         at, number = time.monotonic(), generation.number
         for device in generation.members:
             self._happens(Told(at_seconds=at, generation=number, device=device))
@@ -390,7 +401,7 @@ class ElasticRun:
         if team is not None:
             if leaves:
                 team.quieten()
-            team.order(dataclasses.replace(team.ordered, stops=stops, leaves=leaves))
+            team.order(stops=stops, leaves=leaves)
 
     def _discard(self, number: int) -> None:
         team = self._teams.get(number)
@@ -403,10 +414,6 @@ class ElasticRun:
         team.close(shows_held=self._asked is None)
 
     # -- the end -----------------------------------------------------------------------------
-
-    def _on_signal(self, number: int) -> None:
-        self._signals.append(number)
-        self._wake.set()
 
     def _serve_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:
@@ -423,7 +430,7 @@ class ElasticRun:
                 team.quieten()
                 team.kill(number=signal.SIGINT)
             else:
-                team.order(dataclasses.replace(team.ordered, ends=True))
+                team.order(ends=True)
 
     def _escalate(self) -> None:
         """SIGKILL for those who do not end, unless they write a checkpoint."""
@@ -464,5 +471,15 @@ class ElasticRun:
     def _say(self, text: str) -> None:
         self._streams.err.write(f"hxla: {text}\n".encode())
 
-    def _note(self, line: str) -> None:
-        self._janitor.write(f"{line}\n".encode())
+
+def _cores(places: Sequence[Place]) -> list[int | None]:
+    """The core of each process that is held to a share of one; hosts of one machine share cores."""
+    found: list[int | None] = [None] * len(places)
+    for machine in {place.host.machine for place in places}:
+        own = [k for k, p in enumerate(places) if p.host.machine == machine]
+        own = [k for k in own if places[k].device.core_share is not None]
+        shares = [places[k].device.core_share or 1.0 for k in own]
+        if own:
+            for k, core in zip(own, pack(shares, places[own[0]].host.cores), strict=True):
+                found[k] = core
+    return found

@@ -2,10 +2,12 @@
 
 import os
 import pathlib
+import signal
 import socket
 import sys
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .._cluster import _nvml
 from .._cluster._cluster import Device
@@ -17,8 +19,11 @@ from .._elastic._membership import MembershipRules
 from .._plan._plan import Plan
 from ._elastic_run import ElasticRun
 from ._event_log import EventLog
+from ._host import LocalHost, ThisMachine
+from ._output import Logs, Output
 from ._processes import Processes, Start
 from ._warm import WAITS_VARIABLE
+from ._workers import Environment, Streams
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -175,7 +180,40 @@ def run_elastic(
     most = _MOST_PROCESSES if most is None else most
     if not 1 <= least <= most:
         raise LaunchError(f"--min {least} --max {most}: use 1 <= min <= max")
+    rules = MembershipRules(
+        min_devices=least,
+        max_devices=most,
+        num_steps=sys.maxsize,
+        num_microbatches=1,
+        heartbeat_seconds=heartbeat_seconds,
+        hand_over_seconds=_HAND_OVER_SECONDS,
+        prepare_seconds=_PREPARE_SECONDS,
+        form_seconds=_PREPARE_SECONDS,
+        ports=tuple(_free_port() for _ in range(4)),
+    )
+    streams, closed = _streams()
     devices = describe(mesh, None if mesh is not None else number)
+
+    def read() -> Sequence[Device]:
+        return devices if mesh is None else describe(mesh, None)
+
+    environment = elastic_environment(devices, mesh)
+    host = LocalHost(command, environment, streams)
+    run = ElasticRun(ThisMachine(host, read), streams, rules, grace_seconds, EventLog(events))
+    closed.append(lambda: run.receive(signal.SIGTERM))
+    return run.wait()
+
+
+def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:
+    """What processes for devices of this machine get; this one's environment is made ready too.
+
+    Args:
+        devices: Those that are there.
+        mesh: File of them.
+
+    Raises:
+        LaunchError: If they share no library for collectives.
+    """
     cards = sum(device.kind != "cpu" for device in devices)
     if are_unlike([device.kind for device in devices]):
         raise LaunchError(f"{in_words([d.kind for d in devices])} share no library for collectives")
@@ -191,23 +229,22 @@ def run_elastic(
         env = _environment(place, device, devices, path)
         return env | ({WAITS_VARIABLE: "1"} if cards else {})
 
-    rules = MembershipRules(
-        min_devices=least,
-        max_devices=most,
-        num_steps=sys.maxsize,
-        num_microbatches=1,
-        heartbeat_seconds=heartbeat_seconds,
-        hand_over_seconds=_HAND_OVER_SECONDS,
-        prepare_seconds=_PREPARE_SECONDS,
-        form_seconds=_PREPARE_SECONDS,
-        ports=tuple(_free_port() for _ in range(4)),
-    )
+    return environment
 
-    def read() -> Sequence[Device]:
-        return devices if mesh is None else describe(mesh, None)
 
-    log = EventLog(events)
-    return ElasticRun(command, read, environment, rules, grace_seconds, log).wait()
+def _streams() -> tuple[Streams, list[Callable[[], None]]]:
+    """Standard output and error, and what is called when nobody reads the output any more."""
+    lock, closed = threading.Lock(), list[Callable[[], None]]()
+
+    def is_closed(_: Exception) -> None:
+        for tell in closed:
+            tell()
+
+    return Streams(
+        out=Output(sys.stdout.buffer, lock, is_closed),
+        err=Output(sys.stderr.buffer, lock, lambda _: None),
+        logs=Logs(),
+    ), closed
 
 
 def _planned_ranks(plan: Plan, num_devices: int) -> Sequence[int]:

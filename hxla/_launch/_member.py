@@ -30,7 +30,7 @@ from ._mailbox import (
 
 _POLL_SECONDS = 0.02
 _POLLS_OF_A_BEAT = 10
-_PINNED = "pinned.json"
+PINNED = "pinned.json"
 _PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a peer is lost
 
 
@@ -172,8 +172,8 @@ class Pinned:
 
 def pin(choices: Pinned) -> None:
     """Later generations are to choose the same, whatever their devices suggest."""
-    path = pathlib.Path(os.environ[MEMORY_VARIABLE], _PINNED)
-    part = path.with_name(f"{_PINNED}-{os.getpid()}")
+    path = pathlib.Path(os.environ[MEMORY_VARIABLE], PINNED)
+    part = path.with_name(f"{PINNED}-{os.getpid()}")
     part.write_text(json.dumps(dataclasses.asdict(choices)))
     part.rename(path)
 
@@ -184,7 +184,7 @@ def pinned() -> Pinned:
     if not folder:
         return Pinned()
     try:
-        found = json.loads(pathlib.Path(folder, _PINNED).read_text())
+        found = json.loads(pathlib.Path(folder, PINNED).read_text())
     except FileNotFoundError:
         return Pinned()
     size = found["microbatch_size"]

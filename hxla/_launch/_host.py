@@ -1,0 +1,172 @@
+"""The machines whose devices an elastic run uses, and this one."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from .._cluster._cluster import Device
+from ._janitor import start_janitor
+from ._mailbox import left_folder
+from ._member import PINNED
+from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
+
+_MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
+_NOTICE_SECONDS = 600.0  # of a device that is no longer in the mesh file
+
+
+class Host(Protocol):
+    """A machine whose devices an elastic run uses.
+
+    Attributes:
+        name: Of it, in this run.
+        machine: Hosts of one machine share its cores.
+        cores: Those that its processes may use.
+        is_lost: Whether it is gone, with all that was kept there.
+        notice_seconds: That it gives when its devices are asked back.
+    """
+
+    name: str
+    machine: str
+    cores: Sequence[int]
+    is_lost: bool
+    notice_seconds: float
+
+    @property
+    def pinned(self) -> str:
+        """What its processes have chosen for later generations; empty: nothing yet."""
+
+    def start(self, start: WorkersStart) -> Workers:
+        """WorkersStart its processes of a generation."""
+
+    def begin(self, workers: Workers, source: "Host | None", folder: str) -> None:
+        """Let processes begin with a state that is in a folder of `source`, or with none."""
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+
+    def state_folder(self, generation: int, rank: int) -> str:
+        """Where a process leaves its state."""
+
+    def close(self) -> None:
+        """Let go of all, also of what was left in memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A device and its host."""
+
+    host: Host
+    device: Device
+
+
+class Hosts(Protocol):
+    """Where devices come from.
+
+    Attributes:
+        address: Of this machine, as the hosts reach it.
+    """
+
+    address: str
+
+    def offered(self) -> Sequence[Place]:
+        """The devices that may be used, now.
+
+        Raises:
+            HxlaError: If that cannot be told.
+        """
+
+    def poll(self) -> None:
+        """Hear what the hosts have to say."""
+
+    def close(self) -> None:
+        """Let go of all hosts."""
+
+
+class LocalHost:
+    """This machine.
+
+    Args:
+        command: A Python script and its arguments.
+        environment: Of a process.
+        streams: Where what processes print goes.
+
+    Attributes:
+        memory: The folder in which processes leave their state.
+    """
+
+    name = machine = "this machine"
+    is_lost = False
+    notice_seconds = _NOTICE_SECONDS
+
+    def __init__(self, command: Sequence[str], environment: Environment, streams: Streams):
+        self._command, self._environment, self._streams = command, environment, streams
+        self.cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+        self._janitor = start_janitor()
+        parent = _MEMORY if os.path.isdir(_MEMORY) else None
+        self.memory = tempfile.mkdtemp(prefix=f"hxla-elastic-{os.getpid()}-", dir=parent)
+        self.note(f"rm {self.memory}")
+
+    @property
+    def pinned(self) -> str:
+        """What its processes have chosen for later generations; empty: nothing yet."""
+        try:
+            return pathlib.Path(self.memory, PINNED).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def start(self, start: WorkersStart) -> LocalWorkers:
+        """WorkersStart its processes of a generation."""
+        return LocalWorkers(
+            start, self._command, self._environment, self.memory, self._streams, self.note
+        )
+
+    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
+        """Let processes begin with a state that is in a folder of this machine, or with none."""
+        workers.order(begins=True, state=None if source is None else folder)
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def state_folder(self, generation: int, rank: int) -> str:
+        """Where a process leaves its state."""
+        return left_folder(self.memory, generation, rank)
+
+    def note(self, line: str) -> None:
+        """Say what someone must clean up after a crash: a pid, a cgroup, `rm` and a folder."""
+        self._janitor.write(f"{line}\n".encode())
+
+    def close(self) -> None:
+        """Let go of all, also of what was left in memory."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+        self.note("done")
+        self._janitor.close()
+
+
+class ThisMachine:
+    """This machine as the only host.
+
+    Args:
+        host: Of it.
+        read_devices: The devices that may be used, now.
+    """
+
+    address = "127.0.0.1"
+
+    def __init__(self, host: LocalHost, read_devices: Callable[[], Sequence[Device]]):
+        self._host, self._read = host, read_devices
+
+    def offered(self) -> Sequence[Place]:
+        """The devices that may be used, now."""
+        return [Place(host=self._host, device=device) for device in self._read()]
+
+    def poll(self) -> None:
+        """Its processes write into memory that is read directly."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._host.close()

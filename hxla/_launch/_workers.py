@@ -1,0 +1,224 @@
+"""The processes of one generation on one host."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from .._cluster._cluster import Device
+from ._board import BOARD_VARIABLE, LOGS_VARIABLE, Post, new_board
+from ._mailbox import (
+    GENERATION_VARIABLE,
+    MAILBOX_VARIABLE,
+    MEMORY_VARIABLE,
+    Order,
+    Report,
+    new_mailbox,
+)
+from ._member import PINNED
+from ._output import Forwarder, Logs, Output
+from ._throttle import Throttle, make_throttle
+from ._warm import WarmProcess
+
+#: What a process for a device gets besides its place in the generation, by the device, its place on
+#: its host and the path of the mesh file.
+Environment = Callable[[Device, int, str], dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a process of a generation runs.
+
+    Attributes:
+        device: The device.
+        place: Of the device on its host.
+        core: The core that it may use; None: all.
+    """
+
+    device: Device
+    place: int
+    core: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkersStart:
+    """What a host needs to know to start its processes of a generation.
+
+    Attributes:
+        generation: The generation's number.
+        num_processes: The processes of the generation, on all hosts.
+        address: Where its coordinator listens.
+        seats: Those on this host, by rank.
+        mesh: The text of the mesh file.
+        pinned: What generations before have chosen, as `hxla._launch._member.pin` writes it.
+    """
+
+    generation: int
+    num_processes: int
+    address: str
+    seats: Mapping[int, Seat]
+    mesh: str
+    pinned: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Where what processes print goes."""
+
+    out: Output
+    err: Output
+    logs: Logs
+
+
+class Workers(Protocol):
+    """Processes of a generation, as the authority's side sees them; ranks are the generation's."""
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Processes by rank."""
+
+    def report(self, rank: int) -> Report:
+        """What a process said last."""
+
+    def post(self, rank: int) -> Post:
+        """Where a process is."""
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+
+    def order(self, **changes: object) -> None:
+        """Change fields of the `Order` of all of them."""
+
+    def quieten(self) -> None:
+        """From here on they only say that another is gone: that goes to the log."""
+
+    def release(self) -> None:
+        """Show what was held for so long that no failure explains it."""
+
+    def kill(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to those that run, and to what they started."""
+
+    def close(self, *, shows_held: bool) -> None:
+        """End what is left."""
+
+
+class LocalWorkers:
+    """Processes on this host, from their start until the last one ended.
+
+    Args:
+        start: Which.
+        command: A script and its arguments.
+        environment: Of a process.
+        memory: The folder in which they leave their state.
+        streams: Where what they print goes.
+        note: Called with each pid and each folder that someone must clean up after a crash.
+    """
+
+    def __init__(
+        self,
+        start: WorkersStart,
+        command: Sequence[str],
+        environment: Environment,
+        memory: str,
+        streams: Streams,
+        note: Callable[[str], None],
+    ):
+        mesh = pathlib.Path(memory, f"mesh-{start.generation}.toml")
+        mesh.write_text(start.mesh)
+        pinned = pathlib.Path(memory, PINNED)
+        if start.pinned and not pinned.exists():
+            pinned.write_text(start.pinned)
+        self._order = Order()
+        self._board, board_path = new_board(start.num_processes)
+        self._mailbox, path = new_mailbox(start.num_processes)
+        self._processes: dict[int, WarmProcess] = {}
+        self._forwarders: list[tuple[Forwarder, Forwarder]] = []
+        self._throttles: list[Throttle] = []
+        for rank, seat in start.seats.items():
+            env = {
+                **environment(seat.device, seat.place, str(mesh)),
+                "HXLA_COORDINATOR": start.address,
+                "HXLA_NUM_PROCESSES": str(start.num_processes),
+                "HXLA_PROCESS_ID": str(rank),
+                BOARD_VARIABLE: board_path,
+                LOGS_VARIABLE: str(streams.logs.folder),
+                MAILBOX_VARIABLE: path,
+                GENERATION_VARIABLE: str(start.generation),
+                MEMORY_VARIABLE: memory,
+            }
+            process = WarmProcess(command, env, seat.core)
+            note(str(process.pid))
+            self._processes[rank] = process
+            share = seat.device.core_share
+            if share is not None:
+                throttle, _ = make_throttle(process.pid, 1000 * start.generation + rank, share)
+                self._throttles.append(throttle)
+                folder = getattr(throttle, "folder", None)
+                if folder is not None:
+                    note(str(folder))
+            self._forwarders.append(
+                (
+                    Forwarder(rank, process.stdout, streams.out, None),
+                    Forwarder(rank, process.stderr, streams.err, streams.logs),
+                )
+            )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Processes by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def report(self, rank: int) -> Report:
+        """What a process said last."""
+        return self._mailbox.report(rank)
+
+    def post(self, rank: int) -> Post:
+        """Where a process is."""
+        return self._board.posts().get(rank, Post())
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        return self._processes[rank].exit_code
+
+    def order(self, **changes: object) -> None:
+        """Change fields of the `Order` of all of them."""
+        self._order = dataclasses.replace(self._order, **changes)  # type: ignore[arg-type]
+        for rank in self._processes:
+            self._mailbox.give(rank, self._order)
+
+    def quieten(self) -> None:
+        """From here on they only say that another is gone: that goes to the log."""
+        for _, errors in self._forwarders:
+            errors.quieten()
+
+    def release(self) -> None:
+        """Show what was held for so long that no failure explains it."""
+        for _, errors in self._forwarders:
+            errors.release(time.monotonic())
+
+    def kill(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to those that run, and to what they started."""
+        for rank in ranks:
+            process = self._processes[rank]
+            if process.exit_code is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has just been forked, and leads no group yet
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, number)
+
+    def close(self, *, shows_held: bool) -> None:
+        """End what is left, and let go of cgroups and pipes."""
+        self.kill(list(self._processes), signal.SIGKILL)
+        for process, pair in zip(self._processes.values(), self._forwarders, strict=True):
+            process.join()
+            with contextlib.suppress(ProcessLookupError):  # what it had started
+                os.killpg(process.pid, signal.SIGKILL)
+            for forwarder in pair:
+                forwarder.join(2.0, shows_held=shows_held)
+        for throttle in self._throttles:
+            throttle.close()
