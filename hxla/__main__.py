@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     where = run.add_mutually_exclusive_group()
     where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
     where.add_argument("-n", type=int, help="number of processes")
+    where.add_argument("--ray", metavar="ADDRESS", help="of --elastic: a Ray cluster, or auto")
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -130,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_elastic(args, script)
         own = [
             name
-            for name in ("min", "max", "heartbeat", "events")
+            for name in ("ray", "min", "max", "heartbeat", "events")
             if getattr(args, name) is not None
         ]
         if own:
@@ -160,6 +161,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         script,
         mesh=args.mesh,
         number=args.n,
+        ray=args.ray,
         least=1 if args.min is None else args.min,
         most=args.max,
         heartbeat_seconds=heartbeat,

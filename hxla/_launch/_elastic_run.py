@@ -114,7 +114,8 @@ class ElasticRun:
                     self._serve_signal(self._signals.pop(0))
                 if time.monotonic() - self._read_at > _REREAD_SECONDS and self._asked is None:
                     self._reread()
-                self._hosts.poll()
+                if self._hosts.poll() and self._asked is None:
+                    self._reread()
                 for team in list(self._teams.values()):
                     self._hear(team)
                 self._pass_time()

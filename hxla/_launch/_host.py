@@ -24,16 +24,18 @@ class Host(Protocol):
     Attributes:
         name: Of it, in this run.
         machine: Hosts of one machine share its cores.
-        cores: Those that its processes may use.
         is_lost: Whether it is gone, with all that was kept there.
         notice_seconds: That it gives when its devices are asked back.
     """
 
     name: str
     machine: str
-    cores: Sequence[int]
     is_lost: bool
     notice_seconds: float
+
+    @property
+    def cores(self) -> Sequence[int]:
+        """Those that its processes may use."""
 
     @property
     def pinned(self) -> str:
@@ -79,8 +81,8 @@ class Hosts(Protocol):
             HxlaError: If that cannot be told.
         """
 
-    def poll(self) -> None:
-        """Hear what the hosts have to say."""
+    def poll(self) -> bool:
+        """Hear what the hosts have to say; whether one was found to be lost."""
 
     def close(self) -> None:
         """Let go of all hosts."""
@@ -164,8 +166,9 @@ class ThisMachine:
         """The devices that may be used, now."""
         return [Place(host=self._host, device=device) for device in self._read()]
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Its processes write into memory that is read directly."""
+        return False
 
     def close(self) -> None:
         """Let go of it."""

@@ -19,7 +19,7 @@ from .._elastic._membership import MembershipRules
 from .._plan._plan import Plan
 from ._elastic_run import ElasticRun
 from ._event_log import EventLog
-from ._host import LocalHost, ThisMachine
+from ._host import Hosts, LocalHost, ThisMachine
 from ._output import Logs, Output
 from ._processes import Processes, Start
 from ._warm import WAITS_VARIABLE
@@ -153,6 +153,7 @@ def run_elastic(
     *,
     mesh: str | None = None,
     number: int | None = None,
+    ray: str | None = None,
     least: int = 1,
     most: int | None = None,
     heartbeat_seconds: float = 10.0,
@@ -165,6 +166,7 @@ def run_elastic(
         command: A Python script and its arguments.
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
+        ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
         least: The fewest devices to train on (minP).
         most: The most (maxP); None: one for each microbatch.
         heartbeat_seconds: How long a process may be silent.
@@ -191,17 +193,24 @@ def run_elastic(
         form_seconds=_PREPARE_SECONDS,
         ports=tuple(_free_port() for _ in range(4)),
     )
-    streams, closed = _streams()
-    devices = describe(mesh, None if mesh is not None else number)
-
-    def read() -> Sequence[Device]:
-        return devices if mesh is None else describe(mesh, None)
-
-    environment = elastic_environment(devices, mesh)
-    host = LocalHost(command, environment, streams)
-    run = ElasticRun(ThisMachine(host, read), streams, rules, grace_seconds, EventLog(events))
+    log, (streams, closed) = EventLog(events), _streams()
+    if ray is not None:
+        hosts: Hosts = _ray_hosts(ray, command, streams)
+    else:
+        devices = describe(mesh, None if mesh is not None else number)
+        host = LocalHost(command, elastic_environment(devices, mesh), streams)
+        hosts = ThisMachine(host, lambda: devices if mesh is None else describe(mesh, None))
+    run = ElasticRun(hosts, streams, rules, grace_seconds, log)
     closed.append(lambda: run.receive(signal.SIGTERM))
     return run.wait()
+
+
+def _ray_hosts(address: str, command: Sequence[str], streams: Streams) -> Hosts:
+    try:
+        from ._ray_host import RayHosts
+    except ModuleNotFoundError:
+        raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
+    return RayHosts(address, command, streams)
 
 
 def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:

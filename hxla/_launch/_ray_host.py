@@ -1,0 +1,467 @@
+"""Hosts of a Ray cluster: an actor on each, whose children are the processes of a job.
+
+What is kept on a host (pages of memory, cgroups, pipes, states) stays the actor's; the run asks it
+what there is to hear, and states travel through Ray's object store where the next members are on
+another host.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from .._cluster._cluster import Device
+from .._core._errors import HxlaError, LaunchError
+from ._board import Post
+from ._host import Host, LocalHost, Place
+from ._mailbox import Report, left_folder
+from ._output import Logs, Output
+from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
+
+_NOTICE_SECONDS = 600.0  # of a node that Ray lets go of without a deadline
+_START_SECONDS = 120.0  # of actors, and of the process from which others are forked
+_END_SECONDS = 10.0
+_KILLED = -9
+_CORE_SHARE = "core-share"  # label of a node: what of a core each of its CPU devices may use
+_STATE = "state"  # the concurrency group that may wait for a state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of a host.
+
+    Attributes:
+        devices: That it has.
+        cores: That its processes may use.
+        memory: The folder in which they leave their state.
+    """
+
+    devices: tuple[Device, ...]
+    cores: tuple[int, ...]
+    memory: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What there is to hear of a host.
+
+    Attributes:
+        out: What its processes printed since.
+        err: And their errors.
+        workers: By generation and rank the report, the post and the exit code of a process.
+        pinned: What they have chosen for later generations.
+        at_seconds: By `time.monotonic` of that host.
+    """
+
+    out: bytes = b""
+    err: bytes = b""
+    workers: Mapping[int, Mapping[int, tuple[Report, Post, int | None]]] = dataclasses.field(
+        default_factory=dict
+    )
+    pinned: str = ""
+    at_seconds: float = 0.0
+
+
+class _Lines:
+    """A stream that keeps what is written until it is taken."""
+
+    def __init__(self) -> None:
+        self._lock, self._kept = threading.Lock(), b""
+
+    def write(self, text: bytes) -> None:
+        with self._lock:
+            self._kept += text
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+    def take(self) -> bytes:
+        with self._lock:
+            kept, self._kept = self._kept, b""
+        return kept
+
+
+class HostAgent:
+    """On a host: starts processes, and says what is to be heard of them. Ray runs it as an actor.
+
+    Args:
+        command: A Python script and its arguments, where this host finds them.
+        folder: The working directory of the job.
+        num_cpus: The devices that it has, if it has no GPU.
+        core_share: What of a core each of them may use; None: all.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: str, num_cpus: int, core_share: float | None
+    ):
+        from ._launcher import describe, elastic_environment, num_gpus
+
+        os.chdir(folder)
+        # A process that is forked would run the main module, which is Ray's own, once more.
+        vars(sys.modules["__main__"]).pop("__file__", None)
+        if num_gpus():
+            self._devices = describe(None, None)
+        else:
+            self._devices = (Device(kind="cpu", core_share=core_share),) * num_cpus
+        self._out, self._err = _Lines(), _Lines()
+        lock = threading.Lock()
+        streams = Streams(
+            out=Output(self._out, lock, lambda _: None),  # type: ignore[arg-type]
+            err=Output(self._err, lock, lambda _: None),  # type: ignore[arg-type]
+            logs=Logs(),
+        )
+        environment: Environment = elastic_environment(self._devices)
+        self._host = LocalHost(command, environment, streams)
+        self._workers: dict[int, LocalWorkers] = {}
+
+    def facts(self) -> Facts:
+        """What is here."""
+        return Facts(devices=self._devices, cores=tuple(self._host.cores), memory=self._host.memory)
+
+    def hear(self) -> Heard:
+        """What there is to hear since the last time."""
+        for own in self._workers.values():
+            own.release()
+        return Heard(
+            workers={
+                number: {
+                    rank: (own.report(rank), own.post(rank), own.exit_code(rank))
+                    for rank in own.pids
+                }
+                for number, own in self._workers.items()
+            },
+            pinned=self._host.pinned,
+            out=self._out.take(),
+            err=self._err.take(),
+            at_seconds=time.monotonic(),
+        )
+
+    def start(self, start: WorkersStart) -> dict[int, int]:
+        """Start processes; returns their pids by rank."""
+        self._workers[start.generation] = own = self._host.start(start)
+        return own.pids
+
+    def order(self, generation: int, changes: Mapping[str, object]) -> None:
+        """Change fields of the `Order` of processes."""
+        if generation in self._workers:
+            self._workers[generation].order(**changes)
+
+    def begin(self, generation: int, state: tuple[Mapping[str, np.ndarray]]) -> None:
+        """Let processes begin with a state from another host.
+
+        Args:
+            generation: Theirs.
+            state: Its files.
+        """
+        folder = pathlib.Path(self._host.memory, f"received-{generation}")
+        folder.mkdir()
+        for name, data in state[0].items():
+            data.tofile(folder / name)
+        self.order(generation, {"begins": True, "state": str(folder)})
+
+    def read_state(self, folder: str) -> tuple[Mapping[str, np.ndarray]]:
+        """The files of a state that a process left here."""
+        files = pathlib.Path(folder).iterdir()
+        return ({file.name: np.fromfile(file, np.uint8) for file in files},)
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+        self._host.forget(folder)
+
+    def quieten(self, generation: int) -> None:
+        """From here on processes only say that another is gone."""
+        self._workers[generation].quieten()
+
+    def kill(self, generation: int, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to processes."""
+        self._workers[generation].kill(ranks, number)
+
+    def close_workers(self, generation: int, shows_held: bool) -> None:
+        """End processes of a generation."""
+        own = self._workers.pop(generation, None)
+        if own is not None:
+            own.close(shows_held=shows_held)
+        self._host.forget(f"{self._host.memory}/received-{generation}")
+
+    def close(self) -> Heard:
+        """End all; returns what was still to be heard."""
+        for number in list(self._workers):
+            self.close_workers(number, shows_held=True)
+        self._host.close()
+        return self.hear()
+
+
+_Agent: Any = ray.remote(concurrency_groups={_STATE: 1})(HostAgent)
+
+
+class RayWorkers:
+    """Processes of a generation on a node of a Ray cluster.
+
+    Args:
+        host: The node.
+        generation: Its number.
+        pids: By rank.
+    """
+
+    def __init__(self, host: "RayHost", generation: int, pids: Mapping[int, int]):
+        self._host, self.generation, self._pids = host, generation, pids
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Processes by rank, on their host."""
+        return self._pids
+
+    def report(self, rank: int) -> Report:
+        """What a process said last."""
+        return self._heard(rank)[0]
+
+    def post(self, rank: int) -> Post:
+        """Where a process is; times are those of this machine's clock."""
+        return self._heard(rank)[1]
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        return _KILLED if self._host.is_lost else self._heard(rank)[2]
+
+    def order(self, **changes: object) -> None:
+        """Change fields of the `Order` of all of them."""
+        self._host.tell("order", self.generation, changes)
+
+    def quieten(self) -> None:
+        """From here on they only say that another is gone: that goes to the log."""
+        self._host.tell("quieten", self.generation)
+
+    def release(self) -> None:
+        """Nothing: its host does that itself when it is heard."""
+
+    def kill(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to those that run, and to what they started."""
+        if ranks:
+            self._host.tell("kill", self.generation, list(ranks), int(number))
+
+    def close(self, *, shows_held: bool) -> None:
+        """End what is left."""
+        self._host.tell("close_workers", self.generation, shows_held)
+
+    def _heard(self, rank: int) -> tuple[Report, Post, int | None]:
+        return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
+
+
+class RayHost:
+    """A node of a Ray cluster, by the actor on it.
+
+    Args:
+        node: Of `ray.nodes()`.
+        command: A Python script and its arguments.
+        streams: Where what is printed goes.
+
+    Attributes:
+        heard: The newest of it.
+    """
+
+    def __init__(self, node: Mapping[str, Any], command: Sequence[str], streams: Streams):
+        resources = node["Resources"]
+        self.name, self.machine = f"node {node['NodeID'][:8]}", str(node["NodeManagerHostname"])
+        self.is_lost, self.notice_seconds = False, _NOTICE_SECONDS
+        self.heard, self._streams = Heard(), streams
+        num_cpus, share = int(resources.get("CPU", 0)), node.get("Labels", {}).get(_CORE_SHARE)
+        self._agent: Any = _Agent.options(
+            num_cpus=num_cpus,
+            num_gpus=resources.get("GPU", 0),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote(list(command), os.getcwd(), num_cpus, float(share) if share else None)
+        self.asked = self._agent.facts.remote()
+        self._facts: Facts | None = None
+        self._hearing: Any = None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those that it has; none while its actor has not begun, as where others use the node."""
+        if self._facts is None and not self.is_lost and ray.wait([self.asked], timeout=0)[0]:
+            with self._losing():
+                self._facts = ray.get(self.asked)
+                self._hearing = self._agent.hear.remote()
+        return () if self._facts is None or self.is_lost else self._facts.devices
+
+    @property
+    def cores(self) -> Sequence[int]:
+        """Those that its processes may use."""
+        return () if self._facts is None else self._facts.cores
+
+    @property
+    def pinned(self) -> str:
+        """What its processes have chosen for later generations; empty: nothing yet."""
+        return self.heard.pinned
+
+    def poll(self) -> bool:
+        """Hear what it has to say; whether it was found to be lost."""
+        if self._hearing is None or self.is_lost or not ray.wait([self._hearing], timeout=0)[0]:
+            return False
+        with self._losing():
+            self._hear(ray.get(self._hearing))
+            self._hearing = self._agent.hear.remote()
+        return self.is_lost
+
+    def start(self, start: WorkersStart) -> RayWorkers:
+        """Start its processes of a generation; those of a host that is lost have ended at once."""
+        pids: dict[int, int] = dict.fromkeys(start.seats, 0)
+        with self._losing():
+            pids = ray.get(self._agent.start.remote(start), timeout=_START_SECONDS)
+        return RayWorkers(self, start.generation, pids)
+
+    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
+        """Let processes begin with a state that is in a folder of `source`, or with none."""
+        if source is None or source is self:
+            workers.order(begins=True, state=None if source is None else folder)
+            return
+        assert isinstance(source, RayHost)
+        assert isinstance(workers, RayWorkers)
+        with self._losing():
+            state = source._agent.read_state.remote(folder)
+            own = self._agent.begin.options(concurrency_group=_STATE)
+            own.remote(workers.generation, state)
+
+    def forget(self, folder: str) -> None:
+        """Let go of a state."""
+        self.tell("forget", folder)
+
+    def state_folder(self, generation: int, rank: int) -> str:
+        """Where a process leaves its state."""
+        assert self._facts is not None
+        return left_folder(self._facts.memory, generation, rank)
+
+    def tell(self, method: str, *arguments: object) -> None:
+        """Call a method of the actor and wait for nothing."""
+        with self._losing():
+            getattr(self._agent, method).remote(*arguments)
+
+    def close(self) -> None:
+        """Let go of all, also of what was left in memory."""
+        with self._losing():
+            self._hear(ray.get(self._agent.close.remote(), timeout=_END_SECONDS))
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._agent)
+
+    def _hear(self, heard: Heard) -> None:
+        late = time.monotonic() - heard.at_seconds  # between the clocks of two machines
+        workers = {
+            number: {
+                rank: (report, dataclasses.replace(post, moved_at=post.moved_at + late), code)
+                for rank, (report, post, code) in own.items()
+            }
+            for number, own in heard.workers.items()
+        }
+        self.heard = dataclasses.replace(heard, workers=workers)
+        for text, stream in ((heard.out, self._streams.out), (heard.err, self._streams.err)):
+            if text:
+                stream.write(text)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Any:
+        try:
+            yield
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError:
+            self.is_lost = True
+
+
+class RayHosts:
+    """All nodes of a Ray cluster that have GPUs, or CPUs and no GPU.
+
+    A node gives its devices once an actor that holds all of them was placed, so one that others use
+    is waited for. A node that Ray drains gives them back within its notice.
+
+    Args:
+        address: Of the cluster, as `ray.init` takes it.
+        command: A Python script and its arguments.
+        streams: Where what is printed goes.
+
+    Raises:
+        LaunchError: If there is no such cluster.
+    """
+
+    def __init__(self, address: str, command: Sequence[str], streams: Streams):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            first = str(error).splitlines()[0]
+            raise LaunchError(
+                f"--ray {address}: {first}. Start a cluster with ray start --head, or give its "
+                "address"
+            ) from None
+        self.address = ray.util.get_node_ip_address()
+        self._command, self._streams = command, streams
+        self._hosts: dict[str, RayHost] = {}
+        self._meet()
+        asked = [host.asked for host in self._hosts.values()]
+        if asked:  # those that are there begin together
+            ray.wait(asked, num_returns=len(asked), timeout=_START_SECONDS)
+        else:
+            streams.err.write(b"hxla: no node of the Ray cluster has devices yet: waiting\n")
+
+    def offered(self) -> Sequence[Place]:
+        """The devices that may be used, now.
+
+        Raises:
+            HxlaError: If the cluster does not answer.
+        """
+        try:
+            drained = self._meet()
+        except ray.exceptions.RayError as error:
+            raise HxlaError(f"the Ray cluster does not answer: {error}") from None
+        for node, until in drained.items():
+            if node in self._hosts:
+                left = until / 1000 - time.time() if until else _NOTICE_SECONDS
+                self._hosts[node].notice_seconds = max(left, 0.0)
+        return [
+            Place(host=host, device=device)
+            for node, host in self._hosts.items()
+            for device in (() if node in drained else host.devices)
+        ]
+
+    def poll(self) -> bool:
+        """Hear what the hosts have to say; whether one was found to be lost."""
+        return any([host.poll() for host in self._hosts.values()])
+
+    def close(self) -> None:
+        """Let go of all hosts."""
+        for host in self._hosts.values():
+            host.close()
+        ray.shutdown()
+
+    def _meet(self) -> dict[str, int]:
+        """Place actors on new nodes; the nodes that Ray drains, and until when."""
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        for name, host in list(self._hosts.items()):
+            host.is_lost = host.is_lost or name not in nodes
+            if host.is_lost:
+                del self._hosts[name]
+        for name, node in nodes.items():
+            resources = node["Resources"]
+            if name not in self._hosts and (resources.get("CPU") or resources.get("GPU")):
+                self._hosts[name] = RayHost(node, self._command, self._streams)
+        return _draining()
+
+
+def _draining() -> dict[str, int]:
+    """Nodes that Ray drains, and until when in milliseconds since 1970; 0: it did not say.
+
+    No public call tells; this is the one that Ray's own trainer asks.
+    """
+    from ray._private.state import state
+
+    return dict(state.get_draining_nodes())
