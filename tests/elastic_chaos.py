@@ -35,6 +35,18 @@ KINDS = (
     "kill while it prepares",
     "kill while it saves",
 )
+#: On a Ray cluster: `leave` drains a node.
+RAY_KINDS = (
+    "kill",
+    "kill the first",
+    "freeze",
+    "SIGTERM",
+    "join",
+    "leave",
+    "kill twice",
+    "node death",
+)
+STORE_BYTES = 80_000_000  # of a node's objects; the least that Ray takes is 75 MB
 SHARES = (0.3, 0.4, 0.5)
 MOST_STEPS = 4000
 # What `hxla run` gives to processes on a CPU, and the bits depend on.
@@ -60,7 +72,7 @@ class Job:
         self.log = self.folder / "events.jsonl"
         self.printed = (self.folder / "printed.txt").open("wb")
         command = [sys.executable, "-m", "hxla", "run", "--elastic", "--heartbeat", "3"]
-        command += ["--mesh", str(self.mesh), "--events", str(self.log), *self.launcher]
+        command += [*self.where(), "--events", str(self.log), *self.launcher]
         command += [str(JOB), "--steps", str(self.steps), "--slow", str(self.slow), *self.options]
         self.process = subprocess.Popen(
             command,
@@ -69,6 +81,10 @@ class Job:
             env=own_environment(),
             start_new_session=True,
         )
+
+    def where(self):
+        """Options that say where devices are."""
+        return "--mesh", str(self.mesh)
 
     @property
     def mesh(self):
@@ -143,6 +159,57 @@ class Job:
             self.stop()
 
 
+class RayJob(Job):
+    """A run on a Ray cluster of its own, whose nodes have a device each."""
+
+    def __post_init__(self):
+        from ray.cluster_utils import Cluster
+
+        self.nodes = {}
+        # What Ray starts hands its environment on to the processes of the job.
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(own_environment() | {"RAY_USAGE_STATS_ENABLED": "0"})
+        try:
+            head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+            super().__post_init__()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def where(self):
+        return "--ray", self.cluster.address
+
+    def write_mesh(self):
+        """The nodes as they shall be: new ones are added, others drained."""
+        for name, share in zip(self.names, self.shares, strict=True):
+            if name not in self.nodes:
+                labels = {"core-share": str(share)}
+                self.nodes[name] = self.cluster.add_node(
+                    num_cpus=1, labels=labels, object_store_memory=STORE_BYTES
+                )
+        for name in self.nodes.keys() - set(self.names):
+            self.drain(self.nodes.pop(name))
+
+    def drain(self, node):
+        """As one who takes machines back does."""
+        command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node"]
+        command += ["--address", self.cluster.address, "--node-id", node.node_id]
+        command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+        command += ["--deadline-remaining-seconds", "60"]
+        subprocess.run(command, check=True, capture_output=True, env=own_environment())
+
+    def kill_node(self, name):
+        """With all that runs on it."""
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+        self.remove(self.names.index(name))
+
+    def stop(self):
+        super().stop()
+        self.cluster.shutdown()
+
+
 def last_step(events):
     """Steps that are known to be done, and when the last one was told."""
     done = [e for e in events if e["what"] == "Completed"]
@@ -179,6 +246,9 @@ def disturb(job, kind, rng):
     victim = rng.choice(sorted(pids))
     if kind in ("kill", "kill the first", "kill while it saves"):
         return send(pids[min(pids) if kind == "kill the first" else victim], signal.SIGKILL)
+    if kind == "node death":
+        job.kill_node(victim)
+        return True
     if kind == "freeze":
         return send(pids[victim], signal.SIGSTOP)
     if kind == "SIGTERM":
@@ -232,7 +302,7 @@ def undisturbed(steps, *options, num=1):
         return json.loads(pathlib.Path(folder, "digests").read_text())
 
 
-def disturbed(seed, num_events, kinds=KINDS, steps_between=8):
+def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
     """A job to which so many events happen; returns a row for each."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
@@ -240,7 +310,7 @@ def disturbed(seed, num_events, kinds=KINDS, steps_between=8):
         saves = ("--checkpoints", str(folder / "saved"), "--checkpoint-every", "5")
         options = saves if "kill while it saves" in kinds else ()
         shares = [rng.choice(SHARES) for _ in range(rng.randint(2, 4))]
-        job = Job(folder, MOST_STEPS, 0.05, shares, options)
+        job = make(folder, MOST_STEPS, 0.05, shares, options)
         rows = []
         try:
             job.wait(runs, 90, "the first generation")
@@ -305,7 +375,16 @@ def check(job, code):
     for started in (e for e in events if e["what"] == "Started"):
         for pid in started["pids"].values():
             assert not pathlib.Path(f"/proc/{pid}").exists(), pid
-    assert not folders_of(job.process.pid)
+    until = time.monotonic() + 10
+    while left := left_in_memory():
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def left_in_memory():
+    """Folders of states whose owner is gone."""
+    folders = pathlib.Path("/dev/shm").glob("hxla-elastic-*")
+    return [f for f in folders if not pathlib.Path("/proc", f.name.split("-")[2]).exists()]
 
 
 def folders_of(pid):
@@ -326,17 +405,19 @@ def main():
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--of-a-run", type=int, default=5)
+    parser.add_argument("--ray", action="store_true", help="on a Ray cluster of its own")
     parser.add_argument("--out")
     args = parser.parse_args()
-    rows = []
+    rows, kinds = [], RAY_KINDS if args.ray else KINDS
     for k in range(0, args.events, args.of_a_run):
         began = time.monotonic()
-        rows += disturbed(args.seed + k, min(args.of_a_run, args.events - k))
+        num = min(args.of_a_run, args.events - k)
+        rows += disturbed(args.seed + k, num, kinds, make=RayJob if args.ray else Job)
         for row in rows[-args.of_a_run :]:
             print(row, flush=True)
         print(f"run of seed {args.seed + k}: {time.monotonic() - began:.1f} s", flush=True)
     table = {}
-    for kind in KINDS:
+    for kind in kinds:
         own = [row for row in rows if row["kind"] == kind]
         if own:
             pauses = [row["pause"] for row in own]

@@ -12,6 +12,7 @@ from .._cluster._cluster import Device
 from ._janitor import start_janitor
 from ._mailbox import left_folder
 from ._member import PINNED
+from ._warm import warm_up
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
 _MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
@@ -111,6 +112,7 @@ class LocalHost:
         parent = _MEMORY if os.path.isdir(_MEMORY) else None
         self.memory = tempfile.mkdtemp(prefix=f"hxla-elastic-{os.getpid()}-", dir=parent)
         self.note(f"rm {self.memory}")
+        warm_up()
 
     @property
     def pinned(self) -> str:

@@ -10,11 +10,12 @@ import dataclasses
 import logging
 import os
 import pathlib
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -31,6 +32,7 @@ from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 _NOTICE_SECONDS = 600.0  # of a node that Ray lets go of without a deadline
 _START_SECONDS = 120.0  # of actors, and of the process from which others are forked
 _END_SECONDS = 10.0
+_REACH_SECONDS = 10.0
 _KILLED = -9
 _CORE_SHARE = "core-share"  # label of a node: what of a core each of its CPU devices may use
 _STATE = "state"  # the concurrency group that may wait for a state
@@ -204,7 +206,7 @@ class HostAgent:
         return self.hear()
 
 
-_Agent: Any = ray.remote(concurrency_groups={_STATE: 1})(HostAgent)
+_Agent: Any = cast(Any, ray.remote)(concurrency_groups={_STATE: 1})(HostAgent)
 
 
 class RayWorkers:
@@ -213,15 +215,21 @@ class RayWorkers:
     Args:
         host: The node.
         generation: Its number.
-        pids: By rank.
+        ranks: Its processes.
+        pids: Reference of their pids by rank; None: the node is lost.
     """
 
-    def __init__(self, host: "RayHost", generation: int, pids: Mapping[int, int]):
-        self._host, self.generation, self._pids = host, generation, pids
+    def __init__(self, host: "RayHost", generation: int, ranks: Sequence[int], pids: Any):
+        self._host, self.generation, self._asked = host, generation, pids
+        self._pids: Mapping[int, int] = dict.fromkeys(ranks, 0)
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """Processes by rank, on their host."""
+        """Processes by rank, on their host; zeros where it was lost before it told."""
+        if self._asked is not None:
+            with self._host.losing():
+                self._pids = ray.get(self._asked, timeout=_START_SECONDS)
+            self._asked = None
         return self._pids
 
     def report(self, rank: int) -> Report:
@@ -291,7 +299,7 @@ class RayHost:
     def devices(self) -> tuple[Device, ...]:
         """Those that it has; none while its actor has not begun, as where others use the node."""
         if self._facts is None and not self.is_lost and ray.wait([self.asked], timeout=0)[0]:
-            with self._losing():
+            with self.losing():
                 self._facts = ray.get(self.asked)
                 self._hearing = self._agent.hear.remote()
         return () if self._facts is None or self.is_lost else self._facts.devices
@@ -310,17 +318,17 @@ class RayHost:
         """Hear what it has to say; whether it was found to be lost."""
         if self._hearing is None or self.is_lost or not ray.wait([self._hearing], timeout=0)[0]:
             return False
-        with self._losing():
+        with self.losing():
             self._hear(ray.get(self._hearing))
             self._hearing = self._agent.hear.remote()
         return self.is_lost
 
     def start(self, start: WorkersStart) -> RayWorkers:
         """Start its processes of a generation; those of a host that is lost have ended at once."""
-        pids: dict[int, int] = dict.fromkeys(start.seats, 0)
-        with self._losing():
-            pids = ray.get(self._agent.start.remote(start), timeout=_START_SECONDS)
-        return RayWorkers(self, start.generation, pids)
+        pids = None
+        with self.losing():
+            pids = self._agent.start.remote(start)
+        return RayWorkers(self, start.generation, list(start.seats), pids)
 
     def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
         """Let processes begin with a state that is in a folder of `source`, or with none."""
@@ -329,7 +337,7 @@ class RayHost:
             return
         assert isinstance(source, RayHost)
         assert isinstance(workers, RayWorkers)
-        with self._losing():
+        with self.losing():
             state = source._agent.read_state.remote(folder)
             own = self._agent.begin.options(concurrency_group=_STATE)
             own.remote(workers.generation, state)
@@ -345,12 +353,12 @@ class RayHost:
 
     def tell(self, method: str, *arguments: object) -> None:
         """Call a method of the actor and wait for nothing."""
-        with self._losing():
+        with self.losing():
             getattr(self._agent, method).remote(*arguments)
 
     def close(self) -> None:
         """Let go of all, also of what was left in memory."""
-        with self._losing():
+        with self.losing():
             self._hear(ray.get(self._agent.close.remote(), timeout=_END_SECONDS))
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._agent)
@@ -370,7 +378,8 @@ class RayHost:
                 stream.write(text)
 
     @contextlib.contextmanager
-    def _losing(self) -> Any:
+    def losing(self) -> Iterator[None]:
+        """Whatever fails inside because the actor is gone says that it is lost."""
         try:
             yield
         except ray.exceptions.RayTaskError:
@@ -396,8 +405,9 @@ class RayHosts:
 
     def __init__(self, address: str, command: Sequence[str], streams: Streams):
         try:
+            _reach(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             first = str(error).splitlines()[0]
             raise LaunchError(
                 f"--ray {address}: {first}. Start a cluster with ray start --head, or give its "
@@ -455,6 +465,13 @@ class RayHosts:
             if name not in self._hosts and (resources.get("CPU") or resources.get("GPU")):
                 self._hosts[name] = RayHost(node, self._command, self._streams)
         return _draining()
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is not there."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
 
 
 def _draining() -> dict[str, int]:

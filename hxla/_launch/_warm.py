@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -76,6 +77,12 @@ class CoordinationProcess:
         """End it, with its port."""
         self._process.kill()
         self._process.join()
+
+
+def warm_up() -> None:
+    """Start the process from which others are forked, and its imports; wait for neither."""
+    _context()
+    forkserver.ensure_running()
 
 
 def _context() -> Any:
