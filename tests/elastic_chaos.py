@@ -51,7 +51,7 @@ SHARES = (0.3, 0.4, 0.5)
 MOST_STEPS = 4000
 # What `hxla run` gives to processes on a CPU, and the bits depend on.
 _ALIKE = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
-MOST_SECONDS = 40.0  # from an event to the next completed step, the machine being busy
+MOST_SECONDS = 120.0  # from an event to the next completed step, however busy the machine is
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from hxla._cluster._cluster import Rate
 from hxla._cluster._detect import describe, detect
 from hxla._cluster._job_devices import device_kind
 from hxla._cluster._mesh_file import dump_cluster
-from hxla._launch._launcher import num_gpus
+from hxla._launch._environment import num_gpus
 
 ROOT = pathlib.Path(__file__).parent.parent
 

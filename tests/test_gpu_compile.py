@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from hxla._launch._launcher import _GPU_FLAGS, _MIXED_GPU_FLAGS
+from hxla._launch._environment import _GPU_FLAGS, _MIXED_GPU_FLAGS
 
 TESTS = pathlib.Path(__file__).parent
 FOLDER = pathlib.Path(os.environ.get("GPU_COMPILER", pathlib.Path(sys.prefix, "gpu-compiler")))

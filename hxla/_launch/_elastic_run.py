@@ -42,7 +42,7 @@ from .._elastic._membership import (
     newest,
 )
 from ._event_log import EventLog, Started
-from ._host import Host, Hosts, Place
+from ._host import Host, Hosts, OfferedDevice
 from ._mailbox import Report
 from ._team import Team
 from ._throttle import pack
@@ -77,10 +77,10 @@ class ElasticRun:
         self._known: Membership = begin(rules)
         self._events = events
         self._most = rules.max_devices
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, OfferedDevice] = {}
         self._numbers: dict[str, int] = {}  # of devices on their hosts
         self._asked_back: set[str] = set()  # those that are no longer offered
-        self._given_back: dict[str, Place] = {}  # those that still are, and are not used
+        self._given_back: dict[str, OfferedDevice] = {}  # those that still are, and are not used
         self._teams: dict[int, Team] = {}
         self._left: dict[str, tuple[Host, str]] = {}  # folders of states, by who left them
         self._signals: list[int] = []
@@ -473,7 +473,7 @@ class ElasticRun:
         self._streams.err.write(f"hxla: {text}\n".encode())
 
 
-def _cores(places: Sequence[Place]) -> list[int | None]:
+def _cores(places: Sequence[OfferedDevice]) -> list[int | None]:
     """The core of each process that is held to a share of one; hosts of one machine share cores."""
     found: list[int | None] = [None] * len(places)
     for machine in {place.host.machine for place in places}:

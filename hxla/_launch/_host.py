@@ -59,7 +59,7 @@ class Host(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class OfferedDevice:
     """A device and its host."""
 
     host: Host
@@ -75,7 +75,7 @@ class Hosts(Protocol):
 
     address: str
 
-    def offered(self) -> Sequence[Place]:
+    def offered(self) -> Sequence[OfferedDevice]:
         """The devices that may be used, now.
 
         Raises:
@@ -164,9 +164,9 @@ class ThisMachine:
     def __init__(self, host: LocalHost, read_devices: Callable[[], Sequence[Device]]):
         self._host, self._read = host, read_devices
 
-    def offered(self) -> Sequence[Place]:
+    def offered(self) -> Sequence[OfferedDevice]:
         """The devices that may be used, now."""
-        return [Place(host=self._host, device=device) for device in self._read()]
+        return [OfferedDevice(host=self._host, device=device) for device in self._read()]
 
     def poll(self) -> bool:
         """Its processes write into memory that is read directly."""

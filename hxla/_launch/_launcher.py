@@ -6,71 +6,24 @@ import signal
 import socket
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
-from .._cluster import _nvml
-from .._cluster._cluster import Device
 from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
-from .._core._catalogue import find
 from .._core._errors import LaunchError
 from .._elastic._membership import MembershipRules
 from .._plan._plan import Plan
 from ._elastic_run import ElasticRun
+from ._environment import describe, elastic_environment, process_environment
 from ._event_log import EventLog
 from ._host import Hosts, LocalHost, ThisMachine
 from ._output import Logs, Output
 from ._processes import Processes, Start
-from ._warm import WAITS_VARIABLE
-from ._workers import Environment, Streams
+from ._workers import Streams
 
-# Processes that compile programs of their own would wait for each other's measured kernels.
-_GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
-# Options of XLA without which unlike GPUs disagree; see docs/running.md.
-_MIXED_GPU_FLAGS = (
-    "--xla_gpu_all_reduce_combine_threshold_bytes=268435456",
-    "--xla_gpu_all_gather_combine_threshold_bytes=268435456",
-    "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
-)
 _MOST_PROCESSES = 65536
 _HAND_OVER_SECONDS = 30.0  # members end the step at hand and write their state
 _PREPARE_SECONDS = 600.0  # members trace and compile
-_MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
-
-
-def num_gpus() -> int:
-    """NVIDIA GPUs of this machine; 0 without a driver, which is a normal case."""
-    with _nvml.driver() as nvml:
-        return 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
-
-
-def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
-    """The devices to start a process for.
-
-    Raises:
-        LaunchError: If more GPUs are asked for than there are, or none at all, or the mesh has
-            several nodes.
-        MeshError: If the mesh file is wrong.
-    """
-    if mesh is not None:
-        cluster = load_cluster(mesh)
-        if len(cluster.nodes) > 1:
-            raise LaunchError(
-                f"mesh file {cluster.name!r} describes {len(cluster.nodes)} nodes and hxla run "
-                "starts the processes of one: start a task per accelerator with srun or mpirun"
-            )
-        return cluster.devices
-    gpus = num_gpus()
-    if number is not None and number < 1:
-        raise LaunchError(f"-n {number}: start at least one process")
-    if gpus:
-        if number is not None and number > gpus:
-            raise LaunchError(f"-n {number}: this machine has {gpus} GPUs")
-        return (Device(kind="gpu"),) * (number or gpus)
-    if number is None:
-        print("hxla: no NVIDIA GPU here, starting one process on the CPU", file=sys.stderr)
-    return (Device(kind="cpu"),) * (number or 1)
 
 
 def run(
@@ -124,7 +77,7 @@ def run(
         )
     starts = []
     for number_here, device in enumerate(chosen):
-        env = _environment(number_here, device, chosen, mesh) | settings
+        env = process_environment(number_here, device, chosen, mesh) | settings
         env |= {
             "HXLA_COORDINATOR": address,
             "HXLA_NUM_PROCESSES": str(len(chosen)),
@@ -213,34 +166,6 @@ def _ray_hosts(address: str, command: Sequence[str], streams: Streams) -> Hosts:
     return RayHosts(address, command, streams)
 
 
-def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:
-    """What processes for devices of this machine get; this one's environment is made ready too.
-
-    Args:
-        devices: Those that are there.
-        mesh: File of them.
-
-    Raises:
-        LaunchError: If they share no library for collectives.
-    """
-    cards = sum(device.kind != "cpu" for device in devices)
-    if are_unlike([device.kind for device in devices]):
-        raise LaunchError(f"{in_words([d.kind for d in devices])} share no library for collectives")
-    if not cards:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(f"cpu-{_processor()}"))
-    # A generation's programs are those of the one before, however quickly they are compiled.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    # Processes are forked from one that has imported jax, which reads some of them then.
-    common = _environment(0, devices[0], devices, mesh)
-    os.environ |= {k: v for k, v in common.items() if k != "CUDA_VISIBLE_DEVICES"}
-
-    def environment(device: Device, place: int, path: str) -> dict[str, str]:
-        env = _environment(place, device, devices, path)
-        return env | ({WAITS_VARIABLE: "1"} if cards else {})
-
-    return environment
-
-
 def _streams() -> tuple[Streams, list[Callable[[], None]]]:
     """Standard output and error, and what is called when nobody reads the output any more."""
     lock, closed = threading.Lock(), list[Callable[[], None]]()
@@ -298,77 +223,6 @@ def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]
         # A program from the cache is not compiled, and what is not compiled is not dumped.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-
-
-# glibc gives the pages of every large buffer back and faults them in again at the next step: on a
-# 26 MB sum that took up to four times as long as the sum itself.
-_KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-}
-
-
-def _environment(
-    place: int, device: Device, devices: Sequence[Device], mesh: str | None
-) -> dict[str, str]:
-    """Of a process, but for its place in the job.
-
-    Args:
-        place: Of the device on this machine.
-        device: The process's.
-        devices: All that may be used together.
-        mesh: File of them.
-    """
-    env = dict(os.environ)
-    env |= {
-        "HXLA_LAUNCHER_PID": str(os.getpid()),
-        "HXLA_LIVE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    flags = env.get("XLA_FLAGS", "")
-    if mesh is not None:
-        env["HXLA_MESH"] = str(find("meshes", mesh))
-    if device.kind == "cpu":
-        env["JAX_PLATFORMS"] = "cpu"
-        # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
-        # cores that a process may use would change bits.
-        if "xla_force_host_platform_device_count" not in flags:
-            env.setdefault("NPROC", "1")
-        wanted: tuple[str, ...] = (
-            "--xla_cpu_multi_thread_eigen=false",
-            # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
-            "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
-            "--xla_cpu_collective_call_terminate_timeout_seconds=7200",
-            "--xla_cpu_collective_timeout_seconds=7200",
-        )
-        for key, value in _KEEP_MEMORY.items():
-            env.setdefault(key, value)
-    else:
-        visible = env.get("CUDA_VISIBLE_DEVICES")
-        cards = visible.split(",") if visible else None
-        env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
-        kind = device.kind.lower().replace(" ", "-")
-        env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
-        mixed = len({d.kind for d in devices}) > 1
-        wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
-        for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
-            env.setdefault(key, value)
-    added = [flag for flag in wanted if flag.split("=")[0] not in flags]
-    env["XLA_FLAGS"] = " ".join([flags, *added]).strip()
-    return env
-
-
-def _cache_of(kind: str) -> str:
-    """Where programs that were compiled for devices of a kind are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    return f"{cache}/hxla/xla/{kind}"
-
-
-def _processor() -> str:
-    """What programs compiled for this machine's processor may not be run without."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return f"{zlib.crc32(chr(10).join(sorted(known)).encode()):08x}"
 
 
 def _free_port() -> int:

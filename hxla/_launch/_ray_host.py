@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._cluster._cluster import Device
 from .._core._errors import HxlaError, LaunchError
 from ._board import Post
-from ._host import Host, LocalHost, Place
+from ._environment import describe, elastic_environment, num_gpus
+from ._host import Host, LocalHost, OfferedDevice
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
@@ -109,8 +110,6 @@ class HostAgent:
     def __init__(
         self, command: Sequence[str], folder: str, num_cpus: int, core_share: float | None
     ):
-        from ._launcher import describe, elastic_environment, num_gpus
-
         os.chdir(folder)
         # A process that is forked would run the main module, which is Ray's own, once more.
         vars(sys.modules["__main__"]).pop("__file__", None)
@@ -423,7 +422,7 @@ class RayHosts:
         else:
             streams.err.write(b"hxla: no node of the Ray cluster has devices yet: waiting\n")
 
-    def offered(self) -> Sequence[Place]:
+    def offered(self) -> Sequence[OfferedDevice]:
         """The devices that may be used, now.
 
         Raises:
@@ -438,7 +437,7 @@ class RayHosts:
                 left = until / 1000 - time.time() if until else _NOTICE_SECONDS
                 self._hosts[node].notice_seconds = max(left, 0.0)
         return [
-            Place(host=host, device=device)
+            OfferedDevice(host=host, device=device)
             for node, host in self._hosts.items()
             for device in (() if node in drained else host.devices)
         ]
@@ -454,7 +453,7 @@ class RayHosts:
         ray.shutdown()
 
     def _meet(self) -> dict[str, int]:
-        """Place actors on new nodes; the nodes that Ray drains, and until when."""
+        """OfferedDevice actors on new nodes; the nodes that Ray drains, and until when."""
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         for name, host in list(self._hosts.items()):
             host.is_lost = host.is_lost or name not in nodes
