@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 from .._jax import _coordination
 
+_POLL_SECONDS = 0.2
 #: Set where another process uses the device still, so that nothing may touch it.
 WAITS_VARIABLE = "HXLA_WAITS"
 #: It imports what a script does anyway, which initialises no backend.
@@ -95,9 +97,11 @@ def _serve(address: str, num_processes: int) -> None:
     os.setsid()
     nowhere = os.open(os.devnull, os.O_WRONLY)  # whatever it says of members is known already
     os.dup2(nowhere, 2)
+    parent = os.getppid()  # it ends with the launcher, and then so does this process
     service = _coordination.serve(address, num_processes)
-    while service is not None:
-        signal.pause()
+    while service is not None and os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(0)
 
 
 def _file(connection: Connection) -> IO[bytes]:
