@@ -6,6 +6,8 @@ from typing import IO
 
 _JANITOR = """
 import os, shutil, signal, sys, time
+if os.fork():  # an actor of Ray that ends kills its children
+    os._exit(0)
 lines = sys.stdin.read().split("\\n")
 if "done" in lines:
     sys.exit()
@@ -40,4 +42,5 @@ def start_janitor() -> IO[bytes]:
         [sys.executable, "-c", _JANITOR], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
+    process.wait()
     return process.stdin
