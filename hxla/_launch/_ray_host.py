@@ -298,9 +298,13 @@ class RayHost:
     def devices(self) -> tuple[Device, ...]:
         """Those that it has; none while its actor has not begun, as where others use the node."""
         if self._facts is None and not self.is_lost and ray.wait([self.asked], timeout=0)[0]:
-            with self.losing():
+            try:
                 self._facts = ray.get(self.asked)
                 self._hearing = self._agent.hear.remote()
+            except ray.exceptions.RayError as error:
+                self.is_lost = True
+                why = str(error).strip().splitlines()[-1]
+                self._streams.err.write(f"hxla: {self.name} gives no devices: {why}\n".encode())
         return () if self._facts is None or self.is_lost else self._facts.devices
 
     @property
@@ -415,6 +419,7 @@ class RayHosts:
         self.address = ray.util.get_node_ip_address()
         self._command, self._streams = command, streams
         self._hosts: dict[str, RayHost] = {}
+        self._known: set[str] = set()  # nodes, also those that gave nothing
         self._meet()
         asked = [host.asked for host in self._hosts.values()]
         if asked:  # those that are there begin together
@@ -461,7 +466,8 @@ class RayHosts:
                 del self._hosts[name]
         for name, node in nodes.items():
             resources = node["Resources"]
-            if name not in self._hosts and (resources.get("CPU") or resources.get("GPU")):
+            if name not in self._known and (resources.get("CPU") or resources.get("GPU")):
+                self._known.add(name)
                 self._hosts[name] = RayHost(node, self._command, self._streams)
         return _draining()
 
