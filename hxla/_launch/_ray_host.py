@@ -308,6 +308,11 @@ class RayHost:
         return () if self._facts is None or self.is_lost else self._facts.devices
 
     @property
+    def began(self) -> bool:
+        """Whether its actor was ever heard."""
+        return self._facts is not None
+
+    @property
     def cores(self) -> Sequence[int]:
         """Those that its processes may use."""
         return () if self._facts is None else self._facts.cores
@@ -464,6 +469,8 @@ class RayHosts:
             host.is_lost = host.is_lost or name not in nodes
             if host.is_lost:
                 del self._hosts[name]
+                if host.began:  # its actor died, and perhaps the node is as good as before
+                    self._known.discard(name)
         for name, node in nodes.items():
             resources = node["Resources"]
             if name not in self._known and (resources.get("CPU") or resources.get("GPU")):
