@@ -35,6 +35,7 @@ class Job:
         script: And its further arguments.
         mesh: Mesh file, or the name of one; None: one process that is not throttled.
         plan: File of what is to run, if the script does not say.
+        options: Further options of `hxla run`.
         checkout: The hxla that runs it.
         settings: Variables of its environment.
 
@@ -49,6 +50,7 @@ class Job:
         *,
         mesh: str | None = None,
         plan: pathlib.Path | None = None,
+        options: Sequence[str] = (),
         checkout: pathlib.Path = ROOT,
         settings: Mapping[str, str] | None = None,
     ):
@@ -56,7 +58,7 @@ class Job:
         num = len(hxla.load_cluster(mesh).devices) if mesh is not None else 1
         self._turns, self._log = Turns(folder, num), folder / "log"
         where = ["--mesh", mesh] if mesh is not None else ["-n", "1"]
-        where += ["--plan", str(plan)] if plan is not None else []
+        where += [*(["--plan", str(plan)] if plan is not None else []), *options]
         first, *others = map(str, script)
         command = [sys.executable, "-m", "hxla", "run", *where, first, str(folder), *others]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

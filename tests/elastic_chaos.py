@@ -8,6 +8,7 @@ holder of the state lived, and nothing left behind: processes, shared memory, cg
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -159,6 +160,19 @@ class Job:
             self.stop()
 
 
+@contextlib.contextmanager
+def alone():
+    """What is started here has the environment of a job: Ray hands it on to all its processes."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(own_environment() | {"RAY_USAGE_STATS_ENABLED": "0"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class RayJob(Job):
     """A run on a Ray cluster of its own, whose nodes have a device each."""
 
@@ -166,17 +180,10 @@ class RayJob(Job):
         from ray.cluster_utils import Cluster
 
         self.nodes = {}
-        # What Ray starts hands its environment on to the processes of the job.
-        before = dict(os.environ)
-        os.environ.clear()
-        os.environ.update(own_environment() | {"RAY_USAGE_STATS_ENABLED": "0"})
-        try:
+        with alone():
             head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
-            super().__post_init__()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        super().__post_init__()
 
     def where(self):
         return "--ray", self.cluster.address
@@ -186,9 +193,10 @@ class RayJob(Job):
         for name, share in zip(self.names, self.shares, strict=True):
             if name not in self.nodes:
                 labels = {"core-share": str(share)}
-                self.nodes[name] = self.cluster.add_node(
-                    num_cpus=1, labels=labels, object_store_memory=STORE_BYTES
-                )
+                with alone():
+                    self.nodes[name] = self.cluster.add_node(
+                        num_cpus=1, labels=labels, object_store_memory=STORE_BYTES
+                    )
         for name in self.nodes.keys() - set(self.names):
             self.drain(self.nodes.pop(name))
 

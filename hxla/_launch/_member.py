@@ -28,8 +28,8 @@ from ._mailbox import (
     open_mailbox,
 )
 
-_POLL_SECONDS = 0.02
-_POLLS_OF_A_BEAT = 10
+_POLL_SECONDS = 0.05
+_POLLS_OF_A_BEAT = 4
 PINNED = "pinned.json"
 _PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a peer is lost
 
