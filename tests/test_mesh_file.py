@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hxla import Cluster, Device, Link, MeshError, Node, Rate, Speed, load_cluster
+from hxla import Cluster, Device, Link, MeshError, NetworkCard, Node, Rate, Speed, load_cluster
 from hxla._cluster._mesh_file import dump_cluster
 from hxla._core._catalogue import find, names
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from hxla._cluster._flows import Flow, flow_seconds, ring_flows
+from hxla._cluster._transfers import Send, ring_transfers, transfer_seconds
 from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
 from hxla._planner._chain_tables import tables
 from hxla._planner._cost import ring_all_reduce_seconds
@@ -26,9 +26,9 @@ def cluster(*, per_node=4, num_nodes=2, rate=1e9, latency=0.0, card=None, inside
     return hxla.Cluster(name="c", devices=devices, nodes=nodes, default_link=between)
 
 
-def simulated(flows, rate):
-    """When each flow over one card is done, if those that are left share it evenly."""
-    left, now, done = dict(enumerate(flows)), 0.0, {}
+def simulated(transfers, rate):
+    """When each transfer over one card is done, if those that are left share it evenly."""
+    left, now, done = dict(enumerate(transfers)), 0.0, {}
     while left:
         share = rate / len(left)
         first = min(left.values()) / share
@@ -37,50 +37,50 @@ def simulated(flows, rate):
         for i in [i for i, size in left.items() if size <= 1e-6]:
             done[i] = now
             del left[i]
-    return [done[i] for i in range(len(flows))]
+    return [done[i] for i in range(len(transfers))]
 
 
 def across(*sizes):
-    return [Flow(sender=i, receiver=4 + i, num_bytes=size) for i, size in enumerate(sizes)]
+    return [Send(sender=i, receiver=4 + i, num_bytes=size) for i, size in enumerate(sizes)]
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=4))
 def test_a_card_is_shared_evenly_until_the_shortest_transfer_is_done(sizes):
-    times = flow_seconds(cluster(), across(*sizes))
+    times = transfer_seconds(cluster(), across(*sizes))
     assert times == pytest.approx(simulated(sizes, 1e9))
 
 
 def test_one_transfer_takes_what_its_link_says():
     described = cluster(latency=1e-3, card=hxla.NetworkCard(bytes_per_second=4e9))
-    assert flow_seconds(described, across(1e9)) == [1.001]
+    assert transfer_seconds(described, across(1e9)) == [1.001]
 
 
 def test_cards_as_many_as_devices_share_nothing():
     described = cluster(card=hxla.NetworkCard(bytes_per_second=4e9))
-    assert flow_seconds(described, across(*[1e9] * 4)) == [1.0] * 4
-    assert flow_seconds(cluster(), across(*[1e9] * 4)) == [4.0] * 4
+    assert transfer_seconds(described, across(*[1e9] * 4)) == [1.0] * 4
+    assert transfer_seconds(cluster(), across(*[1e9] * 4)) == [4.0] * 4
 
 
 @pytest.mark.parametrize(("duplex", "seconds"), [(True, 1.0), (False, 2.0)])
 def test_a_card_that_is_not_duplex_is_shared_by_both_directions(duplex, seconds):
     card = hxla.NetworkCard(bytes_per_second=1e9, duplex=duplex)
     both = [
-        Flow(sender=0, receiver=4, num_bytes=1e9),
-        Flow(sender=4, receiver=0, num_bytes=1e9),
+        Send(sender=0, receiver=4, num_bytes=1e9),
+        Send(sender=4, receiver=0, num_bytes=1e9),
     ]
-    assert flow_seconds(cluster(card=card), both) == [seconds] * 2
+    assert transfer_seconds(cluster(card=card), both) == [seconds] * 2
 
 
 def test_a_receivers_card_is_shared_too():
     described = cluster(num_nodes=3, per_node=1)
-    both = [Flow(sender=i, receiver=2, num_bytes=1e9) for i in (0, 1)]
-    assert flow_seconds(described, both) == [2.0, 2.0]
+    both = [Send(sender=i, receiver=2, num_bytes=1e9) for i in (0, 1)]
+    assert transfer_seconds(described, both) == [2.0, 2.0]
 
 
 def test_devices_of_a_node_use_no_card():
-    inside = Flow(sender=0, receiver=1, num_bytes=1e9)
-    assert flow_seconds(cluster(), [inside, *across(1e9, 1e9)]) == [1e-3, 2.0, 2.0]
+    inside = Send(sender=0, receiver=1, num_bytes=1e9)
+    assert transfer_seconds(cluster(), [inside, *across(1e9, 1e9)]) == [1e-3, 2.0, 2.0]
 
 
 def test_a_card_that_is_not_described_is_the_nodes_fastest_link():
@@ -97,16 +97,18 @@ def test_a_card_that_is_not_described_is_the_nodes_fastest_link():
 def test_one_ring_leaves_each_node_once_and_many_rings_share():
     described = cluster(num_nodes=3)
     (one, several) = (
-        [ring_flows(described, ranks, 1e9) for ranks in rings]
+        [ring_transfers(described, ranks, 1e9) for ranks in rings]
         for rings in ([(0, 4, 8, 1, 5, 9)], [(i, 4 + i, 8 + i) for i in range(4)])
     )
-    assert max(flow_seconds(described, one[0])) == 1.0
-    assert max(flow_seconds(described, [flow for own in several for flow in own])) == 4.0
+    assert max(transfer_seconds(described, one[0])) == 1.0
+    assert (
+        max(transfer_seconds(described, [transfer for own in several for transfer in own])) == 4.0
+    )
 
 
 def test_a_ring_of_its_own_takes_the_formula():
     described = cluster(num_nodes=4, per_node=1, latency=1e-4)
-    (seconds,) = set(flow_seconds(described, ring_flows(described, range(4), 1e9 / 4)))
+    (seconds,) = set(transfer_seconds(described, ring_transfers(described, range(4), 1e9 / 4)))
     formula = ring_all_reduce_seconds(1e9, 4, described.default_link.seconds)
     assert 2 * 3 * seconds == pytest.approx(formula)
 

@@ -5,7 +5,7 @@ import itertools
 import math
 
 from .._cluster._cluster import Cluster
-from .._cluster._flows import Flow, flow_seconds, ring_flows
+from .._cluster._transfers import Send, ring_transfers, transfer_seconds
 from .._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from . import _replica_groups as _groups
 from . import _shapes
@@ -138,26 +138,26 @@ def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> flo
     """
     if max((rank for group in groups for rank in group), default=0) >= len(cluster.devices):
         return None
-    flows: list[Flow] = []
+    transfers: list[Send] = []
     sizes: list[int] = []
     for group in groups:
         if kind == "collective-permute":
             pairs = itertools.pairwise(group)
-            own = [Flow(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
+            own = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
         else:
             in_ring = kind != "collective-broadcast"
-            own = ring_flows(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
-        flows += own
+            own = ring_transfers(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
+        transfers += own
         sizes += [len(group)] * len(own)
     slowest = 0.0
-    for seconds, size in zip(flow_seconds(cluster, flows), sizes, strict=True):
+    for seconds, size in zip(transfer_seconds(cluster, transfers), sizes, strict=True):
         if seconds is None:
             return None
         slowest = max(slowest, _ring(kind, num_bytes, size, functools.partial(_same, seconds)))
     return slowest
 
 
-def _same(seconds: float, num_bytes: float) -> float:  # the message's size is the flow's
+def _same(seconds: float, num_bytes: float) -> float:  # the message's size is the transfer's
     return seconds
 
 

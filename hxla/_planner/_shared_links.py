@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
-from .._cluster._flows import Flow, flow_seconds, ring_flows
+from .._cluster._transfers import Send, ring_transfers, transfer_seconds
 from ._chain import Chain, Staging
 from ._chain_tables import Tables
 
@@ -79,16 +79,18 @@ def traffic_of(
         sum(chain.groups[staging.replicas[0].groups[stage]].parameter_bytes[a:b])
         for stage, (a, b) in enumerate(zip(staging.cuts, ends, strict=True))
     ]
-    rings: list[tuple[int, list[Flow]]] = [
-        (stage, ring_flows(cluster, ranks, 2 * (n - 1) / n * reduce_factor * num_bytes))
+    rings: list[tuple[int, list[Send]]] = [
+        (stage, ring_transfers(cluster, ranks, 2 * (n - 1) / n * reduce_factor * num_bytes))
         for stage, num_bytes in enumerate(of_stages)
         for ranks in zip(*(copy[stage] for copy in copies), strict=True)
         if reduce_factor
     ]
-    times = iter(flow_seconds(cluster, list(itertools.chain(*(flows for _, flows in rings)))))
+    times = iter(
+        transfer_seconds(cluster, list(itertools.chain(*(transfers for _, transfers in rings))))
+    )
     reductions = [0.0] * num_stages
-    for stage, flows in rings:
-        own_times = (next(times) or 0.0 for _ in flows)
+    for stage, transfers in rings:
+        own_times = (next(times) or 0.0 for _ in transfers)
         reductions[stage] = max(reductions[stage], max(own_times, default=0.0))
     return Traffic(send_seconds=tuple(send_seconds), reduction_seconds=tuple(reductions))
 
@@ -96,11 +98,11 @@ def traffic_of(
 def _per_copy(copies: Copies, cluster: Cluster, stage: int, num_bytes: float) -> list[float]:
     """Of each copy, what sending the outputs of a stage to the next takes while all copies do."""
     pairs = [list(zip(copy[stage], copy[stage + 1], strict=True)) for copy in copies]
-    flows = [
-        Flow(sender=a, receiver=b, num_bytes=num_bytes)
+    transfers = [
+        Send(sender=a, receiver=b, num_bytes=num_bytes)
         for a, b in itertools.chain.from_iterable(pairs)
     ]
-    times = iter(flow_seconds(cluster, flows))
+    times = iter(transfer_seconds(cluster, transfers))
     return [max(next(times) or 0.0 for _ in own) for own in pairs]
 
 

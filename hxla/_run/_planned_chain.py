@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 import jax
 
 from .._cluster._cluster import Cluster
-from .._cluster._flows import flow_seconds, ring_flows
 from .._cluster._job_devices import Devices
+from .._cluster._transfers import ring_transfers, transfer_seconds
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
@@ -218,8 +218,8 @@ def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
     num = len(plan.replicas)
     size = plan.parameter_bytes / num / len(plan.replicas[0].devices)
     columns = zip(*(replica.devices for replica in plan.replicas))  # noqa: B905
-    flows = [flow for ranks in columns for flow in ring_flows(cluster, ranks, size)]
-    times = flow_seconds(cluster, flows)
+    transfers = [transfer for ranks in columns for transfer in ring_transfers(cluster, ranks, size)]
+    times = transfer_seconds(cluster, transfers)
     return (num - 1) * max((seconds for seconds in times if seconds is not None), default=0.0)
 
 

@@ -9,7 +9,7 @@ from ._cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flow:
+class Send:
     """A transfer from one device to another, in one direction.
 
     Attributes:
@@ -23,7 +23,7 @@ class Flow:
     num_bytes: float
 
 
-def ring_flows(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> list[Flow]:
+def ring_transfers(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> list[Send]:
     """What every device of a ring sends to the next; none for a single device.
 
     The ring passes the devices node by node, so that it leaves each node once, as the libraries
@@ -38,12 +38,12 @@ def ring_flows(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> list
     if len(order) < 2:
         return []
     return [
-        Flow(sender=a, receiver=b, num_bytes=num_bytes)
+        Send(sender=a, receiver=b, num_bytes=num_bytes)
         for a, b in zip(order, (*order[1:], order[0]), strict=True)
     ]
 
 
-def flow_seconds(cluster: Cluster, flows: Sequence[Flow]) -> list[float | None]:
+def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float | None]:
     """Predict the time of each of several transfers that begin together.
 
     A transfer takes no less than its link says of it alone. Over a network card all transfers of
@@ -53,37 +53,37 @@ def flow_seconds(cluster: Cluster, flows: Sequence[Flow]) -> list[float | None]:
 
     Args:
         cluster: That the ranks are of.
-        flows: The transfers.
+        transfers: The transfers.
 
     Returns:
         The seconds of each; None where no link is described.
     """
     over: dict[tuple[int, bool], list[float]] = collections.defaultdict(list)
-    cards = {node: cluster.network_card(node) for node in _nodes(cluster, flows)}
+    cards = {node: cluster.network_card(node) for node in _nodes(cluster, transfers)}
 
-    def passed(flow: Flow) -> list[tuple[int, bool]]:
-        """The cards that a flow passes, each with whether it is received there."""
-        ends = (cluster.devices[flow.sender].node, cluster.devices[flow.receiver].node)
+    def passed(transfer: Send) -> list[tuple[int, bool]]:
+        """The cards that a transfer passes, each with whether it is received there."""
+        ends = (cluster.devices[transfer.sender].node, cluster.devices[transfer.receiver].node)
         if ends[0] == ends[1]:
             return []
         known = [(node, cards[node], bool(i)) for i, node in enumerate(ends)]
         return [(node, card.duplex and into) for node, card, into in known if card is not None]
 
-    for flow in flows:
-        for key in passed(flow):
-            over[key].append(flow.num_bytes)
+    for transfer in transfers:
+        for key in passed(transfer):
+            over[key].append(transfer.num_bytes)
     carried = {key: _Carried(sizes) for key, sizes in over.items()}
     found: list[float | None] = []
-    for flow in flows:
-        link = cluster.link(flow.sender, flow.receiver)
+    for transfer in transfers:
+        link = cluster.link(transfer.sender, transfer.receiver)
         if link is None:
             found.append(None)
             continue
-        seconds = link.seconds(flow.num_bytes)
-        for node, into in passed(flow):
+        seconds = link.seconds(transfer.num_bytes)
+        for node, into in passed(transfer):
             card = cards[node]
             assert card is not None
-            shared = carried[node, into].until(flow.num_bytes) / card.bytes_per_second
+            shared = carried[node, into].until(transfer.num_bytes) / card.bytes_per_second
             seconds = max(seconds, link.latency_seconds + shared)
         found.append(seconds)
     return found
@@ -110,6 +110,8 @@ class _Carried:
         return self._until[size]
 
 
-def _nodes(cluster: Cluster, flows: Sequence[Flow]) -> set[int]:
-    ranks = itertools.chain.from_iterable((flow.sender, flow.receiver) for flow in flows)
+def _nodes(cluster: Cluster, transfers: Sequence[Send]) -> set[int]:
+    ranks = itertools.chain.from_iterable(
+        (transfer.sender, transfer.receiver) for transfer in transfers
+    )
     return {cluster.devices[rank].node for rank in ranks}
