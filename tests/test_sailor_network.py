@@ -1,11 +1,13 @@
 """What the published curves of both kinds of machines say, and what follows for plans on them."""
 
 import dataclasses
+import statistics
 
 import pytest
 import sailor
 import sailor_data
 import sailor_network as network
+import sailor_planner
 from sailor_data import Place
 
 pytestmark = pytest.mark.skipif(
@@ -141,3 +143,30 @@ def test_eight_devices_of_a_workstation_are_not_charged_eight_activations(data, 
     activation = data.profiles["OPT-350"].sizes[8, 8][12].output_bytes
     gathered = network.gather_seconds(data, Place(kind, 8), activation)
     assert extra == pytest.approx(2 * (send(data, kind, 8, activation) + gathered), rel=0.05)
+
+
+def planner_errors(data, **choices):
+    return [
+        sailor_planner.step_seconds(data, plan, **choices) / plan.step_seconds - 1
+        for plan in data.plans
+    ]
+
+
+def test_the_planners_own_figures_of_the_measured_plans(data):
+    errors = planner_errors(data)
+    assert statistics.mean(map(abs, errors)) < 0.045
+    assert max(map(abs, errors)) < 0.14
+
+
+def test_nodes_with_a_card_for_each_device_must_be_described_so(data):
+    """The default, a card of one device's bandwidth for all, is wrong there by a fifth."""
+    assert statistics.mean(map(abs, planner_errors(data, describes_cards=False))) > 0.15
+
+
+def test_the_planner_counts_one_card_for_the_eight_devices_of_a_workstation(data):
+    both, alone = plan([(FAST[0], 8)], [(FAST[1], 8)]), plan([(FAST[0], 8)])
+    described, default = (
+        sailor_planner.step_seconds(data, both, describes_cards=d) for d in (True, False)
+    )
+    assert described == pytest.approx(default, rel=0.02)  # the default is right for these
+    assert sailor_planner.step_seconds(data, alone) < 2 * described
