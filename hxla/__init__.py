@@ -36,6 +36,7 @@ from ._graph._factors import Pattern as Pattern, Factor as Factor
 from ._cluster._mesh_file import load_cluster as load_cluster
 from ._cluster._cluster import Cluster as Cluster, Node as Node, Device as Device
 from ._cluster._cluster import Rate as Rate, Speed as Speed, Link as Link
+from ._cluster._cluster import NetworkCard as NetworkCard
 from ._plan._rules import load_rules as load_rules
 from ._plan._rules import RuleSet as RuleSet, Rule as Rule, Resolved as Resolved
 from ._profile._profile_file import load_profile as load_profile

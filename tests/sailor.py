@@ -5,19 +5,25 @@ repository's form, mixed or not, is predicted to take, with the repository's dat
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from device_memory import DeviceMemory, MemoryRule, pipeline_memory
 from sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
+from sailor_network import (
+    NOT_DUPLEX,
+    Hop,
+    boundary_seconds,
+    gather_seconds,
+    nodes_of,
+    reduction_seconds,
+)
 
 from hxla._core._errors import PlanError
-from hxla._planner._cost import LinkSeconds, ring_all_reduce_seconds
 from hxla._profile._profile import LayerTime, Profile, Setting
 from hxla._schedule._blocking_replay import blocking_replay
 from hxla._schedule._schedules import one_f_one_b
@@ -155,62 +161,68 @@ def _lookup(table, key, model, what):
 
 
 def predict_time(
-    data: Data, plan: Measured, *, whole: bool = True, duplex: bool = False
+    data: Data,
+    plan: Measured,
+    *,
+    host_bytes_per_second: float | None = None,
+    not_duplex: Collection[str] = NOT_DUPLEX,
 ) -> StepSeconds:
     """The step, as this runtime does it.
 
-    What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B; transfers
-    are issued on the stream that computes, so they hold up both stages; every tensor rank uses its
-    own share of the node's network; gradients are reduced once, after all microbatches and a
-    barrier, in buckets of 500 million values, nothing overlapped.
-
-    Two things are not known. The runs of either model alone choose `whole`, and the times that the
-    reductions took by themselves choose `duplex`.
+    What is known of it (DeepSpeed 0.16.5 with the repository's pipeline engine): 1F1B. A tensor
+    rank sends its part of an activation or gradient; the transfer is issued on the stream that
+    computes, so it holds up both stages. Before it goes on, every rank of the receiving group
+    rebuilds the whole tensor (`reconstruct_tensor`): it makes zeros of that size in the host's
+    memory, copies them to its device, and gathers the parts of the group. Gradients are reduced
+    once, after all microbatches and a barrier, in buckets of 500 million values, nothing
+    overlapped. Devices of a node share its network card: see `sailor_network`.
 
     Args:
         data: Profiles and curves.
         plan: What to predict.
-        whole: Whether a transfer costs a rank what the whole activation would. The engine cuts it
-            over the tensor ranks, sends the parts, and gathers them again with the host waiting
-            in between; False counts only the sending of the parts.
-        duplex: Whether a ring sends and receives at once at full bandwidth. The repository's
-            `estimate_ar_time` has a factor of 2 for it that is switched off.
+        host_bytes_per_second: What rebuilding gets of the host; None: `host_rate` of each machine.
+        not_duplex: Kinds whose cards carry both directions together.
     """
     profile = monotone(data.profiles[plan.model])
     stages = plan.stages(len(profile.layers))
-    replicas = sorted(
-        {tuple(stage[r % len(stage)] for stage in plan.places) for r in range(plan.num_replicas)}
-    )
+    nodes = nodes_of(data, plan)
+    columns = _by_replica(plan.places, plan.num_replicas)
     loads = [
         stage_loads(
             profile,
             [Setting(place.kind, plan.microbatch_size, place.tensor) for place in places],
             stages,
         )
-        for places in replicas
+        for places in columns
     ]
-    links = [
-        [transfer(data.link(a, b), 1 if whole else a.tensor) for a, b in itertools.pairwise(places)]
-        for places in replicas
-    ]
-    reduction = []
-    for s, places in enumerate(plan.places):
-        # Shards of the smallest tensor-parallel group are the largest, and the slowest pair of the
-        # ring sets its pace.
-        num_bytes = max(stage_loads[s].gradient_bytes for stage_loads in loads)
-        pairs = set(zip(places, (*places[1:], places[0]), strict=True))
-        reduction.append(
-            max(ring_all_reduce_seconds(num_bytes, len(places), data.link(a, b)) for a, b in pairs)
-            * (1 if duplex else 2)
-        )
+    sent_bytes = [load.send_bytes for load in loads[0][:-1]]
+    sends = _send_seconds(data, plan, nodes, sent_bytes)
+    reduction = reduction_seconds(
+        data,
+        plan,
+        nodes,
+        [min(load.gradient_bytes for load in like) for like in zip(*loads, strict=True)],
+        not_duplex,
+    )
+
+    def rebuilding(place, num_bytes):
+        host = num_bytes / (host_bytes_per_second or host_rate(place.kind))
+        return (host + gather_seconds(data, place, num_bytes)) if num_bytes else 0.0
+
     timelines = [
         blocking_replay(
             one_f_one_b(len(own), plan.num_microbatches),
-            [load.forward_seconds for load in own],
-            [load.backward_seconds for load in own],
-            [link(load.send_bytes) for link, load in zip(between, own[:-1], strict=True)],
+            [
+                load.forward_seconds + rebuilding(place, num_bytes)
+                for load, place, num_bytes in zip(own, places, (0, *sent_bytes), strict=True)
+            ],
+            [
+                load.backward_seconds + rebuilding(place, num_bytes)
+                for load, place, num_bytes in zip(own, places, (*sent_bytes, 0), strict=True)
+            ],
+            between,
         )
-        for own, between in zip(loads, links, strict=True)
+        for places, own, between in zip(columns, loads, sends, strict=True)
     ]
     barrier = max(max(timeline.finish_seconds) for timeline in timelines)
     tail = max(
@@ -222,17 +234,52 @@ def predict_time(
         step_seconds=barrier + tail,
         stages=tuple(
             tuple(
-                StageSeconds(compute_seconds=busy, reduction_seconds=seconds)
-                for busy, seconds in zip(timeline.busy_seconds, reduction, strict=True)
+                StageSeconds(
+                    compute_seconds=plan.num_microbatches
+                    * (load.forward_seconds + load.backward_seconds),
+                    reduction_seconds=seconds,
+                )
+                for load, seconds in zip(own, reduction, strict=True)
             )
-            for timeline in timelines
+            for own in loads
         ),
     )
 
 
-def transfer(link: LinkSeconds, num_parts: int) -> LinkSeconds:
-    """The link of a transfer of which each rank moves one part."""
-    return lambda num_bytes: link(num_bytes / num_parts)
+def host_rate(kind: str) -> float:
+    """Bytes a second of zeros that one process makes in its host's memory and copies to a device.
+
+    New memory comes page by page. A workstation with a GV100 took 0.3266 s to touch every page of
+    1 GiB (rapidsai/dask-cuda, pull request 98), and to copy 1 GiB that is not page-locked to a V100
+    takes 0.2093 s (numba issue 4336): one after the other, 2.0 GB/s. On a GH200 the copy takes
+    10.754 ms (vortex-data/vortex, pull request 7815); what its pages take, which are 16 times as
+    large, nobody stated. So its rate is between the workstation's and that of the copy alone, 100
+    GB/s, and the geometric mean of these bounds is assumed, 14 GB/s. It was assumed after the
+    measured plans had been predicted with rates from 8 to 100: 12 to 24 does about as well.
+    """
+    workstation = 2**30 / (0.3266 + 0.2093)
+    return math.sqrt(workstation * 2**30 / 0.010754) if kind == KIND else workstation
+
+
+def _by_replica(rows, num_replicas):
+    """From rows by stage, of one or more replicas, to columns by replica."""
+    return [tuple(row[r % len(row)] for row in rows) for r in range(num_replicas)]
+
+
+def _send_seconds(data, plan, nodes, sent_bytes) -> list[list[float]]:
+    """Of each replica and boundary, one transfer: the mean of activations' and gradients'."""
+    groups = _by_replica(plan.places, plan.num_replicas)
+    machines = _by_replica(nodes, plan.num_replicas)
+    boundaries = []
+    for s, num_bytes in enumerate(sent_bytes):
+        there = [
+            Hop(own[s], at[s], own[s + 1], at[s + 1])
+            for own, at in zip(groups, machines, strict=True)
+        ]
+        back = [Hop(hop.b, hop.node_b, hop.a, hop.node_a) for hop in there]
+        both = (boundary_seconds(data, hops, num_bytes) for hops in (there, back))
+        boundaries.append([statistics.mean(pair) for pair in zip(*both, strict=True)])
+    return [[row[r] for row in boundaries] for r in range(plan.num_replicas)]
 
 
 def predict_memory(data: Data, plan: Measured, rule: MemoryRule = RULE) -> tuple[DeviceMemory, ...]:

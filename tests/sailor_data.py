@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 
-from hxla._planner._cost import LinkSeconds
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared/data/sailor"
@@ -74,37 +73,16 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """Profiles by model, measured plans, and the curve of each pair of places."""
+    """Profiles by model, measured plans, and bandwidths: see `sailor_network`.
+
+    `curves` are of devices of two nodes by the places of as many; `inside` are of one node by kind
+    and number of devices.
+    """
 
     profiles: Mapping[str, Profile]
     plans: tuple[Measured, ...]
     curves: Mapping[tuple[Place, Place], tuple[float, ...]]
-
-    def link(self, sender: Place, receiver: Place) -> LinkSeconds:
-        """Seconds of one device's bytes while all of the sender's node send as many.
-
-        A curve is the node's bandwidth in GB/s, a polynomial in log2 of one device's megabytes,
-        measured for 1, 2 and 4 devices of a node. Below 1 MB, where nothing was measured, the
-        bandwidth is that of 1 MB; above a parabola's top it is the top's.
-        """
-        measured = [
-            (count, self.curves[key])
-            for count in (1, 2, 4)
-            if (key := (_with(sender, count), _with(receiver, count))) in self.curves
-        ]
-        wanted = min(sender.tensor, receiver.tensor)
-        count, coefficients = max((m for m in measured if m[0] <= wanted), default=measured[-1])
-        senders = max(count, wanted)
-        powers = coefficients[::-1]
-        falls = len(powers) == 3 and powers[2] < 0
-        top = -powers[1] / (2 * powers[2]) if falls else math.inf
-
-        def seconds(num_bytes):
-            log = min(max(math.log2(num_bytes / 1e6), 0.0), top)
-            gigabytes_per_second = sum(c * log**i for i, c in enumerate(powers))
-            return senders * num_bytes / 1e9 / gigabytes_per_second
-
-        return seconds
+    inside: Mapping[tuple[str, int], tuple[float, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,10 +110,6 @@ def other_runs() -> tuple[Held, ...]:
     )
 
 
-def _with(place, tensor):
-    return dataclasses.replace(place, tensor=tensor)
-
-
 def read(folder: pathlib.Path) -> Data:
     """All of the repository's data: every kind of device, every pair, all measured plans."""
     with gzip.open(folder / "profiles.json.gz") as file:
@@ -160,11 +134,18 @@ def read(folder: pathlib.Path) -> Data:
         for b, others in y_kinds.items()
         for m, curve in others.items()
     }
+    inside = {
+        (kind, int(count)): tuple(curve[0])
+        for kind, counts in json.loads(
+            (folder / "network/intra_node_bandwidths.json").read_text()
+        ).items()
+        for count, curve in counts.items()
+    }
     plans = tuple(
         read_plan(json.loads(path.read_text()), MODELS[path.parts[-3]])
         for path in sorted((folder / "validation").glob("*/*/*.json"))
     )
-    return Data(profiles=profiles, plans=plans, curves=curves)
+    return Data(profiles=profiles, plans=plans, curves=curves, inside=inside)
 
 
 def read_plan(plan: Mapping, model: str) -> Measured:
@@ -254,6 +235,7 @@ def extract(folder: pathlib.Path) -> dict:
         "sizes": "numbers of parameters, outputs, stashed values; of the same layers",
         "models": models,
         "curve": list(data.curves[here, here]),
+        "inside": list(data.inside[KIND, TENSOR]),
         "plans": [
             {
                 "model": plan.model,
@@ -287,7 +269,12 @@ def load() -> Data:
         )
         for plan in shipped["plans"]
     )
-    return Data(profiles=profiles, plans=plans, curves={(here, here): tuple(shipped["curve"])})
+    return Data(
+        profiles=profiles,
+        plans=plans,
+        curves={(here, here): tuple(shipped["curve"])},
+        inside={(KIND, TENSOR): tuple(shipped["inside"])},
+    )
 
 
 def _ends(table):

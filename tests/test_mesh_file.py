@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hxla import Cluster, Device, Link, MeshError, Node, Rate, Speed, load_cluster
+from hxla import Cluster, Device, Link, MeshError, NetworkCard, Node, Rate, Speed, load_cluster
 from hxla._cluster._mesh_file import dump_cluster
 from hxla._core._catalogue import find, names
 
@@ -50,6 +50,9 @@ LINKS = st.builds(
     ),
     source=WORDS,
 )
+NETWORK_CARDS = st.builds(
+    NetworkCard, bytes_per_second=floats(1e3, 1e13), duplex=st.booleans(), source=WORDS
+)
 SPEEDS = st.builds(
     Speed, model=WORDS, steps_per_second=floats(1e-9, 1e9), batch_size=st.integers(1, 9)
 )
@@ -80,9 +83,10 @@ def clusters(draw):
     for name in draw(st.lists(WORDS, min_size=1, max_size=3, unique=True)):
         inside = draw(st.lists(DEVICES, min_size=1, max_size=3))
         link = draw(LINKS) if len(inside) > 1 else None
+        card = draw(st.none() | NETWORK_CARDS)
         for _ in range(draw(st.integers(1, 2))):
             devices += [d.model_copy(update={"node": len(nodes)}) for d in inside]
-            nodes.append(Node(name=name, link=link))
+            nodes.append(Node(name=name, link=link, network_card=card))
     default = draw(LINKS) if len(nodes) > 1 else None
     return Cluster(
         name=draw(WORDS), devices=tuple(devices), nodes=tuple(nodes), default_link=default
@@ -185,6 +189,9 @@ curve = [
     { message_bytes = 1000, gigabytes_per_second = 0.1 },
     { message_bytes = 1e6, gigabytes_per_second = 5 },
 ]
+[node.network_card]
+gigabytes_per_second = 2
+duplex = false
 [[node]]
 name = "a"
 [[node.device]]
@@ -201,6 +208,9 @@ latency_microseconds = 20
     assert [r.source for r in cluster.devices[0].rates] == ["mine", "NVML"]
     assert cluster.link(0, 1).curve == ((1e3, 1e8), (1e6, 5e9))
     assert cluster.link(2, 0).latency_seconds == 2e-5
+    assert cluster.network_card(0) == NetworkCard(bytes_per_second=2e9, duplex=False)
+    assert cluster.network_card(1).bytes_per_second == 1e9
+    assert cluster.network_card(1).duplex
     assert load(dump_cluster(cluster)) == cluster
 
 

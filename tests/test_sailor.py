@@ -100,15 +100,15 @@ def test_there_are_as_many_plans_as_were_measured():
     assert len(DATA.plans) == 19
 
 
-def test_step_times_are_within_five_percent_on_average():
-    assert statistics.mean(abs(time_error(plan)) for plan in DATA.plans) < 0.05
+def test_step_times_are_within_four_percent_on_average():
+    assert statistics.mean(abs(time_error(plan)) for plan in DATA.plans) < 0.041
 
 
 def test_step_times_are_within_five_percent_where_the_profile_was_measured():
     plans = [plan for plan in DATA.plans if not was_set(plan)]
     assert len(plans) == 13
-    assert statistics.mean(abs(time_error(plan)) for plan in plans) < 0.022
-    assert max(abs(time_error(plan)) for plan in plans) < 0.046
+    assert statistics.mean(abs(time_error(plan)) for plan in plans) < 0.018
+    assert max(abs(time_error(plan)) for plan in plans) < 0.054
 
 
 def test_three_step_times_are_off_by_more_than_ten_percent():
@@ -143,17 +143,25 @@ def test_transfers_that_block_explain_the_pipelines():
     assert estimate / plan.step_seconds - 1 < -0.15
 
 
+def pipelines(model):
+    """Of a model, where the profile was measured."""
+    return [p for p in DATA.plans if p.model == model and len(p.cuts) > 1 and not was_set(p)]
+
+
 @pytest.mark.parametrize("model", DATA.profiles)
-def test_the_runs_of_either_model_say_that_a_transfer_costs_the_whole_activation(model):
-    plans = [plan for plan in DATA.plans if plan.model == model]
-    whole, parts = (
-        statistics.mean(abs(time_error(plan, whole=choice)) for plan in plans)
-        for choice in (True, False)
+def test_pipelines_of_either_model_need_what_rebuilding_takes_the_host(model):
+    plans = pipelines(model)
+    rates = (None, 12e9, 24e9, 1e15)
+    assumed, slow, fast, none = (
+        statistics.mean(abs(time_error(plan, host_bytes_per_second=r)) for plan in plans)
+        for r in rates
     )
-    assert whole < 0.65 * parts
+    assert assumed < none
+    # The figure is assumed, and the plans do not tell it closely: others do about as well.
+    assert max(slow, fast) < 0.045
 
 
-def test_every_measured_reduction_says_that_cards_are_shared_by_both_directions():
+def test_every_measured_reduction_says_that_these_cards_are_shared_by_both_directions():
     # One is given as nine tenths of its step, which holds the computation that it waited for.
     plans = [
         p for p in DATA.plans if p.num_replicas > 1 and p.reduction_seconds < p.step_seconds / 2
@@ -161,10 +169,25 @@ def test_every_measured_reduction_says_that_cards_are_shared_by_both_directions(
     assert len(plans) == 13
     for plan in plans:
         shared, apart = (
-            max(s.reduction_seconds for s in sailor.predict_time(DATA, plan, duplex=d).stages[0])
-            for d in (False, True)
+            max(
+                s.reduction_seconds
+                for s in sailor.predict_time(DATA, plan, not_duplex=kinds).stages[0]
+            )
+            for kinds in (sailor.NOT_DUPLEX, frozenset())
         )
+        assert shared == pytest.approx(2 * apart)
         assert abs(shared - plan.reduction_seconds) < abs(apart - plan.reduction_seconds)
+
+
+def test_all_but_the_microbatches_of_a_single_replica_takes_what_its_update_does():
+    """A step of 32 microbatches less 31 of a step of one leaves less than 3 ms for all else."""
+    one, many = (p for p in DATA.plans if p.num_replicas == len(p.cuts) == 1)
+    assert (one.num_microbatches, many.num_microbatches) == (1, 32)
+    microbatch = (many.step_seconds - one.step_seconds) / 31
+    profile = DATA.profiles[one.model]
+    setting = Setting(sailor_data.KIND, one.microbatch_size, sailor_data.TENSOR)
+    update = sum(time.update for time in profile.times[setting])
+    assert 0 < one.step_seconds - microbatch - update < 2e-3
 
 
 def test_one_measured_peak_is_less_than_its_state_and_stash():

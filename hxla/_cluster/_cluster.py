@@ -124,6 +124,8 @@ class Device(_Value):
 class Link(_Value):
     """What one transfer gets between two devices while nothing else uses the link.
 
+    Between nodes, transfers at the same time share each node's `NetworkCard`.
+
     Attributes:
         bytes_per_second: The bandwidth of long messages, in one direction.
         latency_seconds: The time of the shortest message (0: not known).
@@ -178,16 +180,34 @@ class Link(_Value):
         return float(times[i - 1] * (times[i] / times[i - 1]) ** part)
 
 
+class NetworkCard(_Value):
+    """What all devices of a node together get to other nodes, over one card or several.
+
+    Attributes:
+        bytes_per_second: The bandwidth that its transfers share, in one direction.
+        duplex: Whether it sends and receives at once, each at that bandwidth; else the two share
+            it.
+        source: The source of the figure.
+    """
+
+    bytes_per_second: pydantic.PositiveFloat
+    duplex: bool = True
+    source: str = ""
+
+
 class Node(_Value):
     """A machine of a described cluster.
 
     Attributes:
         name: The name that links call it by; several like nodes share it.
         link: The link between its devices; None if it has one device or none is described.
+        network_card: What its devices together get to other nodes; None if not described: see
+            `Cluster.network_card`.
     """
 
     name: str
     link: Link | None = None
+    network_card: NetworkCard | None = None
 
 
 class Cluster(_Value):
@@ -224,7 +244,33 @@ class Cluster(_Value):
             return None
         if a == b:
             return self.nodes[a].link
-        first, second = sorted((self.nodes[a].name, self.nodes[b].name))
+        return self._between(self.nodes[a].name, self.nodes[b].name)
+
+    def network_card(self, node: int) -> NetworkCard | None:
+        """Find what the devices of a node share on the way to other nodes.
+
+        Where none is described, it is a card, in both directions at once, of the bandwidth of the
+        node's fastest link to another node: what is measured between two nodes is what the card
+        gets, however many devices are behind it.
+
+        Args:
+            node: The index of the node.
+
+        Returns:
+            The card; None if no link to another node is described.
+        """
+        if not self.nodes or self.nodes[node].network_card is not None:
+            return self.nodes[node].network_card if self.nodes else None
+        name = self.nodes[node].name
+        others = {n.name for i, n in enumerate(self.nodes) if i != node}
+        found = [self._between(name, other) for other in others]
+        fastest = max((link.bytes_per_second for link in found if link is not None), default=None)
+        if fastest is None:
+            return None
+        return NetworkCard(bytes_per_second=fastest, source="its fastest link")
+
+    def _between(self, a: str, b: str) -> Link | None:
+        first, second = sorted((a, b))
         for one, other, link in self.links:
             if (one, other) == (first, second):
                 return link

@@ -12,7 +12,7 @@ from .._core import _catalogue as _catalog
 from .._core._errors import MeshError
 from .._core._faults import fault, listed, nearest
 from .._core._files import named, read_toml
-from ._cluster import Cluster, Device, Link, Node, Rate, Speed
+from ._cluster import Cluster, Device, Link, NetworkCard, Node, Rate, Speed
 
 
 class _Table(pydantic.BaseModel):
@@ -93,10 +93,17 @@ class _Between(_Link):
     between: Annotated[list[str], pydantic.Field(min_length=2, max_length=2)] | None = None
 
 
+class _NetworkCard(_Table):
+    gigabytes_per_second: _Figure
+    duplex: bool = True
+    source: str = ""
+
+
 class _Node(_Table):
     name: str = pydantic.Field(min_length=1)
     count: int = pydantic.Field(1, ge=1, le=65536)
     link: _Link | None = None
+    network_card: _NetworkCard | None = None
     device: list[_Device] = pydantic.Field(min_length=1)
 
 
@@ -153,9 +160,25 @@ def _cluster(file: _MeshFileTable) -> Cluster:
         name=file.name,
         description=file.description,
         devices=tuple(devices),
-        nodes=tuple(Node(name=n.name, link=_link(n.link) if n.link else None) for n in nodes),
+        nodes=tuple(map(_node, nodes)),
         links=tuple((a, b, _link(link)) for (a, b), link in named),
         default_link=defaults[0] if defaults else None,
+    )
+
+
+def _node(table: _Node) -> Node:
+    return Node(
+        name=table.name,
+        link=_link(table.link) if table.link else None,
+        network_card=_network_card(table.network_card) if table.network_card else None,
+    )
+
+
+def _network_card(table: _NetworkCard) -> NetworkCard:
+    return NetworkCard(
+        bytes_per_second=_times_ten_to(9, table.gigabytes_per_second),
+        duplex=table.duplex,
+        source=table.source,
     )
 
 
@@ -323,6 +346,8 @@ def dump_cluster(cluster: Cluster) -> str:
             lines.append(f"count = {len(nodes)}")
         if nodes[0].link:
             lines += ["", "[node.link]", *_link_lines(nodes[0].link)]
+        if nodes[0].network_card:
+            lines += ["", "[node.network_card]", *_network_card_lines(nodes[0].network_card)]
         lines += _device_lines([d for d in cluster.devices if d.node == first], "node.device")
         first += len(nodes)
     for a, b, link in cluster.links:
@@ -382,6 +407,13 @@ def _link_lines(link: Link) -> Iterator[str]:
             yield f"    {_inline(figures, '')},"
         yield "]"
     yield from _source_lines(link.source)
+
+
+def _network_card_lines(card: NetworkCard) -> Iterator[str]:
+    yield f"gigabytes_per_second = {_number(-9, card.bytes_per_second)}"
+    if not card.duplex:
+        yield "duplex = false"
+    yield from _source_lines(card.source)
 
 
 def _source_lines(source: str) -> Iterator[str]:

@@ -1,8 +1,11 @@
 """Every collective of a module."""
 
+import functools
+import itertools
 import math
 
 from .._cluster._cluster import Cluster
+from .._cluster._transfers import Send, ring_transfers, transfer_seconds
 from .._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from . import _replica_groups as _groups
 from . import _shapes
@@ -129,17 +132,33 @@ def _axes(
 
 
 def _seconds(kind: str, num_bytes: int, groups: Groups, cluster: Cluster) -> float | None:
-    """Time of the slowest group: of a ring, by its slowest link; None if one is not described."""
-    slowest = 0.0
+    """Time of the slowest group, all at once; None if a link is not described.
+
+    Groups are rings, by their slowest link, and share the network cards of their nodes.
+    """
+    if max((rank for group in groups for rank in group), default=0) >= len(cluster.devices):
+        return None
+    transfers: list[Send] = []
+    sizes: list[int] = []
     for group in groups:
-        for a, b in zip(group, (*group[1:], group[0]), strict=True):
-            if a == b:
-                continue
-            link = cluster.link(a, b) if max(a, b) < len(cluster.devices) else None
-            if link is None:
-                return None
-            slowest = max(slowest, _ring(kind, num_bytes, len(group), link.seconds))
+        if kind == "collective-permute":
+            pairs = itertools.pairwise(group)
+            own = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs if a != b]
+        else:
+            in_ring = kind != "collective-broadcast"
+            own = ring_transfers(cluster, group, num_bytes / len(group) if in_ring else num_bytes)
+        transfers += own
+        sizes += [len(group)] * len(own)
+    slowest = 0.0
+    for seconds, size in zip(transfer_seconds(cluster, transfers), sizes, strict=True):
+        if seconds is None:
+            return None
+        slowest = max(slowest, _ring(kind, num_bytes, size, functools.partial(_same, seconds)))
     return slowest
+
+
+def _same(seconds: float, num_bytes: float) -> float:  # the message's size is the transfer's
+    return seconds
 
 
 def _ring(kind: str, num_bytes: int, num_devices: int, link: LinkSeconds) -> float:

@@ -11,14 +11,14 @@ from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
 from ._chain import UNBOUNDED, Chain, Group, Staging
+from ._chain_tables import Tables, tables
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._search import Found, search
+from ._shared_links import Ranks, Traffic, copies_of, shared_step_seconds, traffic_of
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
-
-Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,18 +133,18 @@ def propose(
             f"{_runner_up(found.ranked[0]).description}: write it with hxla plan --write, and "
             "start its devices only, with hxla run --plan"
         )
-    best = ranked[0]
-    if best is not found.ranked[0]:
+    if ranked[0] is not found.ranked[0]:
         better = _runner_up(found.ranked[0])
         reasons.append(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
             "that have been started"
         )
-    staging = best.staging
-    cost = staging_cost(chains[best.alternative], staging)
-    replicas, counts, devices = _placed(
-        work, best, cost, places[best.alternative], cluster, profile, reasons
-    )
+    shared = _with_shared_links(work, ranked, chains, places, cluster, profile)
+    best, staging = shared[0].found, shared[0].found.staging
+    reasons += _about_cards(shared[0], ranked[0])
+    copies = copies_of(staging, places[best.alternative])
+    cost = staging_cost(chains[best.alternative], staging, shared[0].traffic)
+    replicas, counts, devices = _placed(work, best, cost, copies, cluster, profile, reasons)
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
@@ -153,7 +153,12 @@ def propose(
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    others = [f for f in found.ranked if f is not best][:_NUM_RUNNERS_UP]
+    known = {id(own.found): own.step_seconds for own in shared}
+    others = [
+        _runner_up(f, known.get(id(f)))
+        for f in (*(own.found for own in shared[1:]), *found.ranked)
+        if f is not best
+    ]
     return (
         Proposal(
             alternative=best.alternative,
@@ -162,15 +167,85 @@ def propose(
             cuts=staging.cuts,
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
-                closed_form_seconds=staging.step_seconds,
+                closed_form_seconds=shared[0].step_seconds,
                 bound_seconds=found.bound_seconds,
                 devices=devices,
             ),
-            runners_up=tuple(map(_runner_up, others)),
+            runners_up=tuple(dict.fromkeys(others))[:_NUM_RUNNERS_UP],
             reasons=tuple(dict.fromkeys(reasons)),
         ),
         dict(zip(firsts, cost.timelines, strict=False)),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """A plan that the search found, as it is where its transfers share network cards."""
+
+    found: Found
+    traffic: Traffic
+    step_seconds: float
+
+
+def _with_shared_links(
+    work: ChainWork,
+    ranked: Sequence[Found],
+    chains: Mapping[Alternative, Chain],
+    places: Mapping[Alternative, Sequence[Sequence[Ranks]]],
+    cluster: Cluster,
+    profile: Profile | None,
+) -> list[_Shared]:
+    """The plans that may be the fastest where transfers at once share cards, the fastest first.
+
+    Sharing makes no plan faster, so those that are slower without it need not be looked at.
+    """
+    factor = 0.0 if _measured_sum(cluster, profile) is not None else work.reduce_factor
+    known: dict[Alternative, Tables] = {}
+    out: list[_Shared] = []
+    for found in ranked:
+        if out and found.staging.step_seconds >= min(own.step_seconds for own in out):
+            break
+        chain = chains[found.alternative]
+        if found.alternative not in known:
+            known[found.alternative] = tables(chain)
+        copies = copies_of(found.staging, places[found.alternative])
+        traffic = traffic_of(chain, found.staging, copies, cluster, reduce_factor=factor)
+        seconds = shared_step_seconds(known[found.alternative], found.staging, traffic)
+        # A plan whose transfers share nothing is as fast as the search has it, to the last bit.
+        is_slower = seconds > found.staging.step_seconds * (1 + 1e-9)
+        out.append(
+            _Shared(
+                found=found,
+                traffic=traffic,
+                step_seconds=seconds if is_slower else found.staging.step_seconds,
+            )
+        )
+    return sorted(out, key=lambda own: own.step_seconds)
+
+
+def _about_cards(best: _Shared, first: Found) -> list[str]:
+    """What sharing network cards changed."""
+    reasons = []
+    if best.step_seconds > best.found.staging.step_seconds:
+        reasons.append(
+            "transfers at the same time share their nodes' network cards: "
+            f"{best.step_seconds:.4g} s, {best.found.staging.step_seconds:.4g} s if each had its "
+            "own; the bound is for the latter"
+        )
+    if best.found is not first:
+        other = _runner_up(first)
+        reasons.append(
+            f"{other.description} would be faster, {other.step_seconds:.4g} s, if its transfers "
+            "shared no network card"
+        )
+    return reasons
+
+
+def _measured_sum(cluster: Cluster, profile: Profile | None) -> float | None:
+    """Seconds of the sum over all devices, and of the loop, where they were measured."""
+    if profile is None:
+        return None
+    return profile.reductions.get(together_key(d.label for d in cluster.devices))
 
 
 def _about_sums(
@@ -203,7 +278,7 @@ def _placed(
     work: ChainWork,
     found: Found,
     cost: StepCost,
-    places: Sequence[Sequence[Ranks]],
+    copies: Sequence[Sequence[Ranks]],
     cluster: Cluster,
     profile: Profile | None,
     reasons: list[str],
@@ -212,12 +287,12 @@ def _placed(
     own, staging = found.alternative, found.staging
     measured = profile is not None and len(staging.cuts) == 1 and not own.recompute
     peaks = profile.peaks if profile is not None and measured else {}
-    free = [list(groups) for groups in places]
+    free = iter(copies)
     replicas, counts, out = [], [], []
     for replica, stages in zip(staging.replicas, cost.stages, strict=True):
         inputs = replica.num_microbatches * work.input_bytes[own.microbatch_size]
         for _ in range(replica.count):
-            groups = [free[group].pop(0) for group in replica.groups]
+            groups = next(free)
             for ranks, spent in zip(groups, stages, strict=True):
                 label = cluster.devices[ranks[0]].label
                 held = spent.memory_bytes
@@ -232,11 +307,11 @@ def _placed(
     return tuple(replicas), tuple(counts), tuple(out)
 
 
-def _runner_up(found: Found) -> RunnerUp:
+def _runner_up(found: Found, step_seconds: float | None = None) -> RunnerUp:
     stages = len(found.staging.cuts)
     parts = [f"{r.count} x {r.num_microbatches} microbatches" for r in found.staging.replicas]
     words = f"{found.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(parts)}"
-    return RunnerUp(description=words, step_seconds=found.staging.step_seconds)
+    return RunnerUp(description=words, step_seconds=step_seconds or found.staging.step_seconds)
 
 
 def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
@@ -307,9 +382,8 @@ def _chain(
             )
         )
     leaders = [[group[0] for group in own] for own in kinds.values()]
-    links = [[_slowest_link(cluster, a, b, reasons) for b in leaders] for a in leaders]
-    together = together_key(d.label for d in cluster.devices)
-    measured = profile.reductions.get(together) if profile is not None else None
+    links = [[_slowest_link(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
+    measured = _measured_sum(cluster, profile)
     if measured is not None and len(cluster.devices) > 1:
         reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
     per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in links]
@@ -334,9 +408,9 @@ def _chain(
 
 
 def _slowest_link(
-    cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str]
+    cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str], num_at_once: int = 1
 ) -> Link | None:
-    """Between any device of one group and any other of another."""
+    """Between any device of one group and any other of another, so many transfers at once."""
     by_node: dict[int, list[int]] = {}
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
@@ -353,5 +427,8 @@ def _slowest_link(
         if link is None:
             reasons.append("some links are not described: their communication is not counted")
         else:
-            found.append(link)
+            cards = [cluster.network_card(node) for node in (i, j) if i != j]
+            shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
+            least = min((link.bytes_per_second, *shares))
+            found.append(link.model_copy(update={"bytes_per_second": least}))
     return min(found, key=lambda link: link.bytes_per_second, default=None)

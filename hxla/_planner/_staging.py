@@ -13,6 +13,7 @@ from .._schedule._replay import Timeline
 from .._schedule._schedules import one_f_one_b
 from ._chain import UNBOUNDED, Chain, Staging
 from ._chain_tables import tables
+from ._shared_links import Traffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,16 @@ class StepCost:
     timelines: tuple[Timeline, ...]
 
 
-def staging_cost(chain: Chain, staging: Staging) -> StepCost:
+def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None) -> StepCost:
     """A step of pipelines that train one model together, under 1F1B, by replay.
 
     Transfers hold up both stages, as the search's formula has it (`fill_and_period`).
+
+    Args:
+        chain: That is cut.
+        staging: Its cut.
+        traffic: The least that its transfers take where they share network cards; None: they
+            share none.
 
     A stage's reduction starts when the stage is done in every replica, its update when the
     reduction is done, and the next step of each replica with its own update.
@@ -46,22 +53,26 @@ def staging_cost(chain: Chain, staging: Staging) -> StepCost:
     t = tables(chain)
     num_stages, ends = len(staging.cuts), (*staging.cuts[1:], t.num_layers)
     stages = [list(zip(r.groups, staging.cuts, ends, strict=True)) for r in staging.replicas]
+    least_sent = traffic.send_seconds if traffic else [[0.0] * num_stages for _ in stages]
+    least_reduced = traffic.reduction_seconds if traffic else [0.0] * num_stages
     timelines = tuple(
         blocking_replay(
             one_f_one_b(num_stages, replica.num_microbatches),
             [sum(chain.groups[k].forward_seconds[a:b]) for k, a, b in own],
             [sum(chain.groups[k].backward_seconds[a:b]) for k, a, b in own],
             [  # one way
-                float(t.cross[cut, k, after]) / 2
-                for cut, (k, after) in zip(ends, itertools.pairwise(replica.groups), strict=False)
+                max(float(t.cross[cut, k, after]) / 2, least)
+                for cut, (k, after), least in zip(
+                    ends, itertools.pairwise(replica.groups), sent, strict=False
+                )
             ],
         )
-        for replica, own in zip(staging.replicas, stages, strict=True)
+        for replica, own, sent in zip(staging.replicas, stages, least_sent, strict=True)
     )
     several = sum(replica.count for replica in staging.replicas) > 1
     reductions = [
-        float(max(t.reduce[s] for s in like)) if several else 0.0
-        for like in zip(*stages, strict=True)
+        max(least, *(float(t.reduce[s]) for s in like)) if several else 0.0
+        for least, like in zip(least_reduced, zip(*stages, strict=True), strict=True)
     ]
     # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
     step = max(

@@ -1,6 +1,5 @@
 """How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 
@@ -8,6 +7,7 @@ import jax
 
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
+from .._cluster._transfers import ring_transfers, transfer_seconds
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
@@ -211,12 +211,16 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
 
 
 def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
-    """Of all parameters over the copies in a ring, by its slowest link; 0: no link is described."""
-    ranks = [replica.devices[0] for replica in plan.replicas]
-    num = len(ranks)
-    own = plan.parameter_bytes / num
-    links = [cluster.link(a, b) for a, b in itertools.pairwise(ranks)]
-    return (num - 1) * max((link.seconds(own) for link in links if link is not None), default=0.0)
+    """Of all parameters over the copies in rings, by the slowest link; 0: no link is described.
+
+    The rings of all places of a copy are at once and share their nodes' network cards.
+    """
+    num = len(plan.replicas)
+    size = plan.parameter_bytes / num / len(plan.replicas[0].devices)
+    columns = zip(*(replica.devices for replica in plan.replicas))  # noqa: B905
+    transfers = [transfer for ranks in columns for transfer in ring_transfers(cluster, ranks, size)]
+    times = transfer_seconds(cluster, transfers)
+    return (num - 1) * max((seconds for seconds in times if seconds is not None), default=0.0)
 
 
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:

@@ -1,0 +1,141 @@
+"""What transfers of a plan take on the devices that it is placed on, sharing network cards.
+
+The search knows kinds of devices and not their places, so that it counts of the transfers at the
+same time only those of one tensor-parallel group. Here every copy counts.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from .._cluster._cluster import Cluster
+from .._cluster._transfers import Send, ring_transfers, transfer_seconds
+from ._chain import Chain, Staging
+from ._chain_tables import Tables
+
+Ranks = tuple[int, ...]  # devices of one tensor-parallel group
+Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of each stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The least that transfers of a placed plan take.
+
+    Attributes:
+        send_seconds: Per sort of replicas, of one transfer over each boundary between stages, one
+            way: of the slowest replica of the sort.
+        reduction_seconds: Per stage, of the reduction of its gradients over replicas.
+    """
+
+    send_seconds: tuple[tuple[float, ...], ...]
+    reduction_seconds: tuple[float, ...]
+
+
+def copies_of(staging: Staging, places: Sequence[Sequence[Ranks]]) -> list[list[Ranks]]:
+    """The devices of each copy: of each kind the next that are free, stage by stage.
+
+    Args:
+        staging: Which kinds hold the stages of how many copies.
+        places: Per kind, its tensor-parallel groups in order.
+    """
+    free = [iter(groups) for groups in places]
+    return [
+        [next(free[group]) for group in replica.groups]
+        for replica in staging.replicas
+        for _ in range(replica.count)
+    ]
+
+
+def traffic_of(
+    chain: Chain, staging: Staging, copies: Copies, cluster: Cluster, *, reduce_factor: float
+) -> Traffic:
+    """Transfers of a plan, those that happen at once sharing the cards of their nodes.
+
+    Copies of the model are in step: over one boundary all of them send at once, and all devices of
+    a tensor-parallel group. At the end of a step all stages reduce their gradients at once, in
+    rings of one device of every copy.
+
+    Args:
+        chain: That is cut.
+        staging: Its cut.
+        copies: Where it runs.
+        cluster: That the ranks are of.
+        reduce_factor: Bytes that a reduction moves per byte of gradient and direction, in units of
+            a float32 all-reduce; 0: do not predict it, it was measured.
+    """
+    num_stages, num_layers = len(staging.cuts), len(chain.output_bytes)
+    ends = (*staging.cuts[1:], num_layers)
+    sent = [
+        _per_copy(copies, cluster, stage, chain.output_bytes[ends[stage] - 1])
+        for stage in range(num_stages - 1)
+    ]
+    first, send_seconds = 0, []
+    for replica in staging.replicas:
+        own = range(first, first + replica.count)
+        send_seconds.append(tuple(max(row[i] for i in own) if own else 0.0 for row in sent))
+        first += replica.count
+    n = len(copies)
+    of_stages = [
+        sum(chain.groups[staging.replicas[0].groups[stage]].parameter_bytes[a:b])
+        for stage, (a, b) in enumerate(zip(staging.cuts, ends, strict=True))
+    ]
+    rings: list[tuple[int, list[Send]]] = [
+        (stage, ring_transfers(cluster, ranks, 2 * (n - 1) / n * reduce_factor * num_bytes))
+        for stage, num_bytes in enumerate(of_stages)
+        for ranks in zip(*(copy[stage] for copy in copies), strict=True)
+        if reduce_factor
+    ]
+    times = iter(
+        transfer_seconds(cluster, list(itertools.chain(*(transfers for _, transfers in rings))))
+    )
+    reductions = [0.0] * num_stages
+    for stage, transfers in rings:
+        own_times = (next(times) or 0.0 for _ in transfers)
+        reductions[stage] = max(reductions[stage], max(own_times, default=0.0))
+    return Traffic(send_seconds=tuple(send_seconds), reduction_seconds=tuple(reductions))
+
+
+def _per_copy(copies: Copies, cluster: Cluster, stage: int, num_bytes: float) -> list[float]:
+    """Of each copy, what sending the outputs of a stage to the next takes while all copies do."""
+    pairs = [list(zip(copy[stage], copy[stage + 1], strict=True)) for copy in copies]
+    transfers = [
+        Send(sender=a, receiver=b, num_bytes=num_bytes)
+        for a, b in itertools.chain.from_iterable(pairs)
+    ]
+    times = iter(transfer_seconds(cluster, transfers))
+    return [max(next(times) or 0.0 for _ in own) for own in pairs]
+
+
+def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
+    """The search's closed formula of a step (`step_seconds`), no transfer faster than is said.
+
+    Args:
+        t: Of the chain.
+        staging: Its cut.
+        traffic: Of the staging.
+    """
+    cuts, num = staging.cuts, len(staging.cuts)
+    ends = (*cuts[1:], t.num_layers)
+    slowest = reduce = update = 0.0
+    several = sum(replica.count for replica in staging.replicas) > 1
+    for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
+        stages = list(zip(replica.groups, cuts, ends, strict=True))
+        edges = [
+            0.0,
+            *(
+                max(float(t.cross[cut, *pair]), 2 * sent)
+                for cut, pair, sent in zip(
+                    cuts[1:], itertools.pairwise(replica.groups), one_way, strict=True
+                )
+            ),
+            0.0,
+        ]
+        busy = [float(t.seconds[s]) for s in stages]
+        period = max(busy[i] + edges[i] + edges[i + 1] for i in range(num))
+        fill = sum(busy) + sum(edges)
+        slowest = max(slowest, fill + (replica.num_microbatches - 1) * period)
+        update = max(update, *(float(t.update[s]) for s in stages))
+        if several:
+            least = zip(stages, traffic.reduction_seconds, strict=True)
+            reduce = max(reduce, *(max(float(t.reduce[s]), own) for s, own in least))
+    return slowest + reduce + update
