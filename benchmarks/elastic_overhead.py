@@ -4,9 +4,7 @@
 
 Trains the model of examples/gpt.py on two processes, under `hxla run` and under
 `hxla run --elastic`, in turns of a step; a ratio above 1 says that the elastic one is slower.
-
-Writes
-benchmarks/results/elastic_overhead.json.
+Writes benchmarks/results/elastic_overhead.json.
 """
 
 import results
