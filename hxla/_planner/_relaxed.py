@@ -81,15 +81,19 @@ class Relaxation:
             ratio = 1 + 1.5 * (ratio - 1)
 
     def least_period(self) -> float:
-        """Some stage holds the longest layer."""
+        """Every layer lies in some stage; a longer one may have cheaper boundaries."""
         layers = np.arange(self.t.num_layers)
-        return float(self.period[:, layers, layers + 1].min(axis=0).max())
+        least = np.where(np.isfinite(self.cost), self.period, np.inf).min(axis=0)
+        begun = np.minimum.accumulate(least, axis=0)  # at that boundary or before it
+        around = np.minimum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
+        return float(around[layers, layers + 1].max())
 
-    def some_pipeline_fits(self, max_stages: int) -> bool:
+    def some_pipeline_fits(self, max_stages: int, num_microbatches: int) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
 
         def score(position: int) -> Array:
-            return np.where(self.t.fits(position), self.cost, np.inf).min(axis=0)
+            fits = self.t.fits(min(position, num_microbatches))
+            return np.where(fits, self.cost, np.inf).min(axis=0)
 
         return any(np.isfinite(rest[0]) for rest, _ in suffixes(max_stages, score, np.add))
 
