@@ -29,7 +29,7 @@ from ._deadline import Deadline, OutOfTime
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
-_LEVELS = (1.1, 1.3)
+_LEVELS = (1.05, 1.1, 1.3)
 _ROUGHLY = 0.02  # gap that all of a search comes to before any of it comes to less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
