@@ -84,9 +84,7 @@ JOBS: dict[str, Job] = {
         1024,
     ),
     "T5-Large": (
-        lambda: t5.T5(
-            nnx.Rngs(0), vocabulary=32128, width=1024, hidden=4096, heads=16, layers=24
-        ),
+        lambda: t5.T5(nnx.Rngs(0), vocabulary=32128, width=1024, hidden=4096, heads=16, layers=24),
         t5.loss,
         {"source": zeros(256, 512), "target": zeros(256, 128)},
         256,

@@ -102,7 +102,9 @@ class Branching:
             if boxes:
                 tail = self._tail(limited, own, seconds)
                 part = _Part(bound=limited, tail=tail, priced=own, columns=[])
-                root = [(min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)]
+                root = [
+                    (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
+                ]
                 self._parts.append(part)
                 self._push(math.inf, root, self.prices, part)
 

@@ -412,11 +412,10 @@ class _Search:
                 # Fewer kinds pay only by a shorter reduction or update.
                 best = self.plans[num].step_seconds if num in self.plans else math.inf
                 available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-                if (
-                    sum(available) < num
-                    or seconds + tails[kinds] >= best
-                    or not enough_for(pipelines, available, self._num, best - tails[kinds])
-                ):
+                if sum(available) < num or seconds + tails[kinds] >= best:
+                    continue
+                left = best - tails[kinds]
+                if left < math.inf and not enough_for(pipelines, available, self._num, left):
                     continue
             found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
             if found is not None:
