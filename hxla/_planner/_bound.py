@@ -87,8 +87,8 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
-    *Tail.* Reduction and update follow the largest stage, which all replicas share. Plans are parted
-    by its seconds (`limited`): those of a part have no stage of more, and pay for the least of it.
+    *Tail.* Reduction and update follow the largest stage, which all replicas share. So plans are
+    parted by its seconds (`limited`): those of a part have no larger one, and pay for its least.
 
     *One cut for all.* The same may be asked about a box of cuts, down to a single one: then no
     relaxation of the shared cut is left. `Branching` parts the cuts so.

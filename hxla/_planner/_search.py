@@ -38,6 +38,10 @@ _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of 
 _NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
 
 
+class NothingFitsError(PlanError):
+    """No alternative that was searched has a plan; finer ones may have."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """A plan and where it comes from.
@@ -105,7 +109,8 @@ def search(
         alone, not on the machine.
 
     Raises:
-        PlanError: If no alternative has a plan: why not, for each.
+        NothingFitsError: If no alternative has a plan: why not, for each.
+        PlanError: If there is nothing to search.
 
     References:
         Whale, USENIX ATC 2022, section 3.3; Strati et al., "Sailor", SOSP 2025, section 4.
@@ -130,7 +135,7 @@ def search(
     except OutOfTime:
         exhausted = True
     if len(infeasible) == len(chains):
-        raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
+        raise NothingFitsError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
     plans = [
         Found(alternative=key, staging=staging)
