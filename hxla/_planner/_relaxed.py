@@ -41,7 +41,12 @@ class Relaxation:
         self.t = t
         self._check = check
         kinds, size = t.num_kinds, t.num_layers + 1
-        cross = t.cross[:, :kinds, :kinds].min(axis=(1, 2))
+        # A kind of one device has no second one that it could send to.
+        pairs = ~np.eye(kinds, dtype=bool) | (np.array(t.num_devices) > 1)[:, None]
+        pairs &= np.outer(t.num_devices, t.num_devices) > 0
+        cross = np.zeros(size)
+        if pairs.any():
+            cross = t.cross[:, :kinds, :kinds][:, pairs].min(axis=1)
         after = np.triu(np.ones((size, size), bool), 1)
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
