@@ -3,6 +3,7 @@ import dataclasses
 import chains
 import numpy as np
 import pytest
+import scipy.optimize
 
 from hxla._core import _errors
 from hxla._planner import _best_pipeline as _stages
@@ -280,3 +281,20 @@ def test_a_search_for_nothing_is_refused(arguments, part):
     )
     with pytest.raises(_errors.PlanError, match=part):
         _search.search(**{"chains": {"only": chain}, **arguments})
+
+
+def test_programmes_of_few_rows_are_solved_as_by_a_general_solver():
+    rng = np.random.default_rng(7)
+    for _ in range(60):
+        kinds, columns, stages = rng.integers(1, [4, 300, 17])
+        used = rng.multinomial(stages, [1 / kinds] * kinds, size=columns)
+        value = rng.integers(0, 50, columns).astype(float)
+        available = rng.integers(0, 40, kinds).tolist()
+        counts, prices, upper = _packing.fractional_packing(used, value, available)
+        rows = np.vstack([used.T, np.ones(columns)])
+        right = [*available, sum(available) // stages]
+        best = -scipy.optimize.linprog(-value, A_ub=rows, b_ub=right).fun
+        assert value @ counts == pytest.approx(best, abs=1e-6)
+        assert upper == pytest.approx(best, abs=1e-6)
+        assert (rows @ counts <= np.array(right) + 1e-6).all()
+        assert (prices >= 0).all()

@@ -81,7 +81,7 @@ def fractional_packing(
 def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | None:
     """The simplex method for few rows and many columns: counts and prices; None: it went round.
 
-    One solution costs the start of a general solver many times over, and a search asks for thousands.
+    A search asks for thousands, and each costs much less than the start of a general solver.
 
     Args:
         value: [C] At most 1.
