@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/planner_scale.py [--decoders 1.3e9 ...]
 
 Decoders of examples/gpt.py as shapes only: one of 0.35 billion parameters planned for 9 devices,
-and those of 1.3 to 100 billion for 768. A third of the devices each are A100 with 80 GB, A100 with
+and those of 1.3 to 173 billion for 768. A third of the devices each are A100 with 80 GB, A100 with
 40 GB and V100 with 32 GB; speeds and links are those of data sheets. A batch has two sequences of
 2,048 tokens for each device, a microbatch one. Seconds are those that the processor spent, so that
 other work beside disturbs little; the search's own budget of time goes by the clock, and a plan
@@ -44,6 +44,7 @@ DECODERS = {
     "6.7e9": {"width": 4096, "heads": 32, "layers": 32},
     "13e9": {"width": 5120, "heads": 40, "layers": 40},
     "100e9": {"width": 10240, "heads": 80, "layers": 80},
+    "173e9": {"width": 12288, "heads": 96, "layers": 96},
 }
 SMALL = "0.35e9"  # for a few devices; the others for all
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -17,6 +19,9 @@ from hxla._planner._estimate import Alternative
 from hxla._planner._propose import ChainWork, propose
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from hxla._profile._profile_file import load_profile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+import gpt
 
 
 def plan_command(tmp_path, *options):
@@ -214,3 +219,26 @@ def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch
     assert job.plan("cpu-1.0-0.5", mesh={"data": 2}, microbatch_size=1).counts == (4, 4)
     with pytest.raises(hxla.ConfigError, match=r"but the script opens another plan"):
         job.open(plan.with_counts((1, 3)), steps=1)
+
+
+def test_a_model_of_which_only_single_examples_fit_is_planned_with_them():
+    """Sizes that suit two devices and 256 examples begin with 2."""
+    model = nnx.eval_shape(
+        lambda: gpt.GPT(nnx.Rngs(0), vocabulary=256, length=256, width=32, heads=2, layers=4)
+    )
+    text = jax.ShapeDtypeStruct((256, 257), np.int32)
+    job = hxla.Job(model, {"text": text}, gpt.loss, optax.sgd(0.1), batch_size=256)
+    link = hxla.Link(bytes_per_second=1e10, latency_seconds=1e-5)
+    device = hxla.Device(
+        kind="A",
+        memory_bytes=8 * 2**20,
+        memory_bytes_per_second=1e12,
+        rates=(hxla.Rate(dtype="float32", flops_per_second=1e13),),
+    )
+    cluster = hxla.Cluster(
+        name="small", devices=(device,) * 2, nodes=(hxla.Node(name="here", link=link),)
+    )
+    plan = job.plan(cluster)
+    assert plan.microbatch_size == 1
+    assert any("finer ones were tried" in reason for reason in plan.reasons)
+    assert all(d.memory_bytes <= d.capacity_bytes for d in plan.prediction.devices)

@@ -3,10 +3,11 @@ import dataclasses
 import chains
 import numpy as np
 import pytest
+import scipy.optimize
 
 from hxla._core import _errors
 from hxla._planner import _best_pipeline as _stages
-from hxla._planner import _packing, _search
+from hxla._planner import _bound, _chain_tables, _packing, _search
 
 
 def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
@@ -43,31 +44,90 @@ def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
 
 @pytest.mark.slow
 def test_plans_and_bounds_hold_against_exhaustive_search():
-    equal = feasible = 0
+    """A thousand instances of the whole space; of every second one sums take long."""
+    equal = exact = feasible = 0
     ratios = []
-    for seed in range(150):
+    for seed in range(1000):
+        rng = np.random.default_rng(1000 + seed)
         chain = chains.random_chain(
-            np.random.default_rng(1000 + seed),
-            max_devices=6 if seed % 10 == 0 else 4,
-            max_layers=4,
-            max_microbatches=6,
+            rng, max_devices=6 if seed % 10 == 0 else 4, max_layers=4, max_microbatches=6
         )
+        if seed % 2:
+            rates = rng.uniform(0, 0.3, len(chain.groups))
+            chain = dataclasses.replace(chain, reduce_seconds=tuple(rates))
         best = chains.brute_search(chain)
         if best is None:
             with pytest.raises(_errors.PlanError):
                 _search.search({"only": chain})
             continue
-        found = _search.search({"only": chain}, good_enough=0.0)
+        is_exact = seed % 7 == 0
+        found = _search.search({"only": chain}, good_enough=0.0 if is_exact else 0.02)
         plan = found.ranked[0].staging
         assert not chains.faults(chain, plan), seed
         assert found.bound_seconds <= best * (1 + 1e-9), seed
         assert plan.step_seconds >= best * (1 - 1e-9), seed
         assert plan.step_seconds == pytest.approx(found.bound_seconds * (1 + found.gap), rel=1e-9)
         feasible += 1
-        equal += plan.step_seconds <= best * (1 + 1e-6)
-        ratios.append(plan.step_seconds / best)
-    assert feasible > 75
-    assert equal >= 0.95 * feasible, (equal, feasible, max(ratios))
+        if is_exact:
+            exact += 1
+            equal += plan.step_seconds <= best * (1 + 1e-6)
+            ratios.append(plan.step_seconds / best)
+    assert feasible > 500
+    assert equal >= 0.95 * exact, (equal, exact, max(ratios))
+
+
+def short_chain(**changes):
+    """Two layers of a second each on two like devices, whose boundary takes five to cross."""
+    group = chains.Group(
+        kind="A",
+        num_devices=2,
+        memory_bytes=100.0,
+        forward_seconds=(0.4, 0.4),
+        backward_seconds=(0.6, 0.6),
+        update_seconds=(0.0, 0.0),
+        parameter_bytes=(1.0, 1.0),
+        stash_bytes=(4.0, 4.0),
+    )
+    own = {"num_microbatches": 8, "send_latency_seconds": ((2.5,),)} | changes
+    group = dataclasses.replace(group, memory_bytes=own.pop("memory_bytes", 100.0))
+    return chains.Chain(groups=(group,), output_bytes=(0.0, 0.0), **own)
+
+
+def test_a_layer_that_is_dear_to_cut_off_is_bounded_within_a_longer_stage():
+    chain = short_chain()
+    bound = _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
+    assert chains.brute_search(chain) == pytest.approx(8.0)
+    assert 1 in bound.refute(8.001, [1.0])
+
+
+def test_a_pipeline_of_one_microbatch_holds_one_on_every_stage():
+    """A stage's state and one microbatch fill its device."""
+    chain = short_chain(num_microbatches=1, memory_bytes=8.0)
+    assert _search.search({"only": chain}).ranked[0].staging.cuts == (0, 1)
+    with pytest.raises(_search.NothingFitsError):
+        _search.search({"only": dataclasses.replace(chain, num_microbatches=2)})
+
+
+def test_two_devices_with_no_twins_are_bounded_by_the_link_between_them():
+    """Nothing is sent between devices of a kind that has one."""
+    group = chains.Group(
+        kind="A",
+        num_devices=1,
+        memory_bytes=8.0,
+        forward_seconds=(0.4, 0.4),
+        backward_seconds=(0.6, 0.6),
+        update_seconds=(0.0, 0.0),
+        parameter_bytes=(1.0, 1.0),
+        stash_bytes=(0.0, 0.0),
+    )
+    chain = chains.Chain(
+        groups=(group, dataclasses.replace(group, kind="B", memory_bytes=4.0)),
+        num_microbatches=8,
+        output_bytes=(0.0, 0.0),
+        send_latency_seconds=((0.0, 0.1), (0.1, 0.0)),
+    )
+    found = _search.search({"only": chain}, good_enough=0.0)
+    assert found.gap == pytest.approx(0.0, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -128,6 +188,23 @@ def test_few_cuts_are_bounded_one_by_one():
         layers=2,
     )
     assert _search.search({"only": chain}).gap < 0.011
+
+
+def test_sums_that_follow_the_largest_stage_are_bounded_with_the_cut():
+    """A faster device takes more layers, and the sum then waits for its stage."""
+    chain = gpt(
+        devices=(8, 8),
+        memory=(32, 16),
+        speeds=(1.0, 0.6),
+        microbatches=32,
+        parameters=1e8,
+        stash=3e8,
+        layers=24,
+    )
+    chain = dataclasses.replace(chain, reduce_seconds=(1e-9,) * 2)
+    found = _search.search({"only": chain}, time_budget_seconds=60, good_enough=0.02)
+    assert found.gap <= 0.0201
+    assert not found.exhausted
 
 
 def test_the_same_input_gives_the_same_plans():
@@ -204,3 +281,20 @@ def test_a_search_for_nothing_is_refused(arguments, part):
     )
     with pytest.raises(_errors.PlanError, match=part):
         _search.search(**{"chains": {"only": chain}, **arguments})
+
+
+def test_programmes_of_few_rows_are_solved_as_by_a_general_solver():
+    rng = np.random.default_rng(7)
+    for _ in range(60):
+        kinds, columns, stages = rng.integers(1, [4, 300, 17])
+        used = rng.multinomial(stages, [1 / kinds] * kinds, size=columns)
+        value = rng.integers(0, 50, columns).astype(float)
+        available = rng.integers(0, 40, kinds).tolist()
+        counts, prices, upper = _packing.fractional_packing(used, value, available)
+        rows = np.vstack([used.T, np.ones(columns)])
+        right = [*available, sum(available) // stages]
+        best = -scipy.optimize.linprog(-value, A_ub=rows, b_ub=right).fun
+        assert value @ counts == pytest.approx(best, abs=1e-6)
+        assert upper == pytest.approx(best, abs=1e-6)
+        assert (rows @ counts <= np.array(right) + 1e-6).all()
+        assert (prices >= 0).all()

@@ -1,5 +1,6 @@
 """A time that no staging of a chain can beat."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +11,13 @@ import scipy.optimize
 from ._chain_tables import Array, Tables
 from ._packing import best_packing
 from ._priced import priced
-from ._relaxed import Bands, Pipelines, Relaxation, bisected, subsets
+from ._relaxed import Bands, Pipelines, Relaxation, bisected, subsets, suffixes
 
 _MAX_INTERVALS = 80
 _FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
 _COARSE = 1.06
+Class = tuple[int, int, Array, Array]
+_TAILS, _TAIL_STEP = 12, 0.003  # most limits on the tail, and the least step, of the whole time
 
 
 def work_bound(t: Tables, num_microbatches: int) -> float:
@@ -84,6 +87,9 @@ class Bound:
     If that is less than the global batch no staging of S stages takes T or less. This is monotone
     in T, so bisection finds the greatest T that is refuted.
 
+    *Tail.* Reduction and update follow the largest stage, which all replicas share. So plans are
+    parted by its seconds (`limited`): those of a part have no larger one, and pay for its least.
+
     *One cut for all.* The same may be asked about a box of cuts, down to a single one: then no
     relaxation of the shared cut is left. `Branching` parts the cuts so.
 
@@ -109,7 +115,23 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self.floor = work_bound(t, num_microbatches) + self.tails(self.max_stages)[0][2]
+        self._tail = t.reduce + t.update
+        self._least_tail = 0.0  # of several replicas
+        self._classes: tuple[tuple[object, ...], Alive | None, list[Class]] | None = None
+        layers = np.arange(t.num_layers)
+        update = t.update[:, layers, layers + 1].min(axis=0)
+        self._least_update = float(update.max()), float(update.sum())
+        own = self._tail.min(axis=0)
+        after = np.triu(np.ones(own.shape, bool), 1)
+        own = np.where(after, own, np.inf)
+        found = suffixes(self.max_stages, lambda _: own, np.maximum)
+        self._least_tails = [float(rest[0]) for rest, _ in found]
+        self._work = work_bound(t, num_microbatches)
+        self.floor = self._work + self.tails(self.max_stages)[0][2]
+
+    def some_plan_fits(self) -> bool:
+        """Whether some pipeline fits, however many devices of each kind it takes."""
+        return self.relaxation.some_pipeline_fits(self.max_stages, self._num)
 
     def refute(
         self,
@@ -133,7 +155,7 @@ class Bound:
         if known is None:
             whole = Alive(*r.periods(low, left, _COARSE), shallow=frozenset(self._depths()))
             known = self._survivors(
-                left, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
+                seconds, prices, dict.fromkeys(range(1, self.max_stages + 1), whole)
             )
         # Few stages have long periods: finer intervals, by numbers of stages that are alike.
         alive: dict[int, Alive] = {}
@@ -147,7 +169,7 @@ class Bound:
                 coarse = np.array(sorted(spans)).reshape(-1, 2).T
                 fine = r.within(low, left, ratio, (coarse[0], coarse[1]), _MAX_FINE // max(members))
                 some = Alive(*fine, shallow=shallow)
-                alive |= self._survivors(left, prices, dict.fromkeys(members, some))
+                alive |= self._survivors(seconds, prices, dict.fromkeys(members, some))
         return alive
 
     def _survivors(
@@ -158,10 +180,11 @@ class Bound:
         worth = float(np.dot(prices, t.num_devices))
         most = max(known)
         some = next(iter(known.values()))
+        left = np.array([seconds - self._tail_of(num, seconds) for num in range(1, most + 1)])
 
         def excess(first: Array, last: Array, depth: int, limit: int, upto: int) -> Array:
             parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
-            found = [part.excess(upto, prices, seconds) for part in parts]
+            found = [part.excess(upto, prices, left[:upto]) for part in parts]
             return np.concatenate([np.zeros((0, upto)), *found])
 
         deep = excess(some.first, some.last, self.max_stages, self._num, most)
@@ -175,7 +198,7 @@ class Bound:
             nearly = np.maximum(0.0, deep.max(axis=0, initial=-np.inf))
             close = [n for n in known if shallow[depth][n - 1] > nearly[n - 1]]
             if close:
-                coarse = r.periods(r.least_period(), seconds, _COARSE)
+                coarse = r.periods(r.least_period(), float(left.max()), _COARSE)
                 closer = excess(*coarse, depth, limit, max(close)).max(axis=0, initial=-np.inf)
                 shallow[depth][: max(close)] = np.minimum(shallow[depth][: max(close)], closer)
         alive = {}
@@ -260,8 +283,22 @@ class Bound:
         known: Alive | None,
         ratio: float,
         most_intervals: int,
-    ) -> list[tuple[int, int, Array, Array]]:
+    ) -> list[Class]:
         """Pipelines by microbatches in flight: depth, most microbatches, intervals of periods."""
+        key = num_stages, seconds, id(known), ratio, most_intervals
+        if self._classes is None or self._classes[0] != key:
+            found = self._made_classes(num_stages, seconds, known, ratio, most_intervals)
+            self._classes = key, known, found
+        return self._classes[2]
+
+    def _made_classes(
+        self,
+        num_stages: int,
+        seconds: float,
+        known: Alive | None,
+        ratio: float,
+        most_intervals: int,
+    ) -> list[Class]:
         r = self.relaxation
         low = max(r.least_period(), self._least / num_stages)
         spans = None if known is None else (known.first, known.last)
@@ -329,16 +366,45 @@ class Bound:
                     own = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
                                     for k in kinds])  # fmt: skip
                     least.append(max(float(own.min(axis=1).max()), float(own.min(axis=0).max())))
-                cases.append((kinds, least[0] + least[1], least[1]))
+                cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
             return cases
-        layers = np.arange(t.num_layers)
+        update = max(self._least_update[0], self._least_update[1] / num_stages)
+        several = max(self._least_tail, self._least_tails[num_stages - 1], update)
+        return [(tuple(range(t.num_kinds)), several, update)]
 
-        def shortest(table: Array) -> float:
-            own = table[:, layers, layers + 1].min(axis=0)
-            return max(float(own.max()), float(own.sum()) / num_stages)
+    def alone(self, num_stages: int, seconds: float) -> bool:
+        """Whether one replica of so many stages might run all microbatches in a time."""
+        left = seconds - self.tails(num_stages)[0][2]
+        period = max(self.relaxation.least_period(), self._least / num_stages)
+        return self._least + (self._num - 1) * period <= left * (1 + 1e-9)
 
-        update = shortest(t.update)
-        return [(tuple(range(t.num_kinds)), shortest(t.reduce) + update, update)]
+    def _tail_of(self, num_stages: int, seconds: float) -> float:
+        """The least tail of plans of so many stages that take no longer than a time."""
+        _, several, single = self.tails(num_stages)[0]
+        one = sum(self.t.num_devices) < 2 * num_stages or self.alone(num_stages, seconds)
+        return single if one else several
+
+    def limited(self, num_stages: int, seconds: float) -> "list[Bound]":
+        """Parts of the plans of so many stages that take less than a time, by the largest stage."""
+        _, low, single = self.tails(num_stages)[0]
+        if self._tail_of(num_stages, seconds) == single:
+            return [self]
+        high = seconds - self._work
+        num = min(_TAILS, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
+        values = np.unique(self._tail[self.t.fits(1)])
+        values = values[(values >= low * (1 - 1e-12)) & (values <= high * (1 + 1e-12))]
+        parts = []
+        for own in np.split(values, np.searchsorted(values, np.linspace(low, high, num + 1)[1:-1])):
+            if len(own):
+                part = copy.copy(self)
+                is_less = self._tail <= own[-1] * (1 + 1e-12)
+                state_bytes = np.where(is_less, self.t.state_bytes, np.inf)
+                part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
+                part.relaxation = Relaxation(part.t, self._check)
+                part._classes = None
+                part._least_tail = float(own[0]) * (1 - 1e-12)
+                parts.append(part)
+        return parts
 
 
 def _count_mixes(total: int, available: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ _RATIO = 1.003
 _MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
+Box = tuple[tuple[int, int], ...]
 _FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
 
 
@@ -29,6 +30,23 @@ class _Column:
     fill: float
     period: float
     most: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Plans whose largest stage is of like size.
+
+    Attributes:
+        bound: Of them.
+        tail: That they have at least.
+        priced: Their pipelines by period.
+        columns: Of all nodes.
+    """
+
+    bound: Bound
+    tail: float
+    priced: list[Priced]
+    columns: list[_Column]
 
 
 class Branching:
@@ -63,40 +81,55 @@ class Branching:
         prices: Sequence[float],
         check: Callable[[], None],
     ):
-        t, r = bound.t, bound.relaxation
+        t = bound.t
         self.prices = list(prices)
         self.least = math.inf
-        self._bound = bound
         self._num = num_stages
+        self._num_microbatches = bound.num_microbatches
         self._known = known
         self._available = np.array(t.num_devices)
-        self._columns: list[_Column] = []
-        boxes = []
-        self._parts: list[Priced] = []
-        for depth, most, first, last in bound.classes(
-            num_stages, seconds, known, _RATIO, _MAX_INTERVALS
-        ):
-            self._parts += priced(r, first, last, depth=depth, most=most, check=check)
-            boxes.append(r.bands(num_stages, float(last.max()), depth))
-        _, several, single = bound.tails(num_stages)[0]
-        one = [0.0] * t.num_kinds
-        wanted = bound.num_microbatches * (1 - 1e-9)
-        alone = any(
-            1 + (seconds - single) / part.first[0] >= wanted
-            and part.excess(num_stages, one, seconds - single)[:, -1].max() >= wanted
-            for part in self._parts
-        )
-        self._tail = single if alone or sum(t.num_devices) < 2 * num_stages else several
-        root = tuple((min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True))
-        self._nodes: list[tuple[float, int, tuple[tuple[int, int], ...], list[float]]] = []
+        self._nodes: list[tuple[float, int, Box, list[float], _Part]] = []
         self._made = 0
-        if boxes:
-            self._push(0.0, root, self.prices)
+        self._parts: list[_Part] = []
+        for limited in bound.limited(num_stages, seconds):
+            r = limited.relaxation
+            boxes, own = [], []
+            for depth, most, first, last in limited.classes(
+                num_stages, seconds, known, _RATIO, _MAX_INTERVALS
+            ):
+                own += priced(r, first, last, depth=depth, most=most, check=check)
+                boxes.append(r.bands(num_stages, float(last.max()), depth))
+            if boxes:
+                tail = self._tail(limited, own, seconds)
+                part = _Part(bound=limited, tail=tail, priced=own, columns=[])
+                root = [
+                    (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
+                ]
+                self._parts.append(part)
+                self._push(math.inf, root, self.prices, part)
+
+    def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
+        """The least tail of a plan: that of one replica only where one may do."""
+        _, several, single = bound.tails(self._num)[0]
+        if int(self._available.sum()) < 2 * self._num:
+            return single
+        if not bound.alone(self._num, seconds):
+            return several
+        one = [0.0] * bound.t.num_kinds
+        left = np.full(self._num, seconds - single)
+        wanted = self._num_microbatches * (1 - 1e-9)
+        alone = any(part.excess(self._num, one, left)[:, -1].max() >= wanted for part in parts)
+        return single if alone else several
 
     @property
     def num_open(self) -> int:
         """Nodes left."""
         return len(self._nodes)
+
+    @property
+    def num_roots(self) -> int:
+        """Nodes left that are whole parts of the plans."""
+        return sum(most == -math.inf for most, *_ in self._nodes)
 
     def step(self, seconds: float) -> list[tuple[int, ...]]:
         """Refute or part one node.
@@ -107,19 +140,19 @@ class Branching:
         Returns:
             Cuts that may have such a plan.
         """
-        _, _, box, prices = heapq.heappop(self._nodes)
-        refuted, most, prices, shares = self._solve(box, seconds, prices)
+        _, _, box, prices, part = heapq.heappop(self._nodes)
+        refuted, most, prices, shares = self._solve(part, box, seconds, prices)
         if refuted:
             self.prices = prices
             return []
         single = all(high - low == 1 for low, high in box)
         work = math.inf if single else _FEW
-        stages = self._bound.stages(self._num, seconds, self._known, box, work=work)
-        if stages is not None and not self._bound.possible(stages, seconds):
+        stages = part.bound.stages(self._num, seconds, self._known, box, work=work)
+        if stages is not None and not part.bound.possible(stages, seconds):
             return []
         if single and stages is not None:
-            low = self._bound.floor
-            self.least = min(self.least, self._bound.least_seconds(stages, low, seconds))
+            low = part.bound.floor
+            self.least = min(self.least, part.bound.least_seconds(stages, low, seconds))
             return [tuple(low for low, _ in reversed(box))]
         if not shares:
             self.least = 0.0
@@ -139,35 +172,36 @@ class Branching:
             low, high = box[-1 - stage]
             at = min(int(cuts[0][stage]), high - 2)
         low, high = box[-1 - stage]
-        for part in ((low, at + 1), (at + 1, high)):
-            self._push(most, _narrowed(box, len(box) - 1 - stage, part), prices)
+        for half in ((low, at + 1), (at + 1, high)):
+            self._push(most, _narrowed(box, len(box) - 1 - stage, half), prices, part)
         return tried
 
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
-        return not self._solve([(c, c + 1) for c in reversed(cuts)], seconds, self.prices)[0]
+        box = [(c, c + 1) for c in reversed(cuts)]
+        return any(not self._solve(x, box, seconds, self.prices)[0] for x in self._parts)
 
-    def _push(self, most: float, box: Bands, prices: list[float]) -> None:
+    def _push(self, most: float, box: Bands, prices: list[float], part: _Part) -> None:
         if all(low < high for low, high in box):
             self._made += 1
-            heapq.heappush(self._nodes, (-most, self._made, tuple(box), prices))
+            heapq.heappush(self._nodes, (-most, self._made, tuple(box), prices, part))
 
     def _solve(
-        self, box: Bands, seconds: float, prices: list[float]
+        self, part: _Part, box: Bands, seconds: float, prices: list[float]
     ) -> tuple[bool, float, list[float], list[tuple[float, _Column]]]:
         """Whether it is refuted, the programme's maximum, prices, and the columns it uses."""
-        left = seconds - self._tail
-        wanted = self._bound.num_microbatches * (1 - 1e-9)
+        left = seconds - part.tail
+        wanted = self._num_microbatches * (1 - 1e-9)
         replicas = int(self._available.sum()) // self._num
         mine = [
             column
-            for column in self._columns
+            for column in part.columns
             if all(a <= c < b for c, (a, b) in zip(reversed(column.cuts), box, strict=True))
         ]
         best, at, most = np.inf, prices, 0.0
         shares: list[tuple[float, _Column]] = []
         for _ in range(_MAX_PASSES):
-            top, new = self._price(box, left, prices)
+            top, new = self._price(part, box, left, prices)
             upper = float(np.dot(prices, self._available)) + replicas * max(0.0, top)
             if upper < best:
                 best, at = upper, prices
@@ -177,7 +211,7 @@ class Branching:
             if not new and shares:
                 break
             mine += new
-            self._columns += new
+            part.columns.extend(new)
             if not mine:  # too dear for any pipeline
                 prices = [price / 2 for price in prices]
                 continue
@@ -194,22 +228,24 @@ class Branching:
             prices = [(a + b) / 2 for a, b in zip(at, map(float, dual), strict=True)]
         return False, most, at, shares
 
-    def _price(self, box: Bands, left: float, prices: list[float]) -> tuple[float, list[_Column]]:
+    def _price(
+        self, part: _Part, box: Bands, left: float, prices: list[float]
+    ) -> tuple[float, list[_Column]]:
         """The greatest excess of a pipeline, and the pipelines of great excess."""
         top, new = -np.inf, []
-        for part in self._parts:
-            worth = part.most - self._num * min(prices)
+        for own in part.priced:
+            worth = own.most - self._num * min(prices)
             if worth <= max(0.0, top):
                 continue
-            rests = part.rests(self._num, prices, box)
-            excess = np.minimum(1 + left / part.first - rests[-1][:, 0], worth)
+            rests = own.rests(self._num, prices, box)
+            excess = np.minimum(1 + left / own.first - rests[-1][:, 0], worth)
             top = max(top, float(excess.max()))
             for w in np.argsort(-excess, kind="stable")[:_NEW]:
                 if excess[w] > -np.inf:
-                    cuts, used, fill = part.pipeline(int(w), rests, prices)
-                    period = float(part.first[w])
+                    cuts, used, fill = own.pipeline(int(w), rests, prices)
+                    period = float(own.first[w])
                     new.append(
-                        _Column(cuts=cuts, used=used, fill=fill, period=period, most=part.most)
+                        _Column(cuts=cuts, used=used, fill=fill, period=period, most=own.most)
                     )
         return top, new
 

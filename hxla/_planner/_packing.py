@@ -7,6 +7,7 @@ import scipy.optimize
 
 from ._chain_tables import Array
 
+_MOST_PIVOTS = 60  # far more than a few rows need
 _SMALL = 4000  # states up to which the exact table is used
 
 
@@ -66,12 +67,49 @@ def fractional_packing(
     rows = np.vstack([used.T, np.ones(len(used))])
     right = np.array([*available, most], float)
     scale = float(value.max()) or 1.0
-    solved = scipy.optimize.linprog(-value / scale, A_ub=rows, b_ub=right, method="highs-ds")
-    prices = scale * np.maximum(-solved.ineqlin.marginals, 0.0)
+    found = _simplex(value / scale, rows, right)
+    if found is None:
+        solved = scipy.optimize.linprog(-value / scale, A_ub=rows, b_ub=right, method="highs-ds")
+        found = solved.x, -solved.ineqlin.marginals
+    counts, prices = found[0], scale * np.maximum(found[1], 0.0)
     # Any prices bound the maximum; so do these, however exactly they were found.
     excess = float(np.max(value - rows.T @ prices))
     upper = float(right @ prices) + most * max(0.0, excess)
-    return solved.x, prices[:-1], upper
+    return counts, prices[:-1], upper
+
+
+def _simplex(value: Array, rows: Array, right: Array) -> tuple[Array, Array] | None:
+    """The simplex method for few rows and many columns: counts and prices; None: it went round.
+
+    A search asks for thousands, and each costs much less than the start of a general solver.
+
+    Args:
+        value: [C] At most 1.
+        rows: [R, C]
+        right: [R] None of it negative.
+    """
+    num = len(right)
+    every = np.hstack([rows, np.eye(num)])
+    worth = np.append(value, np.zeros(num))
+    basis = np.arange(len(value), len(worth))
+    for _ in range(_MOST_PIVOTS):
+        inverse = np.linalg.inv(every[:, basis])
+        prices = worth[basis] @ inverse
+        gain = worth - prices @ every
+        entering = int(gain.argmax())
+        held = inverse @ right
+        if gain[entering] <= 1e-10:
+            counts = np.zeros(len(worth))
+            counts[basis] = np.maximum(held, 0.0)
+            return counts[: len(value)], prices
+        column = inverse @ every[:, entering]
+        ratio = np.full(num, np.inf)
+        np.divide(np.maximum(held, 0.0), column, out=ratio, where=column > 1e-9)
+        leaving = int(ratio.argmin())
+        if ratio[leaving] == np.inf:
+            return None
+        basis[leaving] = entering
+    return None
 
 
 def _best_of_each(used: Array, value: Array, columns: Array) -> Array:

@@ -41,7 +41,12 @@ class Relaxation:
         self.t = t
         self._check = check
         kinds, size = t.num_kinds, t.num_layers + 1
-        cross = t.cross[:, :kinds, :kinds].min(axis=(1, 2))
+        # A kind of one device has no second one that it could send to.
+        pairs = ~np.eye(kinds, dtype=bool) | (np.array(t.num_devices) > 1)[:, None]
+        pairs &= np.outer(t.num_devices, t.num_devices) > 0
+        cross = np.zeros(size)
+        if pairs.any():
+            cross = t.cross[:, :kinds, :kinds][:, pairs].min(axis=1)
         after = np.triu(np.ones((size, size), bool), 1)
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
@@ -57,10 +62,7 @@ class Relaxation:
 
         Longer periods than `high` share one interval: such a pipeline runs one microbatch.
         """
-        values = self._values[self._values >= low * (1 - 1e-12)]
-        short, long = np.split(values, [np.searchsorted(values, high, side="right")])
-        first, last = clusters(short, ratio)
-        return np.append(first, long[:1]), np.append(last, long[-1:])
+        return _intervals(self._values[self._values >= low * (1 - 1e-12)], high, ratio)
 
     def within(
         self,
@@ -70,26 +72,32 @@ class Relaxation:
         coarse: tuple[Array, Array] | None,
         most: int,
     ) -> tuple[Array, Array]:
-        """Of the intervals those that meet a coarser one; wider ones where they are too many."""
+        """The same of periods in some coarser interval; wider ones where they are too many."""
+        values = self._values[self._values >= low * (1 - 1e-12)]
+        if coarse is not None:
+            begun = np.searchsorted(np.sort(coarse[0]), values * (1 + 1e-12), side="right")
+            ended = np.searchsorted(np.sort(coarse[1]), values * (1 - 1e-12), side="left")
+            values = values[begun > ended]
         while True:
-            first, last = self.periods(low, high, ratio)
-            meets = np.full(len(first), coarse is None)
-            for a, b in zip(*(coarse or ((), ())), strict=True):
-                meets |= (last >= a * (1 - 1e-12)) & (first <= b * (1 + 1e-12))
-            if meets.sum() <= most:
-                return first[meets], last[meets]
+            first, last = _intervals(values, high, ratio)
+            if len(first) <= most:
+                return first, last
             ratio = 1 + 1.5 * (ratio - 1)
 
     def least_period(self) -> float:
-        """Some stage holds the longest layer."""
+        """Every layer lies in some stage; a longer one may have cheaper boundaries."""
         layers = np.arange(self.t.num_layers)
-        return float(self.period[:, layers, layers + 1].min(axis=0).max())
+        least = np.where(np.isfinite(self.cost), self.period, np.inf).min(axis=0)
+        begun = np.minimum.accumulate(least, axis=0)  # at that boundary or before it
+        around = np.minimum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
+        return float(around[layers, layers + 1].max())
 
-    def some_pipeline_fits(self, max_stages: int) -> bool:
+    def some_pipeline_fits(self, max_stages: int, num_microbatches: int) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
 
         def score(position: int) -> Array:
-            return np.where(self.t.fits(position), self.cost, np.inf).min(axis=0)
+            fits = self.t.fits(min(position, num_microbatches))
+            return np.where(fits, self.cost, np.inf).min(axis=0)
 
         return any(np.isfinite(rest[0]) for rest, _ in suffixes(max_stages, score, np.add))
 
@@ -194,15 +202,21 @@ class Relaxation:
         return best_cut(num_stages, score, np.add)
 
 
+def _intervals(values: Array, high: float, ratio: float) -> tuple[Array, Array]:
+    short, long = np.split(values, [np.searchsorted(values, high, side="right")])
+    first, last = clusters(short, ratio)
+    return np.append(first, long[:1]), np.append(last, long[-1:])
+
+
 def clusters(values: Array, ratio: float) -> tuple[Array, Array]:
     """First and last of each run of ascending values, none of them beyond its first times ratio."""
-    first, last, at = [], [], 0
-    while at < len(values):
-        end = int(np.searchsorted(values, values[at] * ratio, side="right"))
-        first.append(values[at])
-        last.append(values[end - 1])
-        at = end
-    return np.array(first), np.array(last)
+    ends = np.searchsorted(values, values * ratio, side="right").tolist()
+    begins, at = [], 0
+    while at < len(ends):
+        begins.append(at)
+        at = ends[at]
+    first = np.array(begins, int)
+    return values[first], values[np.append(first[1:], len(values)) - 1] if begins else values
 
 
 def bisected(

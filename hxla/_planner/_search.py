@@ -29,12 +29,17 @@ from ._deadline import Deadline, OutOfTime
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
-_LEVELS = (1.1, 1.3)
+_LEVELS = (1.05, 1.1, 1.3)
+_ROUGHLY = 0.02  # gap that all of a search comes to before any of it comes to less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
 _ROUGH = 1.01
 _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
-_NODES = (1, 4, 16, 128)  # of branching, visit by visit
+_NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
+
+
+class NothingFitsError(PlanError):
+    """No alternative that was searched has a plan; finer ones may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,8 @@ def search(
         alone, not on the machine.
 
     Raises:
-        PlanError: If no alternative has a plan: why not, for each.
+        NothingFitsError: If no alternative has a plan: why not, for each.
+        PlanError: If there is nothing to search.
 
     References:
         Whale, USENIX ATC 2022, section 3.3; Strati et al., "Sailor", SOSP 2025, section 4.
@@ -114,7 +120,7 @@ def search(
     if not time_budget_seconds > 0:
         raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
     deadline = Deadline(time_budget_seconds)
-    goal = _Goal(good_enough)
+    goal = _Goal(max(good_enough, _ROUGHLY))
     searches = {
         key: _Search(chain, goal, deadline, functools.partial(can_run, key))
         for key, chain in chains.items()
@@ -122,11 +128,14 @@ def search(
     infeasible: dict[Any, str] = {}
     try:
         _run(searches, infeasible, goal, deadline)
+        if good_enough < goal.good_enough:
+            goal.good_enough = good_enough
+            _refine([s for key, s in searches.items() if key not in infeasible])
         exhausted = False
     except OutOfTime:
         exhausted = True
     if len(infeasible) == len(chains):
-        raise PlanError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
+        raise NothingFitsError("\n".join(f"{key}: {why}" for key, why in infeasible.items()))
     feasible = {key: s for key, s in searches.items() if key not in infeasible}
     plans = [
         Found(alternative=key, staging=staging)
@@ -169,14 +178,18 @@ def _run(
     """Plans for all chains, then bounds for all, then whatever bounds the whole search least."""
     # The most promising first: its plan refutes others before any time is spent on them.
     for key, s in sorted(searches.items(), key=lambda item: item[1].estimate):
-        if not s.can_run or not s.bound.relaxation.some_pipeline_fits(s.bound.max_stages):
+        if not s.can_run or not s.bound.some_plan_fits():
             infeasible[key] = s.why_not()
         elif s.bound.floor < goal.fastest:
             s.first_plans(3 if goal.fastest == math.inf else 1)
             if not s.plans:
                 infeasible[key] = s.why_not()
             deadline.armed |= goal.fastest < math.inf
-    left = [s for key, s in searches.items() if key not in infeasible]
+    _refine([s for key, s in searches.items() if key not in infeasible])
+
+
+def _refine(left: "Sequence[_Search]") -> None:
+    """Bounds until the best plan is good enough, or nothing more is to be had."""
     for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
         s.first_bounds()
     while left:
@@ -279,7 +292,10 @@ class _Search:
     def first_bounds(self) -> None:
         """Bounds for every number of stages at once, by levels below the best plan known."""
         alive: dict[int, Alive] = {}
-        left = set(self._order)
+        # What was known is of plans that are faster than what is asked for now.
+        self._known, self._branchings = {}, {}
+        self._visits = dict.fromkeys(self._order, 0)
+        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
         for level in (1.0 + self._goal.good_enough, *_LEVELS):
             seconds = self._goal.fastest / level
             if seconds <= self.bound.floor or not left:
@@ -320,11 +336,16 @@ class _Search:
         assert num is not None
         visit = self._visits[num]
         self._visits[num] += 1
-        fastest = self._goal.fastest
         if visit == 1:
-            stages = self.bound.stages(num, fastest, self._known.get(num), work=_FEW_MIXES)
-            if stages is not None:
-                self._raise([num], self.bound.least_seconds(stages, self._bounds[num], fastest))
+            high = self._goal.worthwhile  # of longer times less is known
+            parts = self.bound.limited(num, high)
+            known, work = self._known.get(num), _FEW_MIXES / max(1, len(parts))
+            each = [x.stages(num, high, known, work=work) for x in parts]
+            found = [(x, stages) for x, stages in zip(parts, each, strict=True) if stages]
+            if len(found) == len(parts):
+                low = self._bounds[num]
+                least = [x.least_seconds(stages, low, high) for x, stages in found]
+                self._raise([num], min(least, default=high))
                 return
         self._branch(num, _NODES[visit])
 
@@ -332,10 +353,15 @@ class _Search:
         """Part the cuts of so many stages, and try those that may have a better plan."""
         if num not in self._branchings:
             self._branchings[num] = Branching(
-                self.bound, num, self._goal.fastest, self._known.get(num), self._prices, self._check
+                self.bound,
+                num,
+                self._goal.worthwhile,
+                self._known.get(num),
+                self._prices,
+                self._check,
             )
         branching = self._branchings[num]
-        for _ in range(num_nodes):
+        for _ in range(num_nodes + branching.num_roots):
             if not branching.num_open:
                 break
             seconds = self._goal.worthwhile
@@ -391,11 +417,10 @@ class _Search:
                 # Fewer kinds pay only by a shorter reduction or update.
                 best = self.plans[num].step_seconds if num in self.plans else math.inf
                 available = [n if k in kinds else 0 for k, n in enumerate(t.num_devices)]
-                if (
-                    sum(available) < num
-                    or seconds + tails[kinds] >= best
-                    or not enough_for(pipelines, available, self._num, best - tails[kinds])
-                ):
+                if sum(available) < num or seconds + tails[kinds] >= best:
+                    continue
+                left = best - tails[kinds]
+                if left < math.inf and not enough_for(pipelines, available, self._num, left):
                     continue
             found = best_replicas(t, pipelines, self._num, kinds, seconds, tolerance, self._check)
             if found is not None:

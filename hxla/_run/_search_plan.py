@@ -19,6 +19,7 @@ from .._planner._complete import complete
 from .._planner._microbatch_sizes import candidate_sizes
 from .._planner._pipeline_request import PipelineRequest
 from .._planner._propose import ChainWork, Proposal, propose
+from .._planner._search import NothingFitsError
 from .._planner._structures import Structure, check_unannotated
 from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
@@ -105,22 +106,36 @@ def search_plan(
     num_segments = wishes.num_segments or some
     if profile is not None:
         num_segments = profile.most_segments
-    tensors = _tensors(wishes.tensors, cluster)
-    work, said = chain_work(job, sizes, tensors, num_segments, sums)
-    if profile is not None:
-        profile.check(work.layers)
-    found, timelines = propose(
-        work,
-        cluster,
-        profile,
-        max_stages=wishes.max_stages,
-        recompute=wishes.recompute,
-        uncounted=bool(wishes.tensors),
-        all_devices=all_devices,
-        time_budget_seconds=wishes.seconds,
-    )
-    plan = _completed(job, cluster, found, num_segments, sums, said)
-    return FoundPlan(plan=plan, timelines=timelines)
+
+    def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
+        tensors = _tensors(wishes.tensors, cluster)
+        work, uncut = chain_work(job, sizes, tensors, num_segments, sums)
+        if profile is not None:
+            profile.check(work.layers)
+        found, timelines = propose(
+            work,
+            cluster,
+            profile,
+            max_stages=wishes.max_stages,
+            recompute=wishes.recompute,
+            uncounted=bool(wishes.tensors),
+            all_devices=all_devices,
+            time_budget_seconds=wishes.seconds,
+        )
+        plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
+        return FoundPlan(plan=plan, timelines=timelines)
+
+    if tried or size is not None:
+        return of(sizes, num_segments)
+    try:
+        return of(sizes, num_segments)
+    except NothingFitsError:
+        finer, segments = _finer(job, sizes), wishes.num_segments or _MOST_SEGMENTS
+        if (finer, segments) == (sizes, num_segments):
+            raise
+        larger = ", ".join(map(str, sizes))
+        said = f"nothing fits of sizes {larger} in {num_segments} segments: finer ones were tried"
+        return of(finer, segments, (said,))
 
 
 def auto_plan(
@@ -169,6 +184,13 @@ def _sizes(
             f"microbatch sizes {wrong} do not divide the job's batch_size={job.batch_size}"
         )
     return tuple(sorted(sizes))
+
+
+def _finer(job: TracedJob, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The least of sizes that were tried, two below it, and single examples."""
+    least = min(sizes)
+    below = [size for size in range(1, least) if job.batch_size % size == 0]
+    return tuple(sorted({1, *below[-2:], least}))
 
 
 def _tensors(asked: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
