@@ -1,11 +1,12 @@
-"""Compiles what a plan runs for H100s that are not here, and prints what the programs hold.
+"""Compiles what a plan runs for cards that are not here, and prints what the programs hold.
 
-    python tests/gpu_programs.py PLAN
+    python tests/gpu_programs.py PLAN [CARD]
 
 A process of its own, because XLA reads its flags and the plugin its environment when they start:
 see `test_gpu_compile.py`, which starts it.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -34,44 +35,116 @@ from hxla._lower import _streamed_update
 from hxla._lower._lower import Programs, lower
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
-GIB = 80
-# Fields of `stream_executor::GpuDeviceInfoProto`, which CUDA's runtime calls `cudaDeviceProp`.
-# Figures: NVIDIA, "H100 Tensor Core GPU Architecture" (2022), tables of the SXM5 card; 3.35 TB/s by
-# the "H100 Tensor Core GPU" data sheet. Limits: NVIDIA, "CUDA C++ Programming Guide", table
-# "Technical Specifications per Compute Capability", 9.0; what a block may use of a core's shared
-# memory without opting in is 48 KiB on all.
-_NAME = "NVIDIA H100 80GB HBM3"
-_TARGET = f"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """What XLA's compiler asks of a card.
+
+    Fields of `stream_executor::GpuDeviceInfoProto`, which CUDA's runtime calls `cudaDeviceProp`.
+    Limits by compute capability: NVIDIA, "CUDA C++ Programming Guide", table "Technical
+    Specifications per Compute Capability"; 2048 threads and 65536 registers a core on all of these,
+    and what a block may use of a core's shared memory without opting in is 48 KiB.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int  # float32 units of a core
+    clock_ghz: float
+    l2_mib: int
+    memory_gib: int
+    bytes_per_second: float
+    shared_kib: tuple[int, int]  # of a core, and of a block that opts in
+    cudnn: tuple[int, int] = (9, 10)
+
+    @property
+    def target(self) -> str:
+        """As XLA reads it."""
+        return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 }}
+  cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: {48 * 2**10}
-  shared_memory_per_block_optin: {227 * 2**10}
-  shared_memory_per_core: {228 * 2**10}
+  shared_memory_per_block_optin: {self.shared_kib[1] * 2**10}
+  shared_memory_per_core: {self.shared_kib[0] * 2**10}
   block_dim_limit_x: {2**31 - 1}
   block_dim_limit_y: {2**16 - 1}
   block_dim_limit_z: {2**16 - 1}
-  core_count: 132
-  fpus_per_core: 128
-  l2_cache_size: {50 * 2**20}
-  clock_rate_ghz: 1.98
-  memory_bandwidth: 3350000000000
-  device_memory_size: {GIB * 2**30}
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  l2_cache_size: {self.l2_mib * 2**20}
+  clock_rate_ghz: {self.clock_ghz}
+  memory_bandwidth: {self.bytes_per_second:.0f}
+  device_memory_size: {self.memory_gib * 2**30}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{_NAME}"
+dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
+device_description_str: "{self.kind}"
 """
 
 
-def cards(num: int) -> tuple[jax.Device, ...]:
+CARDS = {
+    # NVIDIA, "H100 Tensor Core GPU Architecture" (2022), tables of the SXM5 card; 3.35 TB/s by the
+    # "H100 Tensor Core GPU" data sheet.
+    "h100": Card(
+        kind="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        cores=132,
+        lanes=128,
+        clock_ghz=1.98,
+        l2_mib=50,
+        memory_gib=80,
+        bytes_per_second=3.35e12,
+        shared_kib=(228, 227),
+    ),
+    # NVIDIA, "A100 Tensor Core GPU Architecture" (2020), tables of the 40 GB SXM4 card.
+    "a100": Card(
+        kind="NVIDIA A100-SXM4-40GB",
+        capability=(8, 0),
+        cores=108,
+        lanes=64,
+        clock_ghz=1.41,
+        l2_mib=40,
+        memory_gib=40,
+        bytes_per_second=1.555e12,
+        shared_kib=(164, 163),
+    ),
+    # NVIDIA, "Tesla V100 GPU Architecture" (2017), tables of the SXM2 card.
+    "v100": Card(
+        kind="Tesla V100-SXM2-16GB",
+        capability=(7, 0),
+        cores=80,
+        lanes=64,
+        clock_ghz=1.53,
+        l2_mib=6,
+        memory_gib=16,
+        bytes_per_second=900e9,
+        shared_kib=(96, 96),
+    ),
+    # NVIDIA, "Tesla P100" (2016), tables of the SXM2 card; its blocks cannot opt in to more.
+    "p100": Card(
+        kind="Tesla P100-SXM2-16GB",
+        capability=(6, 0),
+        cores=56,
+        lanes=64,
+        clock_ghz=1.48,
+        l2_mib=4,
+        memory_gib=16,
+        bytes_per_second=732e9,
+        shared_kib=(64, 48),
+    ),
+}
+
+
+def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
     """Some of four cards in one machine."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET, topology="1x1x4"
+        platform="cuda", target_config=CARDS[card].target, topology="1x1x4"
     )
     return tuple(topology.devices)[:num]
 
@@ -114,13 +187,13 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
 }
 
 
-def lowered(job: hxla.Job, wishes: dict[str, Any]) -> Programs:
+def lowered(job: hxla.Job, wishes: dict[str, Any], card: str = "h100") -> Programs:
     """The programs of one of the plans."""
     num = math.prod(wishes["mesh"].values())
-    card = hxla.Device(kind=_NAME, memory_bytes=GIB * 2**30)
-    cluster = hxla.Cluster(name="", devices=(card,) * num)
+    device = hxla.Device(kind=CARDS[card].kind, memory_bytes=CARDS[card].memory_gib * 2**30)
+    cluster = hxla.Cluster(name="", devices=(device,) * num)
     plan = job.plan(cluster, auto=False, microbatch_size=SIZE, **wishes)
-    return lower(job._traced.training(SIZE, 0), job.graph(SIZE), plan, cards(num))
+    return lower(job._traced.training(SIZE, 0), job.graph(SIZE), plan, cards(num, card))
 
 
 def compiled(programs: Programs) -> dict[str, Any]:
@@ -152,8 +225,12 @@ def predicted_bytes(job: hxla.Job) -> float:
     Rates: NVIDIA, "H100 Tensor Core GPU" data sheet, dense.
     """
     rate = hxla.Rate(dtype="float32", flops_per_second=67e12, source="data sheet")
+    h100 = CARDS["h100"]
     card = hxla.Device(
-        kind=_NAME, memory_bytes=GIB * 2**30, rates=(rate,), memory_bytes_per_second=3.35e12
+        kind=h100.kind,
+        memory_bytes=h100.memory_gib * 2**30,
+        rates=(rate,),
+        memory_bytes_per_second=h100.bytes_per_second,
     )
     cluster = hxla.Cluster(name="one", devices=(card,))
     [device] = job.plan(cluster, microbatch_size=SIZE).prediction.devices
@@ -210,6 +287,7 @@ def told(program: Any) -> dict[str, Any]:
         "problems": list(found.problems),
         "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
         "products": _products(text),
+        "has_bf16": "bf16[" in text,
         "racing_scatters": list(_racing_scatters(text)),
         "argument_bytes": stats.argument_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
@@ -292,7 +370,7 @@ def main() -> None:
         return
     make, wishes = PLANS[sys.argv[1]]
     job = make()
-    programs = lowered(job, wishes)
+    programs = lowered(job, wishes, *sys.argv[2:])
     found = {k: told(program) for k, program in compiled(programs).items()}
     params, aux, opt_state = programs._shapes(0)
     facts = {"state_bytes": _bytes((params, aux, opt_state)), "param_bytes": _bytes(params)}

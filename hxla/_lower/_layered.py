@@ -179,7 +179,7 @@ class Layered:
         pieces = [[own.params[p] for p in self._trained] for own in held]
         for g in range(self._sharded.num_groups):
             self.wait()
-            gathered = self._sharded.gather(g, pieces)
+            gathered = self._sharded.gather(g, pieces, as_they_are=True)
             self._under_way = [_smallest(own.values()) for own in gathered]
             for params, own in zip(found, gathered, strict=True):
                 for t, x in own.items():

@@ -44,7 +44,7 @@ from ._pipeline_program import PipelineSpec, num_terms
 from ._replica import Replica
 from ._segment_part import SegmentedSpec, last_packs, segmented_spec
 from ._segmented import Segmented
-from ._sharded_params import ShardedParams
+from ._sharded_params import ShardedParams, param_groups
 from ._slots import make_slots
 from ._store import Store
 from ._sum import Reducer
@@ -243,20 +243,16 @@ class Programs:
         own = self._own_state
         assert own is not None
         assert self.own is not None
-        number = {p: t for t, p in enumerate(self.trained)}
         runner = self.runners[0]
         assert isinstance(runner, Segmented)
-        groups = [
-            list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number))
-            for i in range(runner.num_parts)
-        ]
-        unread = set(number.values()).difference(*groups)
+        groups, low = param_groups(runner, self.trained, self.contribution.is_exact)
         return ShardedParams(
             self.reducer,
             self.own,
             self.tensors.params,
             lambda t, copy: own.like(self.trained[t], copy),
-            [*groups, sorted(unread)],
+            groups,
+            low,
             compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
         )
 

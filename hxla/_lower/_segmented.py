@@ -20,6 +20,7 @@ import numpy as np
 
 from .._core._types import PyTree
 from .._graph._graph import shapes_of
+from .._graph._low_params import low_params
 from .._schedule._schedules import FORWARD
 from .._schedule._segment_sequence import SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import SegmentCost, replay_sequence
@@ -319,6 +320,10 @@ class Segmented:
     def params_of(self, i: int) -> tuple[int, ...]:
         """Places of the parameters that a part reads."""
         return self._parts[i].params
+
+    def low_params_of(self, i: int) -> dict[int, str]:
+        """Those of them that it reads in a dtype of 16 bits only, with the dtype."""
+        return low_params(self._spec.graph, self._spec.parts[i].segment)
 
     def hold(self, running: Running, i: int, params: Mapping[int, jax.Array]) -> None:
         """Give a part its parameters, by their places; none: take them away."""

@@ -1,17 +1,23 @@
 """Parameters of which each copy has a share: gathered for what reads them, and then let go.
 
+What only operations of low precision read travels in it, in half the bytes: they would round each
+element by itself to what it is rounded to here. It becomes float32 again when it is there, so that
+the programs that read it are the same for all that hold it otherwise.
+
 References:
     Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
     SC 2020, section 5.3 (stage 3, parameters).
     Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 2023,
-    section 3 (units whose parameters are gathered together).
+    section 3 (units whose parameters are gathered together), section 4.4 (low precision copies).
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +27,26 @@ from ._chunks import Chunks, all_gather
 from ._options import extra_bytes
 from ._own_update import gathered_dtype, unflat
 from ._per_kind import firsts_alike, for_each
+from ._segmented import Segmented
 from ._sum import Reducer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """Parameters that travel together.
+
+    Attributes:
+        tensors: Their numbers.
+        dtype: To which they are rounded before; None: they are not.
+    """
+
+    tensors: tuple[int, ...]
+    dtype: str | None = None
+
+    @property
+    def sent(self) -> Any:
+        """What travels in place of a low dtype, its bits: on CPUs bfloat16 would go as float32."""
+        return jnp.uint16 if self.dtype else None
 
 
 class ShardedParams:
@@ -33,6 +58,7 @@ class ShardedParams:
         params: Shapes of the trained parameters, whole.
         like: From a trained parameter and a copy to the shape of what it has.
         groups: The parameters of each group, by their numbers; one may be in several.
+        low: For each group those that are read in a dtype of 16 bits only, with the dtype.
         options: For the compiler.
     """
 
@@ -43,53 +69,87 @@ class ShardedParams:
         params: Sequence[jax.ShapeDtypeStruct],
         like: Callable[[int, int], jax.ShapeDtypeStruct],
         groups: Sequence[Sequence[int]],
+        low: Sequence[Mapping[int, str]],
         options: dict[str, Any],
     ):
         self._reducer, self._own, self._params, self._like = reducer, own, list(params), like
         self._options, shares = options, own.shares
-        self._groups = [tuple(group) for group in groups]
-        #: For each group the first that has the same programs.
+        units: list[_Unit] = []
+        #: For each group its units, and those that bring the same as it is.
+        self._of_group: list[tuple[list[int], list[int]]] = []
+        for group, dtypes in zip(groups, low, strict=True):
+            names = dict.fromkeys(dtypes.get(t) for t in group)
+            kinds = [
+                _Unit(tuple(t for t in group if dtypes.get(t) == name), name) for name in names
+            ]
+            as_they_are = [dataclasses.replace(unit, dtype=None) for unit in kinds]
+            places = []
+            for own_units in (kinds, as_they_are):
+                places.append([*range(len(units), len(units) + len(own_units))])
+                units += own_units
+            self._of_group.append((places[0], places[1]))
+        self._units = units
+        #: For each unit the first that has the same programs.
         self._same = firsts_alike(
-            tuple((params[t].shape, params[t].dtype, shares.owners[t]) for t in group)
-            for group in self._groups
+            (
+                unit.dtype,
+                tuple((params[t].shape, params[t].dtype, shares.owners[t]) for t in unit.tensors),
+            )
+            for unit in units
         )
-        self._distinct = [i for i in sorted(set(self._same)) if self._groups[i]]
+        # What is gathered as it is for an evaluation only is compiled when there is one.
+        used = {self._same[u] for own_units, _ in self._of_group for u in own_units}
+        self._distinct = sorted(used)
         self._chunks = [
-            Chunks(shares, group, tuple(params[t].size for t in group)) for group in self._groups
+            Chunks(shares, unit.tensors, tuple(params[t].size for t in unit.tensors))
+            for unit in units
         ]
         self._packs: dict[int, list[Any]] = {}
         self._gathers: dict[int, Any] = {}
 
     def lower(self) -> list[Any]:
-        """The gathers of all groups before compilation; of like groups there is one."""
-        return [self._gather_program(g) for g in self._distinct]
+        """The gathers of all groups before compilation; of like ones there is one."""
+        return [self._gather_program(u) for u in self._distinct]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
-        self._gathers = dict(zip(self._distinct, compiled, strict=True))
-        local, key = self._reducer.local, self._own.program_key
-        for g in self._distinct:
-            self._packs[g] = for_each(local, functools.partial(self._pack_program, g), key)
+        for u, program in zip(self._distinct, compiled, strict=True):
+            self._adopt(u, program)
 
-    def _pack_program(self, g: int, i: int) -> Any:
-        """From what a local copy has of a group to one array, as long as the longest."""
-        chunks, replica = self._chunks[g], self._reducer.local[i]
-        group, copy = self._groups[g], replica.index
-        dtype = gathered_dtype([self._params[t] for t in group])
+    def _adopt(self, u: int, program: Any) -> None:
+        local, key = self._reducer.local, self._own.program_key
+        self._gathers[u] = program
+        self._packs[u] = for_each(local, functools.partial(self._pack_program, u), key)
+
+    def _sent_dtype(self, u: int) -> Any:
+        unit = self._units[u]
+        return unit.sent or gathered_dtype([self._params[t] for t in unit.tensors])
+
+    def _pack_program(self, u: int, i: int) -> Any:
+        """From what a local copy has of a unit to one array, as long as the longest."""
+        chunks, replica, unit = self._chunks[u], self._reducer.local[i], self._units[u]
+        sent, copy = self._sent_dtype(u), replica.index
 
         def hxla_pack(pieces: list[jax.Array]) -> jax.Array:
-            return chunks.chunk([x.reshape(-1).astype(dtype) for x in pieces], copy)
+            flat = [x.reshape(-1).astype(unit.dtype or sent) for x in pieces]
+            if unit.sent:
+                flat = [jax.lax.bitcast_convert_type(x, sent) for x in flat]
+            return chunks.chunk(flat, copy)
 
-        like = [replica.like(self._like(t, copy)) for t in group]
-        # A copy that owns nothing of the group makes zeros, and makes them where it is.
+        like = [replica.like(self._like(t, copy)) for t in unit.tensors]
+        # A copy that owns nothing of the unit makes zeros, and makes them where it is.
         where = replica.sharding(P())
         return jax.jit(hxla_pack, out_shardings=where, compiler_options=self._options).lower(like)
 
-    def _gather_program(self, g: int) -> Any:
-        chunks, own = self._chunks[g], [self._params[t] for t in self._groups[g]]
+    def _gather_program(self, u: int) -> Any:
+        chunks, unit = self._chunks[u], self._units[u]
+        own, sent = [self._params[t] for t in unit.tensors], self._sent_dtype(u)
 
         def hxla_gather(chunk: jax.Array) -> list[jax.Array]:
-            return unflat(chunks, all_gather(chunk, chunks.lengths, DATA_AXIS), own)
+            flat = all_gather(chunk, chunks.lengths, DATA_AXIS)
+            if unit.dtype:
+                flat = jax.lax.bitcast_convert_type(flat, jnp.dtype(unit.dtype))
+            return unflat(chunks, flat, own)
 
         mesh = self._reducer.arrays.mesh
         mapped = jax.shard_map(
@@ -102,41 +162,84 @@ class ShardedParams:
         size = chunks.longest * len(chunks.lengths)
         sharding = NamedSharding(mesh, P(DATA_AXIS))
         return jax.jit(mapped, donate_argnums=0, compiler_options=self._options).lower(
-            jax.ShapeDtypeStruct((size,), gathered_dtype(own), sharding=sharding)
+            jax.ShapeDtypeStruct((size,), sent, sharding=sharding)
         )
 
-    def gather(self, g: int, pieces: Sequence[Sequence[jax.Array]]) -> list[dict[int, jax.Array]]:
+    def gather(
+        self, g: int, pieces: Sequence[Sequence[jax.Array]], *, as_they_are: bool = False
+    ) -> list[dict[int, jax.Array]]:
         """The parameters of a group, whole on each local copy, by their numbers.
 
         Args:
             g: Number of the group.
             pieces: For each local copy what it has of each trained parameter.
+            as_they_are: Whether what is read in a low dtype is not to be rounded to it.
         """
-        group, same = self._groups[g], self._same[g]
-        if not group:
-            return [{} for _ in pieces]
+        found: list[dict[int, jax.Array]] = [{} for _ in pieces]
+        for n, u in enumerate(self._of_group[g][as_they_are]):
+            if n and self._reducer.arrays.is_ring:
+                # Gloo mixes up collectives that wait for nothing of each other.
+                jax.block_until_ready(found)
+            for own, more in zip(found, self._gather(u, pieces), strict=True):
+                own |= more
+        return found
+
+    def _gather(self, u: int, pieces: Sequence[Sequence[jax.Array]]) -> list[dict[int, jax.Array]]:
+        unit, same = self._units[u], self._same[u]
+        if same not in self._gathers:
+            self._adopt(same, self._gather_program(same).compile())
         packs = zip(self._packs[same], pieces, strict=True)
-        packed = [pack([own[t] for t in group]) for pack, own in packs]
-        chunk = self._reducer.arrays.join(packed, self._chunks[g].lengths)
+        packed = [pack([own[t] for t in unit.tensors]) for pack, own in packs]
+        chunk = self._reducer.arrays.join(packed, self._chunks[u].lengths)
         found = self._gathers[same](chunk)
         each = [self._reducer.arrays.local_parts(x, P()) for x in found]
         return [
-            {t: parts[i] for t, parts in zip(group, each, strict=True)} for i in range(len(pieces))
+            {t: parts[i] for t, parts in zip(unit.tensors, each, strict=True)}
+            for i in range(len(pieces))
         ]
 
     @property
     def num_groups(self) -> int:
         """As many as were given."""
-        return len(self._groups)
+        return len(self._of_group)
 
     def num_bytes(self, g: int) -> int:
         """Bytes of a group's parameters, whole."""
-        return sum(self._params[t].size * self._params[t].dtype.itemsize for t in self._groups[g])
+        return sum(self._whole_bytes(u) for u in self._of_group[g][0])
+
+    def _whole_bytes(self, u: int) -> int:
+        own = [self._params[t] for t in self._units[u].tensors]
+        return sum(x.size * x.dtype.itemsize for x in own)
 
     def gather_bytes(self, g: int) -> int:
         """Bytes of one device while a group's parameters are made whole, once it is compiled."""
-        if not self._groups[g]:
-            return 0
-        own = [self._params[t] for t in self._groups[g]]
-        chunk = gathered_dtype(own).itemsize * self._chunks[g].longest
-        return chunk + extra_bytes(self._gathers[self._same[g]])
+        there = most = 0
+        for u in self._of_group[g][0]:
+            chunk = jnp.dtype(self._sent_dtype(u)).itemsize * self._chunks[u].longest
+            most = max(most, there + chunk + extra_bytes(self._gathers[self._same[u]]))
+            there += self._whole_bytes(u)
+        return most
+
+
+def param_groups(
+    runner: Segmented, trained: Sequence[int], keeps_roundings: bool
+) -> tuple[list[list[int]], list[dict[int, str]]]:
+    """The trained parameters of each part, and last those that no part reads.
+
+    Args:
+        runner: Of a copy.
+        trained: Places of the trained parameters, in the order of their numbers.
+        keeps_roundings: Whether no compiler may leave out a cast that the trace has; else rounding
+            before is not the same.
+
+    Returns:
+        For each group its parameters, and those that may travel in a low dtype, with the dtype.
+    """
+    number = {p: t for t, p in enumerate(trained)}
+    groups, low = [], []
+    for i in range(runner.num_parts):
+        groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))
+        found = runner.low_params_of(i) if keeps_roundings else {}
+        low.append({number[p]: dtype for p, dtype in found.items() if p in number})
+    unread = set(number.values()).difference(*groups)
+    return [*groups, sorted(unread)], [*low, {}]
