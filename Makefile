@@ -81,6 +81,7 @@ bench-gpu:
 $(GPU_COMPILER): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
 		"jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')" \
+		'nvidia-cuda-nvcc-cu12>=12.8' \
 		|| echo "there is no compiler for GPUs to install here: its tests are skipped"
 
 clean:

@@ -6,6 +6,7 @@ A process of its own, because XLA reads its flags and the plugin its environment
 see `test_gpu_compile.py`, which starts it.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -187,13 +188,15 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
 }
 
 
-def lowered(job: hxla.Job, wishes: dict[str, Any], card: str = "h100") -> Programs:
+def lowered(
+    job: hxla.Job, wishes: dict[str, Any], card: str = "h100", size: int = SIZE
+) -> Programs:
     """The programs of one of the plans."""
     num = math.prod(wishes["mesh"].values())
     device = hxla.Device(kind=CARDS[card].kind, memory_bytes=CARDS[card].memory_gib * 2**30)
     cluster = hxla.Cluster(name="", devices=(device,) * num)
-    plan = job.plan(cluster, auto=False, microbatch_size=SIZE, **wishes)
-    return lower(job._traced.training(SIZE, 0), job.graph(SIZE), plan, cards(num, card))
+    plan = job.plan(cluster, auto=False, microbatch_size=size, **wishes)
+    return lower(job._traced.training(size, 0), job.graph(size), plan, cards(num, card))
 
 
 def compiled(programs: Programs) -> dict[str, Any]:
@@ -364,9 +367,36 @@ def offloaded() -> dict[str, Any]:
     }
 
 
+def waiting() -> dict[str, int]:
+    """Bytes of a layer of the GPT of examples/ that wait for its backward, by precision.
+
+    Of what a layer's compiled forward gives: the residuals, and what the next layer reads.
+    """
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0)))
+    data = {"text": jax.ShapeDtypeStruct((64, gpt.LENGTH + 1), np.int32)}
+    config = {"memory": {"recompute": "boundaries"}}
+    found = {}
+    for word in ("fp32", "bf16", "fp16"):
+        job = hxla.Job(
+            model, data, gpt.loss, optax.adamw(1e-3), batch_size=16, precision=word, config=config
+        )
+        programs = lowered(job, {"mesh": {"data": 1}}, size=8)
+        [runner] = programs.runners
+        params, aux, _ = programs._shapes(0)
+        exponents = jax.ShapeDtypeStruct((len(programs.tensors.floats),), np.int32)
+        made = runner.lower(params, aux, programs.reducer.local[0].like(exponents))
+        # Parts that are alike share a program: the most are layers.
+        [(layer, num)] = collections.Counter(runner._same).most_common(1)
+        assert num >= gpt.LAYERS - 2
+        places = [(i, name) for i, own in runner._jitted.items() for name in own]
+        forward = made[places.index((layer, "forward"))].compile()
+        found[word] = forward.memory_analysis().output_size_in_bytes
+    return found
+
+
 def main() -> None:
-    if sys.argv[1] == "offload":
-        print(json.dumps(offloaded()))
+    if sys.argv[1] in ("offload", "waiting"):
+        print(json.dumps({"offload": offloaded, "waiting": waiting}[sys.argv[1]]()))
         return
     make, wishes = PLANS[sys.argv[1]]
     job = make()

@@ -1,4 +1,4 @@
-"""What plans run on GPUs, compiled for H100s that are not here.
+"""What plans run on GPUs, compiled for cards that are not here.
 
 It takes XLA's compiler for CUDA, of jax's own version, and no card: `make test` puts it
 into a folder of its own. Were the plugin installed like other packages, every process that finds no
@@ -27,6 +27,8 @@ MORE = {"all-gather of f32 over tensor", "all-reduce of s32 over tensor"}
 #: Between stages arrays of all dtypes travel as words.
 CUT, PASSED = {"all-to-all of u32 over stage"}, {"collective-permute of u32 over stage"}
 NONE = (set(), set())
+#: Cards of before Hopper, with a precision that each has.
+OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
 #: Of a plan's precision the dtype of its products, as HLO has it.
 LOW = {"bf16": "bf16", "fp16": "f16"}
 #: By plan and program the collectives that it must hold, and those that it may hold beside them.
@@ -81,18 +83,23 @@ pytestmark = [
 ]
 
 
-def compiled(plan):
+#: The assembler of CUDA 12, which still knows Volta and Pascal.
+ASSEMBLER = FOLDER / "nvidia" / "cuda_nvcc" / "bin" / "ptxas"
+
+
+def compiled(plan, *card):
     """What each program of a plan holds."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "-1",
         "JAX_PLATFORMS": "cpu",
+        "PATH": os.pathsep.join([str(ASSEMBLER.parent), os.environ["PATH"]]),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(FOLDER)]),
         # A flag that XLA does not know ends the process.
         "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS]),
     }
     ran = subprocess.run(
-        [sys.executable, str(TESTS / "gpu_programs.py"), plan],
+        [sys.executable, str(TESTS / "gpu_programs.py"), plan, *card],
         capture_output=True,
         text=True,
         timeout=600,
@@ -132,6 +139,25 @@ def test_programs_compile_for_h100(plan):
     if "predicted_bytes" in found:
         # An estimate counts what a fused program never stores, and nothing is missing from it.
         assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
+
+
+@pytest.mark.parametrize("card", OLDER)
+def test_low_programs_compile_for_older_cards(card):
+    if not ASSEMBLER.exists():
+        pytest.skip(f"nothing was compiled for older cards: there is no {ASSEMBLER}")
+    word = OLDER[card]
+    programs = compiled(word, card)["programs"]
+    assert set(programs["microbatch"]["products"]) == {"{0} = {0} x {0}".format(LOW[word])}
+    for name, own in programs.items():
+        assert own["has_bf16"] == (word == "bf16" and name in ("microbatch", "evaluation")), name
+        assert not own["problems"], name
+        assert not own["racing_scatters"], name
+
+
+def test_what_waits_for_the_backward_of_a_layer_halves():
+    found = compiled("waiting")
+    for word in LOW:
+        assert found[word] <= 0.55 * found["fp32"], found
 
 
 def test_a_streamed_update_moves_the_state_and_keeps_little_of_it():
