@@ -17,7 +17,7 @@ from typing import Any
 import results
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks" / "gpu_parts")]
+sys.path[:0] = [str(ROOT / "benchmarks" / "gpu_parts"), str(ROOT / "examples")]
 
 import gpt  # noqa: E402
 import gpu_jobs  # noqa: E402
@@ -69,7 +69,6 @@ def of_hxla(word: str) -> Any:
     )
     plan = job.plan(microbatch_size=args.microbatch_size, mesh={"data": 1})
     session = job.open(plan, steps=args.rounds + 2)
-    session.__enter__()
 
     def step() -> float:
         loss = session.step().loss

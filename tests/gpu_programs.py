@@ -150,13 +150,21 @@ def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
     return tuple(topology.devices)[:num]
 
 
-def small_gpt(precision: str | None = None) -> hxla.Job:
+def small_gpt(precision: str | None = None, config: Any = None) -> hxla.Job:
     """Of a GPT whose arrays nobody made."""
     sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
     model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
     data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return hxla.Job(model, data, gpt.loss, optimizer, batch_size=NUM * SIZE, precision=precision)
+    return hxla.Job(
+        model,
+        data,
+        gpt.loss,
+        optimizer,
+        batch_size=NUM * SIZE,
+        precision=precision,
+        config=config or {},
+    )
 
 
 def large_gpt() -> hxla.Job:
@@ -178,6 +186,10 @@ def perceptron() -> hxla.Job:
 PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "data": (small_gpt, {"mesh": {"data": 2}}),
     "data, float sums": (small_gpt, {"mesh": {"data": 2}, "reduction": "float"}),
+    "data, float sums in 16 bits": (
+        functools.partial(small_gpt, "bf16", {"communication": {"dtype": "bfloat16"}}),
+        {"mesh": {"data": 2}, "reduction": "float"},
+    ),
     "tensor": (small_gpt, {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"}),
     "pipeline": (small_gpt, {"mesh": {"data": 2, "stage": 2}}),
     "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),

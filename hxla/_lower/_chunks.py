@@ -239,6 +239,23 @@ def reduce_scatter(
     return jnp.concatenate(total)
 
 
+def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, sent: Any) -> jax.Array:
+    """What a collective that adds nothing makes of an array that travels in another dtype.
+
+    Floats of 16 bits travel as integers: XLA's back end for CPUs would send them in 32.
+
+    Args:
+        collective: On arrays of any dtype.
+        x: The array.
+        sent: The dtype.
+    """
+    low = x.astype(sent)
+    if not (jnp.issubdtype(low.dtype, jnp.floating) and low.dtype.itemsize == 2):
+        return collective(low).astype(x.dtype)
+    bits = collective(jax.lax.bitcast_convert_type(low, jnp.uint16))
+    return jax.lax.bitcast_convert_type(bits, low.dtype).astype(x.dtype)
+
+
 def ring_sum(own: Callable[[Any], jax.Array], num: int, axis: str, sent: Any) -> jax.Array:
     """Chunk c of a sum on copy c, for chunks of equal length over a ring of permutes.
 
@@ -252,8 +269,8 @@ def ring_sum(own: Callable[[Any], jax.Array], num: int, axis: str, sent: Any) ->
     to_next = [(d, (d + 1) % num) for d in range(num)]
 
     def add(hop: Any, total: jax.Array) -> jax.Array:
-        received = jax.lax.ppermute(total.astype(sent), axis, to_next)
-        return own((me - hop) % num) + received.astype(total.dtype)
+        received = moved(lambda x: jax.lax.ppermute(x, axis, to_next), total, sent)
+        return own((me - hop) % num) + received
 
     # One body, compiled once however many devices there are.
     return jax.lax.fori_loop(2, num + 1, add, own((me - 1) % num))
@@ -307,7 +324,8 @@ def _passed(
     for part, (start, _) in zip(parts, ring_layers(lengths), strict=True):
         givers = [(c - shift) % num for c in having(lengths, start)]
         pairs = [(d, (d + 1) % num) for d in givers]
-        found.append(jax.lax.ppermute(part.astype(sent), axis, pairs).astype(part.dtype))
+        move = functools.partial(jax.lax.ppermute, axis_name=axis, perm=pairs)
+        found.append(moved(move, part, sent))
     return found
 
 
@@ -327,7 +345,7 @@ def sum_of_rows(
     all_R = jnp.where(all_R < 0, parts[0].shape[0], all_R)  # beyond the end: dropped
     out = []
     for x in parts:
-        own = x[own_R].astype(sent(x))  # the last row where there are too few
-        rows = jax.lax.all_gather(own, DATA_AXIS, tiled=True).astype(x.dtype)
+        # Of too few rows the last one again.
+        rows = moved(lambda own: jax.lax.all_gather(own, DATA_AXIS, tiled=True), x[own_R], sent(x))
         out.append(jnp.zeros_like(x).at[all_R].add(rows, mode="drop"))
     return out

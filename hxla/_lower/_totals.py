@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core._types import DATA_AXIS
-from ._chunks import Chunks, reduce_scatter, ring_sum
+from ._chunks import Chunks, moved, reduce_scatter, ring_sum
 from ._contribution import Contribution
 from ._global_arrays import GlobalArrays
 
@@ -93,12 +93,11 @@ class Totals:
         total = self._contribution.combine(*parts)
         if len(self._arrays.places) == 1:
             return total
-        back = total.astype(self._dtype)
-        is_wide = back.dtype == jnp.float32  # whose bits are wanted, and cost a copy of the whole
-        sent = as_bits(back) if is_wide else back
-        every = jax.lax.all_gather(sent, DATA_AXIS, tiled=True)[:size]
-        every = jax.lax.bitcast_convert_type(every, jnp.float32) if is_wide else every
-        return every.astype(total.dtype)
+        if self._dtype != jnp.float32:
+            every = moved(_all_gather, total, self._dtype)
+            return every[:size]
+        # Its bits are wanted, and cost a copy of the whole.
+        return jax.lax.bitcast_convert_type(_all_gather(as_bits(total))[:size], jnp.float32)
 
     def own_chunk(self, chunks: Chunks, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """This place's chunk of the sum of tensors.
@@ -164,6 +163,10 @@ class Totals:
         own = found[: len(found) - bool(num_others)]
         totals = [self._contribution.combine(*parts) for parts in own]
         return totals + ([self.gathered(found[-1], num_others)] if num_others else [])
+
+
+def _all_gather(chunk: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(chunk, DATA_AXIS, tiled=True)
 
 
 def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
