@@ -28,12 +28,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_parts"))
 
+import families
 import gpt
 import gpu_jobs
+import scanned_models
 
 import hxla
+from hxla._graph._precision_calls import PrecisionCalls
+from hxla._graph._trace import trace_functional
+from hxla._jax._jaxpr import as_function
 from hxla._lower import _streamed_update
 from hxla._lower._lower import Programs, lower
+from hxla._model._functional import functional
+from hxla._plan._precision import as_precision
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
 
@@ -283,8 +290,8 @@ def _products(text: str) -> list[str]:
     dtypes = dict(re.findall(r"%?([\w.-]+) = \(?(\w+)\[", text))
     found = []
     for line in text.splitlines():
-        called = re.search(r"= \(?(\w+)\[.* (?:dot|custom-call)\(([^)]*)\)", line)
-        if called and (" dot(" in line or "__cublas" in line):
+        called = re.search(r"= \(?(\w+)\[.* (?:dot|convolution|custom-call)\(([^)]*)\)", line)
+        if called and re.search(r" dot\(| convolution\(|__cublas|__cudnn", line):
             operands = re.findall(r"%([\w.-]+)", called[2])[:2]
             found.append(f"{called[1]} = " + " x ".join(dtypes.get(x, "?") for x in operands))
     return found
@@ -406,9 +413,42 @@ def waiting() -> dict[str, int]:
     return found
 
 
+def scanned() -> Any:
+    """A model with its layers as one scan, its loss and its data."""
+    return scanned_models.LinenNet(dropout=0.1), scanned_models.loss, scanned_models.data()
+
+
+def products_of_families() -> dict[str, dict[str, int]]:
+    """Of the gradient of each family of models in bfloat16 the products, by dtypes."""
+    made = {**families.FAMILIES, "scanned": scanned}
+    sharding, found = SingleDeviceSharding(cards(1)[0]), {}
+    for name, make in made.items():
+        model, loss, batch = make()
+        batch = jax.tree.map(lambda x: x[:2], batch)
+        plain = functional(model, loss, loss, variables=None, seed=0, example=batch)
+        calls = PrecisionCalls(plain, as_precision("bf16"))
+        graph = trace_functional(calls.model, batch)
+        shapes = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
+            for v in graph.program.jaxpr.invars
+        ]
+        program, num = as_function(graph.program), len(graph.param_values)
+
+        def gradient(params: Any, *rest: Any, program: Any = program) -> Any:
+            return jax.grad(lambda own: program(*own, *rest)[0])(params)
+
+        exact = jax.jit(gradient, compiler_options={"xla_allow_excess_precision": False})
+        text = exact.lower(shapes[:num], *shapes[num:]).compile().as_text()
+        found[name] = collections.Counter(_products(text))
+    return found
+
+
+ALONE = {"offload": offloaded, "waiting": waiting, "families": products_of_families}
+
+
 def main() -> None:
-    if sys.argv[1] in ("offload", "waiting"):
-        print(json.dumps({"offload": offloaded, "waiting": waiting}[sys.argv[1]]()))
+    if sys.argv[1] in ALONE:
+        print(json.dumps(ALONE[sys.argv[1]]()))
         return
     make, wishes = PLANS[sys.argv[1]]
     job = make()

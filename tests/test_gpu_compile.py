@@ -167,6 +167,16 @@ def test_low_programs_compile_for_older_cards(card):
         assert not own["racing_scatters"], name
 
 
+def test_all_products_of_all_families_are_low():
+    """Forward and backward, convolutions too, in what XLA made of them."""
+    found = compiled("families")
+    assert len(found) == 8
+    for name, products in found.items():
+        # A long sum inside a product may be cut into parts, which XLA keeps in float32.
+        assert {kind.split(" = ")[1] for kind in products} == {"bf16 x bf16"}, (name, products)
+        assert sum(products.values()) > 5, name
+
+
 def test_what_waits_for_the_backward_of_a_layer_halves():
     found = compiled("waiting")
     for word in LOW:
