@@ -56,8 +56,18 @@ def other_plan(folder):
 
 CONFIG, PLAN = hxla.ConfigError, hxla.PlanError
 USES = {
-    "a word that is none": (lambda f: plan("fp8"), CONFIG, "preset: Input .* 'model', 'fp32'"),
-    "a dtype that is none": (lambda f: plan({"compute": "float8"}), CONFIG, "compute: .*'float8'"),
+    "a word that is none": (lambda f: plan("half"), CONFIG, "preset: Input .* 'model', 'fp32'"),
+    "a dtype that is none": (lambda f: plan({"compute": "int8"}), CONFIG, "compute: .*'int8'"),
+    "products of 8 bits": (
+        lambda f: plan("fp8"),
+        CONFIG,
+        "precision='fp8': products in float8 are not there.*use 'bf16' or 'fp16'",
+    ),
+    "an exception of 8 bits": (
+        lambda f: plan(exceptions(path="kernel$", compute="float8_e4m3fn")),
+        CONFIG,
+        "products in float8 are not there",
+    ),
     "a key that is none": (lambda f: plan({"pramas": "x"}), CONFIG, "did you mean 'params'"),
     "a number": (lambda f: plan(16), CONFIG, "precision=16: use a word, model, fp32, tf32"),
     "a file that is not there": (lambda f: plan("none.toml"), CONFIG, "cannot be read"),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -208,6 +209,12 @@ def _config(given: Any) -> PrecisionConfig:
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".toml")):
         table = read_toml(given, named("precision file", given, ConfigError))
         given = table.get("precision", table)
+    if _names_float8(given):
+        raise ConfigError(
+            f"precision={given!r}: products in float8 are not there, and nothing less is taken in "
+            "their place: use 'bf16' or 'fp16', or float8 layers of the model's own, which keep "
+            "their dtypes"
+        )
     if not isinstance(given, str | Mapping):
         raise ConfigError(
             f"precision={given!r}: use a word, {_listed(words)}; a dictionary of the keys of the "
@@ -220,6 +227,17 @@ def _config(given: Any) -> PrecisionConfig:
     except pydantic.ValidationError as error:
         lines = [fault(failure, PrecisionConfig) for failure in error.errors()]
         raise ConfigError("precision has errors:" + listed(lines)) from None
+
+
+def _names_float8(given: Any) -> bool:
+    """Whether a word, or a dtype of a table, is one of 8 bits."""
+    if isinstance(given, Mapping):
+        exceptions = given.get("exceptions")
+        inner = exceptions if isinstance(exceptions, list | tuple) else ()
+        return any(map(_names_float8, (v for v in given.values() if isinstance(v, str)))) or any(
+            isinstance(own, Mapping) and _names_float8(own.get("compute")) for own in inner
+        )
+    return isinstance(given, str) and re.fullmatch(r"(fp8|float8)\w*", given) is not None
 
 
 def _listed(words: Any) -> str:
