@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import os
+import pathlib
 import re
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from test_chain import WIDTH
+from test_launch import start
 from test_layered import planned as over
 from test_layered import shared
 
@@ -109,3 +112,41 @@ def segment_of(function, precision):
 )
 def test_only_what_is_read_in_one_low_dtype_is_low(function, precision, wanted):
     assert segment_of(function, precision) == wanted
+
+
+SCRIPT = """
+import jax
+import optax
+from flax import nnx
+from test_chain import BATCH, Layers, data, loss
+
+import hxla
+
+
+def sha256(**memory):
+    return hxla.train(
+        lambda: Layers(nnx.Rngs(0), 1),
+        data(),
+        loss,
+        optax.adamw(1e-2),
+        batch_size=BATCH,
+        microbatch_size=1,
+        steps=2,
+        precision="bf16",
+        config={"memory": {"recompute": "boundaries", **memory}},
+        counts="even",
+    ).sha256
+
+
+found = sha256(zero=1), sha256(zero=3, shares=[1, 3])
+print(f"equal on rank {jax.process_index()}: {found[0] == found[1]}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_between_processes_low_gathers_move_no_bit(tmp_path):
+    tests = pathlib.Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    out, err = (job := start(tmp_path, SCRIPT, "-n", "2", env=paths)).communicate(timeout=300)
+    assert job.returncode == 0, err[-3000:]
+    assert out.count("equal on rank") == out.count("True") == 2, out
