@@ -1,6 +1,8 @@
 """Dynamic loss scaling: the same scales and bits on any devices, and what it is for."""
 
 import functools
+import json
+import pathlib
 
 import families
 import jax
@@ -159,6 +161,25 @@ def test_scales_are_those_of_grad_scaler_for_the_same_overflows(overflows, expon
             overflowed=overflowed, growth_steps=interval, most=MOST_SCALE_EXPONENT + 60
         )
     assert scales == grad_scaler(overflows, 2.0**exponent, interval)
+
+
+def test_scales_are_those_that_a_real_grad_scaler_had():
+    """Recorded with PyTorch: gradients set to infinity in some steps, the scale after each."""
+    file = pathlib.Path(__file__).parent / "data" / "grad_scaler.json"
+    for told in json.loads(file.read_text())["sequences"]:
+        assert len(set(told["scales"])) >= 3
+        initial = 2.0 ** told["exponent"]
+        before = [initial, *told["scales"][:-1]]
+        assert before == grad_scaler(told["overflows"], initial, told["interval"])
+        state, scales = ScaleState(told["exponent"]), []
+        for overflowed in told["overflows"]:
+            state = state.after(
+                overflowed=bool(overflowed),
+                growth_steps=told["interval"],
+                most=MOST_SCALE_EXPONENT + 60,
+            )
+            scales.append(state.scale)
+        assert scales == told["scales"]
 
 
 def test_a_run_has_the_scales_of_grad_scaler_for_its_overflows():

@@ -1,11 +1,13 @@
-"""One contender of gpt_speed.py: hxla, or plain Flax under `jax.jit`, on the same GPT.
+"""One contender of gpt_speed.py or precision.py: hxla, or plain Flax under `jax.jit`, on one GPT.
 
-    python gpt_run.py {exact,float,plain} --size 124m --micro 8 --turns F --rounds N --out FILE
+    python gpt_run.py {exact,float,plain,fp32,bf16,fp16} --size 124m --micro 8 --turns F ...
 
-The arithmetic is the same: parameters in float32, the model in bfloat16, logits in float32.
+`exact`, `float` and `plain` have the same arithmetic: parameters in float32, the model cast to
+bfloat16, logits in float32. The others are the model as it is by a `precision` of hxla.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -20,8 +22,9 @@ from turns import turns_of_steps
 
 import hxla
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=["exact", "float", "plain"])
+parser.add_argument("kind", choices=["exact", "float", "plain", *PRECISIONS])
 parser.add_argument("--size", choices=gpu_jobs.SIZES, required=True)
 parser.add_argument("--micro", type=int, required=True, help="sequences of a microbatch")
 parser.add_argument("--turns", required=True)
@@ -44,8 +47,14 @@ def wait(state):
 
 def ours():
     """A step, and a wait until all is done."""
-    job = hxla.Job(size.make(), {"text": text}, size.loss, optimizer, batch_size=num * args.micro)
-    session = job.open(job.plan(microbatch_size=args.micro, reduction=args.kind))
+    of, batch_size, reduction, config = size, num * args.micro, args.kind, None
+    if args.kind in PRECISIONS:
+        of, reduction = dataclasses.replace(size, dtype="float32"), "exact"
+        config = {"precision": args.kind}
+    job = hxla.Job(
+        of.make(), {"text": text}, of.loss, optimizer, batch_size=batch_size, config=config
+    )
+    session = job.open(job.plan(microbatch_size=args.micro, reduction=reduction))
     return lambda n: session.step(batch(n)).loss, lambda: wait(session.state.params)
 
 

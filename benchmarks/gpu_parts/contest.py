@@ -1,0 +1,139 @@
+"""Processes that train the same on one card, in turns: what parts of benchmarks/gpu.py compare."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from report import Report
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from turns import Turns
+
+
+class Contender:
+    """A process that trains when it is its turn."""
+
+    def __init__(self, name: str, command: list[str], folder: pathlib.Path):
+        own = folder / name.replace(" ", "-")
+        self.name, self._log, self._out = name, own.with_suffix(".log"), own.with_suffix(".json")
+        self.turns, self._is_closed = Turns(own, 1), False
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--turns", str(own), "--out", str(self._out)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def ready(self, deadline: float) -> None:
+        """Wait for it; raises RuntimeError if it fails."""
+        self.turns.wait(lambda: self._check(deadline))
+
+    def told(self, deadline: float) -> dict[str, Any]:
+        """What it wrote at its end; raises RuntimeError if it fails."""
+        while not self._out.exists() or self._process.poll() is None:
+            self._check(deadline, is_over=True)
+            time.sleep(0.05)
+        return json.loads(self._out.read_text())
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.turns.close()
+
+    def _check(self, deadline: float, is_over: bool = False) -> None:
+        code = self._process.poll()
+        if time.monotonic() < deadline and (code is None or (is_over and code == 0)):
+            return
+        how = "is not done in time" if code is None else f"exit code {code}"
+        lines = self._log.read_text().strip().splitlines()[-15:]
+        raise RuntimeError("\n".join([how, *lines]))
+
+
+def contest(
+    report: Report, commands: Mapping[str, Sequence[str]], num_turns: int, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """What each contender told; those that fail are reported and left out.
+
+    Args:
+        report: To write to.
+        commands: Of the contenders, those first that time their kernels.
+        num_turns: Of each.
+        seconds: After which the others are ended.
+    """
+    deadline, found = time.monotonic() + seconds, {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        running: list[Contender] = []
+        waiting: list[Contender] = []
+
+        def settle() -> None:
+            for own in waiting:
+                if report.attempt(own.name, lambda own=own: own.ready(deadline) or True):
+                    running.append(own)
+                else:
+                    own.close()
+            waiting.clear()
+
+        for name, command in commands.items():
+            waiting.append(Contender(name, list(command), pathlib.Path(folder)))
+            stack.callback(waiting[-1].close)
+            if not name.endswith("exact"):
+                settle()  # it measures its kernels, so nobody else is busy meanwhile
+        settle()
+        for turn in range(num_turns):
+            for own in list(running):
+                own.turns.give()
+                wait = own.told if turn + 1 == num_turns else own.ready
+                told = report.attempt(own.name, lambda wait=wait: wait(deadline) or {})
+                if told is None:
+                    running.remove(own)
+                elif told:
+                    found[own.name] = told
+    return found
+
+
+def compare(
+    report: Report, found: Mapping[str, Mapping[str, Any]], pairs: Sequence[tuple[str, str]]
+) -> None:
+    """Rows of tokens a second and of peak memory for pairs of contenders, and each one's losses."""
+    for name, told in found.items():
+        report.detail(name, told)
+    # The first turn warms up.
+    rates = {
+        name: told["tokens_per_step"] / statistics.median(told["seconds_per_step"][1:])
+        for name, told in found.items()
+    }
+    peaks = {name: (told["peak_bytes"] or 0) / 2**30 for name, told in found.items()}
+    for ours, other in pairs:
+        if ours in found and other in found:
+            own, theirs = rates[ours], rates[other]
+            what = f"{ours} beside {other}"
+            report.row(f"{what}: tokens/s", f"{own:.0f}", f"{theirs:.0f}", f"{own / theirs:.3f}x")
+            memory = (f"{peak:.2f} GiB" if peak else "?" for peak in (peaks[ours], peaks[other]))
+            report.row(f"{what}: peak memory", *memory)
+    for name, told in found.items():
+        losses = told["losses"]
+        ready = f"{told['seconds_to_first_step']:.0f} s to the first step"
+        report.row(f"{name}: loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}", ready)
+
+
+def microbatch_size(gib: float | None, num_contenders: int, *, is_tiny: bool) -> int:
+    """Sequences: a contender takes some 4 GiB and 2 GiB for each."""
+    if is_tiny or gib is None:
+        return 2
+    room = (gib / num_contenders - 4) / 2
+    return max(b for b in (1, 2, 4, 8) if b == 1 or b <= room)
