@@ -26,6 +26,7 @@ COMMANDS = {
     "10_uneven_split": ("hxla run --mesh cpu-1.0-0.5", "--steps 5"),
     "11_memory_limit": ("python", "--steps 5"),
     "12_elastic": ("hxla run --elastic --mesh cpu-1.0-0.5", "--steps 60"),
+    "13_ray": ("python", "--steps 800"),
 }
 
 

@@ -26,3 +26,16 @@ def test_without_a_cluster_it_is_said_what_to_do():
     assert ran.returncode == 2
     assert ran.stderr.splitlines()[-1].startswith("hxla: --ray 127.0.0.1:1: ")
     assert "ray start --head" in ran.stderr
+
+
+def test_the_example_ends_with_the_bits_of_an_undisturbed_run():
+    script = elastic_chaos.ROOT / "examples" / "13_ray.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), "--steps", "60"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=elastic_chaos.own_environment(),
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "the first node is drained" in ran.stdout
