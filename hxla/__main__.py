@@ -114,12 +114,13 @@ def main(arguments: list[str] | None = None) -> int:
             return _profile(args, script)
         if args.command == "plan":
             return _plan(args, script)
-        if args.elastic and (tasks := cluster_in_sight()):
+        tasks = cluster_in_sight()
+        if args.elastic and tasks:
             raise LaunchError(
                 f"--elastic starts the processes of one machine itself, and this is one of {tasks}"
                 ": start one task, or leave it out"
             )
-        if cluster_in_sight() and args.mesh is None and args.n is None:
+        if tasks and args.mesh is None and args.n is None:
             if args.dump is not None:  # other tasks write into it too
                 rank = next((os.environ[n] for n in _RANKS if n in os.environ), "0")
                 os.environ |= _launcher.dumping(os.environ, os.path.abspath(args.dump), rank)

@@ -33,7 +33,7 @@ def undisturbed_line(steps, *options):
     """What a job prints in the end that nobody disturbs."""
     command = [sys.executable, "-m", "hxla", "run", *options[:2], str(elastic_chaos.JOB)]
     command += ["--steps", str(steps), *options[2:]]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env = elastic_chaos.own_environment()
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     [line] = [line for line in ran.stdout.splitlines() if "sha256" in line]
     return line.split("] ")[-1]

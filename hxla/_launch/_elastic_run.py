@@ -112,9 +112,8 @@ class ElasticRun:
                 self._wake.clear()
                 while self._signals:
                     self._serve_signal(self._signals.pop(0))
-                if time.monotonic() - self._read_at > _REREAD_SECONDS and self._asked is None:
-                    self._reread()
-                if self._hosts.poll() and self._asked is None:
+                is_due = time.monotonic() - self._read_at > _REREAD_SECONDS
+                if (self._hosts.poll() or is_due) and self._asked is None:
                     self._reread()
                 for team in list(self._teams.values()):
                     self._hear(team)
@@ -350,7 +349,7 @@ class ElasticRun:
         places = [self._places[name] for name in generation.members]
         alone = [place.device.model_copy(update={"node": 0}) for place in places]
         mesh = dump_cluster(Cluster(name="elastic", devices=tuple(alone)))
-        hosts = {place.host.name: place.host for place in places}
+        hosts = self._hosts_of(generation)
         pinned = next((host.pinned for host in hosts.values() if host.pinned), "")
         address = f"{self._hosts.address}:{generation.port}"
         cores = _cores(places)
@@ -381,6 +380,10 @@ class ElasticRun:
         self._events.write(Started(generation=generation.number, pids=team.pids))
         return team
 
+    def _hosts_of(self, generation: Generation) -> dict[str, Host]:
+        hosts = [self._places[name].host for name in generation.members]
+        return {host.name: host for host in hosts}
+
     def _form(self, generation: Generation, source: str | None) -> None:
         team = self._teams.get(generation.number) or self._start(generation)
         step = f"step {generation.first_step}" if generation.first_step else "the beginning"
@@ -389,10 +392,8 @@ class ElasticRun:
             f"generation {generation.number} from {step}{where}: {', '.join(generation.members)}"
         )
         left = (None, "") if source is None else self._left[source]
-        for place in {
-            self._places[name].host.name: self._places[name] for name in generation.members
-        }.values():
-            place.host.begin(team.workers[place.host.name], *left)
+        for name, host in self._hosts_of(generation).items():
+            host.begin(team.workers[name], *left)
         at, number = time.monotonic(), generation.number
         for device in generation.members:
             self._happens(Told(at_seconds=at, generation=number, device=device))

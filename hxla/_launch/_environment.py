@@ -4,7 +4,7 @@ import os
 import pathlib
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .._cluster import _nvml
 from .._cluster._cluster import Device
@@ -13,6 +13,7 @@ from .._cluster._mesh_file import load_cluster
 from .._core._catalogue import find
 from .._core._errors import LaunchError
 from ._warm import WAITS_VARIABLE
+from ._workers import Environment
 
 # Processes that compile programs of their own would wait for each other's measured kernels.
 _GPU_FLAGS = ("--xla_gpu_shard_autotuning=false",)
@@ -66,9 +67,7 @@ def describe(mesh: str | None, number: int | None) -> tuple[Device, ...]:
     return (Device(kind="cpu"),) * (number or 1)
 
 
-def elastic_environment(
-    devices: Sequence[Device], mesh: str | None = None
-) -> Callable[[Device, int, str], dict[str, str]]:
+def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> Environment:
     """What processes for devices of this machine get; this one's environment is made ready too.
 
     Args:

@@ -16,7 +16,8 @@ from ._warm import warm_up
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
 _MEMORY = "/dev/shm"  # memory that outlives the process that wrote it
-_NOTICE_SECONDS = 600.0  # of a device that is no longer in the mesh file
+#: The notice of a device that is taken back without a deadline, as one that left the mesh file.
+NOTICE_SECONDS = 600.0
 
 
 class Host(Protocol):
@@ -43,7 +44,7 @@ class Host(Protocol):
         """What its processes have chosen for later generations; empty: nothing yet."""
 
     def start(self, start: WorkersStart) -> Workers:
-        """WorkersStart its processes of a generation."""
+        """Start its processes of a generation."""
 
     def begin(self, workers: Workers, source: "Host | None", folder: str) -> None:
         """Let processes begin with a state that is in a folder of `source`, or with none."""
@@ -103,7 +104,7 @@ class LocalHost:
 
     name = machine = "this machine"
     is_lost = False
-    notice_seconds = _NOTICE_SECONDS
+    notice_seconds = NOTICE_SECONDS
 
     def __init__(self, command: Sequence[str], environment: Environment, streams: Streams):
         self._command, self._environment, self._streams = command, environment, streams
@@ -123,7 +124,7 @@ class LocalHost:
             return ""
 
     def start(self, start: WorkersStart) -> LocalWorkers:
-        """WorkersStart its processes of a generation."""
+        """Start its processes of a generation."""
         return LocalWorkers(
             start, self._command, self._environment, self.memory, self._streams, self.note
         )

@@ -25,12 +25,11 @@ from .._cluster._cluster import Device
 from .._core._errors import HxlaError, LaunchError
 from ._board import Post
 from ._environment import describe, elastic_environment, num_gpus
-from ._host import Host, LocalHost, OfferedDevice
+from ._host import NOTICE_SECONDS, Host, LocalHost, OfferedDevice
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
-_NOTICE_SECONDS = 600.0  # of a node that Ray lets go of without a deadline
 _START_SECONDS = 120.0  # of actors, and of the process from which others are forked
 _END_SECONDS = 10.0
 _REACH_SECONDS = 10.0
@@ -282,7 +281,7 @@ class RayHost:
     def __init__(self, node: Mapping[str, Any], command: Sequence[str], streams: Streams):
         resources = node["Resources"]
         self.name, self.machine = f"node {node['NodeID'][:8]}", str(node["NodeManagerHostname"])
-        self.is_lost, self.notice_seconds = False, _NOTICE_SECONDS
+        self.is_lost, self.notice_seconds = False, NOTICE_SECONDS
         self.heard, self._streams = Heard(), streams
         num_cpus, share = int(resources.get("CPU", 0)), node.get("Labels", {}).get(_CORE_SHARE)
         self._agent: Any = _Agent.options(
@@ -444,7 +443,7 @@ class RayHosts:
             raise HxlaError(f"the Ray cluster does not answer: {error}") from None
         for node, until in drained.items():
             if node in self._hosts:
-                left = until / 1000 - time.time() if until else _NOTICE_SECONDS
+                left = until / 1000 - time.time() if until else NOTICE_SECONDS
                 self._hosts[node].notice_seconds = max(left, 0.0)
         return [
             OfferedDevice(host=host, device=device)

@@ -305,8 +305,8 @@ def _cut(
         or (profile is None and (devices is None or share_cores(devices)))
     ):
         return structure, ()
-    if pinned().cut:
-        request = dataclasses.replace(request, cut=pinned().cut)
+    if kept := pinned().cut:
+        request = dataclasses.replace(request, cut=kept)
         return pipelined(range(len(cluster.devices)), request), ()
     times: dict[int, np.ndarray] = {}
     if profile is not None:

@@ -172,8 +172,8 @@ class Session:
             opening.pop_all()
         for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
             self._recorder.log(damage)
-        if self._member is not None and self._member.warning():
-            self._recorder.log(self._member.warning())
+        if self._member is not None and (warning := self._member.warning()):
+            self._recorder.log(warning)
         elif self._saved is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
         promised = determinism(self._programs.graph, self.plan)
