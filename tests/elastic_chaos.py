@@ -49,6 +49,8 @@ RAY_KINDS = (
 )
 STORE_BYTES = 80_000_000  # of a node's objects; the least that Ray takes is 75 MB
 SHARES = (0.3, 0.4, 0.5)
+OTHER_SHARES = (0.25, 0.35, 0.45)
+NUM_CORES = 2
 MOST_STEPS = 4000
 # What `hxla run` gives to processes on a CPU, and the bits depend on.
 _ALIKE = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
@@ -62,13 +64,15 @@ class Job:
     folder: pathlib.Path
     steps: int
     slow: float
-    shares: list[float]
+    shares: list[float]  # of a core each
     options: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
 
     def __post_init__(self):
         self.names = [f"device {k}" for k in range(len(self.shares))]  # as the job calls them
         self.num_named = len(self.names)
+        self.is_held = min(self.shares) < 1
+        self.fewest, self.most = (2, 4) if self.is_held else (1, NUM_CORES)
         self.write_mesh()
         self.log = self.folder / "events.jsonl"
         self.printed = (self.folder / "printed.txt").open("wb")
@@ -274,15 +278,19 @@ def disturb(job, kind, rng):
         started = [e for e in job.events() if e["what"] == "Started"][-1]
         time.sleep(rng.uniform(0, 2))
         return send(rng.choice(sorted(started["pids"].values())), signal.SIGKILL)
-    if kind == "join" and len(job.shares) < 4:
-        job.add(rng.choice(SHARES))
-    elif kind == "leave" and len(job.shares) > 2:
+    if kind == "join" and len(job.shares) < job.most:
+        job.add(rng.choice(SHARES) if job.is_held else 1.0)
+    elif kind == "leave" and len(job.shares) > job.fewest:
         job.remove(rng.randrange(len(job.shares)))
-    else:
+    elif job.is_held:
         k = rng.randrange(len(job.shares))
-        share = rng.choice([s for s in (0.25, 0.35, 0.45) if s != job.shares[k]])
+        share = rng.choice([s for s in OTHER_SHARES if s != job.shares[k]])
         job.remove(k)
         job.add(share)
+    elif len(job.shares) < job.most:
+        job.add(1.0)
+    else:
+        job.remove(rng.randrange(len(job.shares)))
     job.write_mesh()
     if kind == "kill while it prepares":
         before = len([e for e in job.events() if e["what"] == "Started"])
@@ -311,23 +319,30 @@ def undisturbed(steps, *options, num=1):
 
 
 def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
-    """A job to which so many events happen; returns a row for each."""
+    """A job to which so many events happen; returns a row for each.
+
+    With an even seed two to four processes are held to shares of a core, so that all of them fit
+    on two; with an odd one there are up to two, which have a core each.
+    """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         saves = ("--checkpoints", str(folder / "saved"), "--checkpoint-every", "5")
         options = saves if "kill while it saves" in kinds else ()
+        is_held = seed % 2 == 0
         shares = [rng.choice(SHARES) for _ in range(rng.randint(2, 4))]
+        shares = shares if is_held else [1.0] * NUM_CORES
         job = make(folder, MOST_STEPS, 0.05, shares, options)
         rows = []
         try:
             job.wait(runs, 90, "the first generation")
             for _ in range(num_events):
-                kind = rng.choice(kinds)
+                kind = rng.choice([k for k in kinds if is_held or k != "other share"])
                 step, _ = last_step(job.events())
                 wanted = step + rng.randint(1, steps_between)
                 job.wait(lambda e, n=wanted: last_step(e)[0] >= n, 60, "steps before an event")
-                rows.append({"seed": seed, "kind": kind, **one(job, kind, rng)})
+                row = {"seed": seed, "kind": kind, "held": is_held, "num": len(job.shares)}
+                rows.append(row | one(job, kind, rng))
             send(job.process.pid, signal.SIGTERM)
             code = job.end(60)
         finally:
@@ -417,29 +432,38 @@ def main():
     parser.add_argument("--out")
     args = parser.parse_args()
     rows, kinds = [], RAY_KINDS if args.ray else KINDS
-    for k in range(0, args.events, args.of_a_run):
+    for number, k in enumerate(range(0, args.events, args.of_a_run)):
         began = time.monotonic()
         num = min(args.of_a_run, args.events - k)
-        rows += disturbed(args.seed + k, num, kinds, make=RayJob if args.ray else Job)
+        seed = args.seed + number
+        rows += disturbed(seed, num, kinds, make=RayJob if args.ray else Job)
         for row in rows[-args.of_a_run :]:
             print(row, flush=True)
-        print(f"run of seed {args.seed + k}: {time.monotonic() - began:.1f} s", flush=True)
-    table = {}
-    for kind in kinds:
-        own = [row for row in rows if row["kind"] == kind]
-        if own:
-            pauses = [row["pause"] for row in own]
-            table[kind] = {
-                "events": len(own),
-                "median pause seconds": round(statistics.median(pauses), 3),
-                "longest pause seconds": max(pauses),
-            }
-            print(f"{kind:26} {table[kind]}")
+        print(f"run of seed {seed}: {time.monotonic() - began:.1f} s", flush=True)
+    tables = {
+        "held to shares of a core": table([row for row in rows if row["held"]], kinds),
+        "a core each": table([row for row in rows if not row["held"]], kinds),
+    }
     if args.out:
         sys.path.insert(0, str(ROOT / "benchmarks"))
         import results
 
-        results.write(pathlib.Path(args.out), {"seed": args.seed, "kinds": table})
+        results.write(pathlib.Path(args.out), {"seed": args.seed, **tables})
+
+
+def table(rows, kinds):
+    """Pauses of each kind of event."""
+    found = {}
+    for kind in kinds:
+        pauses = [row["pause"] for row in rows if row["kind"] == kind]
+        if pauses:
+            found[kind] = {
+                "events": len(pauses),
+                "median pause seconds": round(statistics.median(pauses), 3),
+                "longest pause seconds": max(pauses),
+            }
+            print(f"{kind:26} {found[kind]}")
+    return found
 
 
 if __name__ == "__main__":
