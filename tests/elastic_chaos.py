@@ -253,6 +253,8 @@ def send(pid, number):
 def disturb(job, kind, rng):
     """One event; returns whether a generation must follow it."""
     pids = job.pids()
+    for name in [name for name in job.names if name not in pids]:  # it could not be prepared
+        job.remove(job.names.index(name))
     if len(pids) == 1 and kind != "other share":
         kind = "join"  # whoever holds the only state is not to be lost
     victim = rng.choice(sorted(pids))

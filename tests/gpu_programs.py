@@ -89,6 +89,8 @@ gpu_device_info {{
   clock_rate_ghz: {self.clock_ghz}
   memory_bandwidth: {self.bytes_per_second:.0f}
   device_memory_size: {self.memory_gib * 2**30}
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
@@ -202,6 +204,7 @@ PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
     "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),
     "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),
     "fp16": (functools.partial(small_gpt, "fp16"), {"mesh": {"data": 1}}),
+    "fp8": (functools.partial(small_gpt, "fp8"), {"mesh": {"data": 1}}),
     "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
     "perceptron": (perceptron, {"mesh": {"data": 1}}),
 }

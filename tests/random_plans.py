@@ -324,7 +324,11 @@ def forms():
             fields = {"size": rng.choice((1, 2)), "seed": rng.randrange(1 << 30)} | fields
             fields["limbs"] = 2 if "counts" in fields else of_limbs.choice((1, 2))
             found.append(Form(model=model, **fields))
-    low = [("mlp", "bf16", {"zero": True}), ("mlp", "fp16", {"size": 1})]
+    low = [
+        ("mlp", "bf16", {"zero": True}),
+        ("mlp", "fp16", {"size": 1}),
+        ("gpt", "fp8", {"chain": 3, "zero": True}),
+    ]
     return found + [
         Form(model=model, precision=word, **fields, seed=rng.randrange(1 << 30))
         for model, word, fields in low

@@ -29,6 +29,9 @@ CUT, PASSED = {"all-to-all of u32 over stage"}, {"collective-permute of u32 over
 NONE = (set(), set())
 #: Cards of before Hopper, with a precision that each has.
 OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
+CUBLAS = {"__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$gemm"}
+#: Products that read a parameter: forward, and the gradients of either operand.
+FLOAT8 = {"f32 = f8e4m3fn x f8e4m3fn", "f32 = f8e5m2 x f8e4m3fn", "f32 = f8e4m3fn x f8e5m2"}
 #: Of a plan's precision the dtype of its products, as HLO has it.
 LOW = {"bf16": "bf16", "fp16": "f16"}
 #: By plan and program the collectives that it must hold, and those that it may hold beside them.
@@ -79,6 +82,7 @@ EXPECTED = {
     },
     "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
     # What benchmarks/gpu.py trains.
     "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
     "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
@@ -135,7 +139,7 @@ def test_programs_compile_for_h100(plan):
         # Nothing calls back into Python, or waits for the host in the midst of a program.
         assert not own["transfers"], name
         assert not own["problems"], name
-        assert set(own["custom_calls"]) <= {"__cublas$lt$matmul", "__cublas$gemm"}, name
+        assert set(own["custom_calls"]) <= CUBLAS, name
         if "float" not in plan:
             assert not own["racing_scatters"], name
     # The new state takes the place of the old one, and new sums that of those before.
@@ -147,6 +151,8 @@ def test_programs_compile_for_h100(plan):
     if plan in LOW:  # no product of float32 is left, forward or backward
         low = LOW[plan]
         assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
+    if plan == "fp8":  # all else is the attention's
+        assert set(programs["microbatch"]["products"]) == FLOAT8 | {"bf16 = bf16 x bf16"}
     if "plain" in found:  # what is looked for above is found where nobody asks for determinism
         assert found["plain"]["racing_scatters"]
     if "predicted_bytes" in found:

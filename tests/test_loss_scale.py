@@ -297,7 +297,7 @@ def test_low_precision_learns_as_float32_does():
 
     full = final("fp32")
     assert full < 0.5 * np.log(models.VOCABULARY)  # it has learned
-    for word in ("bf16", "fp16"):
+    for word in ("bf16", "fp16", "fp8"):
         assert abs(final(word) / full - 1) < 0.02, word
 
 

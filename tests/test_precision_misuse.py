@@ -58,15 +58,20 @@ CONFIG, PLAN = hxla.ConfigError, hxla.PlanError
 USES = {
     "a word that is none": (lambda f: plan("half"), CONFIG, "preset: Input .* 'model', 'fp32'"),
     "a dtype that is none": (lambda f: plan({"compute": "int8"}), CONFIG, "compute: .*'int8'"),
-    "products of 8 bits": (
-        lambda f: plan("fp8"),
+    "a computation of 8 bits": (
+        lambda f: plan("float8_e4m3fn"),
         CONFIG,
-        "precision='fp8': products in float8 are not there.*use 'bf16' or 'fp16'",
+        "float8 is a dtype of products only, and preset 'fp8' says it",
+    ),
+    "float8 on an A100": (
+        lambda f: plan("fp8", cluster="workstation-a100-h100"),
+        PLAN,
+        "A100.* cannot multiply in float8_e4m3fn.*use precision='bf16' or",
     ),
     "an exception of 8 bits": (
         lambda f: plan(exceptions(path="kernel$", compute="float8_e4m3fn")),
         CONFIG,
-        "products in float8 are not there",
+        "float8 is a dtype of products only",
     ),
     "a key that is none": (lambda f: plan({"pramas": "x"}), CONFIG, "did you mean 'params'"),
     "a number": (lambda f: plan(16), CONFIG, "precision=16: use a word, model, fp32, tf32"),

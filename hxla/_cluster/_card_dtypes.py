@@ -2,7 +2,8 @@
 
 References:
     NVIDIA, "CUDA C++ Programming Guide", arithmetic instructions: bfloat16 products from compute
-    capability 8.0 on; float16 from 5.3 on, at a sixty-fourth of float32's rate on 6.1.
+    capability 8.0 on; float16 from 5.3 on, at a sixty-fourth of float32's rate on 6.1; float8 from
+    8.9 on.
 """
 
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 _BEFORE_AMPERE = re.compile(
     r"\b(V100|P100|P40|P4|T4|K80|K40|M40|M60|TITAN|GTX|RTX 20\d\d|Quadro (?:[KMPG]|RTX)\w*|T1000)\b"
 )
+_BEFORE_ADA = re.compile(r"\b(A100|A800|A40|A30|A16|A10G?|A2|RTX 30\d\d|RTX A\d+)\b")
 _BEFORE_PASCAL = re.compile(r"\b(K80|K40|M40|M60|GTX (?:[6-9]\d\d))\b")
 _SLOW_FLOAT16 = re.compile(r"\b(P40|P4|GTX 10\d\d|Quadro P\d+)\b")
 
@@ -24,13 +26,19 @@ def cards_without(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:
     """The kinds of devices that cannot multiply matrices of a dtype.
 
     Args:
-        dtype: `bfloat16` or `float16`; every device has float32.
+        dtype: `bfloat16`, `float16` or `float8_e4m3fn`; every device has float32.
         kinds: See `Device.kind`.
     """
-    known = {"bfloat16": _BEFORE_AMPERE, "float16": _BEFORE_PASCAL}.get(dtype)
-    if known is None:
-        return ()
-    return tuple(kind for kind in dict.fromkeys(kinds) if known.search(_name(kind)))
+    known = {
+        "bfloat16": (_BEFORE_AMPERE,),
+        "float16": (_BEFORE_PASCAL,),
+        "float8_e4m3fn": (_BEFORE_AMPERE, _BEFORE_ADA),
+    }.get(dtype, ())
+    return tuple(
+        kind
+        for kind in dict.fromkeys(kinds)
+        if any(pattern.search(_name(kind)) for pattern in known)
+    )
 
 
 def slow_cards(dtype: str, kinds: Iterable[str]) -> tuple[str, ...]:

@@ -219,10 +219,11 @@ class PrecisionExceptionConfig(_Section):
 class PrecisionConfig(_Section):
     """The section `precision`: dtypes by class of operation; a word alone is its `preset`."""
 
-    preset: Literal["model", "fp32", "tf32", "bf16", "fp16"] = "model"
+    preset: Literal["model", "fp32", "tf32", "bf16", "fp16", "fp8"] = "model"
     """What the keys below are where they are null: `model`, all as the model has it; `fp32` and
     `tf32`, float32 with products of that precision; `bf16` and `fp16`, products and what follows
-    them low, and softmax, norm statistics, exponentials, losses and large sums in float32."""
+    them low, and softmax, norm statistics, exponentials, losses and large sums in float32; `fp8`,
+    as `bf16`, with the products that read a parameter in float8."""
     params: Dtype | None = None
     """Dtype to which parameters are rounded before the loss reads them; masters stay float32."""
     compute: Dtype | None = None

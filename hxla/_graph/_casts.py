@@ -26,6 +26,7 @@ from .._jax._jaxpr import (
     scan_counts,
 )
 from ._cast_rules import run_custom
+from ._float8 import float8_product
 from ._precision_classes import class_of
 from ._wanted_float32 import wanted_in_float32
 
@@ -34,7 +35,6 @@ _F32 = np.dtype(np.float32)
 #: a statistic, which the elements that it is for are widened to meet.
 FREE, MADE, STATISTIC = 0, 1, 2
 _PRODUCTS = {
-    "default": None,
     "float32": (jax.lax.Precision.HIGHEST,) * 2,
     "tf32": (jax.lax.Precision.HIGH,) * 2,
 }
@@ -150,7 +150,8 @@ class Casts:
     def __init__(self, policy: CastPolicy):
         self.used: set[int] = set()
         self._low = jnp.dtype(policy.compute)
-        self._products = _PRODUCTS[policy.products]
+        self._products = _PRODUCTS.get(policy.products)
+        self._is_float8 = policy.products == "float8"
         self._exceptions = [
             (re.compile(rf"(?:^|/)(?:{e.path or e.scope})"), e.path is None, jnp.dtype(e.compute))
             for e in policy.exceptions
@@ -205,11 +206,15 @@ class Casts:
                 return whole(eqn, operands, wanted, scope)
         if not any(map(_is_f32, (*eqn.invars, *eqn.outvars))):
             return self._as_traced(eqn, operands)
-        low = self._dtype_of(operands, scope) or self._low
+        special = self._dtype_of(operands, scope)
+        low = special or self._low
         op_class = class_of(eqn)
         if op_class == "view" or (op_class == "gathers" and not operands[0].is_low):
             return self._view(eqn, operands)
         if op_class == "low" and all(map(_is_f32, eqn.invars)):
+            reads = any(c.path is not None for c in operands)
+            if self._is_float8 and special is None and reads and name == "dot_general":
+                return self._float8_product(eqn, operands)
             return self._product(eqn, operands, low)
         if op_class == "gathers":
             [found] = self._as_traced(eqn, operands)
@@ -246,6 +251,11 @@ class Casts:
         with in_place_of(eqn):
             arrays = [c.to(low) for c in operands]
         return [Cast(x) for x in run_with(eqn, arrays, **params)]
+
+    def _float8_product(self, eqn: Any, operands: Sequence[Cast]) -> list[Cast]:
+        with in_place_of(eqn):
+            arrays = [c.x if c.path is not None else c.to(self._low) for c in operands]
+            return [Cast(float8_product(eqn, arrays, self._low))]
 
     def _view(self, eqn: Any, operands: Sequence[Cast]) -> list[Cast]:
         first, out = operands[0], eqn.outvars[0]

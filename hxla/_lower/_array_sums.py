@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core._powers_of_two import times_power_of_two
 from .._jax._independent import MISSING, Independent, Part
 from ._contribution import largest
-from ._exact import times_power_of_two
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
 _ROW = 1 << 12  # so many limbs add up below 2**27

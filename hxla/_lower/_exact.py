@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core._powers_of_two import times_power_of_two
+
 _HEADROOM_BITS = {1: 3, 2: 6}  # growth of a maximum within one step that needs no redo: 8x, 64x
 _SLACK_BITS = {1: 8, 2: 20}  # shrinkage likewise: by 2**5 and 2**14 below the headroom
 _MAX_MICROBATCHES = 1 << 14
@@ -95,16 +97,6 @@ class Limbs:
         """
         of_last = 0 if self.num == 1 else self.bits + 1
         return self.num_terms * 2.0 ** (self.slack_bits - self.bits - of_last)
-
-
-def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """`x * 2**exponent` without rounding, for exponents in [-250, 250]."""
-    half = exponent >> 1  # its floor; a division would be nine more operations for each tensor
-
-    def power(e: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type((e + 127) << 23, jnp.float32)
-
-    return x * power(half) * power(exponent - half)
 
 
 def encode(x: jax.Array, exponent: jax.Array, limbs: Limbs) -> tuple[jax.Array, ...]:

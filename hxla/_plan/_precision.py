@@ -18,7 +18,9 @@ from ._rule_pattern import check_pattern
 #: The exponents of a loss scale: below the least, float16 could not hold the scale itself, and
 #: beyond the most no gradient that is worth a scale is finite.
 LEAST_SCALE_EXPONENT, MOST_SCALE_EXPONENT = -14, 64
-_LOW = {"bf16": "bfloat16", "fp16": "float16"}
+_LOW = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+_FLOAT8 = ("preset", "fp8")
+_PRODUCTS = {"fp32": "float32", "tf32": "tf32", "fp8": "float8"}
 
 
 class PrecisionException(PlanValue):
@@ -77,7 +79,8 @@ class Precision(PlanValue):
         compute: The dtype of matrix products, convolutions and what follows them; `model` leaves
             all operations as the model has them.
         products: The arithmetic of float32 products: `default` is what jax chooses on a device,
-            `float32` all bits, `tf32` a GPU's tensor cores.
+            `float32` all bits, `tf32` a GPU's tensor cores. With `float8` matrix products that read
+            a parameter are in float8, scaled by powers of two, and their results in `compute`.
         reduction: The dtype in which gradients reach the sums.
         buffers: The dtype to which other variables are rounded before the loss reads them.
         output: The dtype to which losses and metrics are rounded.
@@ -87,7 +90,7 @@ class Precision(PlanValue):
 
     params: Literal["model"] | Dtype = "model"
     compute: Literal["model"] | Dtype = "model"
-    products: Literal["default", "float32", "tf32"] = "default"
+    products: Literal["default", "float32", "tf32", "float8"] = "default"
     reduction: Literal["float32"] = "float32"
     buffers: Literal["model"] | Dtype = "model"
     output: Literal["model"] | Dtype = "model"
@@ -112,8 +115,10 @@ class Precision(PlanValue):
     @property
     def low_dtypes(self) -> frozenset[str]:
         """The dtypes of fewer bits than float32 that some operation computes in."""
-        every = {self.params, self.compute, self.buffers, self.output}
+        every: set[str] = {self.params, self.compute, self.buffers, self.output}
         every |= {exception.compute for exception in self.exceptions}
+        if self.products == "float8":
+            every.add("float8_e4m3fn")
         return frozenset(every - {"model", "float32"})
 
     def in_words(self) -> Iterator[str]:
@@ -131,6 +136,10 @@ class Precision(PlanValue):
             low = self.compute != "float32"
             how = "; softmax, norms, losses and large sums in float32" if low else ""
             products = f", float32 products: {self.products}" * (self.products != "default")
+            if self.products == "float8":
+                products = (
+                    ", products with a parameter in float8 (gradients in e5m2, all else e4m3)"
+                )
             yield f"  computes in {self.compute}{how}{products}" + "".join(f", {r}" for r in rest)
         for exception in self.exceptions:
             yield f"  except {exception}"
@@ -170,7 +179,7 @@ def as_precision(
         found = {
             "params": given.params or "float32",
             "compute": given.compute or low,
-            "products": {"fp32": "float32", "tf32": "tf32"}.get(given.preset, "default"),
+            "products": _PRODUCTS.get(given.preset, "default"),
             "buffers": given.buffers or "float32",
             "output": given.output or "float32",
             "exceptions": tuple(e.model_dump() for e in given.exceptions),
@@ -209,11 +218,10 @@ def _config(given: Any) -> PrecisionConfig:
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".toml")):
         table = read_toml(given, named("precision file", given, ConfigError))
         given = table.get("precision", table)
-    if _names_float8(given):
+    if given != "fp8" and _names_float8(given):
         raise ConfigError(
-            f"precision={given!r}: products in float8 are not there, and nothing less is taken in "
-            "their place: use 'bf16' or 'fp16', or float8 layers of the model's own, which keep "
-            "their dtypes"
+            f"precision={given!r}: float8 is a dtype of products only, and preset 'fp8' says it: "
+            "what reads a parameter multiplies in it, with 'compute' for the results and all else"
         )
     if not isinstance(given, str | Mapping):
         raise ConfigError(
@@ -234,7 +242,8 @@ def _names_float8(given: Any) -> bool:
     if isinstance(given, Mapping):
         exceptions = given.get("exceptions")
         inner = exceptions if isinstance(exceptions, list | tuple) else ()
-        return any(map(_names_float8, (v for v in given.values() if isinstance(v, str)))) or any(
+        words = (v for key, v in given.items() if isinstance(v, str) and (key, v) != _FLOAT8)
+        return any(map(_names_float8, words)) or any(
             isinstance(own, Mapping) and _names_float8(own.get("compute")) for own in inner
         )
     return isinstance(given, str) and re.fullmatch(r"(fp8|float8)\w*", given) is not None
