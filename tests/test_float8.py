@@ -1,20 +1,15 @@
 """Products in float8: what multiplies in it, what the scales are, and that bits stay."""
 
 import collections
-import re
 
 import families
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
-import random_plans
-from flax import nnx
 from test_precision import MODELS, every_equation, gradient_program, under
 
-import hxla
 from hxla._graph._float8 import BACKWARD, FORWARD, float8_product, quantized
 
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
