@@ -95,6 +95,21 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tm
 
 
 @pytest.mark.slow
+def test_of_devices_that_are_alike_the_one_that_left_is_the_one_that_is_gone(tmp_path):
+    """A file that lists one device less after one has left takes nobody else."""
+    job = elastic_chaos.Job(tmp_path, 100_000, 0.05, [0.4, 0.4])
+    try:
+        job.wait(elastic_chaos.runs, 90, "the first generation")
+        elastic_chaos.one(job, "SIGTERM", random.Random(2))  # the first one
+        job.add(0.4)
+        job.write_mesh()
+        job.wait(lambda e: formed(e)[-1] == 2 and elastic_chaos.runs(e), 90, "another")
+    finally:
+        job.stop()
+    assert formed(job.events()) == [2, 1, 2]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["stages", "tensor"])
 def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     """Two devices, four, and one of them asked back: three cannot be used, so two are."""

@@ -170,7 +170,9 @@ class ElasticRun:
         except HxlaError as error:
             self._say(f"devices stay as they are: {error}")
             return
-        gone = self._given_back | self._places
+        # Of devices that are alike those stay which are used, and those go which leave anyway.
+        used = sorted(self._places, key=self._asked_back.__contains__)
+        gone = {name: self._places[name] for name in used} | self._given_back
         new: list[str] = []
         for place in now:
             same = next((name for name, own in gone.items() if own == place), None)
