@@ -71,7 +71,7 @@ class Job:
     def __post_init__(self):
         self.names = [f"device {k}" for k in range(len(self.shares))]  # as the job calls them
         self.num_named = len(self.names)
-        self.is_held = min(self.shares) < 1
+        self.is_held = min(self.shares) < 0.9
         self.fewest, self.most = (2, 4) if self.is_held else (1, NUM_CORES)
         self.write_mesh()
         self.log = self.folder / "events.jsonl"
@@ -105,8 +105,8 @@ class Job:
         part.rename(self.mesh)
 
     def add(self, share):
-        """A device more."""
-        self.shares.append(share)
+        """A device more; of two that are alike nobody could tell which one is gone."""
+        self.shares.append(round(share - 0.001 * self.num_named, 3))
         self.names.append(f"device {self.num_named}")
         self.num_named += 1
 
@@ -133,13 +133,21 @@ class Job:
             time.sleep(0.02)
         raise AssertionError(f"{what}: not within {seconds:g} s: {self.tail()}")
 
-    def pids(self):
-        """Processes of the newest generation that trains, by device."""
+    def started(self):
+        """The processes of the newest generation that trains, and where they are."""
         events = self.events()
         formed = [e for e in events if e["what"] == "Form"]
         number = formed[-1]["generation"]["number"]
         [started] = [e for e in events if e["what"] == "Started" and e["generation"] == number]
-        return started["pids"]
+        return started
+
+    def pids(self):
+        """Those processes by device."""
+        return self.started()["pids"]
+
+    def called(self, name):
+        """The job's own word for a device."""
+        return name
 
     def printed_text(self):
         """What it printed."""
@@ -204,6 +212,18 @@ class RayJob(Job):
         for name in self.nodes.keys() - set(self.names):
             self.drain(self.nodes.pop(name))
 
+    def hosts(self):
+        """The names of devices, by the job's words for them."""
+        of_host = {f"node {node.node_id[:8]}": name for name, node in self.nodes.items()}
+        return {device: of_host.get(host, host) for device, host in self.started()["hosts"].items()}
+
+    def pids(self):
+        hosts, pids = self.hosts(), super().pids()
+        return {hosts[device]: pid for device, pid in pids.items()}
+
+    def called(self, name):
+        return next(device for device, own in self.hosts().items() if own == name)
+
     def drain(self, node):
         """As one who takes machines back does."""
         command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node"]
@@ -266,9 +286,10 @@ def disturb(job, kind, rng):
     if kind == "freeze":
         return send(pids[victim], signal.SIGSTOP)
     if kind == "SIGTERM":
+        device = job.called(victim)
         send(pids[victim], signal.SIGTERM)
         job.wait(
-            lambda e: any(x["what"] == "Release" and x["device"] == victim for x in e), 30, "it"
+            lambda e: any(x["what"] == "Release" and x["device"] == device for x in e), 30, "it"
         )
         job.remove(job.names.index(victim))
         job.write_mesh()
@@ -334,6 +355,7 @@ def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
         is_held = seed % 2 == 0
         shares = [rng.choice(SHARES) for _ in range(rng.randint(2, 4))]
         shares = shares if is_held else [1.0] * NUM_CORES
+        shares = [round(share - 0.001 * k, 3) for k, share in enumerate(shares)]
         job = make(folder, MOST_STEPS, 0.05, shares, options)
         rows = []
         try:

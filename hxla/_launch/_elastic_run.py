@@ -379,7 +379,8 @@ class ElasticRun:
         }
         team = Team(generation, workers, [place.host.name for place in places], service)
         self._teams[generation.number] = team
-        self._events.write(Started(generation=generation.number, pids=team.pids))
+        where = {name: self._places[name].host.name for name in generation.members}
+        self._events.write(Started(generation=generation.number, pids=team.pids, hosts=where))
         return team
 
     def _hosts_of(self, generation: Generation) -> dict[str, Host]:

@@ -17,10 +17,12 @@ class Started:
     Attributes:
         generation: Its number.
         pids: By device.
+        hosts: Likewise the names of the hosts that they run on.
     """
 
     generation: int
     pids: dict[str, int]
+    hosts: dict[str, str]
 
 
 class EventLog:
