@@ -365,8 +365,16 @@ class Outcome:
     losses: dict[int, float]
 
 
-def trials(form, num_sets=2, each=4):
-    """`num_sets` sets of programs, `each` trials of each, and two on real processes."""
+#: Sets of programs of each form, besides one on real processes; what costs time is to compile them.
+NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
+
+
+def trials(form, num_sets=NUM_SETS, each=5):
+    """`num_sets` sets of programs, `each` trials of each, and two on real processes.
+
+    A chain has a set more, so that its sets are of all stages of ZeRO.
+    """
+    num_sets += form.chain > 0
     rng = random.Random(str(form))
     found = []
     can_be_four = not form.counts and MOST_DEVICES % (form.stages * form.tensor) == 0
@@ -397,7 +405,7 @@ def _draw_set(form, rng, number, processes):
     plan, width = form.plan, form.stages * form.tensor
     pipeline = plan.pipeline
     most = min(MOST_DEVICES // width, form.num_microbatches)
-    copies = rng.randint(min(2, most), most) if number or form.zero else 1
+    copies = rng.randint(min(2, most) if form.zero else 1, most)
     copies = len(form.counts) or (most if processes > 1 else copies)
     ranks = rng.sample(range(copies * width), copies * width)
     each = MOST_DEVICES // processes
