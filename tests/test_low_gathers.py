@@ -19,6 +19,7 @@ from test_layered import shared
 import hxla
 from hxla._graph._low_params import low_params
 from hxla._graph._segments import segments_at
+from hxla._run._segments_of_job import gathered_bytes as planned_bytes
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -53,7 +54,7 @@ def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
 
 def test_what_travels_halves():
     """All but the norms' scales and biases, and the rows of the embedding that are looked up."""
-    sent = {}
+    sent, planned = {}, {}
     for word in ("fp32", "bf16"):
         own = in_precision(shared(3), word)
         with own.open(over(own, 2), steps=1) as session:
@@ -63,6 +64,7 @@ def test_what_travels_halves():
                 for u in own_units:
                     total += gathered_bytes(sharded._gathers[sharded._same[u]])
             sent[word] = total
+            planned[word] = planned_bytes(own._traced, 1, keeps_roundings=True)
             norms = 4 * 2 * WIDTH
     assert set(sent["fp32"]) == {"f32"}
     embedding, unused = 11 * WIDTH, 3
@@ -71,6 +73,8 @@ def test_what_travels_halves():
     # Granules pad what is cut by less than eight elements for each array and copy.
     assert low <= sent["bf16"]["u16"] / 2 <= low + 16 * 13
     assert rest <= sent["bf16"]["f32"] / 4 <= rest + 16 * 10
+    for word, total in sent.items():  # each parameter but those that no segment reads
+        assert 0 <= sum(total.values()) - planned[word] <= 4 * (unused + 16 * 23), word
     assert sum(sent["bf16"].values()) < 0.55 * sum(sent["fp32"].values())
 
 

@@ -35,7 +35,7 @@ from .._planner._memory_forms import (
     Recompute,
 )
 from .._schedule._sequence_replay import SegmentCost
-from ._segments_of_job import param_bytes, segments_of_job
+from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import could_share, may_wait, stages_to_try, with_shared_state
 from ._state_elsewhere import PART_ON_DEVICE
 from ._traced_job import TracedJob
@@ -204,19 +204,20 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
             for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
-        gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
+        gather_seconds=_gather_seconds(job, plan, cluster) if is_timed else 0.0,
         tier=tier,
         waves=job.settings.memory.waves,
     )
 
 
-def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
+def _gather_seconds(job: TracedJob, plan: Plan, cluster: Cluster) -> float:
     """Of all parameters over the copies in rings, by the slowest link; 0: no link is described.
 
     The rings of all places of a copy are at once and share their nodes' network cards.
     """
     num = len(plan.replicas)
-    size = plan.parameter_bytes / num / len(plan.replicas[0].devices)
+    is_exact = plan.sums.kind == "exact"
+    size = gathered_bytes(job, plan.microbatch_size, keeps_roundings=is_exact) / num
     columns = zip(*(replica.devices for replica in plan.replicas))  # noqa: B905
     transfers = [transfer for ranks in columns for transfer in ring_transfers(cluster, ranks, size)]
     times = transfer_seconds(cluster, transfers)

@@ -2,7 +2,10 @@
 
 import math
 
+import jax.numpy as jnp
+
 from .._graph._graph import params_of
+from .._graph._low_params import low_params
 from .._graph._parts import graph_of
 from .._graph._repeats import layer_points, module_points
 from .._graph._segments import Segment, segments_at
@@ -32,3 +35,22 @@ def param_bytes(job: TracedJob, size: int) -> list[int]:
     _, segments = segments_of_job(job, size)
     each = [{param_of[entry] for entry in segment.params} for segment in segments]
     return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for own in each]
+
+
+def gathered_bytes(job: TracedJob, size: int, *, keeps_roundings: bool) -> int:
+    """Bytes of the parameters of all segments as stage 3 of ZeRO gathers them, once each.
+
+    Args:
+        job: That is planned.
+        size: Examples of a microbatch.
+        keeps_roundings: Whether what is only read in 16 bits travels so, as with exact sums.
+    """
+    graph = graph_of(job.graph(size))
+    param_of = params_of(graph)
+    total = 0
+    for segment in segments_of_job(job, size)[1]:
+        low = low_params(graph, segment) if keeps_roundings else {}
+        for p in {param_of[entry] for entry in segment.params}:
+            dtype = jnp.dtype(low.get(p, graph.values[graph.param_values[p]].dtype))
+            total += math.prod(graph.param_shapes[p]) * dtype.itemsize
+    return total
