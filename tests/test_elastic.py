@@ -116,8 +116,10 @@ def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     options = ("--batch-size", "16", f"--{cut}", "2")
     job = elastic_chaos.Job(tmp_path, 100_000, 0.1, [0.4, 0.4], options)
 
-    def trains(num):
-        job.wait(lambda e: formed(e)[-1] == num and elastic_chaos.runs(e), 90, f"{num} devices")
+    def trains(*nums):
+        # Three are found out to be too many before they are formed, or after.
+        own = lambda e: tuple(num for num in formed(e) if num != 3)  # noqa: E731
+        job.wait(lambda e: own(e) == nums and elastic_chaos.runs(e), 90, f"{nums} devices")
         first = elastic_chaos.last_step(job.events())[0]
         job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, 90, "steps")
 
@@ -125,12 +127,12 @@ def test_copies_of_several_devices_come_and_go(tmp_path, cut):
         job.wait(elastic_chaos.runs, 90, "the first generation")
         job.shares = [0.4, 0.4, 0.4, 0.4]
         job.write_mesh()
-        trains(4)
+        trains(2, 4)
         os.kill(job.pids()["device 1"], signal.SIGTERM)
-        trains(2)
+        trains(2, 4, 2)
         job.shares = [0.45, 0.45]
         job.write_mesh()
-        trains(2)
+        trains(2, 4, 2, 2)
     finally:
         job.stop()
     assert "it is tried without" in job.printed_text()
