@@ -63,10 +63,13 @@ class CheckpointConfig(_Section):
 
 
 class DataConfig(_Section):
-    """The section `data`: how far ahead microbatches are loaded."""
+    """The section `data`: how far ahead microbatches are loaded, and by whom."""
 
     prefetch_steps: int = pydantic.Field(2, ge=1)
     """Steps whose microbatches are loaded ahead."""
+    share: bool = True
+    """Whether one process of each host reads an iterable for all of them; else each reads it whole,
+    with loader processes of its own."""
 
 
 class AutoConfig(_Section):
