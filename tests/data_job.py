@@ -8,6 +8,7 @@ import grain
 import jax
 import numpy as np
 import optax
+from absl import flags
 from flax import nnx
 
 import hxla
@@ -66,6 +67,7 @@ def dataset(make, num_workers):
     """Global batches of Grain, whose examples are made in processes of their own."""
     examples = grain.MapDataset.range(100_000).map(make).to_iter_dataset()
     if num_workers:
+        flags.FLAGS.mark_as_parsed()  # Grain reads some before it starts processes
         options = grain.MultiprocessingOptions(num_workers=num_workers)
         examples = examples.mp_prefetch(options)
     return examples.batch(BATCH_SIZE)

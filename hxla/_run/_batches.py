@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
