@@ -97,7 +97,7 @@ def main():
         "stream": lambda: Stream(make),
         "generator": lambda: generated(make),
         "grain": lambda: dataset(make, args.loaders),
-        "function": lambda: make,
+        "function": lambda: make,  # sent to hxla's workers
     }[args.data]()
     seconds = []
 
@@ -117,7 +117,7 @@ def main():
         callbacks=[pace],
         checkpoint_dir=args.checkpoints,
         checkpoint_every=args.checkpoint_every,
-        config={"data": {"share": not args.alone}},
+        config={"data": {"share": not args.alone, "workers": args.workers}},
     )
     if jax.process_index() == 0:
         late = seconds[len(seconds) // 2 :]

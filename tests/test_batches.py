@@ -22,7 +22,7 @@ from models import mesh
 import hxla
 from hxla._jax import _coordination
 from hxla._jax._lost_peers import is_lost_peer
-from hxla._run import _data, _host_batches
+from hxla._run import _data, _host_link
 from hxla._run._data_position import from_text, to_text
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -286,9 +286,9 @@ def test_the_end_of_the_reader_is_the_end_of_another_process():
     name = f"hxla-test-{os.getpid()}"
     process = subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE)
     process.stdout.readline()
-    asker = _host_batches._Asker("\0" + name)
+    asker = _host_link.Asker("\0" + name)
     with pytest.raises(hxla.DataError, match="the process that reads the data") as caught:
-        asker.batch(0)
+        asker.ask("batch", 0)
     assert is_lost_peer(caught.value)
     process.wait()
     process.stdout.close()

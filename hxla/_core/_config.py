@@ -70,6 +70,9 @@ class DataConfig(_Section):
     share: bool = True
     """Whether one process of each host reads an iterable for all of them; else each reads it whole,
     with loader processes of its own."""
+    workers: int = pydantic.Field(0, ge=0, le=128)
+    """Processes of each host that make the examples of a sequence, a callable or a
+    `grain.MapDataset`, for all of its training processes; 0: each makes its own in a thread."""
 
 
 class AutoConfig(_Section):

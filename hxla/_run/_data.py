@@ -21,6 +21,7 @@ from ._batches import Batches, Unmoving
 from ._data_checks import check_dtypes, leading_dimension, leaf_name
 from ._host_batches import HostBatches
 from ._sample_order import shuffled
+from ._worker_pool import PooledExamples
 
 _KINDS = (
     "data is one of\n"
@@ -188,6 +189,18 @@ def _reader(data: Any, num_examples: int | None) -> Any:
     return None
 
 
+def _pooled(reader: Any, num_workers: int) -> Any:
+    """Examples made by worker processes, if there are to be some; arrays need none."""
+    if not num_workers:
+        return reader
+    if isinstance(reader, _Arrays):
+        raise DataError(
+            f"data.workers={num_workers}: the data is arrays, of which nothing is to be made: "
+            "leave it at 0"
+        )
+    return PooledExamples(reader, num_workers)
+
+
 def as_source(
     data: Any,
     *,
@@ -198,6 +211,7 @@ def as_source(
     examples_per_file: int = 1,
     num_kept: int = 4,
     is_shared: bool = True,
+    num_workers: int = 0,
 ) -> Source:
     """Recognise the user's data.
 
@@ -211,6 +225,7 @@ def as_source(
         examples_per_file: Examples that stay together when they are shuffled.
         num_kept: Of an iterable, global batches that are kept for who asks late.
         is_shared: Whether the processes of a host read an iterable once, together.
+        num_workers: Processes of a host that make examples; 0: a thread of each process does.
 
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
@@ -229,13 +244,21 @@ def as_source(
                 f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
             )
         # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False, 1)
+        own = _pooled(_Examples(data.repeat().__getitem__, None), num_workers)
+        source = _Random(own, batch_size, seed, False, 1)
         source.num_examples = len(data)
         return source
     if reader is not None:
         own_order = shuffle and reader.num_examples is not None
+        reader = _pooled(reader, num_workers)
         return _Random(reader, batch_size, seed, own_order, examples_per_file)
     if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
+        if num_workers:
+            raise DataError(
+                f"data.workers={num_workers}: an iterable ({type(data).__name__}) is read in "
+                "order by one process of each host. Let it have processes of its own "
+                "(grain.IterDataset.mp_prefetch), which are then the host's, or give random access"
+            )
         return HostBatches(Batches(data, batch_size, num_kept), is_shared=is_shared)
     raise DataError(f"data is {type(data).__name__}; {_KINDS}")
 
