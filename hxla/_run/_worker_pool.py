@@ -77,7 +77,8 @@ def _pickled(reader: Any) -> bytes:
     except Exception as error:
         raise DataError(
             "data.workers: the data cannot be sent to processes "
-            f"({type(error).__name__}: {error}): let it open files and locks when it is first used, or leave data.workers at 0"
+            f"({type(error).__name__}: {error}): let it open "
+            "files and locks when it is first used, or leave data.workers at 0"
         ) from error
 
 
