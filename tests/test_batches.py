@@ -10,6 +10,7 @@ import sys
 import time
 
 import data_job
+import elastic_chaos
 import numpy as np
 import optax
 import psutil
@@ -294,8 +295,8 @@ def test_the_end_of_the_reader_is_the_end_of_another_process():
     process.stdout.close()
 
 
-def run(folder, *options):
-    command = [sys.executable, "-m", "hxla", "run", *options, "--data", "grain", "--steps", "60"]
+def run(folder, *options, data="grain", steps=60):
+    command = [sys.executable, "-m", "hxla", "run", *options, "--data", data, "--steps", str(steps)]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     out = (folder / "printed.txt").open("ab")
     return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
@@ -337,3 +338,45 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
     first = [i for i in numbers if i < step * SIZE]
     assert len(set(first)) == len(first)
     assert {i for i in range(step * SIZE, 60 * SIZE)} <= set(numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "generator"])
+def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
+    """Whoever reads is killed, then whoever does not; then a device joins."""
+    told, steps = tmp_path / "told", 300
+    options = ("--data", kind, "--told", str(told))
+    script = pathlib.Path(data_job.__file__)
+    job = elastic_chaos.Job(tmp_path, steps, 0.05, [0.45, 0.45], options, script=script)
+    try:
+        for reads in (True, False, None):
+            job.wait(elastic_chaos.runs, 120, "a generation")
+            before = elastic_chaos.last_step(job.events())[0]
+            job.wait(lambda e, n=before: elastic_chaos.last_step(e)[0] >= n + 20, 120, "steps")
+            reader = int(told.read_text().split("\n")[-2].split()[0])
+            assert reader in job.pids().values()
+            if reads is None:
+                job.add(0.3)
+                job.write_mesh()
+            else:
+                victims = [p for p in job.pids().values() if (p == reader) == reads]
+                os.kill(victims[0], signal.SIGKILL)
+            number = len([e for e in job.events() if e["what"] == "Form"])
+            job.wait(
+                lambda e, n=number: len([x for x in e if x["what"] == "Form"]) > n, 120, "change"
+            )
+        assert job.end(240) == 0, job.tail()
+    finally:
+        job.stop()
+    assert run(tmp_path, "-n", "1", str(script), data="stream", steps=steps).wait(240) == 0
+    found = re.findall(rf"sha256 (\w+) after {steps} steps", job.printed_text())
+    assert len(set(found)) == 1, job.tail()
+    assert len(found) == 2
+    [ledger] = [e for e in job.events() if e["what"] == "Ledger"]
+    assert ledger["num_lost"] == 0
+    pids = [line.split()[0] for line in told.read_text().splitlines()]
+    generations = len(set(pids))
+    # Of each generation the batch that shows an example, and what was loaded ahead of its end.
+    is_kept = len(pids) <= (steps + generations * 5) * SIZE
+    assert is_kept == (kind == "stream")
+    assert ("read again and skipped: it has neither" in job.printed_text()) != is_kept
