@@ -70,7 +70,7 @@ def _pickled(reader: Any) -> bytes:
     except ImportError:
         raise DataError(
             "data.workers needs cloudpickle, which sends the data to processes: "
-            "pip install cloudpickle, or leave data.workers at 0"
+            "pip install 'hxla[workers]', or leave data.workers at 0"
         ) from None
     try:
         return bytes(cloudpickle.dumps(reader))
