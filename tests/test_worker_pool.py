@@ -1,11 +1,13 @@
 """Processes that make examples, of which a host has one set."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 
 import data_job
+import jax
 import numpy as np
 import psutil
 import pytest
@@ -23,7 +25,8 @@ def source_of(data, num_workers, **options):
 def workers():
     """Worker processes that this one has started."""
     children = psutil.Process().children(recursive=True)
-    return [p for p in children if "hxla._run._data_worker" in p.cmdline()]
+    alive = [p for p in children if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "hxla._run._data_worker" in p.cmdline()]
 
 
 @pytest.fixture
@@ -103,7 +106,26 @@ def test_data_for_which_there_is_nothing_to_do_is_refused(data, words):
         source_of(data, 2)
 
 
-def test_data_that_cannot_be_sent_is_refused_before_anything_runs():
+def test_data_that_cannot_be_sent_is_refused():
     lock = threading.Lock()
+    source = source_of(lambda i: {"x": np.zeros(lock.locked() + 1)}, 2)
+    assert source.example()["x"].shape == (1, 1)
     with pytest.raises(hxla.DataError, match=r"cannot be sent to processes .*lock"):
-        source_of(lambda i: lock, 2)
+        source.fetch(0, np.arange(4))
+
+
+def test_shapes_can_be_planned_with_the_settings_of_the_run():
+    shapes = {"x": jax.ShapeDtypeStruct((100, 2), np.float32)}
+    assert source_of(shapes, 2).example()["x"].shape == (1, 2)
+
+
+def test_workers_end_with_their_data():
+    before = {p.pid for p in workers()}
+    source = source_of(lambda i: {"x": np.zeros(2)}, 2)
+    source.fetch(0, np.arange(4))
+    own = [p for p in workers() if p.pid not in before]
+    assert len(own) == 2
+    del source
+    gc.collect()
+    _, left = psutil.wait_procs(own, 30)
+    assert not left

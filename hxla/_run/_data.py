@@ -65,9 +65,13 @@ class _Arrays:
         check_dtypes(data, "data")
         self._data = data
 
+    @property
+    def is_shapes(self) -> bool:
+        """Whether it can be planned only."""
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self._data))
+
     def take(self, indices: np.ndarray) -> PyTree:
-        shapes = [x for x in jax.tree.leaves(self._data) if isinstance(x, jax.ShapeDtypeStruct)]
-        if shapes:
+        if self.is_shapes:
             raise DataError("data is shapes only: a job of them can be planned, not trained")
         return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
 
@@ -191,7 +195,7 @@ def _reader(data: Any, num_examples: int | None) -> Any:
 
 def _pooled(reader: Any, num_workers: int) -> Any:
     """Examples made by worker processes, if there are to be some; arrays need none."""
-    if not num_workers:
+    if not num_workers or (isinstance(reader, _Arrays) and reader.is_shapes):
         return reader
     if isinstance(reader, _Arrays):
         raise DataError(

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Asker:
     def __init__(self, address: str):
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        weakref.finalize(self, self._socket.close)
         try:
             self._socket.connect(address)
         except OSError as error:

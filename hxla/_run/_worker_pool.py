@@ -13,6 +13,9 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +25,8 @@ from .._core._errors import DataError
 from .._core._types import PyTree
 from ._host_link import Answer, Asker, link, receive, send
 from ._shared_arrays import arrays_at
+
+_END_SECONDS = 5.0
 
 
 class PooledExamples:
@@ -35,7 +40,6 @@ class PooledExamples:
     def __init__(self, own: Any, num_workers: int):
         self.num_examples: int | None = own.num_examples
         self._own, self._num_workers = own, num_workers
-        self._pickled = _pickled(own)  # refused before anything is compiled
 
     def example(self) -> PyTree:
         """One example, which shows what they are: made here."""
@@ -60,7 +64,7 @@ class PooledExamples:
 
     @functools.cached_property
     def _side(self) -> "_Pool | Asker":
-        pool = _Pool(self._pickled, self._num_workers)
+        pool = _Pool(self._own, self._num_workers)
         return link("examples", pool.answer) or pool
 
 
@@ -85,16 +89,18 @@ def _pickled(reader: Any) -> bytes:
 class _Pool:
     """The processes, from the side that started them."""
 
-    def __init__(self, pickled: bytes, num_workers: int):
-        self._pickled, self._num_workers = pickled, num_workers
+    def __init__(self, reader: Any, num_workers: int):
+        self._reader, self._num_workers = reader, num_workers
+        self._lock = threading.Lock()
         self._threads = concurrent.futures.ThreadPoolExecutor(num_workers, "hxla-workers")
 
     @functools.cached_property
     def _idle(self) -> "queue.SimpleQueue[socket.socket]":
         """Sockets of the workers that do nothing."""
+        pickled = _pickled(self._reader)
         pairs = [socket.socketpair() for _ in range(self._num_workers)]
         theirs = [b.fileno() for _, b in pairs]
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "hxla._run._data_worker", *map(str, theirs)],
             pass_fds=theirs,
             stdin=subprocess.DEVNULL,
@@ -104,8 +110,9 @@ class _Pool:
         for own, other in pairs:
             other.close()
             idle.put(own)
+        weakref.finalize(self, _end, [own for own, _ in pairs], process)
         with contextlib.suppress(OSError):  # who asks next is told that it ended
-            send(pairs[0][0], (sys.path, self._pickled))
+            send(pairs[0][0], (sys.path, pickled))
         return idle
 
     def answer(self, indices: np.ndarray) -> Answer:
@@ -120,7 +127,8 @@ class _Pool:
             DataError: What making them raised.
         """
         parts = np.array_split(indices, min(self._num_workers, len(indices)))
-        idle = self._idle
+        with self._lock:
+            idle = self._idle
         made = [self._threads.submit(_ask, idle, part) for part in parts]
         concurrent.futures.wait(made)
         failed = next((one.exception() for one in made if one.exception()), None)
@@ -131,6 +139,17 @@ class _Pool:
             raise failed
         results = [one.result() for one in made]
         return [table for table, _ in results], [fd for _, fd in results]
+
+
+def _end(sockets: Sequence[socket.socket], process: "subprocess.Popen[bytes]") -> None:
+    """Let the workers end, each after the examples at hand."""
+    for one in sockets:
+        one.close()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _ask(idle: "queue.SimpleQueue[socket.socket]", indices: np.ndarray) -> tuple[Any, int]:
