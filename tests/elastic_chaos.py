@@ -67,6 +67,7 @@ class Job:
     shares: list[float]  # of a core each
     options: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
+    script: pathlib.Path = JOB
 
     def __post_init__(self):
         self.names = [f"device {k}" for k in range(len(self.shares))]  # as the job calls them
@@ -78,7 +79,14 @@ class Job:
         self.printed = (self.folder / "printed.txt").open("wb")
         command = [sys.executable, "-m", "hxla", "run", "--elastic", "--heartbeat", "3"]
         command += [*self.where(), "--events", str(self.log), *self.launcher]
-        command += [str(JOB), "--steps", str(self.steps), "--slow", str(self.slow), *self.options]
+        command += [
+            str(self.script),
+            "--steps",
+            str(self.steps),
+            "--slow",
+            str(self.slow),
+            *self.options,
+        ]
         self.process = subprocess.Popen(
             command,
             stdout=self.printed,

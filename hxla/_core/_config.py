@@ -63,10 +63,16 @@ class CheckpointConfig(_Section):
 
 
 class DataConfig(_Section):
-    """The section `data`: how far ahead microbatches are loaded."""
+    """The section `data`: how far ahead microbatches are loaded, and by whom."""
 
     prefetch_steps: int = pydantic.Field(2, ge=1)
     """Steps whose microbatches are loaded ahead."""
+    share: bool = True
+    """Whether one process of each host reads an iterable for all of them; else each reads it whole,
+    with loader processes of its own."""
+    workers: int = pydantic.Field(0, ge=0, le=128)
+    """Processes of each host that make the examples of a sequence, a callable or a
+    `grain.MapDataset`, for all of its training processes; 0: each makes its own in a thread."""
 
 
 class AutoConfig(_Section):

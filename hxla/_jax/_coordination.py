@@ -14,6 +14,7 @@ from jaxlib import _jax as _jaxlib
 
 _HEARTBEAT_SECONDS = 100  # our own watchdog and authority speak first
 _JOIN_SECONDS = 300
+_CLAIM_SECONDS = 10  # for a key that is there
 _MOST_BYTES = 1 << 21  # of one value, compressed: a message of the service has a limit
 _rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -77,6 +78,26 @@ def put(key: str, value: str) -> None:
 def get(key: str, timeout_seconds: float) -> str:
     """Wait for a key."""
     return str(client().blocking_key_value_get(key, int(timeout_seconds * 1000)))
+
+
+def num_processes() -> int:
+    """Of the job that was joined, without initialising a device; 1 without one."""
+    return 1 if client() is None else int(_distributed.global_state.num_processes or 1)
+
+
+def claim(what: str, value: str) -> str:
+    """Set a key unless another process has; returns what it holds.
+
+    Args:
+        what: Name of what is claimed; each process claims it equally often.
+        value: This process's.
+    """
+    key = f"hxla/claim/{what}/{next(_rounds[what])}"
+    try:
+        client().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        return get(key, _CLAIM_SECONDS)
+    return value
 
 
 def entries(prefix: str) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import re
 
+from .._core._errors import DataError
+
 # What Gloo, NCCL and the coordination service say where a peer does not answer any more.
 _SAID = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|socket closed|coordination ?service"
@@ -16,12 +18,18 @@ _STATUS = re.compile(
 )
 
 
+class LostReaderError(DataError):
+    """The process that reads the data for this host is gone."""
+
+
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, comes of the end of another process."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if _is_of_a_runtime(error) and _SAID.search(str(error)):
+        if isinstance(error, LostReaderError) or (
+            _is_of_a_runtime(error) and _SAID.search(str(error))
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

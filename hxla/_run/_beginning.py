@@ -24,6 +24,7 @@ class Beginning:
         checkpoints: The folder of them; None if the session has none.
         step: The updates that are done; None: none, the state is a new one.
         plans: Those of the steps before, by their first step.
+        data: The position of the data there; None if it has none.
 
     Args:
         job: That is trained.
@@ -62,6 +63,7 @@ class Beginning:
             )
         self.step: int | None = self._latest(job)
         self.plans: dict[int, Plan] = {}
+        self.data: str | None = None
         if self.step is None:
             return
         where, facts = str(options.checkpoint_dir), {}
@@ -74,6 +76,7 @@ class Beginning:
             asked["numerics"] = plan.numerics
         check_resumed(where, self.step, facts, asked, options.steps)
         self.plans = plans_from_table(facts.get("plans", ()), until=self.step)
+        self.data = facts.get("data")
 
     def _latest(self, job: TracedJob) -> int | None:
         if self._folder is not None:

@@ -8,18 +8,20 @@ is a function of seed, epoch and step alone.
 import concurrent.futures
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._core._errors import DataError
 from .._core._types import PyTree
 from .._plan._plan import Plan
+from ._batches import Batches, Unmoving
+from ._data_checks import check_dtypes, leading_dimension, leaf_name
+from ._host_batches import HostBatches
 from ._sample_order import shuffled
+from ._worker_pool import PooledExamples
 
 _KINDS = (
     "data is one of\n"
@@ -41,9 +43,11 @@ class Source(Protocol):
     def example(self) -> PyTree:
         """One example with a leading dimension of 1: arrays, or shapes where data is shapes."""
 
+    def state(self, step: int) -> str | None:
+        """The position before a step, for a checkpoint; None where the step says it all."""
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "the array"
+    def begin(self, step: int, state: str | None) -> str:
+        """Go to the first step of a session; returns what the user should know of it."""
 
 
 def _is_arrays(data: Any) -> bool:
@@ -53,42 +57,21 @@ def _is_arrays(data: Any) -> bool:
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
 
-def _check_dtypes(tree: PyTree, where: str) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise DataError(
-                f"{where}: {_name(path)} holds random keys; leave them out, and let the loss take "
-                "its key as third argument, loss(model, batch, key)"
-            )
-        if leaf.dtype.kind in "OSU":
-            raise DataError(
-                f"{where}: {_name(path)} has dtype {leaf.dtype}, which no device can hold; "
-                "encode it as numbers"
-            )
-
-
-def _leading(tree: PyTree, where: str) -> int:
-    sizes = {
-        _name(path): (leaf.shape[0] if leaf.ndim else None)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-    if len(set(sizes.values())) != 1 or None in sizes.values():
-        listed = ", ".join(f"{k}: {v}" for k, v in sizes.items())
-        raise DataError(f"{where}: leaves need one leading dimension, found {listed}")
-    return int(next(iter(sizes.values())) or 0)
-
-
 class _Arrays:
     """A pytree of arrays; memory maps stay lazy."""
 
     def __init__(self, data: PyTree):
-        self.num_examples: int = _leading(data, "data")
-        _check_dtypes(data, "data")
+        self.num_examples: int = leading_dimension(data, "data")
+        check_dtypes(data, "data")
         self._data = data
 
+    @property
+    def is_shapes(self) -> bool:
+        """Whether it can be planned only."""
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self._data))
+
     def take(self, indices: np.ndarray) -> PyTree:
-        shapes = [x for x in jax.tree.leaves(self._data) if isinstance(x, jax.ShapeDtypeStruct)]
-        if shapes:
+        if self.is_shapes:
             raise DataError("data is shapes only: a job of them can be planned, not trained")
         return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
 
@@ -106,7 +89,7 @@ class _Examples:
     def take(self, indices: np.ndarray) -> PyTree:
         examples = [jax.tree.map(np.asarray, self._get(int(i))) for i in indices]
         first = examples[0]
-        _check_dtypes(first, f"example {int(indices[0])}")
+        check_dtypes(first, f"example {int(indices[0])}")
         for i, example in zip(indices, examples, strict=True):
             if str(jax.tree.structure(example)) != str(jax.tree.structure(first)):
                 raise DataError(
@@ -117,7 +100,7 @@ class _Examples:
             for (path, leaf), other in zip(leaves, jax.tree.leaves(first), strict=True):
                 if leaf.shape != other.shape:
                     raise DataError(
-                        f"example {int(i)}: {_name(path)} has shape {leaf.shape}, in example "
+                        f"example {int(i)}: {leaf_name(path)} has shape {leaf.shape}, in example "
                         f"{int(indices[0])} it is {other.shape}; pad them to one shape"
                     )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
@@ -126,7 +109,7 @@ class _Examples:
         return self.take(np.zeros(1, np.int64))
 
 
-class _Random:
+class _Random(Unmoving):
     """Random access with epochs."""
 
     def __init__(
@@ -158,47 +141,6 @@ class _Random:
 
     def example(self) -> PyTree:
         return self._reader.example()
-
-
-class _Batches:
-    """An iterable of global batches, read in order; the last one asked for is kept."""
-
-    num_examples: int | None = None
-
-    def __init__(self, data: Iterable[PyTree], batch_size: int):
-        self._iterator: Iterator[PyTree] = iter(data)
-        self._batch_size = batch_size
-        self._next = 0
-        self._kept: dict[int, PyTree] = {}
-        self._lock = threading.Lock()
-
-    def fetch(self, step: int, positions: np.ndarray) -> PyTree:
-        with self._lock:
-            while self._next <= step:
-                try:
-                    batch = jax.tree.map(np.asarray, next(self._iterator))
-                except StopIteration:
-                    raise DataError(
-                        f"data shorter than asked: it ended after {self._next} global batches, "
-                        f"step {step} needs one more; ask for fewer steps or give more data"
-                    ) from None
-                size = _leading(batch, f"global batch {self._next}")
-                if size != self._batch_size:
-                    raise DataError(
-                        f"global batch {self._next} holds {size} examples, batch_size is "
-                        f"{self._batch_size}: iterables must yield whole global batches"
-                    )
-                _check_dtypes(batch, f"global batch {self._next}")
-                # A re-balance may ask again for a step that was prefetched with other ids.
-                # The first one shows what an example is, and initialises Linen modules.
-                self._kept = {k: v for k, v in self._kept.items() if not k or k > self._next - 4}
-                self._kept[self._next] = batch
-                self._next += 1
-            batch = self._kept[step]
-        return jax.tree.map(lambda x: x[positions], batch)
-
-    def example(self) -> PyTree:
-        return self.fetch(0, np.arange(1))
 
 
 def _grain(data: Any, kind: str) -> bool:
@@ -251,6 +193,18 @@ def _reader(data: Any, num_examples: int | None) -> Any:
     return None
 
 
+def _pooled(reader: Any, num_workers: int) -> Any:
+    """Examples made by worker processes, if there are to be some; arrays need none."""
+    if not num_workers or (isinstance(reader, _Arrays) and reader.is_shapes):
+        return reader
+    if isinstance(reader, _Arrays):
+        raise DataError(
+            f"data.workers={num_workers}: the data is arrays, of which nothing is to be made: "
+            "leave it at 0"
+        )
+    return PooledExamples(reader, num_workers)
+
+
 def as_source(
     data: Any,
     *,
@@ -259,6 +213,9 @@ def as_source(
     shuffle: bool = True,
     num_examples: int | None = None,
     examples_per_file: int = 1,
+    num_kept: int = 4,
+    is_shared: bool = True,
+    num_workers: int = 0,
 ) -> Source:
     """Recognise the user's data.
 
@@ -270,6 +227,9 @@ def as_source(
             its own order, and a callable without `num_examples` has no epochs to shuffle.
         num_examples: Of a callable that is to have epochs.
         examples_per_file: Examples that stay together when they are shuffled.
+        num_kept: Of an iterable, global batches that are kept for who asks late.
+        is_shared: Whether the processes of a host read an iterable once, together.
+        num_workers: Processes of a host that make examples; 0: a thread of each process does.
 
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
@@ -288,14 +248,22 @@ def as_source(
                 f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
             )
         # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        source = _Random(_Examples(data.repeat().__getitem__, None), batch_size, seed, False, 1)
+        own = _pooled(_Examples(data.repeat().__getitem__, None), num_workers)
+        source = _Random(own, batch_size, seed, False, 1)
         source.num_examples = len(data)
         return source
     if reader is not None:
         own_order = shuffle and reader.num_examples is not None
+        reader = _pooled(reader, num_workers)
         return _Random(reader, batch_size, seed, own_order, examples_per_file)
     if hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
-        return _Batches(data, batch_size)
+        if num_workers:
+            raise DataError(
+                f"data.workers={num_workers}: an iterable ({type(data).__name__}) is read in "
+                "order by one process of each host. Let it have processes of its own "
+                "(grain.IterDataset.mp_prefetch), which are then the host's, or give random access"
+            )
+        return HostBatches(Batches(data, batch_size, num_kept), is_shared=is_shared)
     raise DataError(f"data is {type(data).__name__}; {_KINDS}")
 
 

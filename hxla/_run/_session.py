@@ -145,7 +145,8 @@ class Session:
                 if beginning.load(self._store):
                     self._stepper.restored()
                 start = self.step_number
-                self._member = SessionMember(member, self._store, self._termination)
+                state_of_data = self._job.source.state
+                self._member = SessionMember(member, self._store, self._termination, state_of_data)
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             own = [self.memory_bytes] * len(self._reducer.local)
             self._bytes_of_copies = shared_numbers(self._reducer, own)
@@ -176,6 +177,8 @@ class Session:
             self._recorder.log(warning)
         elif self._saved is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
+        if self._note and (self._checkpoints is not None or self._member is not None):
+            self._recorder.log(self._note)
         promised = determinism(self._programs.graph, self.plan)
         self._recorder.log(f"{self.plan.explain()}\n  {promised}")
 
@@ -213,10 +216,13 @@ class Session:
         )
         start = self._options.first_step if found.step is None else found.step
         self.step_number = self._first_step = start
+        self._note = self._job.source.begin(start, found.data)
         return found
 
     def _meta(self) -> dict[str, Any]:
-        return facts_of_run(self._job, self.plan) | {"plans": plans_to_table(self._plans)}
+        state = self._job.source.state(self.step_number)
+        facts = facts_of_run(self._job, self.plan) | {"plans": plans_to_table(self._plans)}
+        return facts if state is None else facts | {"data": state}
 
     def _records(self, start: int) -> Recorder:
         run_dir = self._options.run_dir

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,9 +30,17 @@ class SessionMember:
         member: This process in its generation.
         store: Holds the state.
         termination: Whether SIGTERM arrived.
+        state_of_data: The position of the data before a step.
     """
 
-    def __init__(self, member: Member, store: Store, termination: Termination):
+    def __init__(
+        self,
+        member: Member,
+        store: Store,
+        termination: Termination,
+        state_of_data: Callable[[int], str | None],
+    ):
+        self._state_of_data = state_of_data
         self._member, self._store, self._termination = member, store, termination
         self._facts: dict[str, Any] = {}
         self._step = 0
@@ -95,7 +103,7 @@ class SessionMember:
     def _leave(self, gather: Any) -> tuple[int, str]:
         if gather is None and self._store.is_shared and jax.process_count() > 1:
             raise CheckpointError("the state is shared out over the members, and one is gone")
-        facts = self._facts | {"step": self._step}
+        facts = self._facts | {"step": self._step, "data": self._state_of_data(self._step)}
         digest = leave_state(self._store.saved(), facts, self._member.folder, gather)
         return self._step, digest
 

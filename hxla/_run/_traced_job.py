@@ -101,6 +101,9 @@ class TracedJob:
             shuffle=self.shuffle,
             num_examples=self.num_examples,
             examples_per_file=self.settings.io.examples_per_file,
+            num_kept=self.settings.data.prefetch_steps + 2,
+            is_shared=self.settings.data.share,
+            num_workers=self.settings.data.workers,
         )
 
     @functools.cached_property
