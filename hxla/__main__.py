@@ -56,9 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
-    schedule = commands.add_parser("schedule", help="replay a trace of jobs under schedulers")
-    schedule.add_argument("what", choices=("simulate", "explain"))
-    schedule.add_argument("trace", help="CSV of jobs: ours, EasyScale's or Pollux's")
+    schedule = commands.add_parser("schedule", help="which of several jobs holds which devices")
+    schedule.add_argument("what", choices=("simulate", "explain", "run", "replay"))
+    schedule.add_argument(
+        "trace", help="CSV of jobs: ours, EasyScale's or Pollux's; of run TOML; of replay a record"
+    )
     schedule.add_argument("--devices", type=_axes, default={}, metavar="V100=32,T4=16")
     schedule.add_argument("--policy", nargs="+", default=(), help="names (default: all)")
     schedule.add_argument("--move-seconds", type=float, default=20.0, help="pause of a move")
@@ -71,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--at", type=float, metavar="SECONDS", help="of the decision to explain")
     schedule.add_argument("--json", metavar="FILE", help="write the figures")
     schedule.add_argument("--draw", metavar="FILE", help="write a picture of who held what")
+    schedule.add_argument("--mesh", help="of run: mesh file of the devices, read again")
+    schedule.add_argument("--out", metavar="DIR", help="of run: for the record and what jobs print")
     for command in (run, profile, plan):
         command.add_argument("script", help="Python script, followed by its own arguments")
         command.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -105,6 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "inspect":
             return _inspect(args)
         if args.command == "schedule":
+            if args.what in ("run", "replay"):
+                return _schedule_live(args)
             print(_schedule(args), end="")
             return 0
         script = [args.script, *args.arguments]
@@ -257,6 +263,34 @@ def _schedule(args: argparse.Namespace) -> str:
             "explain tells one decision: give --at SECONDS, no --json and no --draw"
         )
     return commands.explain_command(wishes, args.at)
+
+
+def _schedule_live(args: argparse.Namespace) -> int:
+    from ._scheduler import _live_commands as commands
+
+    of_traces = [
+        name
+        for name in ("devices", "at", "json", "uncut", "only_at_intervals")
+        if getattr(args, name) not in (None, False, {})
+    ]
+    if of_traces:
+        raise ScheduleError(f"--{of_traces[0].replace('_', '-')} is of simulate and explain")
+    if args.what == "replay":
+        said, code = commands.replay_command(args.trace, draw=args.draw)
+        print(said, end="")
+        return code
+    if args.draw is not None:
+        raise ScheduleError("run writes a record: hxla schedule replay draws it")
+    return commands.run_command(
+        commands.LiveWishes(
+            jobs=args.trace,
+            mesh=args.mesh,
+            policies=tuple(args.policy),
+            move_seconds=args.move_seconds,
+            interval_seconds=args.interval,
+            folder=args.out or "schedule",
+        )
+    )
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:
