@@ -119,7 +119,7 @@ class JobProcess:
         self._read_bytes = 0
         self._placed: dict[str, str] = {}
         self._used: set[str] = set()
-        self.num_done: int | None = None
+        self.num_done: float | None = None
         self.give(places)
         command = [sys.executable, "-m", "hxla", "run", "--elastic"]
         command += [*fleet.options(str(self._devices)), "--events", str(self._log)]

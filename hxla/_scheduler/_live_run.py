@@ -38,7 +38,7 @@ class RunningJob(Protocol):
         """Take note of what it said since."""
 
     @property
-    def num_done(self) -> int | None:
+    def num_done(self) -> float | None:
         """The steps that are done; None: it has not said."""
 
     @property
@@ -61,14 +61,15 @@ class _Live:
     own: Places = dataclasses.field(default_factory=Places)
     process: RunningJob | None = None
     is_stopping: bool = False
-    num_done: int = 0
+    num_done: float = 0
     moved_at: float = 0.0
     held: Nums = ()  # as it was recorded last
 
     def active(self, now: float, move_seconds: float) -> ActiveJob:
         pause = max(0.0, self.moved_at + move_seconds - now) if any(self.wanted) else 0.0
-        # One that has made all its steps and not ended has still something to do.
-        left = max(1.0, self.job.job.num_steps - self.num_done)
+        left = self.job.job.num_steps - self.num_done
+        if left <= 0:  # it has made all its steps, and has still to end
+            left = 1
         return ActiveJob(
             job=self.job.job, remaining_steps=left, nums=self.wanted, pause_seconds=pause
         )
