@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
     where.add_argument("-n", type=int, help="number of processes")
     where.add_argument("--ray", metavar="ADDRESS", help="of --elastic: a Ray cluster, or auto")
+    run.add_argument("--nodes", metavar="FILE", help="of --ray: IDs of those that may be used")
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--json", metavar="FILE", help="write the figures")
     schedule.add_argument("--draw", metavar="FILE", help="write a picture of who held what")
     schedule.add_argument("--mesh", help="of run: mesh file of the devices, read again")
+    schedule.add_argument("--ray", metavar="ADDRESS", help="of run: a Ray cluster, or auto")
     schedule.add_argument("--out", metavar="DIR", help="of run: for the record and what jobs print")
     for command in (run, profile, plan):
         command.add_argument("script", help="Python script, followed by its own arguments")
@@ -138,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_elastic(args, script)
         own = [
             name
-            for name in ("ray", "min", "max", "heartbeat", "events")
+            for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
             if getattr(args, name) is not None
         ]
         if own:
@@ -161,6 +163,8 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         raise LaunchError("--elastic makes plans as devices come and go: leave out --plan, --dump")
     if args.grace < 0:
         raise LaunchError(f"--grace {args.grace:g}: use no less than zero seconds")
+    if args.nodes is not None and args.ray is None:
+        raise LaunchError("--nodes are those of a Ray cluster: give --ray too")
     heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
     if heartbeat <= 1:
         raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
@@ -169,6 +173,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         mesh=args.mesh,
         number=args.n,
         ray=args.ray,
+        nodes=args.nodes,
         least=1 if args.min is None else args.min,
         most=args.max,
         heartbeat_seconds=heartbeat,
@@ -285,6 +290,7 @@ def _schedule_live(args: argparse.Namespace) -> int:
         commands.LiveWishes(
             jobs=args.trace,
             mesh=args.mesh,
+            ray=args.ray,
             policies=tuple(args.policy),
             move_seconds=args.move_seconds,
             interval_seconds=args.interval,

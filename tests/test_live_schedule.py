@@ -6,13 +6,10 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
-import elastic_chaos
 import pytest
 from scheduled_jobs import KINDS, job, random_jobs
+from scheduled_runs import LONG, Scheduled, check_three, share_out
 
 from hxla import ScheduleError
 from hxla.__main__ import main
@@ -307,86 +304,6 @@ def test_a_record_that_was_decided_otherwise_is_told(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
-class Scheduled:
-    """`hxla schedule run` over small real jobs on devices of this machine."""
-
-    def __init__(self, folder, jobs, shares):
-        self.folder, self.out = folder, folder / "out"
-        self.go = folder / "go"
-        figures = ", ".join(f'"cpu@{share}" = {0.02 / share}' for share in sorted(set(shares)))
-        text = ""
-        for name, arrival, steps, slow, num, least in jobs:
-            options = ["--steps", str(steps), "--slow", str(slow), "--batch-size", str(4 * num)]
-            options += ["--slow-until", str(self.go)]
-            text += f'[[job]]\nname = "{name}"\nscript = "{elastic_chaos.JOB}"\nsteps = {steps}\n'
-            text += f"arguments = {json.dumps(options)}\narrival_seconds = {arrival}\n"
-            text += f"microbatches = {num}\nmin_devices = {least}\nseconds = {{{figures}}}\n"
-        (folder / "jobs.toml").write_text(text)
-        self.write_devices(shares)
-        command = [sys.executable, "-m", "hxla", "schedule", "run", str(folder / "jobs.toml")]
-        command += [*self.where(), "--out", str(self.out), "--policy", "weighing"]
-        self.process = subprocess.Popen(
-            [*command, "--move-seconds", "1", "--interval", "5"],
-            env=elastic_chaos.own_environment(),
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    def where(self):
-        return "--mesh", str(self.folder / "devices.toml")
-
-    def write_devices(self, shares):
-        """The devices as they shall be; the file is whole at any time."""
-        text = 'name = "shared out"\n'
-        for share in shares:
-            text += f'[[device]]\nkind = "cpu"\ncore_share = {share}\n'
-        part = self.folder / "devices.part"
-        part.write_text(text)
-        part.rename(self.folder / "devices.toml")
-
-    def lines(self, name):
-        path = self.out / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def wait(self, name, wanted, what):
-        """Until lines of a file say something; returns the first that does."""
-        until = time.monotonic() + MOST_SECONDS
-        while True:
-            found = [line for line in self.lines(name) if wanted(line)]
-            if found:
-                return found[0]
-            is_late = self.process.poll() is not None or time.monotonic() > until
-            assert not is_late, f"{what}\n{self.printed()}"
-            time.sleep(0.05)
-
-    def printed(self):
-        if self.process.poll() is None:
-            self.process.terminate()
-        logs = [path.read_text()[-1500:] for path in sorted(self.out.glob("*.log"))]
-        return "\n".join([self.process.communicate()[1].decode(), *logs])
-
-    def formed(self, name):
-        """The numbers of members of a job's generations."""
-        events = self.lines(f"{name}.events")
-        return [len(e["generation"]["members"]) for e in events if e["what"] == "Form"]
-
-    def pids(self):
-        """Of all processes of the jobs."""
-        started = [e for path in self.out.glob("*.events") for e in self.lines(path.name)]
-        return [p for e in started if e["what"] == "Started" for p in e["pids"].values()]
-
-    def check_nothing_is_left(self):
-        elastic_chaos.wait_until_gone(self.pids())
-        until = time.monotonic() + 10
-        while elastic_chaos.left_in_memory():
-            assert time.monotonic() < until
-            time.sleep(0.1)
-
-
-MOST_SECONDS = 240.0  # for one thing to happen, however busy the machine is
-
-
 @pytest.fixture
 def scheduled(tmp_path):
     with contextlib.ExitStack() as stack:
@@ -400,93 +317,29 @@ def scheduled(tmp_path):
         yield start
 
 
-def digest(text):
-    [found] = [line.split()[-4] for line in text.splitlines() if "sha256" in line]
-    return found
-
-
-def undisturbed(steps, num):
-    """The SHA-256 of a job alone on one device."""
-    command = [sys.executable, str(elastic_chaos.JOB), "--steps", str(steps)]
-    env = elastic_chaos.own_environment() | elastic_chaos._ALIKE
-    ran = subprocess.run(
-        [*command, "--batch-size", str(4 * num)], env=env, check=True, capture_output=True
-    )
-    return digest(ran.stdout.decode())
-
-
-#: Name, arrival, steps, seconds that a step waits, microbatches (maxP), fewest devices (minP).
-THREE = (("long", 0, 400, 0.4, 4, 1), ("pair", 2, 40, 0.0, 2, 2), ("late", 2, 30, 0.0, 1, 1))
-
-
-def share_out(run, take, give_back):
-    """Three jobs to their ends; a device is taken meanwhile, and given back."""
-    run.wait("pair.events", lambda e: e["what"] == "Completed", "two devices for the second")
-    run.wait("record.jsonl", lambda e: e["what"] == "Ended" and e["name"] == "pair", "its end")
-    run.wait("record.jsonl", lambda e: e["what"] == "Ended" and e["name"] == "late", "the end")
-    before = [e for e in run.lines("record.jsonl") if e["what"] == "Decided"][-1]
-    take()
-    taken = run.wait(
-        "record.jsonl",
-        lambda e: e["what"] == "Decided" and sum(e["capacity"]) == 3,
-        "a decision on fewer devices",
-    )
-    run.wait(
-        "record.jsonl",
-        lambda e: (
-            e["what"] == "Held" and e["name"] == "long" and e["nums"] == taken["held"]["long"]
-        ),
-        "a device that is given back",
-    )
-    give_back()
-    run.wait(
-        "record.jsonl",
-        lambda e: (
-            e["what"] == "Decided"
-            and e["at_seconds"] > taken["at_seconds"]
-            and sum(e["capacity"]) == 4
-        ),
-        "a decision on all devices",
-    )
-    run.go.touch()
-    _, printed = run.process.communicate(timeout=MOST_SECONDS)
-    assert run.process.returncode == 0, printed.decode()
-    return before, taken
-
-
-def check_three(run):
-    """Bits are those of undisturbed jobs, decisions those of the policy, and nothing is left."""
-    for name, _, steps, _, num, _ in THREE:
-        assert digest((run.out / f"{name}.log").read_text()) == undisturbed(steps, num), name
-    assert len(run.formed("long")) >= 3
-    entries = read_record(run.out / "record.jsonl")
-    assert not decided_otherwise(entries, POLICIES["weighing"])
-    decisions = [entry for entry in entries if isinstance(entry, Decided)]
-    # The first held all four; those that came later took from what it had above its fewest.
-    assert sum(decisions[0].held["long"]) == 4
-    both = next(d.held for d in decisions if len(d.situation.jobs) == 3)
-    assert {name: sum(nums) for name, nums in both.items()} == {"long": 1, "pair": 2, "late": 1}
-    run.check_nothing_is_left()
-
-
 @pytest.mark.slow
 def test_three_jobs_share_out_unlike_devices_and_no_bit_moves(scheduled):
     shares = [0.5, 0.5, 0.4, 0.4]
-    run = scheduled(Scheduled, THREE, shares)
+    run = scheduled(Scheduled, [LONG], shares)
     before, taken = share_out(
         run, lambda: run.write_devices(shares[1:]), lambda: run.write_devices(shares)
     )
     kinds = run.lines("record.jsonl")[0]["kinds"]
     lent = [x - y for x, y in zip(before["held"]["long"], taken["held"]["long"], strict=True)]
     assert lent == [int(kind == "cpu@0.5") for kind in kinds]  # like for like
-    check_three(run)
+    check_three(run, [4, 1])
+    # The first held all four; those that came later took from what it had above its fewest.
+    decisions = [e for e in read_record(run.out / "record.jsonl") if isinstance(e, Decided)]
+    assert sum(decisions[0].held["long"]) == 4
+    both = next(d.held for d in decisions if len(d.situation.jobs) == 3)
+    assert {name: sum(nums) for name, nums in both.items()} == {"long": 1, "pair": 2, "late": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_scheduler_that_is_ended_leaves_nothing(number, scheduled):
-    run = scheduled(Scheduled, (("only", 0, 4000, 0.1, 2, 1),), [0.5])
-    run.wait("only.events", lambda e: e["what"] == "Joined", "a process")
+    run = scheduled(Scheduled, [("only", 4000, 0.1, 2, 1)], [0.5])
+    run.wait("only.events", lambda e: e["what"] == "Started", "a process")
     os.kill(run.process.pid, number)
     code = run.process.wait(60)
     assert code == (75 if number == signal.SIGTERM else -number)

@@ -337,6 +337,9 @@ class ElasticRun:
                 if given is not None and device not in self._asked_back:
                     self._given_back[device] = given
                 self._say(f"{device} is released")
+                hosts = [place.host for place in self._places.values()]
+                if given is not None and given.host not in hosts:
+                    self._hosts.let_go(given.host)
             case Tell(words=words):
                 self._say(words)
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .._core._errors import ScheduleError
 from .._core._format import clock
@@ -75,8 +75,8 @@ def run_command(wishes: LiveWishes) -> int:
         MeshError: If the mesh file is.
     """
     _check(wishes)
-    jobs = read_live_jobs(wishes.jobs)
-    kinds = tuple(c.kind for c in jobs[0].job.capabilities)
+    file_of_jobs = _JobsFile(wishes.jobs)
+    kinds = file_of_jobs.kinds
     with contextlib.ExitStack() as stack:
         fleet = _fleet(wishes, kinds, stack)
         folder = pathlib.Path(wishes.folder)
@@ -102,7 +102,7 @@ def run_command(wishes: LiveWishes) -> int:
         stack.callback(_close, processes)
         [name] = wishes.policies
         schedule = LiveSchedule(
-            jobs,
+            file_of_jobs.jobs,
             fleet,
             (name, POLICIES[name]),
             start=start,
@@ -110,7 +110,7 @@ def run_command(wishes: LiveWishes) -> int:
             move_seconds=wishes.move_seconds,
             interval_seconds=wishes.interval_seconds,
         )
-        asked = _until_ended(schedule, stack)
+        asked = _until_ended(schedule, file_of_jobs.more, stack)
     if asked is not None:
         return EXIT_PREEMPTED if asked == signal.SIGTERM else 128 + asked
     if schedule.failed:
@@ -175,11 +175,60 @@ def _check(wishes: LiveWishes) -> None:
 
 
 def _fleet(wishes: LiveWishes, kinds: tuple[str, ...], stack: contextlib.ExitStack) -> JobFleet:
-    assert wishes.mesh is not None
-    return MeshFleet(wishes.mesh, kinds, _say)
+    if wishes.mesh is not None:
+        return MeshFleet(wishes.mesh, kinds, _say)
+    assert wishes.ray is not None
+    try:
+        from ._live_ray import RayFleet
+    except ModuleNotFoundError:
+        raise ScheduleError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
+    fleet = RayFleet(wishes.ray, kinds, _say)
+    stack.callback(fleet.close)
+    return fleet
 
 
-def _until_ended(schedule: LiveSchedule, stack: contextlib.ExitStack) -> int | None:
+class _JobsFile:
+    """A file of jobs to which more may be added while they run.
+
+    Args:
+        path: Of it.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self._changed_at = self._looked()
+        self.jobs = read_live_jobs(path)
+        self.kinds = tuple(c.kind for c in self.jobs[0].job.capabilities)
+
+    def more(self) -> Sequence[LiveJob]:
+        """All its jobs if it was changed since and can be read, else none."""
+        now = self._looked()
+        if now in (self._changed_at, 0):
+            return ()
+        self._changed_at = now
+        try:
+            jobs = read_live_jobs(self._path)
+        except ScheduleError as error:
+            _say(f"jobs stay as they are: {error}")
+            return ()
+        kinds = tuple(c.kind for c in jobs[0].job.capabilities)
+        if kinds == self.kinds:
+            return jobs
+        was, own = ", ".join(self.kinds), ", ".join(kinds)
+        _say(f"jobs stay as they are: {self._path} has seconds on {own}, in this order, not {was}")
+        return ()
+
+    def _looked(self) -> int:
+        """When it was changed last; 0: it is not there."""
+        try:
+            return os.stat(self._path).st_mtime_ns
+        except OSError:
+            return 0
+
+
+def _until_ended(
+    schedule: LiveSchedule, more: Callable[[], Sequence[LiveJob]], stack: contextlib.ExitStack
+) -> int | None:
     """Returns the signal that ended it, if one did."""
     asked: list[int] = []
     wake = threading.Event()
@@ -192,6 +241,7 @@ def _until_ended(schedule: LiveSchedule, stack: contextlib.ExitStack) -> int | N
         stack.callback(signal.signal, number, signal.signal(number, receive))
     began = time.monotonic()
     while not schedule.step(time.monotonic() - began):
+        schedule.submit(more(), time.monotonic() - began)
         wake.wait(_POLL_SECONDS)
         wake.clear()
         if asked:

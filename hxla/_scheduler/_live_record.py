@@ -21,15 +21,26 @@ class Began:
 
     Attributes:
         policy: The name of its policy.
-        jobs: All its jobs, in the order of their arrival.
         kinds: The names of the kinds of devices.
         capacity: The devices of each kind that were there.
     """
 
     policy: str
-    jobs: tuple[ElasticJob, ...]
     kinds: tuple[str, ...]
     capacity: Nums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """A job arrived.
+
+    Attributes:
+        at_seconds: When that was seen.
+        job: The job.
+    """
+
+    at_seconds: float
+    job: ElasticJob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +86,15 @@ class Ended:
     code: int
 
 
-Entry = Began | Decided | Held | Ended
-_KINDS: Mapping[str, type[Entry]] = {one.__name__: one for one in (Began, Decided, Held, Ended)}
+Entry = Began | Arrived | Decided | Held | Ended
+_KINDS: Mapping[str, type[Entry]] = {
+    one.__name__: one for one in (Began, Arrived, Decided, Held, Ended)
+}
 
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(extra="forbid"))
 class _Seen:
-    """An `ActiveJob` whose job is named: the first line has it whole."""
+    """An `ActiveJob` whose job is named: the line of its arrival has it whole."""
 
     name: str
     remaining_steps: float
@@ -157,7 +170,7 @@ def _entry(value: object, before: Sequence[Entry]) -> Entry:
     line = pydantic.TypeAdapter(_DecidedLine).validate_python(value)
     began = before[0]
     assert isinstance(began, Began)
-    jobs = {job.name: job for job in began.jobs}
+    jobs = {entry.job.name: entry.job for entry in before if isinstance(entry, Arrived)}
     situation = Situation(
         at_seconds=line.at_seconds,
         kinds=began.kinds,
@@ -195,21 +208,26 @@ def _some(held: Holdings) -> dict[str, Nums]:
 
 
 def as_simulation(entries: Sequence[Entry]) -> Simulation:
-    """What really happened, as a simulation says it: for tables and pictures.
+    """What really happened, as a simulation says it: for pictures.
 
-    Raises:
-        ScheduleError: If a job neither ended nor held anything.
+    The capacity is the most devices of each kind that were there or held at a time.
+
+    Args:
+        entries: Of a record.
     """
     began = entries[0]
     assert isinstance(began, Began)
     last = max((_time(entry) for entry in entries), default=0.0)
     nothing = (0,) * len(began.kinds)
-    holds, now = list[Hold](), {job.name: (0.0, nothing) for job in began.jobs}
+    jobs = tuple(entry.job for entry in entries if isinstance(entry, Arrived))
+    holds, now = list[Hold](), {job.name: (0.0, nothing) for job in jobs}
     starts, ends = dict[str, float](), dict[str, float]()
     num_moves = 0
+    there = [began.capacity, began.capacity]
+    there += [e.situation.capacity for e in entries if isinstance(e, Decided)]
     changes = [(e.at_seconds, e.name, e.nums) for e in entries if isinstance(e, Held)]
     changes += [(e.at_seconds, e.name, nothing) for e in entries if isinstance(e, Ended)]
-    for at, name, nums in [*changes, *((last, job.name, nothing) for job in began.jobs)]:
+    for at, name, nums in [*changes, *((last, job.name, nothing) for job in jobs)]:
         since, before = now[name]
         if nums == before:
             continue
@@ -223,10 +241,10 @@ def as_simulation(entries: Sequence[Entry]) -> Simulation:
         ends[name] = at
     return Simulation(
         kinds=began.kinds,
-        capacity=began.capacity,
-        jobs=began.jobs,
-        ends=tuple(ends.get(job.name, last) for job in began.jobs),
-        starts=tuple(starts.get(job.name, last) for job in began.jobs),
+        capacity=tuple(map(max, *there)),
+        jobs=jobs,
+        ends=tuple(ends.get(job.name, last) for job in jobs),
+        starts=tuple(starts.get(job.name, last) for job in jobs),
         holds=tuple(holds),
         num_moves=num_moves,
     )

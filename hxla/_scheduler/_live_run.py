@@ -9,7 +9,7 @@ from typing import Protocol
 from .._core._types import EXIT_PREEMPTED
 from ._elastic_jobs import ActiveJob, Situation, free_devices
 from ._live_jobs import LiveJob
-from ._live_record import Began, Decided, Ended, Entry, Held
+from ._live_record import Arrived, Began, Decided, Ended, Entry, Held
 from ._simulator import Policy
 from ._waste import Nums
 
@@ -79,6 +79,10 @@ class _Live:
         return max(self.own[place], self.process.used[place] if self.process else 0)
 
 
+def _arrival(one: LiveJob) -> float:
+    return one.job.arrival_seconds
+
+
 class LiveSchedule:
     """Starts jobs, tells them their devices as a policy decides, and stops them.
 
@@ -108,7 +112,8 @@ class LiveSchedule:
         move_seconds: float,
         interval_seconds: float,
     ):
-        self._waiting = sorted(jobs, key=lambda one: one.job.arrival_seconds)
+        self._waiting = sorted(jobs, key=_arrival)
+        self._known = {one.name for one in jobs}
         self._active: list[_Live] = []
         self._fleet, self._start, self._record = fleet, start, record
         self._move_seconds, self._interval = move_seconds, interval_seconds
@@ -124,7 +129,6 @@ class LiveSchedule:
         record(
             Began(
                 policy=name,
-                jobs=tuple(one.job for one in self._waiting),
                 kinds=self.kinds,
                 capacity=self._capacity,
             )
@@ -150,6 +154,21 @@ class LiveSchedule:
         self._carry_out()
         self._note(now)
         return not self._active and (not self._waiting or self._is_asked_to_end)
+
+    def submit(self, jobs: Sequence[LiveJob], now: float) -> None:
+        """Take jobs in addition: those whose name is new, which arrive now, or later.
+
+        Args:
+            jobs: The jobs, with speeds on the same kinds as those before.
+            now: Seconds since the beginning.
+        """
+        for one in jobs:
+            if one.name not in self._known:
+                at = max(now, one.job.arrival_seconds)
+                later = dataclasses.replace(one.job, arrival_seconds=at)
+                self._waiting.append(dataclasses.replace(one, job=later))
+                self._known.add(one.name)
+        self._waiting.sort(key=_arrival)
 
     def end(self) -> None:
         """Stop all jobs; later steps wait for their ends."""
@@ -185,6 +204,8 @@ class LiveSchedule:
     def _arrive(self, now: float) -> bool:
         arrived = [one for one in self._waiting if one.job.arrival_seconds <= now]
         self._waiting = self._waiting[len(arrived) :]
+        for one in arrived:
+            self._record(Arrived(at_seconds=now, job=one.job))
         self._active += [
             _Live(job=one, wanted=self._nothing, held=self._nothing) for one in arrived
         ]
