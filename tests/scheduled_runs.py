@@ -150,7 +150,7 @@ def share_out(run, take, give_back):
     nums = taken["held"]["long"]
     run.wait(
         "record.jsonl",
-        lambda e: e["what"] == "Held" and e["name"] == "long" and e["nums"] == nums,
+        lambda e: e["what"] == "Holds" and e["name"] == "long" and e["nums"] == nums,
         "a device that is given back",
     )
     give_back()

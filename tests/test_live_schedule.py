@@ -18,7 +18,7 @@ from hxla._scheduler._live_commands import LIVE_POLICIES
 from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
 from hxla._scheduler._live_record import (
     Decided,
-    Held,
+    Holds,
     as_line,
     as_simulation,
     decided_otherwise,
@@ -215,7 +215,7 @@ def test_jobs_that_wait_for_each_others_last_device_are_untied():
     )
     for now in range(60):
         live.step(float(now))
-    held = {e.name: e.nums for e in live.entries if isinstance(e, Held)}
+    held = {e.name: e.nums for e in live.entries if isinstance(e, Holds)}
     assert held == {"a": (0, 1, 0), "b": (1, 0, 0)}
     assert len(live.processes) == 3  # one was stopped, and went on
 

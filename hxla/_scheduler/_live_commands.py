@@ -23,7 +23,7 @@ from ._live_record import (
     Decided,
     Ended,
     Entry,
-    Held,
+    Holds,
     as_line,
     as_simulation,
     decided_otherwise,
@@ -251,7 +251,7 @@ def _until_ended(
 
 def _told(entry: Entry, kinds: tuple[str, ...]) -> Iterator[str]:
     match entry:
-        case Held(at_seconds=at, name=name, nums=nums):
+        case Holds(at_seconds=at, name=name, nums=nums):
             yield f"{clock(at)}: {name} holds {_devices(nums, kinds)}"
         case Ended(at_seconds=at, name=name, code=code):
             yield f"{clock(at)}: {name} " + (f"failed with {code}" if code else "has trained")

@@ -34,14 +34,14 @@ class LiveJob:
         return self.job.name
 
 
-class _Table(pydantic.BaseModel):
+class _JobsValue(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 _Seconds = Annotated[float, pydantic.Field(ge=0, le=1e9)]
 
 
-class _JobTable(_Table):
+class _JobTable(_JobsValue):
     name: str
     script: str = pydantic.Field(min_length=1)
     arguments: list[str] = []
@@ -63,7 +63,7 @@ class _JobTable(_Table):
         return name
 
 
-class _FileTable(_Table):
+class _JobsFileTable(_JobsValue):
     job: list[_JobTable] = pydantic.Field(min_length=1, max_length=1024)
 
 
@@ -82,9 +82,9 @@ def read_live_jobs(path: str | os.PathLike[str]) -> tuple[LiveJob, ...]:
     refuse = named("file of jobs", path, ScheduleError)
     table = read_toml(path, refuse)
     try:
-        rows = _FileTable.model_validate(table).job
+        rows = _JobsFileTable.model_validate(table).job
     except pydantic.ValidationError as error:
-        faults = [fault(failure, _FileTable) for failure in error.errors()]
+        faults = [fault(failure, _JobsFileTable) for failure in error.errors()]
         raise refuse("has faults:" + listed(faults)) from None
     kinds, jobs, faults = tuple(rows[0].seconds), list[LiveJob](), list[str]()
     names = [row.name for row in rows]

@@ -57,7 +57,7 @@ class Decided:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
+class Holds:
     """What a job really held changed.
 
     Attributes:
@@ -86,9 +86,9 @@ class Ended:
     code: int
 
 
-Entry = Began | Arrived | Decided | Held | Ended
+Entry = Began | Arrived | Decided | Holds | Ended
 _KINDS: Mapping[str, type[Entry]] = {
-    one.__name__: one for one in (Began, Arrived, Decided, Held, Ended)
+    one.__name__: one for one in (Began, Arrived, Decided, Holds, Ended)
 }
 
 
@@ -225,7 +225,7 @@ def as_simulation(entries: Sequence[Entry]) -> Simulation:
     num_moves = 0
     there = [began.capacity, began.capacity]
     there += [e.situation.capacity for e in entries if isinstance(e, Decided)]
-    changes = [(e.at_seconds, e.name, e.nums) for e in entries if isinstance(e, Held)]
+    changes = [(e.at_seconds, e.name, e.nums) for e in entries if isinstance(e, Holds)]
     changes += [(e.at_seconds, e.name, nothing) for e in entries if isinstance(e, Ended)]
     for at, name, nums in [*changes, *((last, job.name, nothing) for job in jobs)]:
         since, before = now[name]

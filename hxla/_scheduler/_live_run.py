@@ -9,7 +9,7 @@ from typing import Protocol
 from .._core._types import EXIT_PREEMPTED
 from ._elastic_jobs import ActiveJob, Situation, free_devices
 from ._live_jobs import LiveJob
-from ._live_record import Arrived, Began, Decided, Ended, Entry, Held
+from ._live_record import Arrived, Began, Decided, Ended, Entry, Holds
 from ._simulator import Policy
 from ._waste import Nums
 
@@ -319,4 +319,4 @@ class LiveSchedule:
             nums = self._nums(held)
             if nums != live.held:
                 live.held = nums
-                self._record(Held(at_seconds=now, name=live.job.name, nums=nums))
+                self._record(Holds(at_seconds=now, name=live.job.name, nums=nums))
