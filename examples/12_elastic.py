@@ -17,6 +17,7 @@ import hxla
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--batch-size", type=int, default=32)
 args = parser.parse_args()
 
 result = hxla.train(
@@ -24,7 +25,7 @@ result = hxla.train(
     gpt.library(),
     gpt.loss,
     optax.adamw(3e-3),
-    batch_size=32,
+    batch_size=args.batch_size,
     microbatch_size=4,
     steps=args.steps,
 )

@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     where.add_argument("--mesh", help="mesh file, or the name of a built-in one")
     where.add_argument("-n", type=int, help="number of processes")
     where.add_argument("--ray", metavar="ADDRESS", help="of --elastic: a Ray cluster, or auto")
+    run.add_argument("--nodes", metavar="FILE", help="of --ray: IDs of those that may be used")
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -56,9 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
     plan.add_argument("--seconds", type=float, default=10.0, help="time budget of the search")
-    schedule = commands.add_parser("schedule", help="replay a trace of jobs under schedulers")
-    schedule.add_argument("what", choices=("simulate", "explain"))
-    schedule.add_argument("trace", help="CSV of jobs: ours, EasyScale's or Pollux's")
+    schedule = commands.add_parser("schedule", help="which of several jobs holds which devices")
+    schedule.add_argument("what", choices=("simulate", "explain", "run", "replay"))
+    schedule.add_argument(
+        "trace", help="CSV of jobs: ours, EasyScale's or Pollux's; of run TOML; of replay a record"
+    )
     schedule.add_argument("--devices", type=_axes, default={}, metavar="V100=32,T4=16")
     schedule.add_argument("--policy", nargs="+", default=(), help="names (default: all)")
     schedule.add_argument("--move-seconds", type=float, default=20.0, help="pause of a move")
@@ -71,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--at", type=float, metavar="SECONDS", help="of the decision to explain")
     schedule.add_argument("--json", metavar="FILE", help="write the figures")
     schedule.add_argument("--draw", metavar="FILE", help="write a picture of who held what")
+    schedule.add_argument("--mesh", help="of run: mesh file of the devices, read again")
+    schedule.add_argument("--ray", metavar="ADDRESS", help="of run: a Ray cluster, or auto")
+    schedule.add_argument("--out", metavar="DIR", help="of run: for the record and what jobs print")
     for command in (run, profile, plan):
         command.add_argument("script", help="Python script, followed by its own arguments")
         command.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -105,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "inspect":
             return _inspect(args)
         if args.command == "schedule":
+            if args.what in ("run", "replay"):
+                return _schedule_live(args)
             print(_schedule(args), end="")
             return 0
         script = [args.script, *args.arguments]
@@ -132,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_elastic(args, script)
         own = [
             name
-            for name in ("ray", "min", "max", "heartbeat", "events")
+            for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
             if getattr(args, name) is not None
         ]
         if own:
@@ -155,6 +163,8 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         raise LaunchError("--elastic makes plans as devices come and go: leave out --plan, --dump")
     if args.grace < 0:
         raise LaunchError(f"--grace {args.grace:g}: use no less than zero seconds")
+    if args.nodes is not None and args.ray is None:
+        raise LaunchError("--nodes are those of a Ray cluster: give --ray too")
     heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
     if heartbeat <= 1:
         raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
@@ -163,6 +173,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         mesh=args.mesh,
         number=args.n,
         ray=args.ray,
+        nodes=args.nodes,
         least=1 if args.min is None else args.min,
         most=args.max,
         heartbeat_seconds=heartbeat,
@@ -257,6 +268,35 @@ def _schedule(args: argparse.Namespace) -> str:
             "explain tells one decision: give --at SECONDS, no --json and no --draw"
         )
     return commands.explain_command(wishes, args.at)
+
+
+def _schedule_live(args: argparse.Namespace) -> int:
+    from ._scheduler import _live_commands as commands
+
+    of_traces = [
+        name
+        for name in ("devices", "at", "json", "uncut", "only_at_intervals")
+        if getattr(args, name) not in (None, False, {})
+    ]
+    if of_traces:
+        raise ScheduleError(f"--{of_traces[0].replace('_', '-')} is of simulate and explain")
+    if args.what == "replay":
+        said, code = commands.replay_command(args.trace, draw=args.draw)
+        print(said, end="")
+        return code
+    if args.draw is not None:
+        raise ScheduleError("run writes a record: hxla schedule replay draws it")
+    return commands.run_command(
+        commands.LiveWishes(
+            jobs=args.trace,
+            mesh=args.mesh,
+            ray=args.ray,
+            policies=tuple(args.policy),
+            move_seconds=args.move_seconds,
+            interval_seconds=args.interval,
+            folder=args.out or "schedule",
+        )
+    )
 
 
 def _profile(args: argparse.Namespace, command: list[str]) -> int:

@@ -193,16 +193,37 @@ def alone():
         os.environ.update(before)
 
 
+def started_cluster():
+    """A Ray cluster of this machine whose head has no devices."""
+    from ray.cluster_utils import Cluster
+
+    with alone():
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        return Cluster(initialize_head=True, head_node_args=head)
+
+
+def add_node(cluster, share):
+    """A node with one device."""
+    labels = {"core-share": str(share)}
+    with alone():
+        return cluster.add_node(num_cpus=1, labels=labels, object_store_memory=STORE_BYTES)
+
+
+def drain(cluster, node):
+    """As one who takes machines back does."""
+    command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node"]
+    command += ["--address", cluster.address, "--node-id", node.node_id]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+    command += ["--deadline-remaining-seconds", "60"]
+    subprocess.run(command, check=True, capture_output=True, env=own_environment())
+
+
 class RayJob(Job):
     """A run on a Ray cluster of its own, whose nodes have a device each."""
 
     def __post_init__(self):
-        from ray.cluster_utils import Cluster
-
         self.nodes = {}
-        with alone():
-            head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = started_cluster()
         super().__post_init__()
 
     def where(self):
@@ -212,13 +233,9 @@ class RayJob(Job):
         """The nodes as they shall be: new ones are added, others drained."""
         for name, share in zip(self.names, self.shares, strict=True):
             if name not in self.nodes:
-                labels = {"core-share": str(share)}
-                with alone():
-                    self.nodes[name] = self.cluster.add_node(
-                        num_cpus=1, labels=labels, object_store_memory=STORE_BYTES
-                    )
+                self.nodes[name] = add_node(self.cluster, share)
         for name in self.nodes.keys() - set(self.names):
-            self.drain(self.nodes.pop(name))
+            drain(self.cluster, self.nodes.pop(name))
 
     def hosts(self):
         """The names of devices, by the job's words for them."""
@@ -231,14 +248,6 @@ class RayJob(Job):
 
     def called(self, name):
         return next(device for device, own in self.hosts().items() if own == name)
-
-    def drain(self, node):
-        """As one who takes machines back does."""
-        command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node"]
-        command += ["--address", self.cluster.address, "--node-id", node.node_id]
-        command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
-        command += ["--deadline-remaining-seconds", "60"]
-        subprocess.run(command, check=True, capture_output=True, env=own_environment())
 
     def kill_node(self, name):
         """With all that runs on it."""

@@ -37,6 +37,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
+    parser.add_argument("--slow-until", help="file from whose appearance on it does not wait")
     parser.add_argument("--checkpoints")
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -54,7 +55,8 @@ def main():
     digests = []
 
     def pace(record, session):
-        time.sleep(args.slow)
+        if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
+            time.sleep(args.slow)
         if args.digests:
             with tempfile.TemporaryDirectory() as folder:
                 store = session._store

@@ -18,6 +18,7 @@ from test_docs import PAGES, run
 
 import hxla
 from hxla._core._config import as_config
+from hxla._scheduler._live_jobs import read_live_jobs
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -48,6 +49,7 @@ FILES = {
     "node": ("", hxla.load_cluster),
     "memory": ("", as_config),
     "precision": ("", as_config),
+    "job": ("", read_live_jobs),
 }
 
 

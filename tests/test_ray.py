@@ -5,6 +5,7 @@ import sys
 
 import elastic_chaos
 import pytest
+from scheduled_runs import LONG, THREE, Scheduled, check_three, has_ended, is_decided_on
 
 pytest.importorskip("ray")
 
@@ -39,3 +40,42 @@ def test_the_example_ends_with_the_bits_of_an_undisturbed_run():
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "the first node is drained" in ran.stdout
+
+
+class ScheduledOnRay(Scheduled):
+    """On a Ray cluster of its own, whose nodes have a device each."""
+
+    def __init__(self, folder, jobs, shares):
+        self.cluster = elastic_chaos.started_cluster()
+        self.nodes = []
+        super().__init__(folder, jobs, shares)
+
+    def where(self):
+        return "--ray", self.cluster.address
+
+    def write_devices(self, shares):
+        """Nodes are added until there are so many, or the first is drained."""
+        if len(shares) < len(self.nodes):
+            elastic_chaos.drain(self.cluster, self.nodes.pop(0))
+        for share in shares[len(self.nodes) :]:
+            self.nodes.append(elastic_chaos.add_node(self.cluster, share))
+
+
+def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
+    """Nodes go from job to job; one is drained and another joins."""
+    run = ScheduledOnRay(tmp_path, [LONG], [0.4, 0.5, 0.5])
+    try:
+        run.wait("long.events", lambda e: e["what"] == "Completed", "a step on all nodes")
+        run.submit(THREE[1:2])
+        run.wait("record.jsonl", has_ended("pair"), "its end")
+        run.write_devices([0.5, 0.5])
+        run.wait("record.jsonl", is_decided_on(2), "a decision on two nodes")
+        run.submit(THREE[2:])
+        run.wait("record.jsonl", has_ended("late"), "its end")
+        run.write_devices([0.5, 0.5, 0.4])
+        run.end()
+        check_three(run, [3, 1])
+    finally:
+        run.process.terminate()
+        run.process.wait(60)
+        run.cluster.shutdown()

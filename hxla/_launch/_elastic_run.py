@@ -41,7 +41,7 @@ from .._elastic._membership import (
     Vanished,
     newest,
 )
-from ._event_log import EventLog, Started
+from ._event_log import EventLog, Placed, Started
 from ._host import Host, Hosts, OfferedDevice
 from ._mailbox import Report
 from ._team import Team
@@ -186,6 +186,8 @@ class ElasticRun:
             self._number += 1
             taken = {self._numbers[d] for d, p in self._places.items() if p.host is place.host}
             self._places[name] = place
+            met = Placed(device=name, label=place.device.label, host=place.host.name)
+            self._events.write(met)
             self._numbers[name] = next(k for k in itertools.count() if k not in taken)
             new.append(name)
         if new and not self._known.devices:  # all that are there at the start begin together
@@ -335,6 +337,9 @@ class ElasticRun:
                 if given is not None and device not in self._asked_back:
                     self._given_back[device] = given
                 self._say(f"{device} is released")
+                hosts = [place.host for place in self._places.values()]
+                if given is not None and given.host not in hosts:
+                    self._hosts.let_go(given.host)
             case Tell(words=words):
                 self._say(words)
 

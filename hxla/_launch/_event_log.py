@@ -25,6 +25,21 @@ class Started:
     hosts: dict[str, str]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A device was met for the first time.
+
+    Attributes:
+        device: What this run calls it.
+        label: Its kind, and what share of a core it is.
+        host: Where it is.
+    """
+
+    device: str
+    label: str
+    host: str
+
+
 class EventLog:
     """A file of events and decisions, with the seconds since the start.
 

@@ -86,6 +86,9 @@ class Hosts(Protocol):
     def poll(self) -> bool:
         """Hear what the hosts have to say; whether one was found to be lost."""
 
+    def let_go(self, host: Host) -> None:
+        """A device of a host was released, and none of its others is used."""
+
     def close(self) -> None:
         """Let go of all hosts."""
 
@@ -172,6 +175,9 @@ class ThisMachine:
     def poll(self) -> bool:
         """Its processes write into memory that is read directly."""
         return False
+
+    def let_go(self, host: Host) -> None:
+        """Nothing: it is kept until the end."""
 
     def close(self) -> None:
         """Let go of it."""

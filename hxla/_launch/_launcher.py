@@ -107,6 +107,7 @@ def run_elastic(
     mesh: str | None = None,
     number: int | None = None,
     ray: str | None = None,
+    nodes: str | None = None,
     least: int = 1,
     most: int | None = None,
     heartbeat_seconds: float = 10.0,
@@ -120,6 +121,7 @@ def run_elastic(
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
         ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
+        nodes: File of the IDs of the nodes that may be used, one a line, read again as it changes.
         least: The fewest devices to train on (minP).
         most: The most (maxP); None: one for each microbatch.
         heartbeat_seconds: How long a process may be silent.
@@ -148,7 +150,7 @@ def run_elastic(
     )
     log, (streams, closed) = EventLog(events), _streams()
     if ray is not None:
-        hosts: Hosts = _ray_hosts(ray, command, streams)
+        hosts: Hosts = _ray_hosts(ray, command, streams, nodes)
     else:
         devices = describe(mesh, None if mesh is not None else number)
         host = LocalHost(command, elastic_environment(devices, mesh), streams)
@@ -158,12 +160,12 @@ def run_elastic(
     return run.wait()
 
 
-def _ray_hosts(address: str, command: Sequence[str], streams: Streams) -> Hosts:
+def _ray_hosts(address: str, command: Sequence[str], streams: Streams, nodes: str | None) -> Hosts:
     try:
-        from ._ray_host import RayHosts
+        from ._ray_cluster import RayHosts
     except ModuleNotFoundError:
         raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-    return RayHosts(address, command, streams)
+    return RayHosts(address, command, streams, nodes)
 
 
 def _streams() -> tuple[Streams, list[Callable[[], None]]]:

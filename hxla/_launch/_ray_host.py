@@ -7,10 +7,8 @@ another host.
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
-import socket
 import sys
 import threading
 import time
@@ -22,19 +20,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._cluster._cluster import Device
-from .._core._errors import HxlaError, LaunchError
 from ._board import Post
 from ._environment import describe, elastic_environment, num_gpus
-from ._host import NOTICE_SECONDS, Host, LocalHost, OfferedDevice
+from ._host import NOTICE_SECONDS, Host, LocalHost
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
-_START_SECONDS = 120.0  # of actors, and of the process from which others are forked
+#: Of actors, and of the process from which others are forked.
+START_SECONDS = 120.0
 _END_SECONDS = 10.0
-_REACH_SECONDS = 10.0
 _KILLED = -9
-_CORE_SHARE = "core-share"  # label of a node: what of a core each of its CPU devices may use
+#: Label of a node: what of a core each of its CPU devices may use.
+CORE_SHARE = "core-share"
 _STATE = "state"  # the concurrency group that may wait for a state
 
 
@@ -226,7 +224,7 @@ class RayWorkers:
         """Processes by rank, on their host; zeros where it was lost before it told."""
         if self._asked is not None:
             with self._host.losing():
-                self._pids = ray.get(self._asked, timeout=_START_SECONDS)
+                self._pids = ray.get(self._asked, timeout=START_SECONDS)
             self._asked = None
         return self._pids
 
@@ -266,6 +264,11 @@ class RayWorkers:
         return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
 
 
+def name_of(node: str) -> str:
+    """What a run calls a node, of its ID."""
+    return f"node {node[:8]}"
+
+
 class RayHost:
     """A node of a Ray cluster, by the actor on it.
 
@@ -280,10 +283,10 @@ class RayHost:
 
     def __init__(self, node: Mapping[str, Any], command: Sequence[str], streams: Streams):
         resources = node["Resources"]
-        self.name, self.machine = f"node {node['NodeID'][:8]}", str(node["NodeManagerHostname"])
+        self.name, self.machine = name_of(node["NodeID"]), str(node["NodeManagerHostname"])
         self.is_lost, self.notice_seconds = False, NOTICE_SECONDS
         self.heard, self._streams = Heard(), streams
-        num_cpus, share = int(resources.get("CPU", 0)), node.get("Labels", {}).get(_CORE_SHARE)
+        num_cpus, share = int(resources.get("CPU", 0)), node.get("Labels", {}).get(CORE_SHARE)
         self._agent: Any = _Agent.options(
             num_cpus=num_cpus,
             num_gpus=resources.get("GPU", 0),
@@ -393,103 +396,3 @@ class RayHost:
             raise
         except ray.exceptions.RayError:
             self.is_lost = True
-
-
-class RayHosts:
-    """All nodes of a Ray cluster that have GPUs, or CPUs and no GPU.
-
-    A node gives its devices once an actor that holds all of them was placed, so one that others use
-    is waited for. A node that Ray drains gives them back within its notice.
-
-    Args:
-        address: Of the cluster, as `ray.init` takes it.
-        command: A Python script and its arguments.
-        streams: Where what is printed goes.
-
-    Raises:
-        LaunchError: If there is no such cluster.
-    """
-
-    def __init__(self, address: str, command: Sequence[str], streams: Streams):
-        try:
-            _reach(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, ValueError, RuntimeError) as error:
-            first = str(error).splitlines()[0]
-            raise LaunchError(
-                f"--ray {address}: {first}. Start a cluster with ray start --head, or give its "
-                "address"
-            ) from None
-        self.address = ray.util.get_node_ip_address()
-        self._command, self._streams = command, streams
-        self._hosts: dict[str, RayHost] = {}
-        self._known: set[str] = set()  # nodes, also those that gave nothing
-        self._meet()
-        asked = [host.asked for host in self._hosts.values()]
-        if asked:  # those that are there begin together
-            ray.wait(asked, num_returns=len(asked), timeout=_START_SECONDS)
-        else:
-            streams.err.write(b"hxla: no node of the Ray cluster has devices yet: waiting\n")
-
-    def offered(self) -> Sequence[OfferedDevice]:
-        """The devices that may be used, now.
-
-        Raises:
-            HxlaError: If the cluster does not answer.
-        """
-        try:
-            drained = self._meet()
-        except ray.exceptions.RayError as error:
-            raise HxlaError(f"the Ray cluster does not answer: {error}") from None
-        for node, until in drained.items():
-            if node in self._hosts:
-                left = until / 1000 - time.time() if until else NOTICE_SECONDS
-                self._hosts[node].notice_seconds = max(left, 0.0)
-        return [
-            OfferedDevice(host=host, device=device)
-            for node, host in self._hosts.items()
-            for device in (() if node in drained else host.devices)
-        ]
-
-    def poll(self) -> bool:
-        """Hear what the hosts have to say; whether one was found to be lost."""
-        return any([host.poll() for host in self._hosts.values()])
-
-    def close(self) -> None:
-        """Let go of all hosts."""
-        for host in self._hosts.values():
-            host.close()
-        ray.shutdown()
-
-    def _meet(self) -> dict[str, int]:
-        """OfferedDevice actors on new nodes; the nodes that Ray drains, and until when."""
-        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        for name, host in list(self._hosts.items()):
-            host.is_lost = host.is_lost or name not in nodes
-            if host.is_lost:
-                del self._hosts[name]
-                if host.began:  # its actor died, and perhaps the node is as good as before
-                    self._known.discard(name)
-        for name, node in nodes.items():
-            resources = node["Resources"]
-            if name not in self._known and (resources.get("CPU") or resources.get("GPU")):
-                self._known.add(name)
-                self._hosts[name] = RayHost(node, self._command, self._streams)
-        return _draining()
-
-
-def _reach(address: str) -> None:
-    """Ray itself tries for minutes to reach a cluster that is not there."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
-
-
-def _draining() -> dict[str, int]:
-    """Nodes that Ray drains, and until when in milliseconds since 1970; 0: it did not say.
-
-    No public call tells; this is the one that Ray's own trainer asks.
-    """
-    from ray._private.state import state
-
-    return dict(state.get_draining_nodes())

@@ -1,0 +1,186 @@
+"""Elastic jobs as processes of their own, and the devices of this machine or of a Ray cluster."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .._cluster._cluster import Cluster, Device
+from .._cluster._mesh_file import dump_cluster
+from .._core._errors import HxlaError, ScheduleError
+from .._launch._environment import describe
+from ._live_jobs import LiveJob
+from ._live_run import Fleet, Places
+
+_END_SECONDS = 30.0
+
+
+class JobFleet(Fleet, Protocol):
+    """Where devices come from, and how `hxla run --elastic` is told of them."""
+
+    def options(self, path: str) -> Sequence[str]:
+        """Options of `hxla run` for a job whose devices a file says."""
+
+    def text(self, places: Places) -> str:
+        """What is in that file when devices are a job's own."""
+
+    def place(self, event: Mapping[str, Any]) -> str:
+        """What the fleet calls the device that an event `Placed` names."""
+
+
+class MeshFleet:
+    """The devices of a mesh file, which is read again when it changes.
+
+    Args:
+        path: Of it, or the name of a built-in one.
+        kinds: Devices of other kinds are refused.
+        say: Told why a changed file is not used.
+
+    Raises:
+        ScheduleError: If the file is not one of these devices.
+        MeshError: If it is wrong.
+    """
+
+    def __init__(self, path: str, kinds: Sequence[str], say: Callable[[str], None]):
+        self._path, self._kinds, self._say = path, tuple(kinds), say
+        self._wrong = ""
+        self._alike: dict[str, Device] = {}  # one of each label that was ever there
+        self._num = self._read()
+
+    def offered(self) -> Mapping[str, tuple[str, int]]:
+        """Devices of one label are alike, so it is their name."""
+        try:
+            self._num, self._wrong = self._read(), ""
+        except HxlaError as error:
+            if str(error) != self._wrong:  # once, not at every look
+                self._wrong = str(error)
+                self._say(f"devices stay as they are: {error}")
+        return {label: (label, num) for label, num in self._num.items()}
+
+    def options(self, path: str) -> Sequence[str]:
+        """Options of `hxla run` for a job whose devices a file says."""
+        return "--mesh", path
+
+    def text(self, places: Places) -> str:
+        """A mesh file of some of the devices."""
+        devices = [self._alike[label] for label in self._kinds for _ in range(places[label])]
+        return dump_cluster(Cluster(name="scheduled", devices=tuple(devices)))
+
+    def place(self, event: Mapping[str, Any]) -> str:
+        """The label."""
+        return str(event["label"])
+
+    def _read(self) -> Places:
+        num, alike = Places(), dict[str, Device]()
+        for device in describe(self._path, None):
+            if device.kind != "cpu":
+                raise ScheduleError(
+                    f"{self._path} has {device.kind}: a mesh file does not say which card is "
+                    "whose, so it shares out CPU devices only; give --ray for GPUs"
+                )
+            if device.label not in self._kinds:
+                raise ScheduleError(
+                    f"{self._path} has {device.label}, and the jobs have seconds on "
+                    f"{', '.join(self._kinds)}"
+                )
+            if alike.setdefault(device.label, device) != device:
+                raise ScheduleError(f"{self._path}: devices {device.label} differ in other figures")
+            num[device.label] += 1
+        self._alike |= alike
+        return num
+
+
+class JobProcess:
+    """A job under `hxla run --elastic`, which does what a file of devices says.
+
+    Args:
+        job: The job.
+        fleet: Where its devices come from.
+        places: Those that are its own.
+        folder: For its files: what it prints, what happened, its devices.
+        note: Called with its pid, which someone must end after a crash of this process.
+    """
+
+    def __init__(
+        self,
+        job: LiveJob,
+        fleet: JobFleet,
+        places: Places,
+        folder: pathlib.Path,
+        note: Callable[[str], None],
+    ):
+        self._fleet = fleet
+        self._devices, self._log = folder / f"{job.name}.devices", folder / f"{job.name}.events"
+        self._log.unlink(missing_ok=True)  # of a start before
+        self._read_bytes = 0
+        self._placed: dict[str, str] = {}
+        self._used: set[str] = set()
+        self.num_done: float | None = None
+        self.give(places)
+        command = [sys.executable, "-m", "hxla", "run", "--elastic"]
+        command += [*fleet.options(str(self._devices)), "--events", str(self._log)]
+        command += ["--min", str(job.job.min_devices), "--max", str(job.job.num_microbatches)]
+        with (folder / f"{job.name}.log").open("ab") as printed:
+            self._process = subprocess.Popen(
+                [*command, *job.command],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the scheduler, which stops its jobs
+            )
+        note(str(self._process.pid))
+
+    def give(self, places: Places) -> None:
+        """From now on these devices are its own: the file is whole at any time."""
+        part = self._devices.with_suffix(".part")
+        part.write_text(self._fleet.text(places))
+        part.rename(self._devices)
+
+    @property
+    def used(self) -> Places:
+        """The devices that it has not released."""
+        return Places(self._placed[device] for device in self._used)
+
+    def hear(self) -> None:
+        """Read the events that were written since."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._read_bytes)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for event in map(json.loads, whole.splitlines()):
+            match event["what"]:
+                case "Placed":
+                    self._placed[event["device"]] = self._fleet.place(event)
+                    self._used.add(event["device"])
+                case "Offered":
+                    self._used.add(event["device"])
+                case "Release" | "Vanished":
+                    self._used.discard(event["device"])
+                case "Completed":
+                    self.num_done = event["step"]
+
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Let it save a checkpoint after the step at hand, and end."""
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """End it, whatever it is doing; what it started is ended by its own janitor."""
+        self.stop()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
