@@ -27,7 +27,7 @@ COMMANDS = {
     "11_memory_limit": ("python", "--steps 5"),
     "12_elastic": ("hxla run --elastic --mesh cpu-1.0-0.5", "--steps 60"),
     "13_ray": ("python", "--steps 800"),
-    "14_schedule": ("python", "--steps 300"),
+    "14_schedule": ("python", "--steps 80 --arrival 10"),
 }
 
 

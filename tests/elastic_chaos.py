@@ -8,7 +8,6 @@ holder of the state lived, and nothing left behind: processes, shared memory, cg
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -21,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+
+from ray_clusters import add_node, drain, own_environment, started_cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 JOB = ROOT / "tests" / "elastic_job.py"
@@ -47,7 +48,6 @@ RAY_KINDS = (
     "kill twice",
     "node death",
 )
-STORE_BYTES = 80_000_000  # of a node's objects; the least that Ray takes is 75 MB
 SHARES = (0.3, 0.4, 0.5)
 OTHER_SHARES = (0.25, 0.35, 0.45)
 NUM_CORES = 2
@@ -180,44 +180,6 @@ class Job:
             self.stop()
 
 
-@contextlib.contextmanager
-def alone():
-    """What is started here has the environment of a job: Ray hands it on to all its processes."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(own_environment() | {"RAY_USAGE_STATS_ENABLED": "0"})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def started_cluster():
-    """A Ray cluster of this machine whose head has no devices."""
-    from ray.cluster_utils import Cluster
-
-    with alone():
-        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-        return Cluster(initialize_head=True, head_node_args=head)
-
-
-def add_node(cluster, share):
-    """A node with one device."""
-    labels = {"core-share": str(share)}
-    with alone():
-        return cluster.add_node(num_cpus=1, labels=labels, object_store_memory=STORE_BYTES)
-
-
-def drain(cluster, node):
-    """As one who takes machines back does."""
-    command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node"]
-    command += ["--address", cluster.address, "--node-id", node.node_id]
-    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
-    command += ["--deadline-remaining-seconds", "60"]
-    subprocess.run(command, check=True, capture_output=True, env=own_environment())
-
-
 class RayJob(Job):
     """A run on a Ray cluster of its own, whose nodes have a device each."""
 
@@ -341,12 +303,6 @@ def disturb(job, kind, rng):
             trains = [e for e in job.events() if e["what"] == "Started"][-1]["pids"]
         send(rng.choice(sorted(trains.values())), signal.SIGKILL)
     return True
-
-
-def own_environment():
-    """Without the fake devices of a test, and with this checkout."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return env | {"PYTHONPATH": str(ROOT)}
 
 
 @functools.cache

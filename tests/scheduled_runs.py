@@ -172,7 +172,7 @@ def check_three(run, sizes):
     """
     for name, steps, _, num, _ in THREE:
         assert digest((run.out / f"{name}.log").read_text()) == undisturbed(steps, num), name
-    assert run.formed("long")[: len(sizes)] == sizes
+    assert run.formed("long")[: len(sizes)] == sizes, run.formed("long")
     entries = read_record(run.out / "record.jsonl")
     assert not decided_otherwise(entries, POLICIES["weighing"])
     run.check_nothing_is_left()

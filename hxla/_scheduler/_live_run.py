@@ -15,6 +15,7 @@ from ._waste import Nums
 
 #: Devices that are alike, by what their fleet calls them: how many of each.
 Places = collections.Counter[str]
+_MEET_SECONDS = 120.0  # a job that has not met its new devices by then may be stopped
 _STOPPED = (EXIT_PREEMPTED, -15)  # SIGTERM also ends one that has not yet begun to train
 
 
@@ -73,6 +74,16 @@ class _Live:
         return ActiveJob(
             job=self.job.job, remaining_steps=left, nums=self.wanted, pause_seconds=pause
         )
+
+    @property
+    def met(self) -> Places:
+        """Its own devices that it uses, or is getting ready to use."""
+        return self.own & self.process.used if self.process is not None else Places()
+
+    @property
+    def unmet(self) -> Places:
+        """Its own devices that it has not met yet."""
+        return self.own - self.met
 
     def occupied(self, place: str) -> int:
         """How many devices of a name nobody else can have."""
@@ -151,7 +162,7 @@ class LiveSchedule:
             if self._active and (happened or tick > self._tick):
                 self._decide(now)
         self._tick = tick
-        self._carry_out()
+        self._carry_out(now)
         self._note(now)
         return not self._active and (not self._waiting or self._is_asked_to_end)
 
@@ -243,14 +254,14 @@ class LiveSchedule:
 
     # -- carrying it out -----------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
+    def _carry_out(self, now: float) -> None:
         before = {live.job.name: live.own.copy() for live in self._active}
         for live in self._active:
             self._take_back(live)
         for live in self._active:
             self._hand_out(live)
         if not self._is_asked_to_end:
-            self._untie(before)
+            self._untie(now, before)
         for live in self._active:
             if live.process is None:
                 if any(live.wanted) and self._nums(live.own) == live.wanted:
@@ -261,7 +272,11 @@ class LiveSchedule:
                 live.process.give(live.own.copy())
 
     def _take_back(self, live: _Live) -> None:
-        """Devices that are gone, and those that it holds beyond its own, down to its fewest."""
+        """Devices that are gone, and those that it holds beyond its own, down to its fewest.
+
+        Those that it uses are counted: one that goes over to other devices gives back the last of
+        the old ones when it has met the new ones, and trains in between.
+        """
         for place in [place for place in live.own if place not in self._offered]:
             del live.own[place]
         fewest = live.job.job.min_devices if live.process is not None and any(live.wanted) else 0
@@ -271,6 +286,7 @@ class LiveSchedule:
                 live.own[place]
                 and self._nums(live.own)[kind] > live.wanted[kind]
                 and live.own.total() > fewest
+                and (live.unmet[place] or live.met.total() > fewest)
             ):
                 live.own[place] -= 1
         live.own += Places()  # without those of which there is none
@@ -287,11 +303,13 @@ class LiveSchedule:
             if more > 0:
                 live.own[place] += more
 
-    def _untie(self, before: Mapping[str, Places]) -> None:
+    def _untie(self, now: float, before: Mapping[str, Places]) -> None:
         """Jobs that wait for each other's last devices: the one that came last is stopped."""
         running = [live for live in self._active if live.process is not None]
         is_under_way = any(
-            live.is_stopping or any(live.occupied(p) > live.own[p] for p in self._kind_of)
+            live.is_stopping
+            or any(live.occupied(p) > live.own[p] for p in self._kind_of)
+            or (live.unmet and now < live.moved_at + _MEET_SECONDS)
             for live in running
         ) or any(live.own != before[live.job.name] for live in self._active)
         tied = [
