@@ -342,12 +342,6 @@ def _chain(
     reasons: list[str],
 ) -> Chain:
     sizes = work.sizes[key.microbatch_size, key.tensor]
-    stash = tuple(s.stash_bytes for s in sizes)
-    workspace = 0.0
-    if key.recompute:  # what runs again is there one segment at a time
-        workspace = max(stash)
-        first = float(work.input_bytes[key.microbatch_size])
-        stash = (first, *(s.output_bytes for s in sizes[:-1]))
     groups = []
     for label, own in kinds.items():
         device = cluster.devices[own[0][0]]
@@ -378,7 +372,7 @@ def _chain(
                 backward_seconds=tuple(seconds[1].tolist()),
                 update_seconds=tuple(seconds[2].tolist()),
                 parameter_bytes=tuple(s.parameter_bytes for s in sizes),
-                stash_bytes=stash,
+                stash_bytes=tuple(s.stash_bytes for s in sizes),
             )
         )
     leaders = [[group[0] for group in own] for own in kinds.values()]
@@ -394,7 +388,7 @@ def _chain(
         num_microbatches=work.batch_size // key.microbatch_size,
         output_bytes=tuple(s.output_bytes for s in sizes),
         state_factor=work.state_factor,
-        workspace_bytes=workspace,
+        keeps_inputs=key.recompute,
         send_seconds=tuple(map(tuple, per_byte)),
         send_latency_seconds=tuple(
             tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in links
