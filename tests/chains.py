@@ -52,7 +52,18 @@ def random_chain(rng, *, max_devices, max_layers, max_microbatches, max_kinds=3,
         send_seconds=matrix(0.05) if linked else (),
         send_latency_seconds=matrix(0.1) if linked else (),
         reduce_seconds=tuple(rng.uniform(0, 0.05, num_kinds)) if linked else (),
+        keeps_inputs=bool(rng.random() < 0.3),
     )
+
+
+def stage_bytes(chain, k, a, b, in_flight):
+    """What the stage of layers a to b - 1 holds on a device of kind k."""
+    group = chain.groups[k]
+    held = chain.state_factor * sum(group.parameter_bytes[a:b]) + chain.workspace_bytes
+    kept = sum(group.stash_bytes[a:b])
+    if not chain.keeps_inputs:
+        return held + in_flight * kept
+    return held + kept + in_flight * (chain.output_bytes[a - 1] if a else 0.0)
 
 
 def all_cuts(num_layers, num_stages):
@@ -107,7 +118,11 @@ def brute_pipeline(chain):
                 period = np.maximum(period, own + before + after)
                 slowest = np.maximum(slowest, update[k][b] - update[k][a])
                 need = chain.state_factor * (parameters[k][b] - parameters[k][a])
-                need = need + min(num - i, m) * (stash[k][b] - stash[k][a]) + chain.workspace_bytes
+                need = need + chain.workspace_bytes
+                kept = stash[k][b] - stash[k][a]
+                if chain.keeps_inputs:
+                    need, kept = need + kept, np.array([0.0, *chain.output_bytes])[a]
+                need = need + min(num - i, m) * kept
                 ok &= need <= chain.groups[k].memory_bytes
             if ok.any():
                 best = min(best, (fill + (m - 1) * period + slowest)[ok].min())
@@ -145,9 +160,7 @@ def pipeline_costs(chain, spans, kinds):
     fitting = []
     for m in range(1, chain.num_microbatches + 1):
         need = [
-            chain.state_factor * sum(chain.groups[k].parameter_bytes[a:b])
-            + min(len(kinds) - i, m) * sum(chain.groups[k].stash_bytes[a:b])
-            + chain.workspace_bytes
+            stage_bytes(chain, k, a, b, min(len(kinds) - i, m))
             for i, (k, (a, b)) in enumerate(zip(kinds, spans, strict=True))
         ]
         if all(x <= chain.groups[k].memory_bytes for x, k in zip(need, kinds, strict=True)):
@@ -193,8 +206,7 @@ def faults(chain, staging):
         for i, (k, (a, b)) in enumerate(zip(r.groups, spans, strict=True)):
             g = chain.groups[k]
             in_flight = min(len(spans) - i, r.num_microbatches)
-            need = chain.state_factor * sum(g.parameter_bytes[a:b]) + chain.workspace_bytes
-            if need + in_flight * sum(g.stash_bytes[a:b]) > g.memory_bytes * (1 + 1e-12):
+            if stage_bytes(chain, k, a, b, in_flight) > g.memory_bytes * (1 + 1e-12):
                 found.append(f"stage {i} on {g.kind} does not fit")
         busy = [
             sum(chain.groups[k].forward_seconds[a:b]) + sum(chain.groups[k].backward_seconds[a:b])

@@ -231,7 +231,7 @@ def test_a_model_of_which_only_single_examples_fit_is_planned_with_them():
     link = hxla.Link(bytes_per_second=1e10, latency_seconds=1e-5)
     device = hxla.Device(
         kind="A",
-        memory_bytes=8 * 2**20,
+        memory_bytes=4 * 2**20,
         memory_bytes_per_second=1e12,
         rates=(hxla.Rate(dtype="float32", flops_per_second=1e13),),
     )

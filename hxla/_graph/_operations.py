@@ -5,6 +5,8 @@ inside an operation, so that the program can be run again as it was.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,9 +52,10 @@ class Value:
 
 def bytes_of(shape: tuple[int, ...], dtype: Any) -> int:
     """The bytes of an array, which may be of random keys."""
-    return int(np.prod(shape, dtype=np.int64)) * _itemsize(dtype)
+    return math.prod(shape) * _itemsize(dtype)
 
 
+@functools.cache
 def _itemsize(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return 8

@@ -89,6 +89,11 @@ class Functional:
         """For each parameter whether it is trained."""
         return trained_leaves(self.params, self.frozen)
 
+    @property
+    def trained_places(self) -> tuple[int, ...]:
+        """The places of the parameters that are trained."""
+        return tuple(i for i, own in enumerate(self.is_trained) if own)
+
 
 def is_abstract(x: Any) -> bool:
     """Whether a leaf is a shape only."""

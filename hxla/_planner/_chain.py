@@ -17,7 +17,8 @@ class Group:
         backward_seconds: The same for backward.
         update_seconds: Optimizer update per layer, once a step.
         parameter_bytes: Per layer, on one device.
-        stash_bytes: Per layer, what one microbatch in flight keeps on one device.
+        stash_bytes: Per layer, what one microbatch keeps on one device from its forward to its
+            backward.
     """
 
     kind: str
@@ -40,6 +41,9 @@ class Chain:
         state_factor: Bytes of a device per byte of parameters: 1 for the parameters, 1 for the
             gradient's sum and what the optimizer keeps (Adam: 2).
         workspace_bytes: That every device needs besides.
+        keeps_inputs: Whether a microbatch in flight keeps its stage's input only, of which the
+            backward makes the stash of the whole stage again, one microbatch at a time. The
+            first stage's input is the batch, which counts elsewhere.
         output_bytes: Per layer, what one microbatch sends to the next layer.
         send_seconds: `send_seconds[a][b]`: seconds per byte from a device of group a to one of b.
         send_latency_seconds: The same for the latency of one message.
@@ -52,6 +56,7 @@ class Chain:
     output_bytes: tuple[float, ...]
     state_factor: float = 4.0
     workspace_bytes: float = 0.0
+    keeps_inputs: bool = False
     send_seconds: tuple[tuple[float, ...], ...] = ()
     send_latency_seconds: tuple[tuple[float, ...], ...] = ()
     reduce_seconds: tuple[float, ...] = ()

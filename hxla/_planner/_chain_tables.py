@@ -25,7 +25,8 @@ class Tables:
         seconds: [K, L+1, L+1] `seconds[k, l, e]`: forward and backward of layers l to e - 1.
         update: [K, L+1, L+1] Their optimizer update.
         reduce: [K, L+1, L+1] The reduction of their gradients over replicas.
-        state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, and the workspace.
+        state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
+            what a backward makes again.
         stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
         cross: [L+1, K+1, K+1] `cross[l, b, a]`: one microbatch's activations over boundary l from
             kind b to kind a and its gradients back. Index K stands for no stage: 0.
@@ -81,14 +82,20 @@ def tables(chain: Chain) -> Tables:
     cross = np.zeros((num_layers + 1, num_kinds + 1, num_kinds + 1))
     sent = np.array(chain.output_bytes)[:-1, None, None]
     cross[1:-1, :-1, :-1] = (latency + latency.T) + sent * (rate + rate.T)
+    state = chain.state_factor * parameters + chain.workspace_bytes
+    stash = spans([g.stash_bytes for g in chain.groups])
+    if chain.keeps_inputs:
+        state = state + stash
+        inputs = np.array([0.0, *chain.output_bytes])
+        stash = np.broadcast_to(inputs[None, :, None], stash.shape)
     return Tables(
         seconds=spans(
             [np.add(g.forward_seconds, g.backward_seconds).tolist() for g in chain.groups]
         ),
         update=spans([g.update_seconds for g in chain.groups]),
         reduce=parameters * rates[:, None, None],
-        state_bytes=chain.state_factor * parameters + chain.workspace_bytes,
-        stash_bytes=spans([g.stash_bytes for g in chain.groups]),
+        state_bytes=state,
+        stash_bytes=stash,
         cross=cross,
         memory=np.array([g.memory_bytes for g in chain.groups], float),
         num_devices=tuple(g.num_devices for g in chain.groups),

@@ -15,7 +15,14 @@ from ._chain_tables import Tables, tables
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._search import Found, search
-from ._shared_links import Ranks, Traffic, copies_of, shared_step_seconds, traffic_of
+from ._shared_links import (
+    Copies,
+    Ranks,
+    Traffic,
+    placements,
+    shared_step_seconds,
+    traffic_of,
+)
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
@@ -142,7 +149,7 @@ def propose(
     shared = _with_shared_links(work, ranked, chains, places, cluster, profile)
     best, staging = shared[0].found, shared[0].found.staging
     reasons += _about_cards(shared[0], ranked[0])
-    copies = copies_of(staging, places[best.alternative])
+    copies = shared[0].copies
     cost = staging_cost(chains[best.alternative], staging, shared[0].traffic)
     replicas, counts, devices = _placed(work, best, cost, copies, cluster, profile, reasons)
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
@@ -183,6 +190,7 @@ class _Shared:
     """A plan that the search found, as it is where its transfers share network cards."""
 
     found: Found
+    copies: Copies
     traffic: Traffic
     step_seconds: float
 
@@ -208,18 +216,24 @@ def _with_shared_links(
         chain = chains[found.alternative]
         if found.alternative not in known:
             known[found.alternative] = tables(chain)
-        copies = copies_of(found.staging, places[found.alternative])
-        traffic = traffic_of(chain, found.staging, copies, cluster, reduce_factor=factor)
-        seconds = shared_step_seconds(known[found.alternative], found.staging, traffic)
-        # A plan whose transfers share nothing is as fast as the search has it, to the last bit.
-        is_slower = seconds > found.staging.step_seconds * (1 + 1e-9)
-        out.append(
-            _Shared(
-                found=found,
-                traffic=traffic,
-                step_seconds=seconds if is_slower else found.staging.step_seconds,
-            )
-        )
+        best: _Shared | None = None
+        for copies in placements(found.staging, places[found.alternative], cluster):
+            traffic = traffic_of(chain, found.staging, copies, cluster, reduce_factor=factor)
+            seconds = shared_step_seconds(known[found.alternative], found.staging, traffic)
+            if best is None or seconds < best.step_seconds * (1 - 1e-9):
+                # A plan whose transfers share nothing is as fast as the search has it, to the last
+                # bit, and no other placement is faster.
+                is_slower = seconds > found.staging.step_seconds * (1 + 1e-9)
+                best = _Shared(
+                    found=found,
+                    copies=copies,
+                    traffic=traffic,
+                    step_seconds=seconds if is_slower else found.staging.step_seconds,
+                )
+                if not is_slower:
+                    break
+        assert best is not None
+        out.append(best)
     return sorted(out, key=lambda own: own.step_seconds)
 
 
@@ -278,7 +292,7 @@ def _placed(
     work: ChainWork,
     found: Found,
     cost: StepCost,
-    copies: Sequence[Sequence[Ranks]],
+    copies: Copies,
     cluster: Cluster,
     profile: Profile | None,
     reasons: list[str],
@@ -342,12 +356,6 @@ def _chain(
     reasons: list[str],
 ) -> Chain:
     sizes = work.sizes[key.microbatch_size, key.tensor]
-    stash = tuple(s.stash_bytes for s in sizes)
-    workspace = 0.0
-    if key.recompute:  # what runs again is there one segment at a time
-        workspace = max(stash)
-        first = float(work.input_bytes[key.microbatch_size])
-        stash = (first, *(s.output_bytes for s in sizes[:-1]))
     groups = []
     for label, own in kinds.items():
         device = cluster.devices[own[0][0]]
@@ -378,7 +386,7 @@ def _chain(
                 backward_seconds=tuple(seconds[1].tolist()),
                 update_seconds=tuple(seconds[2].tolist()),
                 parameter_bytes=tuple(s.parameter_bytes for s in sizes),
-                stash_bytes=stash,
+                stash_bytes=tuple(s.stash_bytes for s in sizes),
             )
         )
     leaders = [[group[0] for group in own] for own in kinds.values()]
@@ -394,7 +402,7 @@ def _chain(
         num_microbatches=work.batch_size // key.microbatch_size,
         output_bytes=tuple(s.output_bytes for s in sizes),
         state_factor=work.state_factor,
-        workspace_bytes=workspace,
+        keeps_inputs=key.recompute,
         send_seconds=tuple(map(tuple, per_byte)),
         send_latency_seconds=tuple(
             tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in links

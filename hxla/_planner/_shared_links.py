@@ -6,7 +6,7 @@ same time only those of one tensor-parallel group. Here every copy counts.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .._cluster._cluster import Cluster
 from .._cluster._transfers import Send, ring_transfers, transfer_seconds
@@ -39,11 +39,80 @@ def copies_of(staging: Staging, places: Sequence[Sequence[Ranks]]) -> list[list[
         places: Per kind, its tensor-parallel groups in order.
     """
     free = [iter(groups) for groups in places]
-    return [
-        [next(free[group]) for group in replica.groups]
-        for replica in staging.replicas
-        for _ in range(replica.count)
-    ]
+    return [[next(free[kind]) for kind in kinds] for kinds in _kinds_of(staging)]
+
+
+def placements(
+    staging: Staging, places: Sequence[Sequence[Ranks]], cluster: Cluster
+) -> Iterator[list[list[Ranks]]]:
+    """Ways to place the copies, that of `copies_of` first.
+
+    A copy in one node sends over no card between its stages; one stage of several copies in a node
+    leaves it as one ring. Which is better depends on what is sent and what is summed. So copies are
+    placed in blocks of 1, 2, 4 and so on: a block, or each stage of one, in one node if any has
+    room for it.
+
+    Args:
+        staging: Which kinds hold the stages of how many copies.
+        places: Per kind, its tensor-parallel groups in order.
+        cluster: That the ranks are of.
+    """
+    plain = copies_of(staging, places)
+    yield plain
+    if (
+        len(staging.cuts) == 1
+        or len({cluster.devices[r].node for own in plain for (r, *_) in own}) == 1
+    ):
+        return
+    seen = [plain]
+    powers = (2**k for k in range((len(plain) - 1).bit_length()))
+    for at_once, whole in itertools.product((*powers, len(plain)), (True, False)):
+        copies = _in_blocks(_kinds_of(staging), places, cluster, at_once, whole)
+        if copies not in seen:
+            seen.append(copies)
+            yield copies
+
+
+def _kinds_of(staging: Staging) -> list[tuple[int, ...]]:
+    return [replica.groups for replica in staging.replicas for _ in range(replica.count)]
+
+
+def _in_blocks(
+    kinds: Sequence[tuple[int, ...]],
+    places: Sequence[Sequence[Ranks]],
+    cluster: Cluster,
+    at_once: int,
+    whole: bool,
+) -> list[list[Ranks]]:
+    """Copies in blocks of so many, each block's devices of a kind in one node, or each stage's."""
+    free: list[dict[int, list[Ranks]]] = []
+    for groups in places:
+        by_node: dict[int, list[Ranks]] = {}
+        for ranks in groups:
+            by_node.setdefault(cluster.devices[ranks[0]].node, []).append(ranks)
+        free.append(by_node)
+
+    def take(kind: int, num: int) -> Iterator[Ranks]:
+        with_room = [own for own in free[kind].values() if len(own) >= num]
+        for own in with_room[:1] or list(free[kind].values()):
+            while own and num:
+                yield own.pop(0)
+                num -= 1
+
+    out: list[list[Ranks]] = []
+    for first in range(0, len(kinds), at_once):
+        stages = list(zip(*kinds[first : first + at_once], strict=True))
+        block = list(itertools.chain(*stages))
+        if whole:
+            taken = {kind: take(kind, block.count(kind)) for kind in dict.fromkeys(block)}
+            by_stage = [[next(taken[kind]) for kind in stage] for stage in stages]
+        else:
+            by_stage = []
+            for stage in stages:
+                taken = {kind: take(kind, stage.count(kind)) for kind in dict.fromkeys(stage)}
+                by_stage.append([next(taken[kind]) for kind in stage])
+        out += map(list, zip(*by_stage, strict=True))
+    return out
 
 
 def traffic_of(

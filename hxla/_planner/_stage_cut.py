@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -42,6 +42,7 @@ def best_cut(
     num_microbatches: int,
     optimizer_bytes: int,
     num_parts: int,
+    trained: Collection[int] | None = None,
 ) -> StageCut:
     """The fastest stages for one pipeline over unlike devices, or for several of like ones.
 
@@ -53,13 +54,14 @@ def best_cut(
         num_microbatches: Of a global batch.
         optimizer_bytes: Of the optimizer's state for the whole model.
         num_parts: Arrays in which a gradient is summed.
+        trained: Places of the parameters that have a gradient; None: all.
 
     Raises:
         PlanError: If no cut fits the devices' memory.
     """
     opened = graph_of(graph)
     chain = segments(opened, request.most_segments)
-    sizes = layer_sizes(opened, chain, shard_graph(opened, (), {}))
+    sizes = layer_sizes(opened, chain, shard_graph(opened, (), {}), trained=trained)
     num = request.num
     seconds = {d: own[:2].T for d, own in times.items()}
     pipelines = [list(range(i, i + num)) for i in range(0, len(times), num)]

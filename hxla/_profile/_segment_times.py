@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._functional import is_abstract, leaf_names
 from .._plan._sharding import Sharded
+from ._kept_bytes import kept_bytes
 from ._products import moved_bytes, products_of
 from ._profile import LayerSize, LayerTime
 
@@ -30,30 +31,47 @@ def model_name(params: PyTree) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def layer_sizes(graph: Graph, chain: Sequence[Segment], cut: Sharded) -> tuple[LayerSize, ...]:
+def layer_sizes(
+    graph: Graph,
+    chain: Sequence[Segment],
+    cut: Sharded,
+    *,
+    kept: Sequence[int] | None = None,
+    trained: Collection[int] | None = None,
+) -> tuple[LayerSize, ...]:
     """What the planner needs of each segment's size, on one device of a tensor-parallel group.
+
+    Of what a backward keeps, the devices of a group hold the share that they hold of all that the
+    segment makes.
 
     Args:
         graph: Traced.
         chain: Its segments.
         cut: How the group's devices share the arrays.
+        kept: Of each segment the bytes that wait for its backward; None: `kept_bytes` says.
+        trained: Places of the parameters that have a gradient; None: all.
     """
 
     def own(values: Iterable[int]) -> int:
         return sum(graph.values[v].num_bytes // cut.num_parts(v) for v in values)
 
     num = math.prod(axis.num_devices for axis in cut.axes.values())
+    kept = kept_bytes(graph, chain, trained) if kept is None else kept
+    made = [s.stashed(graph) for s in chain]
+    whole = [sum(graph.values[v].num_bytes for v in values) for values in made]
+    shares = [own(values) for values in made]
     return tuple(
         LayerSize(
             parameter_bytes=own(graph.param_values[p] for p in s.params),
             output_bytes=s.output_bytes,
-            stash_bytes=own(s.stashed(graph)),
+            stash_bytes=kept[i] * (shares[i] / whole[i] if whole[i] else 1.0),
             flops=s.flops / num,
             compute=graph.compute,
             products=products_of(graph, s.ops, cut),
-            moved_bytes=moved_bytes(graph, s.ops, cut),
+            # Where nothing is multiplied or summed up, what is made moves through memory.
+            moved_bytes=moved_bytes(graph, s.ops, cut) or shares[i],
         )
-        for s in chain
+        for i, s in enumerate(chain)
     )
 
 

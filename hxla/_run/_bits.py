@@ -157,7 +157,7 @@ def _records(
     size = size_asked(job, microbatch_size) or job.batch_size
     graph, model = job.graph(size), job.functional(size)
     params, aux = _initial(job, size)
-    trained = tuple(i for i, is_trained in enumerate(model.is_trained) if is_trained)
+    trained = model.trained_places
     # Arithmetic of whole numbers, the same on every device.
     key = microbatch_key(job.seed, jnp.int32(0), jnp.int32(0))
     batch = job.first_batch(0, size)

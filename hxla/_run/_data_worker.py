@@ -7,6 +7,7 @@ is with the process that it works for, however that ends.
 
 import os
 import pickle
+import signal
 import socket
 import sys
 import traceback
@@ -24,6 +25,8 @@ _MOST_CHARACTERS = 2000  # of a traceback
 
 def work(sockets: Sequence[socket.socket]) -> None:
     """Serve one of the sockets, and fork a process for each of the others."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a job, which may still train on
+        signal.signal(number, signal.SIG_IGN)
     own, *others = sockets
     (path, data), _ = receive(own)
     sys.path[:] = path

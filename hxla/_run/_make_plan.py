@@ -9,6 +9,7 @@ from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import ConfigError, LaunchError, PlanError
 from .._launch._join import uninitialised_cluster
+from .._planner._microbatch_sizes import candidate_sizes
 from .._profile._profile import Profile
 from .._profile._profile_file import load_profile
 from .._profile._segment_times import model_name
@@ -36,7 +37,7 @@ def make_plan(
         auto = not fixed and (
             job.settings.auto.auto_parallel
             if described is None
-            else not _is_annotated(job, size or max(1, job.batch_size // len(described.devices)))
+            else not _is_annotated(job, size or _likely_size(job, len(described.devices)))
         )
     if described is None:
         check_joined()
@@ -73,6 +74,13 @@ def _check_dtypes(job: TracedJob, cluster: Cluster) -> None:
     kinds = [device.kind for device in cluster.devices]
     if missing := list(missing_dtypes(job.precision.low_dtypes, kinds)):
         raise PlanError("\n".join(missing))
+
+
+def _likely_size(job: TracedJob, num_devices: int) -> int:
+    """A microbatch size for which the search would trace the model anyway."""
+    if job.batch_size < num_devices:
+        return 1
+    return candidate_sizes(job.batch_size, num_devices)[0]
 
 
 def _is_annotated(job: TracedJob, size: int) -> bool:

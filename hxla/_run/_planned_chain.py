@@ -173,7 +173,7 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
 
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
-        costs, fused = costs_of(graph, points, [i for i, own in enumerate(model.is_trained) if own])
+        costs, fused = costs_of(graph, points, model.trained_places)
         return ChainBytes(costs=costs, fused=fused, parameter_bytes=tuple(param_bytes(job, size)))
 
     shares = job.settings.memory.shares

@@ -329,6 +329,7 @@ def _cut(
         num_microbatches=job.batch_size // size,
         optimizer_bytes=job.optimizer_bytes(size),
         num_parts=sums.num_parts,
+        trained=job.functional(size).trained_places,
     )
     structure = pipelined(cut.order, dataclasses.replace(request, cut=cut.layers))
     return dataclasses.replace(structure, reasons=(cut.reason,)), cut.fractions

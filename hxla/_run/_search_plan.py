@@ -21,6 +21,7 @@ from .._planner._pipeline_request import PipelineRequest
 from .._planner._propose import ChainWork, Proposal, propose
 from .._planner._search import NothingFitsError
 from .._planner._structures import Structure, check_unannotated
+from .._profile._kept_bytes import kept_bytes
 from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
@@ -223,6 +224,7 @@ def chain_work(
         opened = graph_of(graph)
         chain = segments(opened, num_segments)
         names = names or tuple(s.name for s in chain)
+        kept = kept_bytes(opened, chain, job.functional(size).trained_places)
         for tensor in tensors:
             try:
                 cut = shard_graph(graph, *split_over(graph, tensor), like=solved.get(tensor))
@@ -230,7 +232,7 @@ def chain_work(
                 said[f"tensor {tensor}: not tried: {str(error).splitlines()[0]}"] = None
                 continue
             solved.setdefault(tensor, cut)
-            chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened))
+            chains[size, tensor] = layer_sizes(opened, chain, cut.over(opened), kept=kept)
             total = sum(s.flops for s in chain) or 1.0
             bytes_sent = sum(axis.sent_bytes for axis in cut.axes.values())
             sent[size, tensor] = tuple(bytes_sent * s.flops / total for s in chain)

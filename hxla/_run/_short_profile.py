@@ -95,7 +95,7 @@ def segment_profile(
         options=compiler_options(device.platform, sums),
         done=done,
     )
-    whole = layer_sizes(graph, chain, shard_graph(graph, (), {}))
+    whole = layer_sizes(graph, chain, shard_graph(graph, (), {}), trained=model.trained_places)
     return Profile(
         model=model_name(model.params),
         layers=tuple(s.name for s in chain),

@@ -1,0 +1,109 @@
+"""What the search counts as kept for a backward, beside what stages of pipelines keep."""
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._graph._interpreter import AS_THEY_ARE
+from hxla._graph._operations import bytes_of
+from hxla._graph._parts import graph_of, parts_of
+from hxla._graph._segments import cut_points, segments_at
+from hxla._lower._stage import StagePart
+from hxla._planner._axes import shard_graph
+from hxla._planner._chain import Chain, Group
+from hxla._planner._chain_tables import tables
+from hxla._planner._transformer_bytes import Decoder
+from hxla._profile import _kept_bytes
+from hxla._profile._segment_times import layer_sizes
+
+
+def of_family(name):
+    model, loss, batch = families.FAMILIES[name]()
+    return graph_of(hxla.trace(model, loss, batch))
+
+
+def traced_gpt():
+    gpt = families.example("gpt")
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=512))
+    text = jax.ShapeDtypeStruct((2, gpt.LENGTH + 1), jnp.uint8)
+    return gpt, graph_of(hxla.trace(model, gpt.loss, {"text": text}))
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder_decoder", "resnet"])
+def test_layers_are_counted_with_what_a_stage_of_them_keeps(name):
+    """The stage's own minimum cut is of the traced backward of all its parts at once.
+
+    These segments are parts of layers, so that many arrays are kept by two neighbours.
+    """
+    graph = of_family(name)
+    points = cut_points(graph, 8)
+    kept = _kept_bytes.kept_bytes(graph, segments_at(graph, points))
+    inner = (1, len(points) // 2 + 1)
+    ends = (0, *inner, len(kept))
+    parts = parts_of(graph, tuple(points[i - 1] for i in inner))
+    for a, b, part in zip(ends, ends[1:], parts, strict=False):
+        trained = range(len(graph.param_values))
+        stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+        real = sum(bytes_of(x.shape, x.dtype) for x in stage.residuals)
+        assert real <= sum(kept[a:b]) <= 1.6 * real + 64, (a, b)
+
+
+def test_a_layer_of_a_gpt_is_counted_as_the_closed_formula_has_it():
+    gpt, graph = traced_gpt()
+    chain = segments_at(graph, cut_points(graph, gpt.LAYERS))
+    closed = Decoder(num_blocks=gpt.LAYERS, width=512, num_heads=gpt.HEADS, length=gpt.LENGTH)
+    found = layer_sizes(graph, chain, shard_graph(graph, (), {}))[1].stash_bytes
+    assert found == pytest.approx(closed.kept_bytes(2, element_bytes=4, cut=True), rel=0.05)
+
+
+def test_equal_layers_are_looked_at_once(monkeypatch):
+    looked = []
+    real = _kept_bytes._kept
+    monkeypatch.setattr(_kept_bytes, "_kept", lambda *own: looked.append(own[1]) or real(*own))
+    _, graph = traced_gpt()
+    chain = segments_at(graph, cut_points(graph, 8))
+    again = [real(graph, segment, None) for segment in chain]
+    assert list(_kept_bytes.kept_bytes(graph, chain)) == again
+    assert len(looked) < len(chain)
+
+
+def test_frozen_parameters_need_no_inputs_of_their_products():
+    def loss(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), np.float32)}
+    two = nnx.Sequential(model, nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1)))
+    graph = graph_of(hxla.trace(two, loss, batch))
+    (chain,) = [segments_at(graph, ())]
+    whole, some = (_kept_bytes.kept_bytes(graph, chain, t)[0] for t in (None, (0,)))
+    # Both activations, or only the one that the square reads; the batch is there anyway.
+    assert (whole, some) == (2 * 16 * 8 * 4, 16 * 8 * 4)
+
+
+def test_stages_that_run_forwards_again_keep_inputs_and_make_one_stage_again():
+    group = Group(
+        kind="A",
+        num_devices=2,
+        memory_bytes=1e6,
+        forward_seconds=(1.0,) * 3,
+        backward_seconds=(2.0,) * 3,
+        update_seconds=(0.0,) * 3,
+        parameter_bytes=(10.0, 20.0, 30.0),
+        stash_bytes=(100.0, 200.0, 300.0),
+    )
+    chain = Chain(
+        groups=(group,),
+        num_microbatches=4,
+        output_bytes=(7.0, 8.0, 9.0),
+        state_factor=2.0,
+        keeps_inputs=True,
+    )
+    t = tables(chain)
+    assert t.state_bytes[0, 1, 3] == 2 * 50 + 500
+    assert t.stash_bytes[0, 1, 3] == 7
+    assert t.stash_bytes[0, 0, 2] == 0
