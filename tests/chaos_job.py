@@ -57,7 +57,7 @@ STEPS, BATCH, WIDTH = 14, 12, 6
 
 
 def batches():
-    """Global batches, read by every process."""
+    """Global batches, read by one process for all, or by every process."""
     rng = np.random.default_rng(0)
     for step in range(STEPS):
         if is_here("data", step):
@@ -100,6 +100,8 @@ result = hxla.train(
     microbatch_size=2,
     steps=STEPS,
     counts="even",
+    # A fault in the data is to happen at a rank that is known.
+    config={"data": {"share": FAULT["place"] != "data"}},
     checkpoint_dir=FOLDER / "checkpoints" if FAULT["saves"] else None,
     checkpoint_every=2 if FAULT["saves"] else None,
     callbacks=[callback],

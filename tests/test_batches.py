@@ -302,6 +302,37 @@ def run(folder, *options, data="grain", steps=60):
     return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
+FAILS = """
+import hxla, numpy as np, optax
+from flax import nnx
+
+
+def batches():
+    for step in range(6):
+        if step == 3:
+            raise ValueError("a fault of the user's own")
+        yield {"x": np.ones((4, 2), np.float32)}
+
+
+loss = lambda model, batch: (model(batch["x"]) ** 2).mean(-1)
+hxla.train(
+    nnx.Linear(2, 2, rngs=nnx.Rngs(0)), batches(), loss, optax.sgd(0.1),
+    batch_size=4, microbatch_size=1, steps=6, counts="even",
+)
+"""
+
+
+@pytest.mark.slow
+def test_whoever_reads_is_to_blame_for_the_users_own_error(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    command = [sys.executable, "-m", "hxla", "run", "-n", "2", str(script)]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert ran.returncode == 1
+    assert re.search(r"hxla: rank \d failed \(ValueError: a fault of the user's own\)", ran.stderr)
+
+
 @pytest.mark.slow
 def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
     """Two processes, one set of Grain's loaders for both; all are killed at once."""

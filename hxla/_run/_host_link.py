@@ -52,7 +52,7 @@ class Asker:
 
         Raises:
             DataError: What the other side raised.
-            LostReaderError: If it is gone.
+            LostReaderError: If it is gone, or failed by an error of the user's own.
         """
         with self._lock:
             try:
@@ -62,6 +62,8 @@ class Asker:
                 raise LostReaderError(_LOST) from error
         if "error" in answer:
             raise DataError(answer["error"])
+        if "failed" in answer:
+            raise LostReaderError(answer["failed"])
         return answer, fds
 
 
@@ -130,10 +132,10 @@ def answer_all(asker: socket.socket, answer: Callable[..., Answer]) -> None:
 
 
 def _told(error: Exception) -> dict[str, Any]:
-    """An error for the other processes; the one that reads raises it itself."""
+    """An error for the other processes; the one that reads raises it itself, and is to blame."""
     if isinstance(error, DataError):
         return {"error": str(error)}
-    return {"error": f"reading the data for this host failed: {type(error).__name__}: {error}"}
+    return {"failed": f"reading the data for this host failed: {type(error).__name__}: {error}"}
 
 
 def send(to: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
