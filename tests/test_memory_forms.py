@@ -195,3 +195,35 @@ def test_what_fits_plainly_stays_plain():
     large = [CopyDevice(name=d.name, num_microbatches=1, memory_bytes=10**6) for d in devices]
     assert str(MemoryForms(model, large).best(ALL)[0]) == "whole state"
     assert MemoryForms(model, large).surely(0).fits
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_low_gathers_shorten_gathers_and_no_sums(waves):
+    """Parameters that travel in 16 bits halve what is gathered; sums stay as wide as they were."""
+    chain = random_chain(np.random.default_rng(3), 3)
+    own, seconds = (8, 4, 4), 5.0
+    extra = {}
+    for name, gathered in (("wide", ()), ("low", tuple(n // 2 for n in own))):
+        model = ModelBytes(
+            parameters=sum(own),
+            trained=sum(own),
+            num_sums=2,
+            optimizer=0.0,
+            bucket=4,
+            keeps_sums=False,
+            inputs=0,
+            values=1,
+            chain=lambda gathered=gathered: ChainBytes(
+                costs=chain, fused=chain, parameter_bytes=own, gathered_bytes=gathered
+            ),
+        )
+        devices = [CopyDevice(name=f"device {i}", num_microbatches=6) for i in range(2)]
+        for stage in (2, 3):
+            forms = MemoryForms(model, devices, gather_seconds=seconds, waves=waves)
+            [found] = forms.best([(stage, "none")])
+            extra[name, stage] = found.extra_seconds
+    assert extra["wide", 2] == extra["low", 2] == pytest.approx((waves - 1) * 2 * seconds)
+    # A wave gathers for its forward and for its backward; the first wave's are one more than none.
+    gathers = 1 + 2 * (waves - 1)
+    assert extra["wide", 3] - extra["wide", 2] == pytest.approx(gathers * seconds)
+    assert extra["low", 3] - extra["low", 2] == pytest.approx(gathers * seconds / 2)

@@ -20,7 +20,6 @@ import numpy as np
 from .._core._powers_of_two import times_power_of_two
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-_MOST_EXPONENT = 200  # where an operand's largest element is next to no float32 at all
 
 
 def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +39,7 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     most, room = np.frexp(np.float32(jnp.finfo(dtype).max))
     mantissa, magnitude = jnp.frexp(largest)  # largest = mantissa * 2**magnitude
     exponent = room - magnitude - (mantissa > most)
-    exponent = jnp.where(largest > 0, jnp.clip(exponent, -_MOST_EXPONENT, _MOST_EXPONENT), 0)
+    exponent = jnp.where(largest > 0, exponent, 0)
     return times_power_of_two(x, exponent).astype(dtype), exponent
 
 

@@ -57,11 +57,19 @@ class ChainBytes:
         costs: Of each segment, as programs of its own.
         fused: Of each segment, as a part of one program.
         parameter_bytes: Of each segment, of the parameters that it reads, as float32.
+        gathered_bytes: The same as stage 3 gathers them; empty: as float32.
     """
 
     costs: tuple[SegmentCost, ...]
     fused: tuple[SegmentCost, ...]
     parameter_bytes: tuple[int, ...]
+    gathered_bytes: tuple[int, ...] = ()
+
+    @property
+    def part_gathered(self) -> float:
+        """What a gather of all parameters takes of one in float32."""
+        whole = sum(self.parameter_bytes)
+        return sum(self.gathered_bytes) / whole if self.gathered_bytes and whole else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +207,7 @@ class MemoryForms:
         model: What a copy takes.
         devices: Of the copies, one each.
         shares: Stated granules of each copy, `even`, or `auto`: as memory and speed want them.
-        gather_seconds: Of all parameters.
+        gather_seconds: Of all parameters as float32.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         tier: Where the optimizer's state waits, of which the model's bytes are those on the device.
     """
@@ -326,10 +334,10 @@ class MemoryForms:
                 activations=max(peak - max(own), 0) + num * model.inputs,
             )
         needs = [need_of[max(device.num_microbatches, 1)] for device in self._devices]
-        extra = self._gather_seconds if zero > 2 else 0.0
+        gather = chain.part_gathered * (zero > 2)
         # Sums travel as often as waves run, and so do the gathers of stage 3.
-        again = model.num_sums + 2 * (zero > 2)
-        extra += (waves - 1) * again * self._gather_seconds
+        again = model.num_sums + 2 * gather
+        extra = (gather + (waves - 1) * again) * self._gather_seconds
         texts = replay.sequence.written
         return self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
 

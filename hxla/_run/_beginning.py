@@ -18,13 +18,14 @@ _FORMAT = 3  # of the checkpoint's own fields
 
 
 class Beginning:
-    """A session's first step, and where the state of it is.
+    """A session's first step, and where the state of it is; the data goes there, too.
 
     Attributes:
         checkpoints: The folder of them; None if the session has none.
-        step: The updates that are done; None: none, the state is a new one.
+        step: The updates of the state that is there; None: the state is a new one.
+        first_step: The updates done when the session begins.
         plans: Those of the steps before, by their first step.
-        data: The position of the data there; None if it has none.
+        note: What the user should know of the data there; empty: nothing.
 
     Args:
         job: That is trained.
@@ -62,21 +63,26 @@ class Beginning:
                 )
             )
         self.step: int | None = self._latest(job)
-        self.plans: dict[int, Plan] = {}
-        self.data: str | None = None
-        if self.step is None:
-            return
+        self.first_step = options.first_step if self.step is None else self.step
+        facts = {} if self.step is None else self._facts(job, plan, options, self.step)
+        self.plans: dict[int, Plan] = plans_from_table(facts.get("plans", ()), until=self.step or 0)
+        self.note = job.source.begin(self.first_step, facts.get("data"))
+
+    def _facts(
+        self, job: TracedJob, plan: Plan, options: SessionOptions, step: int
+    ) -> dict[str, Any]:
+        """What is written beside the state of a step, which is one of this run."""
+        folder = self._folder
         where, facts = str(options.checkpoint_dir), {}
         if folder is not None:
             where, facts = folder, facts_of_state(folder)
         elif self.checkpoints is not None:
-            facts = self.checkpoints.meta(self.step)
+            facts = self.checkpoints.meta(step)
         asked = facts_of_run(job, plan)
         if folder is not None:
             asked["numerics"] = plan.numerics
-        check_resumed(where, self.step, facts, asked, options.steps)
-        self.plans = plans_from_table(facts.get("plans", ()), until=self.step)
-        self.data = facts.get("data")
+        check_resumed(where, step, facts, asked, options.steps)
+        return facts
 
     def _latest(self, job: TracedJob) -> int | None:
         if self._folder is not None:

@@ -174,7 +174,13 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
         costs, fused = costs_of(graph, points, model.trained_places)
-        return ChainBytes(costs=costs, fused=fused, parameter_bytes=tuple(param_bytes(job, size)))
+        is_exact = plan.sums.kind == "exact"
+        return ChainBytes(
+            costs=costs,
+            fused=fused,
+            parameter_bytes=tuple(param_bytes(job, size)),
+            gathered_bytes=tuple(gathered_bytes(job, size, keeps_roundings=is_exact)),
+        )
 
     shares = job.settings.memory.shares
     compute = job.precision.compute
@@ -204,20 +210,19 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
             for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
-        gather_seconds=_gather_seconds(job, plan, cluster) if is_timed else 0.0,
+        gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
         tier=tier,
         waves=job.settings.memory.waves,
     )
 
 
-def _gather_seconds(job: TracedJob, plan: Plan, cluster: Cluster) -> float:
+def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
     """Of all parameters over the copies in rings, by the slowest link; 0: no link is described.
 
     The rings of all places of a copy are at once and share their nodes' network cards.
     """
     num = len(plan.replicas)
-    is_exact = plan.sums.kind == "exact"
-    size = gathered_bytes(job, plan.microbatch_size, keeps_roundings=is_exact) / num
+    size = plan.parameter_bytes / num / len(plan.replicas[0].devices)
     columns = zip(*(replica.devices for replica in plan.replicas))  # noqa: B905
     transfers = [transfer for ranks in columns for transfer in ring_transfers(cluster, ranks, size)]
     times = transfer_seconds(cluster, transfers)

@@ -2,10 +2,9 @@
 
 import math
 
-import jax.numpy as jnp
-
-from .._graph._graph import params_of
+from .._graph._graph import Graph, params_of
 from .._graph._low_params import low_params
+from .._graph._operations import bytes_of
 from .._graph._parts import graph_of
 from .._graph._repeats import layer_points, module_points
 from .._graph._segments import Segment, segments_at
@@ -30,27 +29,30 @@ def segments_of_job(job: TracedJob, size: int) -> tuple[tuple[int, ...], tuple[S
 
 def param_bytes(job: TracedJob, size: int) -> list[int]:
     """Bytes of the parameters that each segment reads, as float32."""
-    graph = graph_of(job.graph(size))
-    param_of = params_of(graph)
-    _, segments = segments_of_job(job, size)
-    each = [{param_of[entry] for entry in segment.params} for segment in segments]
-    return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for own in each]
+    graph, read = _read_by_segments(job, size)
+    return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for _, own in read]
 
 
-def gathered_bytes(job: TracedJob, size: int, *, keeps_roundings: bool) -> int:
-    """Bytes of the parameters of all segments as stage 3 of ZeRO gathers them, once each.
+def gathered_bytes(job: TracedJob, size: int, *, keeps_roundings: bool) -> list[int]:
+    """The same as stage 3 of ZeRO gathers them.
 
     Args:
         job: That is planned.
         size: Examples of a microbatch.
         keeps_roundings: Whether what is only read in 16 bits travels so, as with exact sums.
     """
+    graph, read = _read_by_segments(job, size)
+    out = []
+    for segment, own in read:
+        low = low_params(graph, segment) if keeps_roundings else {}
+        dtypes = {p: low.get(p, graph.values[graph.param_values[p]].dtype) for p in own}
+        out.append(sum(bytes_of(graph.param_shapes[p], dtype) for p, dtype in dtypes.items()))
+    return out
+
+
+def _read_by_segments(job: TracedJob, size: int) -> tuple[Graph, list[tuple[Segment, set[int]]]]:
+    """Each segment, and the numbers of the parameters that it reads."""
     graph = graph_of(job.graph(size))
     param_of = params_of(graph)
-    total = 0
-    for segment in segments_of_job(job, size)[1]:
-        low = low_params(graph, segment) if keeps_roundings else {}
-        for p in {param_of[entry] for entry in segment.params}:
-            dtype = jnp.dtype(low.get(p, graph.values[graph.param_values[p]].dtype))
-            total += math.prod(graph.param_shapes[p]) * dtype.itemsize
-    return total
+    _, segments = segments_of_job(job, size)
+    return graph, [(own, {param_of[entry] for entry in own.params}) for own in segments]

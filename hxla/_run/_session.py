@@ -114,9 +114,12 @@ class Session:
             if self._is_tight:
                 keep_heap_small()
             member = own_member() if not options.is_trial and options.steps is not None else None
-            beginning = self._begin(plan) if member is None else None
+            begin = functools.partial(
+                Beginning, job, plan, options, self._stack, is_tight=self._is_tight
+            )
+            beginning = begin() if member is None else None
+            start = options.first_step if beginning is None else beginning.first_step
             resumed = None if beginning is None else beginning.step
-            start = options.first_step if resumed is None else resumed
             self._batch = job.first_batch(start, plan.microbatch_size)
             job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
@@ -141,12 +144,16 @@ class Session:
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
                 told.tell("waiting for the generation to be formed")
-                beginning = self._begin(plan, member.wait_for_the_others())
+                beginning = begin(folder=member.wait_for_the_others())
                 if beginning.load(self._store):
                     self._stepper.restored()
-                start = self.step_number
+                start = beginning.first_step
                 state_of_data = self._job.source.state
                 self._member = SessionMember(member, self._store, self._termination, state_of_data)
+            assert beginning is not None  # one of the two branches made it
+            self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
+            self.step_number = self._first_step = start
+            self._plans, self._note = beginning.plans, beginning.note
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             own = [self.memory_bytes] * len(self._reducer.local)
             self._bytes_of_copies = shared_numbers(self._reducer, own)
@@ -203,21 +210,6 @@ class Session:
             self._stack.close()
 
     # -- opening ---------------------------------------------------------------------------------
-
-    def _begin(self, plan: Plan, folder: str | None = None) -> Beginning:
-        """Find the state to begin with."""
-        found = Beginning(
-            self._job, plan, self._options, self._stack, is_tight=self._is_tight, folder=folder
-        )
-        self._checkpoints, self._plans, self._saved = (
-            found.checkpoints,
-            found.plans,
-            found.saved_step,
-        )
-        start = self._options.first_step if found.step is None else found.step
-        self.step_number = self._first_step = start
-        self._note = self._job.source.begin(start, found.data)
-        return found
 
     def _meta(self) -> dict[str, Any]:
         state = self._job.source.state(self.step_number)

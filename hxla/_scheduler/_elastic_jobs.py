@@ -58,6 +58,11 @@ class ElasticJob:
         others = sum(nums) - nums[self.alone]
         return self.min_devices <= sum(nums) <= self.num_microbatches and (self.mixed or not others)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices on which its speed is known, in the cluster's order."""
+        return tuple(capability.kind for capability in self.capabilities)
+
     def sum_seconds(self, num_devices: int) -> float:
         """Seconds that the sum over so many devices adds to a step."""
         for most, seconds in self.sums_seconds:

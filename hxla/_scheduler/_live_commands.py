@@ -198,7 +198,7 @@ class _JobsFile:
         self._path = path
         self._changed_at = self._looked()
         self.jobs = read_live_jobs(path)
-        self.kinds = tuple(c.kind for c in self.jobs[0].job.capabilities)
+        self.kinds = self.jobs[0].job.kinds
 
     def more(self) -> Sequence[LiveJob]:
         """All its jobs if it was changed since and can be read, else none."""
@@ -211,7 +211,7 @@ class _JobsFile:
         except ScheduleError as error:
             _say(f"jobs stay as they are: {error}")
             return ()
-        kinds = tuple(c.kind for c in jobs[0].job.capabilities)
+        kinds = jobs[0].job.kinds
         if kinds == self.kinds:
             return jobs
         was, own = ", ".join(self.kinds), ", ".join(kinds)

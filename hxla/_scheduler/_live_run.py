@@ -129,7 +129,7 @@ class LiveSchedule:
         self._fleet, self._start, self._record = fleet, start, record
         self._move_seconds, self._interval = move_seconds, interval_seconds
         self._tick = 0
-        self.kinds = tuple(c.kind for c in self._waiting[0].job.capabilities)
+        self.kinds = self._waiting[0].job.kinds
         self._nothing = (0,) * len(self.kinds)
         name, self._policy = policy
         self._offered = dict(fleet.offered())

@@ -131,7 +131,7 @@ def _read(wishes: ScheduleWishes) -> tuple[tuple[ElasticJob, ...], tuple[str, ..
             "decisions: give at least 0 s, and more than 0 s"
         )
     jobs, devices = read_jobs(wishes.trace, gangs=wishes.gangs, is_cut=wishes.is_cut)
-    kinds = tuple(c.kind for c in jobs[0].capabilities)
+    kinds = jobs[0].kinds
     devices = dict(wishes.devices) or devices
     wrong = sorted(set(devices) - set(kinds))
     if wrong or not devices or min(devices.values()) < 0:

@@ -263,9 +263,8 @@ def _check(jobs: Sequence[ElasticJob], kinds: Sequence[str], capacity: Nums) -> 
     twice = sorted({name for name in names if names.count(name) > 1})
     wrong = [f"{name}: given several times" for name in twice]
     for job in jobs:
-        known = tuple(c.kind for c in job.capabilities)
-        if known != tuple(kinds):
-            wrong.append(f"{job.name}: its speed is known on {known}, the devices are {kinds}")
+        if job.kinds != tuple(kinds):
+            wrong.append(f"{job.name}: its speed is known on {job.kinds}, the devices are {kinds}")
         elif not job.mixed and capacity[job.alone] < job.min_devices:
             wrong.append(
                 f"{job.name}: needs {job.min_devices} {kinds[job.alone]}, there are "
