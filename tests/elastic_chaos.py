@@ -298,10 +298,12 @@ def disturb(job, kind, rng):
         before = len([e for e in job.events() if e["what"] == "Started"])
         job.wait(lambda e: len([x for x in e if x["what"] == "Started"]) > before, 30, "a new one")
         time.sleep(rng.uniform(0, 2))
-        trains = job.pids()
-        if len(trains) == 1:  # whoever holds the only state is not to be lost
-            trains = [e for e in job.events() if e["what"] == "Started"][-1]["pids"]
-        send(rng.choice(sorted(trains.values())), signal.SIGKILL)
+        pids = job.pids()
+        if len(pids) == 1:  # whoever holds the only state is not to be lost
+            newest = [e for e in job.events() if e["what"] == "Started"][-1]["pids"]
+            pids = {d: pid for d, pid in newest.items() if pid not in pids.values()}
+        if pids:  # else the new generation is one of its own already
+            send(rng.choice(sorted(pids.values())), signal.SIGKILL)
     return True
 
 
