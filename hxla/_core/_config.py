@@ -102,6 +102,11 @@ class ClusterConfig(_Section):
     """Numbers of the devices to use, in the order of all devices; null: every one."""
     prefer_intra_node: bool = True
     """Keep the devices of a replica on one node where the nodes' sizes allow it."""
+    executors: Literal["auto"] | pydantic.PositiveInt = "auto"
+    """Microbatches that a device runs at once, each on sums of its own, where it holds a copy of
+    the model alone; no bit moves. `auto`: for a CPU device with several cores the number that is
+    fastest when a session begins, if it has so many steps that trying takes a twentieth of them at
+    most; else one."""
     layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
     """Devices among which one copy of the model is placed: `auto`, as many as the TaskGraphs ask
     for; `all`, one copy over every device; `host`, those of one host; or lists of numbers."""

@@ -15,6 +15,7 @@ from .._core._types import PyTree
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import as_function
+from .._model._functional import tree_bytes
 from .._plan._sharding import Sharded
 from ._across import Cut, narrow, replaced
 from ._contribution import (
@@ -32,6 +33,7 @@ from ._contribution import (
     peak_bits,
     row_bits,
 )
+from ._executors import Executors
 from ._granules import Granules
 from ._options import compiler_options, extra_bytes
 from ._replica import Replica
@@ -83,7 +85,7 @@ class MicrobatchSpec:
 
 
 class Microbatches:
-    """Runs the microbatches of a replica one after another.
+    """Runs the microbatches of a replica one after another, or several at once.
 
     Args:
         spec: What to run.
@@ -92,7 +94,6 @@ class Microbatches:
 
     names = ("a microbatch", "empty sums")  # of the programs
     unit = 1  # it takes any number of microbatches
-    kept_bytes = 0  # between steps
 
     def __init__(self, spec: MicrobatchSpec, replica: Replica):
         if spec.uneven is not None:
@@ -111,6 +112,7 @@ class Microbatches:
         self._zeros = jax.jit(zeros, out_shardings=shardings)
         self._compiled: Any = None
         self._compiled_zeros: Any = None
+        self._executors: Executors | None = None
 
     @property
     def text(self) -> str:
@@ -160,16 +162,44 @@ class Microbatches:
         Returns:
             The sums of these microbatches, and a small array to wait on.
         """
-        sums, tick = sums or self.empty(), None
-        for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
-            where = np.array([step, index, n > 0], np.int32)
+
+        def run_one(own: DeviceSums, goes_on: bool, index: int, batch: Any) -> Any:
+            where = np.array([step, index, goes_on], np.int32)
             placed = jax.tree.leaves(batch)
             # A program of one device takes host arrays itself, which costs a tenth of a device_put.
             if self._replica.axes:
                 placed = self._replica.put_tree(placed, self._batch_specs)
-            sums, tick = self._compiled(params, aux, sums, exponents, where, placed)
+            return self._compiled(params, aux, own, exponents, where, placed)
+
+        if self._executors is not None:
+            return self._executors.run(run_one, sums, ids, batches)
+        sums, tick = sums or self.empty(), None
+        for index, batch in zip(ids, batches, strict=True):
+            sums, tick = run_one(sums, tick is not None, index, batch)
         assert tick is not None
         return sums, tick
+
+    def use_executors(self, num: int, *, keeps: bool) -> None:
+        """Run so many microbatches at once from now on.
+
+        Args:
+            num: Executors; 1: one microbatch after another.
+            keeps: Whether the sums of each stay from step to step.
+        """
+        own = None if num == 1 else Executors(num, self._sums, self.empty, keeps=keeps)
+        self._executors = own
+
+    @property
+    def num_executors(self) -> int:
+        """How many microbatches run at once."""
+        return 1 if self._executors is None else self._executors.num
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of a device between steps, beside the sums: those of its other executors."""
+        if self._executors is None:
+            return 0
+        return (self._executors.num - 1) * tree_bytes(self._sums)
 
     def memory_bytes(self, sums_bytes: int) -> int:
         """Bytes that one device needs beside the state while it runs microbatches.
@@ -177,7 +207,7 @@ class Microbatches:
         Args:
             sums_bytes: Of the sums.
         """
-        return sums_bytes + extra_bytes(self._compiled)
+        return sums_bytes + self.num_executors * extra_bytes(self._compiled)
 
 
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:

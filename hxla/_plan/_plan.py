@@ -253,7 +253,7 @@ class Plan(PlanValue):
             )
         try:
             replicas = tuple(
-                ReplicaWork(devices=replica.devices, num_microbatches=whole(count))
+                ReplicaWork(**dict(replica) | {"num_microbatches": whole(count)})
                 for replica, count in zip(self.replicas, counts, strict=True)
             )
         except pydantic.ValidationError as error:
@@ -398,11 +398,12 @@ class Plan(PlanValue):
         return "\n".join(lines)
 
     def _of_replica(self, i: int) -> str:
-        known = self.prediction
+        known, executors = self.prediction, self.replicas[i].executors
+        at_once = f", {executors} at once" if executors > 1 else ""
         if known is None or not known.microbatch_seconds:
-            return ""
+            return at_once
         micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
-        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s"
+        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{at_once}"
 
     def _of_prediction(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:

@@ -55,6 +55,7 @@ def faults(plan: Any) -> Iterator[str]:
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     yield from _of_sums_over_the_host(plan)
+    yield from _of_executors(plan)
     known = {p.name for p in plan.parameters}
     for sparse in plan.sums.sparse:
         if sparse.name not in known:
@@ -83,6 +84,22 @@ def _of_sums_over_the_host(plan: Any) -> Iterator[str]:
         yield (
             f"sums.over: hosts add integers, and {plan.sums.kind} sums are none: use kind 'exact', "
             "or 'device'"
+        )
+
+
+def _of_executors(plan: Any) -> Iterator[str]:
+    if all(replica.executors == 1 for replica in plan.replicas):
+        return
+    if plan.axes or plan.chain is not None:
+        form = "axes" if plan.axes else "a chain of segments"
+        yield (
+            f"replicas: executors run microbatches of one program on one device, a copy has {form} "
+            "here: use executors 1"
+        )
+    if plan.sums.kind != "exact":
+        yield (
+            "replicas: executors take microbatches in no fixed order, which moves the bits of "
+            f"{plan.sums.kind} sums: use executors 1, or sums of kind 'exact'"
         )
 
 

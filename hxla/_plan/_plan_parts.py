@@ -70,10 +70,13 @@ class ReplicaWork(PlanValue):
     Attributes:
         devices: The ranks of its devices, in the order of the axes, the last axis running fastest.
         num_microbatches: The microbatches that it runs in a step.
+        executors: The microbatches of these that it runs at once, each executor with sums of its
+            own. Between one and many no bit moves.
     """
 
     devices: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(min_length=1)
     num_microbatches: pydantic.NonNegativeInt
+    executors: pydantic.PositiveInt = 1
 
 
 class ChainSegment(PlanValue):

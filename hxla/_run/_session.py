@@ -41,6 +41,7 @@ from ._counts_of_plan import (
     shared_numbers,
 )
 from ._data import Loader, cut_batch, eval_batches, num_tokens
+from ._executors_of_plan import with_fastest_executors
 from ._nonfinite import left_out
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder, step_record
@@ -136,11 +137,17 @@ class Session:
                 self._store, self._reducer.ranks, job.settings.watchdog.compare_steps
             )
             self._stack.callback(self._stepper.close)
+            self._stepper.use_executors(plan.replicas)
             own = self._stepper.warm_up(
                 self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
             )
             seconds = None
             if options.balance:
+                if job.settings.cluster.executors == "auto" and options.steps is not None:
+                    gain, left = job.settings.balance.min_gain, options.steps - start
+                    plan, own = with_fastest_executors(
+                        self._stepper, self._programs, plan, self._batch, own, gain, left
+                    )
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
                 told.tell("waiting for the generation to be formed")

@@ -15,13 +15,15 @@ from .._core._types import PyTree
 from .._lower import _exact
 from .._lower._contribution import DeviceSums, peaks_to_maxima
 from .._lower._layered import Spans
-from .._lower._lower import Programs
+from .._lower._lower import Programs, Runner
+from .._lower._microbatch import Microbatches
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._model._loss import means, num_columns
 from .._model._loss_scale import ScaleState, sum_exponent
+from .._plan._plan_parts import ReplicaWork
 from .._plan._precision import MOST_SCALE_EXPONENT
 from .._report._history import MetricValue
 
@@ -118,20 +120,49 @@ class Stepper:
             # Every process takes part in each of its collectives.
             found = [[watch.result() for watch in self._run_all(*once)] for _ in range(repeats)]
             return [float(np.median([run[i] for run in found] or [0.0])) for i in each]
+        found = [
+            self.seconds_of_microbatches(i, batch, self._at_once(runner), repeats=repeats)
+            for i, runner in enumerate(runners)
+        ]
+        return [float(np.median(own or [0.0])) for own in found]
+
+    def _at_once(self, runner: Runner) -> int:
+        """Microbatches whose time says how fast they are."""
+        if isinstance(runner, Microbatches):
+            return min(runner.num_executors, self._programs.plan.num_microbatches)
+        if not isinstance(runner, Pipeline):
+            return 1
         # A pipeline's time for one microbatch says little: most of it is bubble.
-        num = 1
-        if isinstance(runners[0], Pipeline):
-            even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
-            num = max(unit, even - even % unit)
-        seconds = []
-        for i in range(len(runners)):
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
-                times.append((time.perf_counter() - start) / num)
-            seconds.append(float(np.median(times)) if times else 0.0)
-        return seconds
+        even = self._programs.plan.num_microbatches // len(self._reducer.replicas)
+        return max(runner.unit, even - even % runner.unit)
+
+    def seconds_of_microbatches(
+        self, i: int, batch: PyTree, num: int, *, repeats: int
+    ) -> list[float]:
+        """Time microbatches on a local replica.
+
+        Args:
+            i: Of the local replicas.
+            batch: A microbatch.
+            num: Microbatches of a run.
+            repeats: Runs.
+
+        Returns:
+            Seconds of a microbatch in each run.
+        """
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
+            times.append((time.perf_counter() - start) / num)
+        return times
+
+    def use_executors(self, replicas: Sequence[ReplicaWork]) -> None:
+        """Run as many microbatches at once on each local replica as it is said to."""
+        keeps = not self._reducer.releases
+        for replica, runner in zip(self._reducer.local, self._programs.runners, strict=True):
+            if isinstance(runner, Microbatches):
+                runner.use_executors(replicas[replica.index].executors, keeps=keeps)
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
         """Times of the pieces of every local pipeline's step, by replica."""
