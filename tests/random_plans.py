@@ -458,7 +458,9 @@ def _draw_set(form, rng, number, processes):
         if zero["zero"] == 3:
             sums["over"] = "device"
         sums.pop("sparse", None)
-    counts = draw()
+    counts, executors = draw(), 1
+    if width == 1 and not form.chain and not form.counts:
+        executors = random.Random(f"{form} {number} executors").choice((1, 2, 3))
     chain = plan.chain
     if chain is not None:
         sequence = draw_sequence(rng, 0, len(chain.segments) - 1)
@@ -469,7 +471,7 @@ def _draw_set(form, rng, number, processes):
         pipeline=pipeline,
         devices=tuple(PlannedDevice(rank=rank, kind="cpu") for rank in sorted(ranks)),
         replicas=tuple(
-            ReplicaWork(devices=group, num_microbatches=count)
+            ReplicaWork(devices=group, num_microbatches=count, executors=executors)
             for group, count in zip(groups, counts, strict=True)
         ),
         sums=plan.sums.model_copy(update=sums),

@@ -130,6 +130,28 @@ def test_a_planned_growth_prepares_stops_hands_over_and_forms():
     assert run.known.ledger.end == 6
 
 
+def test_a_member_that_does_not_end_once_states_are_handed_over_is_killed():
+    """One that was killed after it left its state is waited for by the other's last collective."""
+    run = training(3)
+    run(Completed, "gpu0", step=run.known.ledger.end + 1)
+    [prepare] = run(AskedBack, "gpu2", notice_seconds=600.0)
+    coming = prepare.generation
+    assert kinds(run(Prepared, *coming.members, generation=coming.number)) == [Stop]
+    step = run.known.ledger.end + 1
+    run(LeftState, "gpu0", "gpu1", step=step, digest="x")
+    assert run(Exited, "gpu0") == ()
+    assert run(Passed, after=RULES.collect_seconds) == ()  # gpu2 still writes
+    run(LeftState, "gpu2", step=step, digest="x")
+    [kill] = run(Passed, after=RULES.collect_seconds)
+    assert isinstance(kill, Kill)
+    assert kill.devices == {"gpu1", "gpu2"}
+    assert run(Exited, "gpu2") == ()
+    form, released = run(Exited, "gpu1")
+    assert form.generation == dataclasses.replace(coming, first_step=step)  # what was prepared
+    assert isinstance(released, Release)
+    assert run.known.num_failures == 0
+
+
 def test_a_kill_lets_the_others_leave_their_state_and_goes_on_from_the_newest():
     run = training(3)
     first = run.known.ledger.end

@@ -110,7 +110,7 @@ def _asked_back(known: Membership, event: AskedBack) -> _Done:
 
 def _vanished(known: Membership, event: Vanished) -> _Done:
     at = event.at_seconds
-    known = _without(known, event.device)
+    known = known.without(event.device)
     if event.device in known.alive:
         number = known.generation.number
         return _exited(known, Exited(at_seconds=at, generation=number, device=event.device))
@@ -120,15 +120,6 @@ def _vanished(known: Membership, event: Vanished) -> _Done:
         )
         return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
     return _reconsidered(known, at)
-
-
-def _without(known: Membership, device: str) -> Membership:
-    return dataclasses.replace(
-        known,
-        devices=tuple(d for d in known.devices if d != device),
-        leaving=tuple(pair for pair in known.leaving if pair[0] != device),
-        kept=tuple(one for one in known.kept if one.device != device),
-    )
 
 
 def _shares_asked(known: Membership, event: SharesAsked) -> _Done:
@@ -222,10 +213,11 @@ def _left_state(known: Membership, event: LeftState) -> _Done:
     others = tuple(one for one in known.kept if one.device != event.device)
     if event.device in known.devices:
         known = dataclasses.replace(known, kept=(*others, left))
-    return known, todo
+    return known.waiting_less(event.at_seconds), todo
 
 
 def _exited(known: Membership, event: Exited) -> _Done:
+    at = event.at_seconds
     if known.coming is not None and event.generation == known.coming.number:
         return _lost_while_preparing(known, event)
     if event.generation != known.generation.number or event.device not in known.alive:
@@ -234,9 +226,9 @@ def _exited(known: Membership, event: Exited) -> _Done:
     expected = any(one.device == event.device for one in known.kept)
     if known.phase == "collecting" or (known.phase == "handing over" and expected):
         step = _without_the_silent if known.alive else _formed
-        return step(known, event.at_seconds)
+        return step(known.waiting_less(at), at)
     words = f"{event.device} ended in phase {known.phase}: the others leave their state"
-    return _then((known, (Tell(words=words),)), lambda k: _collecting(k, event.at_seconds))
+    return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
 
 
 def _lost_while_preparing(known: Membership, event: Exited) -> _Done:
@@ -327,9 +319,16 @@ def _late_collecting(known: Membership, at: float) -> _Done:
     # Whoever cannot even be killed cannot be reached, and its messages carry an old number.
     words = f"{', '.join(sorted(known.alive))} cannot be reached and is not used"
     for device in sorted(known.alive):
-        known = _without(known, device)
+        known = known.without(device)
     known = dataclasses.replace(known, alive=frozenset())
     return _then((known, (Tell(words=words),)), lambda k: _formed(k, at))
+
+
+def _late_handing_over(known: Membership, at: float) -> _Done:
+    """Whoever left its state is only to end; others leave theirs now."""
+    return (_late_collecting if known.have_left and not known.is_killing else _collecting)(
+        known, at
+    )
 
 
 def _late_forming(known: Membership, at: float) -> _Done:
@@ -409,7 +408,8 @@ def _formed(known: Membership, at: float) -> _Done:
             Tell(words=f"steps {step} to {known.ledger.end - 1} are lost: nobody left them")
         )
     kept = tuple(one for one in known.kept if one.step not in wrong)
-    known = dataclasses.replace(known, ledger=known.ledger.back_to(step), kept=kept, heard=())
+    ledger = known.ledger.back_to(step)
+    known = dataclasses.replace(known, ledger=ledger, kept=kept, heard=(), is_killing=False)
     members, coming = chosen(known), known.coming
     is_too_few = len(members) < known.rules.min_devices
     is_failing = known.num_failures >= known.rules.most_failures
@@ -449,7 +449,7 @@ def _released(known: Membership) -> _Done:
     needed = {*known.alive, known.source, _keeper(known)}
     free = [device for device, _ in known.leaving if device not in needed]
     for device in free:
-        known = _without(known, device)
+        known = known.without(device)
     return known, tuple(Release(device=device) for device in free)
 
 
@@ -489,7 +489,7 @@ _HANDLERS: dict[type[Happened], Callable[[Membership, Any], _Done]] = {
 }
 _LATE: dict[str, Callable[[Membership, float], _Done]] = {
     "preparing": _late_preparing,
-    "handing over": _collecting,
+    "handing over": _late_handing_over,
     "collecting": _late_collecting,
     "forming": _late_forming,
     "running": _late_never,

@@ -142,6 +142,31 @@ class Membership:
     num_generations: int = 0
     num_failures: int = 0
 
+    @property
+    def have_left(self) -> bool:
+        """Whether all members that are alive have left their last state."""
+        return self.alive <= {one.device for one in self.kept if one.step == self.ledger.end}
+
+    def waiting_less(self, at_seconds: float) -> "Membership":
+        """While states are handed over: whoever left its own is to end soon after another did.
+
+        It may wait for one that was killed meanwhile, which nobody else notices.
+        """
+        has_ended = self.alive < set(self.generation.members)
+        if self.phase != "handing over" or not has_ended or not self.have_left:
+            return self
+        until = min(self.until_seconds, at_seconds + self.rules.collect_seconds)
+        return dataclasses.replace(self, until_seconds=until)
+
+    def without(self, device: str) -> "Membership":
+        """A device is gone, and with it the state that its member left."""
+        return dataclasses.replace(
+            self,
+            devices=tuple(d for d in self.devices if d != device),
+            leaving=tuple(pair for pair in self.leaving if pair[0] != device),
+            kept=tuple(one for one in self.kept if one.device != device),
+        )
+
     def silent(self, at_seconds: float) -> tuple[str, ...]:
         """Members of which nothing was heard for too long."""
         longest = self.rules.heartbeat_seconds
