@@ -2,11 +2,11 @@
 
     python benchmarks/elastic_share.py
 
-Two runs of the same job differ by a tenth in speed, however many steps are timed, so a difference of
-less is not seen beside `hxla run` (`benchmarks/elastic_overhead.py`). This adds up instead what an
-elastic job does and another does not: processor time of the launcher, processor time of each member's
-thread that listens and reports, and time of the main thread between a step's sum and its update and after
-it. The model is that of examples/gpt.py on two processes with a core each.
+Two runs of the same job differ by a tenth in speed, however many steps are timed, so a difference
+of less is not seen beside `hxla run` (`benchmarks/elastic_overhead.py`). This adds up instead what
+an elastic job does and another does not: processor time of the launcher, processor time of each
+member's thread that listens and reports, and time of the main thread before and after an update.
+The model is that of examples/gpt.py on two processes with a core each.
 Writes benchmarks/results/elastic_share.json.
 """
 
@@ -32,6 +32,14 @@ def processor_seconds(pid, thread=None):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def launcher_seconds(server):
+    """Processor time of the launcher, the server that forks members, and what else it started."""
+    text = pathlib.Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1]
+    launcher = int(text.split()[1])
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return sum(map(processor_seconds, [launcher, *children]))
+
+
 def work(steps):
     """What each process of the job does."""
     sys.path[:0] = [str(ROOT / "examples")]
@@ -43,7 +51,7 @@ def work(steps):
     import hxla
     from hxla._run._session_member import SessionMember
 
-    spent, launcher = [0.0], int(os.environ["HXLA_LAUNCHER_PID"])
+    spent, server = [0.0], int(os.environ["HXLA_LAUNCHER_PID"])
     [thread] = [t.native_id for t in threading.enumerate() if t.name == "hxla-member"] or [None]
 
     class Timed:
@@ -74,7 +82,7 @@ def work(steps):
             )
             began[record.step + 1] = {
                 "wall": time.perf_counter(),
-                "launcher": processor_seconds(launcher),
+                "launcher": launcher_seconds(server),
                 "member": processor_seconds(os.getpid(), thread),
                 "main": spent[0],
             }
@@ -88,7 +96,7 @@ def work(steps):
         microbatch_size=2,
         steps=steps,
         counts="even",
-        callback=seen,
+        callbacks=[seen],
     )
     found = {key: began[steps][key] - began[SETTLED][key] for key in began[steps]}
     print("RESULT", json.dumps(found | {"rank": jax.process_index()}), flush=True)
@@ -111,7 +119,7 @@ def main():
         told = subprocess.run(
             command,
             check=True,
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         ).stdout
