@@ -49,7 +49,7 @@ from ._throttle import pack
 from ._warm import CoordinationProcess
 from ._workers import Seat, Streams, WorkersStart
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.1
 _REREAD_SECONDS = 0.5
 _OF_OTHERS = ("victim", "judged", "preempted", "left")
 

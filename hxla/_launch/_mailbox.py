@@ -7,7 +7,7 @@ A writer that is killed or frozen disturbs nobody, and a text half written is kn
 import dataclasses
 import json
 import zlib
-from typing import Any
+from typing import Any, TypeVar
 
 from ._board import Board, new_board, open_board
 
@@ -66,6 +66,9 @@ class Order:
     leaves: bool = False
 
 
+_Said = TypeVar("_Said", Report, Order)
+
+
 class Mailbox:
     """The slots of all processes of a generation.
 
@@ -76,15 +79,15 @@ class Mailbox:
 
     def __init__(self, board: Board, num_ranks: int):
         self._board, self._num = board, num_ranks
-        self._read_before: dict[int, tuple[str, dict[str, Any]]] = {}  # by slot: text, what it says
+        self._read_before: dict[int, tuple[str, Any]] = {}  # by slot: text, what it says
 
     def report(self, rank: int) -> Report:
         """What a process said last."""
-        return Report(**self._read(rank))
+        return self._read(rank, Report)
 
     def order(self, rank: int) -> Order:
         """What a process was told last."""
-        return Order(**self._read(self._num + rank))
+        return self._read(self._num + rank, Order)
 
     def tell(self, rank: int, report: Report) -> None:
         """Say something of a process, its own."""
@@ -98,17 +101,19 @@ class Mailbox:
         text = json.dumps(dataclasses.asdict(what))
         self._board.put(slot, f"{zlib.crc32(text.encode()):08x}{text}")
 
-    def _read(self, slot: int) -> dict[str, Any]:
+    def _read(self, slot: int, kind: type[_Said]) -> _Said:
+        text, said = self._read_before.get(slot, ("", kind()))
         for _ in range(100):  # what is just being written is whole a moment later
             line = self._board.text(slot)
             if line is None:
-                return {}
-            text, fields = self._read_before.get(slot, ("", {}))
+                return kind()
             if line == text:
-                return fields
+                break
             if line[:8] == f"{zlib.crc32(line[8:].encode()):08x}":
-                self._read_before[slot] = line, dict(json.loads(line[8:]))
-        return self._read_before.get(slot, ("", {}))[1]  # it was killed while it wrote
+                said = kind(**json.loads(line[8:]))
+                self._read_before[slot] = line, said
+                break
+        return said  # what was said before, if it was killed while it wrote
 
 
 def new_mailbox(num_ranks: int) -> tuple[Mailbox, str]:

@@ -28,8 +28,8 @@ from ._mailbox import (
     open_mailbox,
 )
 
-_POLL_SECONDS = 0.05
-_POLLS_OF_A_BEAT = 4
+_POLL_SECONDS = 0.1
+_POLLS_OF_A_BEAT = 2
 PINNED = "pinned.json"
 _PATIENCE_SECONDS = 60.0  # of the main thread for an order to leave, once a peer is lost
 
