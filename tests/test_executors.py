@@ -184,7 +184,10 @@ def test_more_executors_are_tried_while_they_pay(monkeypatch, seconds, best):
 
 def test_trials_take_little_of_the_work(monkeypatch):
     seconds = {1: 1.0, 2: 0.5, 4: 0.3, 8: 0.2}
-    for num_steps in (1, 150, 300, 500, 1000):
+    for num_steps in (1, 50, 100, 150, 300, 500, 1000):
         executors, num_run = chosen(monkeypatch, seconds, num_steps)
         assert num_run <= num_steps * NUM / 20
-        assert (executors > 1) == (num_steps >= 200)
+        assert (executors > 1) == (num_steps >= 100)  # two runs of four microbatches, five times
+    short = {num: each / 1000 for num, each in seconds.items()}
+    assert chosen(monkeypatch, short, 150)[0] == 1  # those of a whole step
+    assert chosen(monkeypatch, short, 250)[0] == 2

@@ -1,5 +1,6 @@
 """How many microbatches a device runs at once: as asked, or as many as are fastest."""
 
+import math
 import os
 
 import numpy as np
@@ -14,6 +15,7 @@ from ._traced_job import TracedJob
 
 _REPEATS = 5
 _MOST_OF_WORK = 1 / 20  # that trials may take
+_LONG_SECONDS = 0.1  # of a run beside which adding up the sums of executors is little
 
 
 def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
@@ -72,10 +74,14 @@ def with_fastest_executors(
     if any(replica.executors > 1 for replica in plan.replicas):
         return plan, seconds
     best, most, num = plan, _most_executors(programs), 1
-    at_once = max(plan.counts)  # what a step runs: adding up the sums of executors takes time, too
-    left = _MOST_OF_WORK * num_steps * at_once - 2 * _REPEATS * at_once
-    while 2 * num <= most and left >= 0:
+    left = _MOST_OF_WORK * num_steps * max(plan.counts)
+    long = math.ceil(_LONG_SECONDS / max(seconds[0], 1e-9))
+    while 2 * num <= most:
         num *= 2
+        at_once = min(max(2 * num, long), max(plan.counts))
+        left -= 2 * _REPEATS * at_once
+        if left < 0:
+            break
         more = with_executors(plan, (num,) * len(plan.replicas))
         before = stepper.seconds_of_microbatches(0, batch, at_once, repeats=_REPEATS)
         stepper.use_executors(more.replicas)
@@ -84,7 +90,6 @@ def with_fastest_executors(
             stepper.use_executors(best.replicas)
             break
         best, seconds = more, [float(np.median(after))]
-        left -= 2 * _REPEATS * at_once
     local = programs.reducer.local
     found = shared_numbers(programs.reducer, [best.replicas[r.index].executors for r in local])
     return with_executors(plan, tuple(map(int, found))), seconds
