@@ -193,7 +193,6 @@ class Form:
         has_weight: Whether weight gradients are operations of their own.
         counts: Of float sums, which depend on them; none: sums are exact.
         limbs: The integers of an exact sum's element.
-        zero: Whether copies share out the optimizer's state.
         chain: Segments of a microbatch that are programs of their own; 0: it is one program.
         precision: The dtypes of the computation.
         seed: Of the cut.
@@ -208,7 +207,6 @@ class Form:
     has_weight: bool = False
     counts: tuple[int, ...] = ()
     limbs: int = 2
-    zero: bool = False
     chain: int = 0
     precision: str = "model"
     seed: int = 0
@@ -226,6 +224,11 @@ class Form:
     @property
     def num_microbatches(self):
         return BATCH // self.size
+
+    @property
+    def could_share(self):
+        """Whether copies may share their state out, which decides nothing."""
+        return self.stages == self.tensor == 1 and not self.counts
 
     @functools.cached_property
     def usual(self):
@@ -307,8 +310,7 @@ def forms():
         cuts = [
             {"size": 1},
             {"size": 2},
-            {"zero": True},
-            {"chain": rng.randint(3, 5), "zero": model != "mlp"},
+            {"chain": rng.randint(3, 5)},
             {"tensor": 2},
             {"stages": 2},
             {"stages": 3, "has_weight": True},
@@ -325,9 +327,9 @@ def forms():
             fields["limbs"] = 2 if "counts" in fields else of_limbs.choice((1, 2))
             found.append(Form(model=model, **fields))
     low = [
-        ("mlp", "bf16", {"zero": True}),
-        ("mlp", "fp16", {"size": 1}),
-        ("gpt", "fp8", {"chain": 3, "zero": True}),
+        ("mlp", "bf16", {}),
+        ("mlp", "fp16", {}),
+        ("gpt", "fp8", {"chain": 3}),
     ]
     return found + [
         Form(model=model, precision=word, **fields, seed=rng.randrange(1 << 30))
@@ -372,7 +374,7 @@ NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
 def trials(form, num_sets=NUM_SETS, each=5):
     """`num_sets` sets of programs, `each` trials of each, and two on real processes.
 
-    A chain has a set more, so that its sets are of all stages of ZeRO.
+    A chain has a set more, so that its sets are of several stages of ZeRO.
     """
     num_sets += form.chain > 0
     rng = random.Random(str(form))
@@ -405,7 +407,8 @@ def _draw_set(form, rng, number, processes):
     plan, width = form.plan, form.stages * form.tensor
     pipeline = plan.pipeline
     most = min(MOST_DEVICES // width, form.num_microbatches)
-    copies = rng.randint(min(2, most) if form.zero else 1, most)
+    stage = (number + form.seed // 2) % (4 if form.chain else 2) if form.could_share else 0
+    copies = rng.randint(min(2, most) if stage else 1, most)
     copies = len(form.counts) or (most if processes > 1 else copies)
     ranks = rng.sample(range(copies * width), copies * width)
     each = MOST_DEVICES // processes
@@ -413,7 +416,7 @@ def _draw_set(form, rng, number, processes):
         ranks = rng.sample(range(MOST_DEVICES), copies * width)
     over = random.Random(f"{form} {number}").choice(("device", "host"))
     over = over if width == 1 and not form.counts else "device"
-    if over == "host" and form.zero:  # those of a process have one piece of the state together
+    if over == "host" and stage:  # those of a process have one piece of the state together
         ranks.sort(key=lambda rank: rank // each)
     groups = [tuple(ranks[i * width : (i + 1) * width]) for i in range(copies)]
     unit, draw = 1, functools.partial(_draw_counts, rng, form.num_microbatches, copies)
@@ -445,17 +448,14 @@ def _draw_set(form, rng, number, processes):
     if form.model == "gpt" and width == 1 and rng.random() < 0.5:
         sums["sparse"] = (SparseRows(name="embed/embedding", most_rows=VOCABULARY),)
     placed = plan.placement.model_copy(update={"sums": rng.choice(("kept", "released"))})
-    if form.zero:
+    if stage:
         shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
-        zero = {
-            "zero": 1 + (number + form.seed) % 3 if form.chain else 1,
-            "shares": rng.choice(((), tuple(shares))),
-        }
-        if zero["zero"] > 1:
+        zero = {"zero": stage, "shares": rng.choice(((), tuple(shares)))}
+        if stage > 1:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         placed = placed.model_copy(update=zero)
-        if zero["zero"] == 3:
+        if stage == 3:
             sums["over"] = "device"
         sums.pop("sparse", None)
     counts, executors = draw(), 1

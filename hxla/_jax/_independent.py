@@ -49,6 +49,9 @@ class Part(Protocol):
     def owns(self, domain: int) -> bool:
         """Whether it has a domain, or a slice of it."""
 
+    def has_whole(self, domain: int) -> bool:
+        """Whether it has the arrays of a domain whole, in their own shapes."""
+
     def piece(self, domain: int, x: Any) -> Any:
         """Its slice of a whole array of a domain that is cut."""
 
@@ -178,6 +181,8 @@ class Independent:
                 if is_division(eqn) and domains.of(eqn.invars[1]) is None:
                     x, number = map(jnp.asarray, own)
                     found = [divided(x, number, zero)]
+                elif part.has_whole(domain):
+                    found = run_equation(eqn, own)
                 else:
                     found = _on_slices(eqn, own)
             if i in chosen and found[0] is not MISSING:

@@ -1,15 +1,17 @@
 """What lowering reads besides the graph: the user's words, and what a plan says of copies."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from .._core._errors import PlanError
 from .._graph._graph import Graph
+from .._jax._independent import Independent
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._linked_dims import LinkedDims, planned_parts
-from .._plan._ownership import SUMMED_STATE, Ownership, ownership
+from .._plan._ownership import SUMMED_STATE, Ownership, ownership, traced_update
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
@@ -41,14 +43,22 @@ class Training:
     num_groups: int = 1
     offload_directory: str | None = None
 
+    @property
+    def update_of(self) -> tuple[Optimizer, Any]:
+        """The optimizer and the shapes of what it trains."""
+        return self.optimizer, jax.eval_shape(lambda tree: tree, self.model.trained)
+
+    @property
+    def update_clip_norm(self) -> float | None:
+        """Global norm to which the update clips the gradient of a step."""
+        return None if self.clip_before else self.clip_norm
+
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:
     """Which copy updates what, if not each everything."""
     if not plan.placement.zero:
         return None
-    params = jax.eval_shape(lambda tree: tree, training.model.trained)
-    clip_norm = None if training.clip_before else training.clip_norm
-    own = ownership(training.optimizer, params, plan.granules, clip_norm)
+    own = ownership(*training.update_of, plan.granules, training.update_clip_norm)
     own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
     if plan.placement.optimizer != "device" and own.summed_state:
         raise PlanError(f"placement.optimizer: {SUMMED_STATE}: use 'device'")
@@ -60,6 +70,20 @@ def ownership_of(training: Training, plan: Plan) -> Ownership | None:
             f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
         )
     return own
+
+
+def whole_update_of(training: Training, plan: Plan) -> Independent | None:
+    """The update that each copy makes of everything, where it is that of `placement.zero` too.
+
+    None where sums are of floats, where copies of several devices lie otherwise, and where the
+    optimizer treats parameters as a whole: there bits depend on the program around them.
+    """
+    if plan.placement.zero or plan.axes or plan.pipeline is not None or plan.sums.kind != "exact":
+        return None
+    update, _ = traced_update(*training.update_of, training.update_clip_norm)
+    num = len(jax.tree.leaves(training.model.trained))
+    domains = {d for d in update.domain_of[:num] if d is not None}
+    return update if all(update.slices[d] for d in domains) else None
 
 
 def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:

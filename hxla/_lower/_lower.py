@@ -30,7 +30,7 @@ from ._contribution import Contribution, pack_shapes, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
 from ._held import StateSpecs
-from ._inputs import Training, ownership_of, sharded_of, uneven_of
+from ._inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
 from ._layered import Layered, sum_groups
 from ._microbatch import Microbatches, MicrobatchSpec
 from ._opt_state import of_opt_state
@@ -171,7 +171,7 @@ class Programs:
             tensors=self.tensors,
             contribution=self.contribution,
             num_microbatches=plan.num_microbatches,
-            clip_norm=None if training.clip_before else training.clip_norm,
+            clip_norm=training.update_clip_norm,
             num_groups=training.num_groups,
             buckets=self.reducer.buckets,
             padding=padding,
@@ -181,6 +181,7 @@ class Programs:
             update,
             self.reducer,
             self.own,
+            whole_update_of(training, plan),
             *own_specs,
             tier=plan.placement.optimizer,
             state=lambda i: self._shapes(i)[2],

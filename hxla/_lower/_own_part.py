@@ -30,6 +30,10 @@ class OwnPart(Part):
         """Whether it has a domain, or a slice of it."""
         return self._own.owners[domain] in (None, self._copy)
 
+    def has_whole(self, domain: int) -> bool:
+        """Never: arrays that are cut are flat, also where one copy has all granules."""
+        return False
+
     def cuts(self, k: int) -> bool:
         """Whether one of the update's arrays is cut."""
         domain = self._own.update.domain_of[k]

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
+from .._jax._independent import Independent
 from .._plan._ownership import Ownership
 from .._plan._plan_parts import Tier
 from ._array_sums import lowered_sums, sum_programs, summed
@@ -17,6 +18,7 @@ from ._own_update import own_arguments, own_update_program
 from ._streamed_update import StreamedUpdate
 from ._sum import Reducer
 from ._update import UpdateSpec, update_function, update_program
+from ._whole_update import whole_arguments, whole_update_program
 
 
 class Updates:
@@ -26,6 +28,8 @@ class Updates:
         spec: What they are made from.
         reducer: Knows all copies.
         own: Which copy updates what; None: each updates everything.
+        whole: The traced update, where each updates everything by the arithmetic of shared updates;
+            None: where its one program decides how it rounds.
         params: PartitionSpec of each trained parameter.
         opt_state: Tree of the PartitionSpecs of the optimizer's state.
         aux: PartitionSpec of each other variable.
@@ -38,6 +42,7 @@ class Updates:
         spec: UpdateSpec,
         reducer: Reducer,
         own: Ownership | None,
+        whole: Independent | None,
         params: Sequence[P],
         opt_state: PyTree,
         aux: Sequence[P],
@@ -45,6 +50,7 @@ class Updates:
         state: Callable[[int], PyTree],
     ):
         self._spec, self._reducer, self._own = spec, reducer, own
+        self._traced = whole if own is None else own.update
         self._tier, self._state_of = tier, state
         self._is_of_one_device = any(
             replica.only_place is not None and not spec.padding.is_none for replica in reducer.local
@@ -54,16 +60,19 @@ class Updates:
         self.programs: list[Any] = []  #: Of each local copy, before compilation.
         self._sums: list[list[tuple[Any, Any]]] = []
         for replica in local:
-            if own is None:
+            if own is not None:
+                arguments: Any = functools.partial(own_arguments, spec, own, chunks, replica.index)
+                if tier == "device":
+                    self.programs.append(own_update_program(spec, own, chunks, replica))
+            elif whole is not None:
+                arguments = functools.partial(whole_arguments, spec, whole)
+                self.programs.append(whole_update_program(spec, whole, replica))
+            else:
                 self.programs.append(update_program(spec, replica, params, opt_state, aux))
-                self._sums.append([])
-                continue
-            if tier == "device":
-                self.programs.append(own_update_program(spec, own, chunks, replica))
-            arguments = functools.partial(own_arguments, spec, own, chunks, replica.index)
             options = update_options(replica.devices[0].platform, spec.contribution.form)
-            self._sums.append(sum_programs(own.update, arguments, options))
-        firsts = [] if own is None else [own.shares.firsts[r.index] for r in local]
+            traced = self._traced
+            self._sums.append([] if traced is None else sum_programs(traced, arguments, options))
+        firsts = [0 if own is None else own.shares.firsts[r.index] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
 
@@ -87,7 +96,7 @@ class Updates:
     @property
     def text(self) -> str:
         """What stands for the update where copies or their devices have unlike programs of it."""
-        return self._of_whole if self._own is None else str(self._own.update.closed)
+        return self._of_whole if self._traced is None else str(self._traced.closed)
 
     def lower(
         self, i: int, params: Any, opt_state: Any, aux: Any, totals: Any, ints: Any, exponents: Any
@@ -105,12 +114,12 @@ class Updates:
         """
         numbers = np.float32(1), np.float32(1)
         given = (params, opt_state, aux, totals, ints, exponents, *numbers)
-        if self._own is None:
+        if self._traced is None:
             if self._is_of_one_device:
                 run = update_function(self._spec, has_axes=True)
                 self._of_whole = str(jax.make_jaxpr(run)(*given))
             return [self.programs[i].lower(*given)]
-        traced, where = self._own.update, self._where[i]
+        traced, where = self._traced, self._where[i]
         here = self._here(i, opt_state)
         read = (params, here, totals, exponents, *numbers, where)
         sums = np.zeros(len(traced.sums), np.float32)
@@ -146,14 +155,17 @@ class Updates:
             value: The loss.
         """
         last = [programs[-1] for programs in self.compiled]
-        if self._own is None:
+        if self._traced is None:
             return [update(*own, weight, value) for update, own in zip(last, local, strict=True)]
         read = [
             [own[0], self._here(i, own[1]), own[3], own[5], weight, value, self._where[i]]
             for i, own in enumerate(local)
         ]
-        rank = jax.process_index(), jax.process_count()
-        sums = summed(self._own.update, self.compiled, read, self._reducer.exchange, rank)
+        if self._own is None:  # any copy has all terms
+            sums = summed(self._traced, self.compiled[:1], read[:1], lambda x: x, (0, 1))
+        else:
+            rank = jax.process_index(), jax.process_count()
+            sums = summed(self._traced, self.compiled, read, self._reducer.exchange, rank)
         run = [streamed.run for streamed in self._streamed] or last
         return [
             update(*own, weight, value, where, sums)

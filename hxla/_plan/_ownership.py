@@ -24,7 +24,8 @@ from .._core._types import PyTree
 from .._jax._independent import Independent, independent
 from .._model._optimizer import Optimizer
 
-_LEAST_GRANULE = 8  # elements
+#: Elements: arithmetic on a single number is compiled in another way than on several.
+LEAST_GRANULE = 8
 SUMMED_STATE = (
     "the optimizer's sums over whole parameters, such as trust ratios, read its state, which would "
     "come to the device twice in a step"
@@ -66,11 +67,8 @@ class Shares:
         )
 
     def granule(self, size: int) -> int:
-        """Elements of a granule of a tensor of so many.
-
-        Not too few: arithmetic on a single number is compiled in another way than on several.
-        """
-        return max(-(-size // self.num), _LEAST_GRANULE)
+        """Elements of a granule of a tensor of so many."""
+        return max(-(-size // self.num), LEAST_GRANULE)
 
     def own_size(self, tensor: int, size: int, copy: int) -> int:
         """Elements of a tensor that a copy holds, with what pads the last ones.
@@ -185,6 +183,35 @@ def ownership(
         granules: Of each copy.
         clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
+    found, arrays = traced_update(optimizer, params, clip_norm)
+    sizes = [0] * len(found.slices)
+    for domain, x in zip(found.domain_of, arrays, strict=False):
+        if domain is not None:
+            sizes[domain] += x.size
+    owners: list[int | None] = [None] * len(sizes)
+    load = [0.0] * len(granules)
+    for d in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
+        if found.slices[d]:
+            continue
+        best = min(range(len(granules)), key=lambda c: (load[c] + sizes[d]) / granules[c])
+        owners[d], load[best] = best, load[best] + sizes[d]
+    num = len(jax.tree.leaves(params))
+    return Ownership(found, tuple(granules), tuple(owners), num)
+
+
+def traced_update(
+    optimizer: Optimizer, params: PyTree, clip_norm: float | None = None
+) -> tuple[Independent, list[Any]]:
+    """Trace an update, and find what of it is independent.
+
+    Args:
+        optimizer: The user's own.
+        params: Shapes of the trained parameters.
+        clip_norm: Global norm to which gradients are clipped first; None: not at all.
+
+    Returns:
+        The update, and the shapes of what it makes anew: parameters and the optimizer's state.
+    """
     leaves, tree = jax.tree.flatten(params)
     state, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
     num, num_arrays = len(leaves), len(leaves) + len(state)
@@ -199,16 +226,5 @@ def ownership(
         return [*jax.tree.leaves(optax.apply_updates(own, updates)), *jax.tree.leaves(after)]
 
     value = jax.ShapeDtypeStruct((), np.float32)
-    found = independent(update, [*leaves, *state], [*leaves, value], [*range(num), -1])
-    sizes = [0] * len(found.slices)
-    for domain, x in zip(found.domain_of, (*leaves, *state), strict=False):
-        if domain is not None:
-            sizes[domain] += x.size
-    owners: list[int | None] = [None] * len(sizes)
-    load = [0.0] * len(granules)
-    for d in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
-        if found.slices[d]:
-            continue
-        best = min(range(len(granules)), key=lambda c: (load[c] + sizes[d]) / granules[c])
-        owners[d], load[best] = best, load[best] + sizes[d]
-    return Ownership(found, tuple(granules), tuple(owners), num)
+    same = [*range(num), -1]
+    return independent(update, [*leaves, *state], [*leaves, value], same), [*leaves, *state]

@@ -174,8 +174,8 @@ class Plan(PlanValue):
         Two runs of one model, loss, optimizer, data and seed whose plans have equal numerics end
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
-        That the optimizer's state is shared out (`placement.zero`) enters, for then every product
-        is rounded by itself; whose share is where does if a parameter has an owner.
+        That the optimizer's state is shared out (`placement.zero`), and whose share is where, enter
+        only if a parameter has an owner, the sums are of floats or the devices of unlike kinds.
         Of a schedule only this enters: whether weight gradients are operations of their own, as in
         `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
 
@@ -220,8 +220,9 @@ class Plan(PlanValue):
             found["has_weight"] = self.pipeline.has_weight
         if self.chain is not None:  # whatever is recomputed, the programs are the same
             found["chain"] = self.chain.points
-        if self.placement.zero:  # sums over a whole tensor depend on the program around them
-            decides = self.placement.whole or len(kinds) > 1
+        decides = self.placement.whole or len(kinds) > 1
+        if self.placement.zero and (decides or self.sums.kind == "float"):
+            # Sums over a whole tensor depend on the program around them.
             own = self.granules if decides else ()
             found["zero"] = [self.placement.whole, own, *self.placement.tier_of_whole]
         if self.sums.kind == "float":
