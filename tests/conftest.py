@@ -1,9 +1,11 @@
 """Settings that every test shares: eight fake devices, and programs compiled once for all."""
 
+import gc
 import os
 import pathlib
 import tempfile
 
+import psutil
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +17,24 @@ _CACHE = pathlib.Path(tempfile.gettempdir()) / f"hxla-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+#: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
+MOST_BYTES = 3 << 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_let_go():
+    """Compiled programs stay until a worker ends: a whole run of the tests would keep thousands."""
+    yield
+    if psutil.Process().memory_info().rss > MOST_BYTES:
+        import jax
+
+        from hxla._jax._heap import trim_heap
+
+        jax.clear_caches()
+        gc.collect()
+        trim_heap()
 
 
 @pytest.fixture
