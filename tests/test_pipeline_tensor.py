@@ -165,8 +165,13 @@ def test_the_collectives_of_a_split_stage_are_megatrons(programs):
     activation = (MICRO, LENGTH, WIDTH)
 
     testing.assert_collectives(
-        programs[0][1], all_gather=0, reduce_scatter=0, all_to_all=0, collective_permute=2
+        programs[0][1], all_gather=2, reduce_scatter=0, all_to_all=0, collective_permute=2
     )
+    # Each device of a stage sends and keeps its half of a boundary, which actions gather.
+    assert set(shapes(ticks.select("collective-permute"))) == {(np.prod(activation) // 2,)}
+    gathers = ticks.select("all-gather")
+    assert all(c.axes == ("tensor",) for c in gathers)
+    assert shapes(gathers) == [(np.prod(activation),)] * 2
     # Within a stage a permute would wait for devices that took another action.
     permutes = sorted(c.groups for c in ticks.select("collective-permute"))
     assert permutes == [((0, 2), (1, 3)), ((2, 0), (3, 1))]

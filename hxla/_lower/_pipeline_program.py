@@ -37,6 +37,7 @@ from ._kept import make_kept
 from ._replica import Replica
 from ._slots import Slots
 from ._stage import StagePart
+from ._words import Words
 
 
 class Accumulated(NamedTuple):
@@ -174,8 +175,13 @@ class PipelineProgram:
             return (each(shape, contribution.dtype),) * contribution.form.num_parts
 
         most = self.actions(spec.most)
-        down = max(s.below.words.size for s in self.stages)
-        up = max(s.above.float_words.size for s in self.stages)
+        down, up = (
+            -(-max(sizes) // self._num_inner) * self._num_inner
+            for sizes in (
+                [s.below.words.size for s in self.stages],
+                [s.above.float_words.size for s in self.stages],
+            )
+        )
         buffers = Buffers(
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
@@ -208,7 +214,14 @@ class PipelineProgram:
                 (self.slot_specs[i],) * self.spec.contribution.form.num_parts for i in self._sum_of
             ],
         )
-        return whole._replace(acc=acc)  # type: ignore[no-any-return]
+        cut = self.inside.axes or None  # what waits for a stage, and what is sent
+        buffers = whole.buffers._replace(
+            inputs=P(STAGE_AXIS, None, cut),
+            grads=P(STAGE_AXIS, None, cut),
+            down=P(STAGE_AXIS, cut),
+            up=P(STAGE_AXIS, cut),
+        )
+        return whole._replace(buffers=buffers, acc=acc)  # type: ignore[no-any-return]
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -310,7 +323,7 @@ class PipelineProgram:
             carry: Carry, params: Any, given: Env, field: Any, index: jax.Array, exponents: Any
         ) -> Carry:
             buffers, acc = carry
-            inputs = self.inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+            inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
             if self.spec.recompute:
                 made = stage.forward(params, inputs, given)
             else:
@@ -332,10 +345,8 @@ class PipelineProgram:
         ) -> Carry:
             buffers, acc = carry
             if self.spec.recompute:
-                grads = self.inside.whole(
-                    stage.below.float_words.unpack(buffers.grads[field["grad"]])
-                )
-                inputs = self.inside.whole(stage.above.words.unpack(buffers.inputs[field["input"]]))
+                grads = self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
+                inputs = self._unpacked(stage.above.words, buffers.inputs[field["input"]])
                 d_params, d_inputs, made = stage.backward(params, inputs, given, grads)
                 if stage.part.is_last:
                     acc = self._record(acc, made, given, index, exponents)
@@ -357,7 +368,7 @@ class PipelineProgram:
             d_inputs, kept = stage.input_grads(params, saved, given, grads)
             buffers = buffers._replace(
                 late=self._late.put(buffers.late, p, kept, field["late"]),
-                up=stage.above.float_words.pack(d_inputs, buffers.up.size),
+                up=stage.above.float_words.pack(self.inside.whole(d_inputs), buffers.up.size),
             )
             return carry._replace(buffers=buffers)
 
@@ -377,7 +388,14 @@ class PipelineProgram:
     def _waiting(self, p: int, stage: StagePart, buffers: Buffers, field: Any) -> tuple[Any, Any]:
         """A part's residuals and the gradients of its outputs."""
         saved = self._residuals.get(buffers.residuals, p, field["residual"])
-        return saved, stage.below.float_words.unpack(buffers.grads[field["grad"]])
+        return saved, self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
+
+    def _unpacked(self, words: Words, packed: jax.Array) -> list[Any]:
+        """The arrays of a boundary, whole on every device of a stage, each of which holds a part.
+
+        ZeRO-R's partitioned activations (Rajbhandari et al., SC 2020, section 6.1).
+        """
+        return self.inside.whole(words.unpack(*self.inside.whole([packed])))
 
     def _add_grads(
         self, p: int, stage: StagePart, acc: Accumulated, grads: Sequence[Any], exponents: Any

@@ -356,7 +356,7 @@ def _chain(
     reasons: list[str],
 ) -> Chain:
     sizes = work.sizes[key.microbatch_size, key.tensor]
-    groups = []
+    groups, gathers = [], []
     for label, own in kinds.items():
         device = cluster.devices[own[0][0]]
         inside = cluster.link(own[0][0], own[0][1]) if key.tensor > 1 else None
@@ -364,6 +364,7 @@ def _chain(
             reasons.append(
                 f"{label}: no link described, tensor parallelism's transfers not counted"
             )
+        gathers.append((key.tensor - 1) / inside.bytes_per_second if inside is not None else 0.0)
         seconds, how = layer_times(
             device,
             key,
@@ -396,14 +397,18 @@ def _chain(
         reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
     per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in links]
     slowest = max(map(max, per_byte))
+    # Each device of a group sends and keeps its part of a boundary, and gathers the others'.
+    send_seconds = tuple(
+        tuple(own + gather for own, gather in zip(row, gathers, strict=True)) for row in per_byte
+    )
     whole_bytes = sum(s.parameter_bytes for s in work.sizes[key.microbatch_size, 1])
     return Chain(
         groups=tuple(groups),
         num_microbatches=work.batch_size // key.microbatch_size,
-        output_bytes=tuple(s.output_bytes for s in sizes),
+        output_bytes=tuple(s.output_bytes / key.tensor for s in sizes),
         state_factor=work.state_factor,
         keeps_inputs=key.recompute,
-        send_seconds=tuple(map(tuple, per_byte)),
+        send_seconds=send_seconds,
         send_latency_seconds=tuple(
             tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in links
         ),
