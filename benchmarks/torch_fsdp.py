@@ -16,8 +16,11 @@ They take turns of a step, until the update is done; the first turns, in which c
 count. Gloo has no reduce-scatter: PyTorch makes one of an all-reduce, of which each process keeps
 its part, so FSDP2's sums cost twice the traffic that they need. Its fastest switches, all off, sum
 once a step, so that this is little of it, and hold parameters and gradients whole meanwhile.
-`resident_bytes` is the most that the first process holds in any of its turns, the framework
-included. Writes its meshes' rows of benchmarks/results/torch_fsdp.json.
+`memory` is what the first process holds at most of arrays and temporaries: for hxla what the
+compiled programs say, of all devices, for FSDP2 what PyTorch's profiler saw in a step.
+`resident_bytes` is the most that it holds in any of its turns with all else, which for so small a
+model is mainly the framework. Writes its meshes' rows of
+benchmarks/results/torch_fsdp.json.
 """
 
 import argparse
@@ -70,6 +73,7 @@ def measured(mesh: str, args: argparse.Namespace) -> dict[str, Any]:
         },
         "fastest": [ours_best, theirs_best],
         "ratios": {f"{a} / {b}": turns.over(seconds[b], seconds[a]) for a, b in pairs},
+        "memory": {name: own["memory_bytes"] for name, own in told.items()},
         "resident_bytes": {name: own["resident_bytes"] for name, own in told.items()},
         "counts": {name: told[name]["counts"][-1] for name in OURS},
         "FSDP2's settings": {

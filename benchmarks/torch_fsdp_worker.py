@@ -24,9 +24,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch_counts
+from torch.autograd.profiler import profile
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch_counts import everyones, suited
 from torch_gpt import GPT, RANK, SIZE, adamw, join, library
 from turns import forget_peak, peak_resident_bytes, take_turn
@@ -66,7 +68,7 @@ def microbatches(counts, size, switches, num_steps):
 
 
 def stepper(counts, size, switches):
-    """A function of nothing that does the next step of a new model, and returns its loss here."""
+    """A new model, its optimizer, and a function that does a step and returns its loss here."""
     torch.manual_seed(0)
     model = GPT()
     for n, block in enumerate(model.blocks):
@@ -88,7 +90,19 @@ def stepper(counts, size, switches):
         return torch_counts.step(model, optimizer, texts, args.batch_size, microbatch)
 
     numbers = itertools.count()
-    return lambda: step(next(numbers))
+    return model, optimizer, lambda: step(next(numbers))
+
+
+def most_bytes(model, optimizer, step):
+    """The most that this process holds of tensors in a step, the shards that stay included."""
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    stay = [*model.parameters(), *states]
+    held = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in stay)
+    with profile(profile_memory=True) as profiled:
+        step()
+    events = (e for e in profiled.kineto_results.events() if e.name() == "[memory]")
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return held + max(itertools.accumulate(changes))
 
 
 def all_counts(size):
@@ -100,23 +114,31 @@ def all_counts(size):
     return list(dict.fromkeys((by_share, by_time)))
 
 
+def tried(setting):
+    """Seconds of its step."""
+    *_, step = stepper(*setting)
+    return torch_counts.tried(step)
+
+
 settings = [(counts, size) for size in args.microbatch_sizes for counts in all_counts(size)]
 if args.least_memory:
     forms = [Switches(True, True, True)]
 else:
     forms = [Switches(*on) for on in itertools.product([True, False], repeat=3)]
 asked = [(*settings[0], switches) for switches in forms]
-seconds = {setting: torch_counts.tried(stepper(*setting)) for setting in asked}
+seconds = {setting: tried(setting) for setting in asked}
 switches = min(seconds, key=seconds.get)[2]
 for setting in settings[1:]:
-    seconds[*setting, switches] = torch_counts.tried(stepper(*setting, switches))
+    seconds[*setting, switches] = tried((*setting, switches))
 best = min(seconds, key=seconds.get)
-step, losses = stepper(*best), []
+*trained, step = stepper(*best)
+losses = []
 for n in range(args.turns + 1):
     losses.append(step())
     if n == 0:
         forget_peak()
     take_turn(args.folder, RANK)
+resident_bytes = peak_resident_bytes()
 
 
 def named(counts, size, switches):
@@ -126,7 +148,8 @@ def named(counts, size, switches):
 told = {
     **named(*best),
     "tried": [{**named(*setting), "seconds": round(s, 4)} for setting, s in seconds.items()],
-    "resident_bytes": peak_resident_bytes(),
+    "resident_bytes": resident_bytes,
+    "memory_bytes": most_bytes(*trained, step),
     "losses": [round(sum(each), 4) for each in zip(*everyones(losses), strict=True)],
     "torch": torch.__version__,
 }
