@@ -125,6 +125,10 @@ def torch_ddp(result: Any) -> list[Row]:
     return of_ratios(result, result["mesh"])
 
 
+def torch_fsdp(result: Any) -> list[Row]:
+    return [row for mesh, found in result["meshes"].items() for row in of_ratios(found, mesh)]
+
+
 def pipeline(result: Any) -> list[Row]:
     out: list[Row] = []
     for mesh, row in result["meshes"].items():
@@ -265,6 +269,13 @@ PARTS = (
         options=["--mesh", MESH, "--batch-size", "32", "--rounds", "5"],
         quick=["--mesh", MESH, "--batch-size", "8", "--rounds", "1", "--microbatch-sizes", "2"],
         rows=torch_ddp,
+        torch="needs",
+    ),
+    Part(
+        name="torch_fsdp",
+        options=["--meshes", MESH, "--batch-size", "32", "--rounds", "4"],
+        quick=["--meshes", MESH, "--batch-size", "8", "--rounds", "1"],
+        rows=torch_fsdp,
         torch="needs",
     ),
     Part(

@@ -10,14 +10,13 @@ counts and of `--microbatch-sizes` is taken, by two steps of each after a first 
 import argparse
 import contextlib
 import json
-import statistics
-import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch_counts
 from torch.nn.parallel import DistributedDataParallel
-from torch_gpt import RANK, SIZE, adamw, cross_entropy, join, library
+from torch_counts import everyones, suited
+from torch_gpt import RANK, SIZE, adamw, join, library
 from turns import take_turn
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -34,77 +33,30 @@ optimizer = adamw(model.parameters())
 num_steps = 0
 
 
-def everyones(number):
-    """A number of every process."""
-    found = [None] * SIZE
-    dist.all_gather_object(found, number)
-    return found
-
-
-def backward(text, weight):
-    loss = cross_entropy(model(text[:, :-1]), text[:, 1:]) * weight
-    loss.backward()
-    return loss.item()
-
-
-def suited(seconds):
-    """Examples of each process with which all end together, by the seconds of an example."""
-    counts = [1] * SIZE
-    for _ in range(args.batch_size - SIZE):
-        counts[min(range(SIZE), key=lambda r: (counts[r] + 1) * seconds[r])] += 1
-    return tuple(counts)
-
-
-def measured(size):
-    """Seconds of an example on each process, while all of them work."""
-    text, times = windows(torch.arange(size)), []
-    dist.barrier()
-    for _ in range(6):
-        began = time.perf_counter()
-        with model.no_sync():
-            backward(text, 1.0)
-        times.append((time.perf_counter() - began) / size)
-    optimizer.zero_grad()
-    return everyones(statistics.mean(times[1:]))
+def microbatch(is_last):
+    return contextlib.nullcontext() if is_last else model.no_sync()
 
 
 def step(counts, size):
-    """One step; returns the loss of the global batch."""
+    """One step; returns this process's share of the loss."""
     global num_steps
-    start = num_steps * args.batch_size + sum(counts[:RANK])
-    parts = torch.arange(start, start + counts[RANK]).split(size)
-    loss = 0.0
-    for part in parts:
-        # DDP divides by the number of processes.
-        weight = len(part) / args.batch_size * SIZE
-        with contextlib.nullcontext() if part is parts[-1] else model.no_sync():
-            loss += backward(windows(part), weight) / SIZE
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    parts = torch_counts.own_examples(counts, num_steps).split(size)
+    texts = [windows(part) for part in parts]
     num_steps += 1
-    return loss
-
-
-def tried(counts, size):
-    """Seconds of a step, the slowest process's, by two after a first one."""
-    times = []
-    for _ in range(3):
-        dist.barrier()
-        began = time.perf_counter()
-        step(counts, size)
-        times.append(time.perf_counter() - began)
-    return max(everyones(statistics.mean(times[1:])))
+    return torch_counts.step(model, optimizer, texts, args.batch_size, microbatch)
 
 
 settings = []
 for size in args.microbatch_sizes:
     if args.shares:
-        by_time, by_share = suited(measured(size)), suited([1 / share for share in args.shares])
+        with model.no_sync():
+            times = torch_counts.measured(model, windows(torch.arange(size)))
+        by_time = suited(times, args.batch_size)
+        by_share = suited([1 / share for share in args.shares], args.batch_size)
         settings += [(counts, size) for counts in dict.fromkeys((by_time, by_share))]
     else:
-        settings.append((suited([1.0] * SIZE), size))
-seconds = {setting: tried(*setting) for setting in settings}
+        settings.append((suited([1.0] * SIZE, args.batch_size), size))
+seconds = {setting: torch_counts.tried(lambda s=setting: step(*s)) for setting in settings}
 best = min(seconds, key=seconds.get)
 losses = []
 for _ in range(args.turns + 1):

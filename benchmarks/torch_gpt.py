@@ -42,9 +42,13 @@ class GPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.tok, self.pos = nn.Embedding(BYTES, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        for embedding in (self.tok, self.pos):
-            nn.init.normal_(embedding.weight, std=WIDTH**-0.5)  # Flax's
         self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        for part in self.modules():  # as Flax does
+            if isinstance(part, nn.Embedding):
+                nn.init.normal_(part.weight, std=WIDTH**-0.5)
+            elif isinstance(part, nn.Linear):
+                std = part.in_features**-0.5 / 0.87962566  # its own, once cut at two of them
+                nn.init.trunc_normal_(part.weight, std=std, a=-2 * std, b=2 * std)
         self.norm = nn.LayerNorm(WIDTH, bias=False)
 
     def forward(self, text):
@@ -63,11 +67,12 @@ def cross_entropy(logits, labels):
 
 
 def library():
-    """From numbers of windows of the standard library's text to the windows."""
+    """From numbers of windows of the standard library's text to the windows, in random order."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, LENGTH + 1, LENGTH)
-    return lambda numbers: windows[numbers % len(windows)].long()
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    return lambda numbers: windows[order[numbers % len(order)]].long()
 
 
 def join():

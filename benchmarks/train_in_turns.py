@@ -36,9 +36,11 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from gpt import GPT, library, loss  # noqa: E402
 from scanned_gpt import ScannedGPT  # noqa: E402
-from turns import take_turn  # noqa: E402
+from turns import forget_peak, peak_resident_bytes, take_turn  # noqa: E402
 
 import hxla  # noqa: E402
+
+peaks: list[int] = []
 
 
 def wait_for_turn(record, seen):
@@ -47,6 +49,9 @@ def wait_for_turn(record, seen):
     `Session.state` would bring state that is shared out into the form that users see.
     """
     jax.block_until_ready(jax.live_arrays())
+    if not peaks:
+        forget_peak()
+    peaks.append(peak_resident_bytes())
     take_turn(args.folder, jax.process_index())
 
 
@@ -83,6 +88,7 @@ if jax.process_index() == 0:
         "reasons": result.plan.reasons,
         "predicted_seconds": prediction.step_seconds if prediction else 0.0,
         "bound_seconds": prediction.bound_seconds if prediction else 0.0,
+        "resident_bytes": peaks[-1],
         "memory_bytes": max((d.memory_bytes for d in prediction.devices), default=0)
         if prediction
         else 0,
