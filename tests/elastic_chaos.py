@@ -54,6 +54,8 @@ NUM_CORES = 2
 MOST_STEPS = 4000
 # What `hxla run` gives to processes on a CPU, and the bits depend on.
 _ALIKE = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
+_SHARED_MEMORY = pathlib.Path("/dev/shm")
+_LEFT_BEFORE = frozenset(_SHARED_MEMORY.glob("hxla-elastic-*"))
 MOST_SECONDS = 120.0  # from an event to the next completed step, however busy the machine is
 
 
@@ -128,6 +130,11 @@ class Job:
             return []
         lines = self.log.read_text().splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def ledger(self):
+        """Which generation committed which steps, once the job has ended."""
+        [found] = [e for e in self.events() if e["what"] == "Ledger"]
+        return found
 
     def wait(self, wanted, seconds, what):
         """Until the events say something; returns it."""
@@ -385,8 +392,7 @@ def pause(events):
 
 def check(job, code):
     """What must be so in the end, whatever happened."""
-    events = job.events()
-    [ledger] = [e for e in events if e["what"] == "Ledger"]
+    events, ledger = job.events(), job.ledger()
     end = 0
     for run in ledger["runs"]:
         assert run["first"] == end, ledger
@@ -407,14 +413,14 @@ def check(job, code):
 
 
 def left_in_memory():
-    """Folders of states whose owner is gone."""
-    folders = pathlib.Path("/dev/shm").glob("hxla-elastic-*")
+    """Folders of states whose owner is gone, but those of runs before these tests."""
+    folders = set(_SHARED_MEMORY.glob("hxla-elastic-*")) - _LEFT_BEFORE
     return [f for f in folders if not pathlib.Path("/proc", f.name.split("-")[2]).exists()]
 
 
 def folders_of(pid):
     """What a launcher left in shared memory."""
-    return list(pathlib.Path("/dev/shm").glob(f"hxla-elastic-{pid}-*"))
+    return list(_SHARED_MEMORY.glob(f"hxla-elastic-{pid}-*"))
 
 
 def wait_until_gone(pids, seconds=10):

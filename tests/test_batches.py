@@ -403,7 +403,7 @@ def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
     found = re.findall(rf"sha256 (\w+) after {steps} steps", job.printed_text())
     assert len(set(found)) == 1, job.tail()
     assert len(found) == 2
-    [ledger] = [e for e in job.events() if e["what"] == "Ledger"]
+    ledger = job.ledger()
     assert ledger["num_lost"] == 0
     pids = [line.split()[0] for line in told.read_text().splitlines()]
     generations = len(set(pids))

@@ -46,8 +46,8 @@ class Host(Protocol):
     def start(self, start: WorkersStart) -> Workers:
         """Start its processes of a generation."""
 
-    def begin(self, workers: Workers, source: "Host | None", folder: str) -> None:
-        """Let processes begin with a state that is in a folder of `source`, or with none."""
+    def begin(self, workers: Workers, state: Sequence["KeptFolder"]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""
@@ -57,6 +57,14 @@ class Host(Protocol):
 
     def close(self) -> None:
         """Let go of all, also of what was left in memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptFolder:
+    """A folder on a host, with a state or a part of one."""
+
+    host: Host
+    folder: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,9 +140,9 @@ class LocalHost:
             start, self._command, self._environment, self.memory, self._streams, self.note
         )
 
-    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
-        """Let processes begin with a state that is in a folder of this machine, or with none."""
-        workers.order(begins=True, state=None if source is None else folder)
+    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
+        workers.order(begins=True, state=[one.folder for one in state])
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""

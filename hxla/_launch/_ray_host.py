@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._cluster._cluster import Device
 from ._board import Post
 from ._environment import describe, elastic_environment, num_gpus
-from ._host import NOTICE_SECONDS, Host, LocalHost
+from ._host import NOTICE_SECONDS, KeptFolder, LocalHost
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
@@ -157,18 +157,26 @@ class HostAgent:
         if generation in self._workers:
             self._workers[generation].order(**changes)
 
-    def begin(self, generation: int, state: tuple[Mapping[str, np.ndarray]]) -> None:
-        """Let processes begin with a state from another host.
+    def begin(
+        self, generation: int, folders: Sequence[str], *states: tuple[Mapping[str, np.ndarray]]
+    ) -> None:
+        """Let processes begin with a state of which there are parts on other hosts.
 
         Args:
             generation: Theirs.
-            state: Its files.
+            folders: Of the parts that are here.
+            states: The files of the others.
         """
-        folder = pathlib.Path(self._host.memory, f"received-{generation}")
-        folder.mkdir()
-        for name, data in state[0].items():
-            data.tofile(folder / name)
-        self.order(generation, {"begins": True, "state": str(folder)})
+        received = pathlib.Path(_received(self._host.memory, generation))
+        received.mkdir()
+        found = list(folders)
+        for k, (files,) in enumerate(states):
+            folder = received / str(k)
+            folder.mkdir()
+            for name, data in files.items():
+                data.tofile(folder / name)
+            found.append(str(folder))
+        self.order(generation, {"begins": True, "state": found})
 
     def read_state(self, folder: str) -> tuple[Mapping[str, np.ndarray]]:
         """The files of a state that a process left here."""
@@ -192,7 +200,7 @@ class HostAgent:
         own = self._workers.pop(generation, None)
         if own is not None:
             own.close(shows_held=shows_held)
-        self._host.forget(f"{self._host.memory}/received-{generation}")
+        self._host.forget(_received(self._host.memory, generation))
 
     def close(self) -> Heard:
         """End all; returns what was still to be heard."""
@@ -200,6 +208,10 @@ class HostAgent:
             self.close_workers(number, shows_held=True)
         self._host.close()
         return self.hear()
+
+
+def _received(memory: str, generation: int) -> str:
+    return f"{memory}/received-{generation}"
 
 
 _Agent: Any = cast(Any, ray.remote)(concurrency_groups={_STATE: 1})(HostAgent)
@@ -340,17 +352,21 @@ class RayHost:
             pids = self._agent.start.remote(start)
         return RayWorkers(self, start.generation, list(start.seats), pids)
 
-    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
-        """Let processes begin with a state that is in a folder of `source`, or with none."""
-        if source is None or source is self:
-            workers.order(begins=True, state=None if source is None else folder)
+    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
+        here = [one.folder for one in state if one.host is self]
+        if len(here) == len(state):
+            workers.order(begins=True, state=here)
             return
-        assert isinstance(source, RayHost)
         assert isinstance(workers, RayWorkers)
         with self.losing():
-            state = source._agent.read_state.remote(folder)
+            others = [
+                one.host._agent.read_state.remote(one.folder)
+                for one in state
+                if isinstance(one.host, RayHost) and one.host is not self
+            ]
             own = self._agent.begin.options(concurrency_group=_STATE)
-            own.remote(workers.generation, state)
+            own.remote(workers.generation, here, *others)
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""

@@ -15,6 +15,7 @@ from ._mailbox import (
     GENERATION_VARIABLE,
     MAILBOX_VARIABLE,
     MEMORY_VARIABLE,
+    NEIGHBOURS_VARIABLE,
     Order,
     Report,
     new_mailbox,
@@ -149,6 +150,7 @@ class LocalWorkers:
                 MAILBOX_VARIABLE: path,
                 GENERATION_VARIABLE: str(start.generation),
                 MEMORY_VARIABLE: memory,
+                NEIGHBOURS_VARIABLE: str(len(start.seats)),
             }
             process = WarmProcess(command, env, seat.core)
             note(str(process.pid))
