@@ -347,9 +347,13 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
     family = psutil.Process(process.pid).children(recursive=True)
     ranks = [p for p in family if "hxla._launch" in p.cmdline()]
     loaders = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+    maps = {row.path for p in loaders for row in p.memory_maps()}
+    named = [p for p in maps if p.startswith("/dev/shm/") and os.path.exists(p)]
     for p in ranks:
         os.kill(p.pid, signal.SIGKILL)
     assert process.wait(60)
+    assert named
+    assert not [path for path in named if os.path.exists(path)]
     printed = (tmp_path / "printed.txt").read_text()
     assert len(ranks) == 2, printed
     assert len(loaders) == 2, printed  # and not two for each of the ranks
