@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._commits import Ledger
-from ._kept_state import added, differing, newest, pruned
+from ._kept_state import added, differing, newest, pruned, whole
 from ._membership import (
     AskedBack,
     Completed,
@@ -405,7 +405,7 @@ def _formed(known: Membership, at: float) -> _Done:
     """Nobody is alive any more: the next generation, from the newest state that was left."""
     assert not known.alive
     wrong = differing(known.kept)
-    kept = tuple(one for one in known.kept if one.state not in wrong)
+    kept = whole(tuple(one for one in known.kept if one.state not in wrong))
     best, end = newest(kept), known.ledger.end
     done: list[ToDo] = [
         Tell(words=f"the states of step {step} differ and are not used")

@@ -26,7 +26,7 @@ class KeptState:
     part: int = 0
     num_parts: int = 1
     host: str = ""
-    spread: int = 1
+    spread: int = dataclasses.field(default=1, compare=False)  # of the same thing, what is hoped
 
     @property
     def state(self) -> tuple[int, int]:
@@ -75,9 +75,16 @@ def pruned(kept: tuple[KeptState, ...]) -> tuple[KeptState, ...]:
     return tuple(one for one in kept if one.state >= safe)
 
 
+def whole(kept: tuple[KeptState, ...]) -> tuple[KeptState, ...]:
+    """Without those of which a part is nowhere, and nobody writes it any more."""
+    states = {state for state, parts in _by_state(kept).items() if _are_all(parts)}
+    return tuple(one for one in kept if one.state in states)
+
+
 def _is_safe(parts: _Parts) -> bool:
     return _are_all(parts) and all(
         len({one.host for one in ones}) >= max(one.spread for one in ones)
+        and len({one.digest for one in ones}) == 1
         for ones in parts.values()
     )
 

@@ -43,11 +43,10 @@ from .._elastic._membership import (
     Vanished,
 )
 from ._event_log import EventLog, Placed, Started
-from ._host import Host, Hosts, OfferedDevice
+from ._host import Host, Hosts, OfferedDevice, cores_of
 from ._mailbox import Report
 from ._state_folders import StateFolders
 from ._team import Team
-from ._throttle import pack
 from ._warm import CoordinationProcess
 from ._workers import Seat, Streams, WorkersStart
 
@@ -84,7 +83,7 @@ class ElasticRun:
         self._asked_back: set[str] = set()  # those that are no longer offered
         self._given_back: dict[str, OfferedDevice] = {}  # those that still are, and are not used
         self._teams: dict[int, Team] = {}
-        self._left = StateFolders()
+        self._left = StateFolders(hosts.carry)
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._asked: int | None = None
@@ -119,6 +118,10 @@ class ElasticRun:
                     self._reread()
                 for team in list(self._teams.values()):
                     self._hear(team)
+                for copied in self._left.arrived(time.monotonic()):
+                    if copied.spread == 1:
+                        self._say(f"no other host could take what {copied.device} has copied")
+                    self._happens(copied)
                 self._pass_time()
                 self._escalate()
         finally:
@@ -263,10 +266,10 @@ class ElasticRun:
             self._finish(now)
 
     def _wrote(self, event: Copied | LeftState, team: Team) -> None:
-        host, rank = self._places[event.device].host, team.generation.members.index(event.device)
-        event = dataclasses.replace(event, host=host.name)
-        self._left.add(event.kept, host, rank, is_copy=isinstance(event, Copied))
-        self._happens(event)
+        members, places = team.generation.members, self._places
+        hosts = {device: places[device].host for device in members if device in places}
+        if event.device in hosts:  # else it is gone, with what was written there
+            self._happens(self._left.wrote(event, members.index(event.device), hosts))
 
     def _limit(self, num_microbatches: int) -> None:
         """A step has so many microbatches: more devices than that have nothing to do."""
@@ -361,7 +364,7 @@ class ElasticRun:
         hosts = self._hosts_of(generation)
         pinned = next((host.pinned for host in hosts.values() if host.pinned), "")
         address = f"{self._hosts.address}:{generation.port}"
-        cores = _cores(places)
+        cores = cores_of(places)
         service = CoordinationProcess(address, len(places)) if len(places) > 1 else None
         workers = {
             name: host.start(
@@ -424,7 +427,7 @@ class ElasticRun:
 
     def _close(self, team: Team) -> None:
         self._teams.pop(team.generation.number, None)
-        team.close(shows_held=self._asked is None)
+        team.close(shows_held=self._asked is None, kept=self._left.paths)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -483,16 +486,3 @@ class ElasticRun:
 
     def _say(self, text: str) -> None:
         self._streams.err.write(f"hxla: {text}\n".encode())
-
-
-def _cores(places: Sequence[OfferedDevice]) -> list[int | None]:
-    """The core of each process that is held to a share of one; hosts of one machine share cores."""
-    found: list[int | None] = [None] * len(places)
-    for machine in {place.host.machine for place in places}:
-        own = [k for k, p in enumerate(places) if p.host.machine == machine]
-        own = [k for k in own if places[k].device.core_share is not None]
-        shares = [places[k].device.core_share or 1.0 for k in own]
-        if own:
-            for k, core in zip(own, pack(shares, places[own[0]].host.cores), strict=True):
-                found[k] = core
-    return found

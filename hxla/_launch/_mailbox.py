@@ -5,6 +5,7 @@ A writer that is killed or frozen disturbs nobody, and a text half written is kn
 """
 
 import dataclasses
+import glob
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -152,3 +153,8 @@ def left_folder(memory: str, generation: int, rank: int) -> str:
 def copy_folder(left: str, step: int) -> str:
     """Where a process copies its state after a step, of where it leaves its last one."""
     return f"{left}-{step}"
+
+
+def folders_of(memory: str, generation: int) -> list[str]:
+    """All that processes of a generation wrote, whole or not."""
+    return glob.glob(f"{glob.escape(memory)}/{generation}-*")

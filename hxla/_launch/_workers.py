@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from .._cluster._cluster import Device
@@ -18,6 +19,7 @@ from ._mailbox import (
     NEIGHBOURS_VARIABLE,
     Order,
     Report,
+    folders_of,
     new_mailbox,
 )
 from ._member import PINNED
@@ -103,8 +105,8 @@ class Workers(Protocol):
     def kill(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to those that run, and to what they started."""
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left."""
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
 
 
 class LocalWorkers:
@@ -133,6 +135,7 @@ class LocalWorkers:
         pinned = pathlib.Path(memory, PINNED)
         if start.pinned and not pinned.exists():
             pinned.write_text(start.pinned)
+        self._memory, self._generation = memory, start.generation
         self._order = Order()
         self._board, board_path = new_board(start.num_processes)
         self._mailbox, path = new_mailbox(start.num_processes)
@@ -213,8 +216,8 @@ class LocalWorkers:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, number)
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left, and let go of cgroups and pipes."""
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
         self.kill(list(self._processes), signal.SIGKILL)
         for process, pair in zip(self._processes.values(), self._forwarders, strict=True):
             process.join()
@@ -224,3 +227,6 @@ class LocalWorkers:
                 forwarder.join(2.0, shows_held=shows_held)
         for throttle in self._throttles:
             throttle.close()
+        for folder in folders_of(self._memory, self._generation):
+            if folder not in kept:  # half written, or nobody was told any more
+                shutil.rmtree(folder, ignore_errors=True)

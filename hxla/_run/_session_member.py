@@ -5,18 +5,19 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from .._core._errors import ConfigError
+from .._core._errors import CheckpointError, ConfigError
 from .._core._format import num_bytes
 from .._core._types import PyTree
 from .._jax._lost_peers import is_lost_peer
 from .._launch._mailbox import copy_folder
 from .._launch._member import Member, Pinned, pin
 from .._lower._store import Store
+from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from ._beginning import Beginning
 from ._checkpoints import Checkpoints
@@ -29,7 +30,11 @@ from ._traced_job import TracedJob
 #: leave it with the state in memory.
 STOP, LEAVE, MOVE = 1.0, 2.0, 3.0
 _MOST_COPIES = 2  # of one process; a third waits until the first is let go
+# What may be there at once: copies, what is left in the end and the next generation's first copy,
+# and of three of those a neighbour's.
+_MOST_STATES, _MOST_OF_NEIGHBOURS = _MOST_COPIES + 2, _MOST_COPIES + 1
 _WAIT_SECONDS = 0.01
+_NOTE_CHARACTERS = 300
 
 
 class SessionMember:
@@ -65,7 +70,11 @@ class SessionMember:
         self._part = state_part(wanted, jax.process_index(), jax.process_count())
         self._needed = self._part.num_bytes(wanted) * member.num_neighbours
         if self._every is not None:
-            self._needed *= 1 + _MOST_COPIES
+            if member.num_neighbours == jax.process_count():
+                self._needed *= _MOST_STATES
+            else:  # which begins with a state that came from other hosts
+                self._needed *= _MOST_STATES + _MOST_OF_NEIGHBOURS
+                self._needed += tree_bytes(wanted)
             if words := self._shortage():
                 raise ConfigError(
                     f"checkpoint.in_memory_every: {words}: enlarge it (mount -o remount,size=... "
@@ -94,11 +103,11 @@ class SessionMember:
             )
 
     def _shortage(self) -> str:
-        folder = self._member.folder.rsplit("/", 1)[0]
-        free = shutil.disk_usage(folder).free
-        if self._needed <= free:
+        folder = os.path.dirname(self._member.folder)
+        room = _bytes_in(folder) + shutil.disk_usage(folder).free
+        if self._needed <= room:
             return ""
-        return f"states need {num_bytes(self._needed)} and {folder} has only {num_bytes(free)}"
+        return f"states need {num_bytes(self._needed)} and {folder} has only {num_bytes(room)}"
 
     @contextlib.contextmanager
     def training(self, step: int, facts: dict[str, Any], plan: Plan) -> Iterator[None]:
@@ -140,16 +149,27 @@ class SessionMember:
     def _write_copy(self) -> None:
         """Write this process's part; of those that hold the same only one does."""
         folder = functools.partial(copy_folder, self._member.folder)
-        while len(self._copied) >= _MOST_COPIES:
-            there = {s: digest for s, digest in self._copied.items() if os.path.exists(folder(s))}
-            if len(there) == len(self._copied):
-                time.sleep(_WAIT_SECONDS)  # until all parts of a newer one are known
-            self._copied = there
-        saved = self._store.saved()
-        if self._part.writer == jax.process_index():
+        has_room = self._has_let_go(folder)
+        while not has_room and not self._member.ends:  # nobody lets go of copies at the run's end
+            time.sleep(_WAIT_SECONDS)
+            has_room = self._has_let_go(folder)
+        saved = self._store.saved()  # which takes all members
+        if self._part.writer != jax.process_index() or not has_room:
+            return
+        try:
             self._copied[self._step] = self._write(saved, folder(self._step))
-            told = {str(step): digest for step, digest in self._copied.items()}
-            self._member.tell(copies=told)
+        except CheckpointError as error:  # another took the memory: older copies are there still
+            self._member.tell(note=str(error)[:_NOTE_CHARACTERS])
+            return
+        told = {str(step): digest for step, digest in self._copied.items()}
+        self._member.tell(copies=told)
+
+    def _has_let_go(self, folder: Callable[[int], str]) -> bool:
+        """Whether no more copies are there than may be beside another: none is kept without need
+        once all parts of a newer one are known."""
+        there = {s: digest for s, digest in self._copied.items() if os.path.exists(folder(s))}
+        self._copied = there
+        return len(there) < _MOST_COPIES
 
     def finished(self) -> None:
         """Training is done and its results are written."""
@@ -172,6 +192,16 @@ class SessionMember:
     def _write(self, saved: PyTree, folder: str) -> str:
         facts = self._facts | {"step": self._step, "data": self._state_of_data(self._step)}
         return leave_state(saved, facts, folder, self._part)
+
+
+def _bytes_in(folder: str) -> int:
+    """Of its files, also those that come and go meanwhile."""
+    found = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.stat(os.path.join(path, name)).st_size
+    return found
 
 
 def _chosen(plan: Plan) -> Pinned:
