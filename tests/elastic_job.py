@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--slow-until", help="file from whose appearance on it does not wait")
+    parser.add_argument("--stop-when", help="file from whose appearance on it ends")
     parser.add_argument("--checkpoints")
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -60,6 +61,8 @@ def main():
     def pace(record, session):
         if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
             time.sleep(args.slow)
+        if args.stop_when and pathlib.Path(args.stop_when).exists():
+            session.stop()
         if args.digests:
             with tempfile.TemporaryDirectory() as folder:
                 state = f"{folder}/state"
