@@ -4,12 +4,13 @@
 
 Each run is a real `hxla run --elastic` of a small job to which events happen at random; afterwards
 its SHA-256 must be that of the undisturbed run, its ledger without gaps, no step lost while one
-holder of the state lived, and nothing left behind: processes, shared memory, cgroups.
+holder of the state lived, and nothing left behind: processes, shared memory, cgroups. In each third
+job nobody has the whole state (ZeRO 1), which all copy into memory every few steps: there no event
+may cost more steps than those.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -21,10 +22,11 @@ import sys
 import tempfile
 import time
 
+import left_behind
 from ray_clusters import add_node, drain, own_environment, started_cluster
+from undisturbed import JOB, undisturbed, undisturbed_line
 
 ROOT = pathlib.Path(__file__).parent.parent
-JOB = ROOT / "tests" / "elastic_job.py"
 KINDS = (
     "kill",
     "kill the first",
@@ -52,8 +54,7 @@ SHARES = (0.3, 0.4, 0.5)
 OTHER_SHARES = (0.25, 0.35, 0.45)
 NUM_CORES = 2
 MOST_STEPS = 4000
-# What `hxla run` gives to processes on a CPU, and the bits depend on.
-_ALIKE = {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
+EVERY = 4  # steps between copies in memory
 MOST_SECONDS = 120.0  # from an event to the next completed step, however busy the machine is
 
 
@@ -68,6 +69,10 @@ class Job:
     options: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
     script: pathlib.Path = JOB
+    is_copied: bool = False  # its state is shared out, and copied into memory
+
+    #: How many times `EVERY` steps may be lost at once.
+    most_lost = 1
 
     def __post_init__(self):
         self.names = [f"device {k}" for k in range(len(self.shares))]  # as the job calls them
@@ -75,7 +80,11 @@ class Job:
         self.is_held = min(self.shares) < 0.9
         self.fewest, self.most = (2, 4) if self.is_held else (1, NUM_CORES)
         self.write_mesh()
-        self.log = self.folder / "events.jsonl"
+        self.log, self.last = self.folder / "events.jsonl", self.folder / "last"
+        if self.is_copied:
+            self.options += ("--zero", "1", "--in-memory-every", str(EVERY))
+            self.options += ("--stop-when", str(self.last))
+            self.launcher += ("--min", "2")  # one has nobody to share with
         self.printed = (self.folder / "printed.txt").open("wb")
         command = [sys.executable, "-m", "hxla", "run", "--elastic", "--heartbeat", "3"]
         command += [*self.where(), "--events", str(self.log), *self.launcher]
@@ -128,6 +137,11 @@ class Job:
             return []
         lines = self.log.read_text().splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def ledger(self):
+        """Which generation committed which steps, once the job has ended."""
+        [found] = [e for e in self.events() if e["what"] == "Ledger"]
+        return found
 
     def wait(self, wanted, seconds, what):
         """Until the events say something; returns it."""
@@ -182,6 +196,8 @@ class Job:
 
 class RayJob(Job):
     """A run on a Ray cluster of its own, whose nodes have a device each."""
+
+    most_lost = 2  # the newest copies may be on their way to another node
 
     def __post_init__(self):
         self.nodes = {}
@@ -254,7 +270,9 @@ def disturb(job, kind, rng):
     pids = job.pids()
     for name in [name for name in job.names if name not in pids]:  # it could not be prepared
         job.remove(job.names.index(name))
-    if len(pids) == 1 and kind != "other share":
+    is_least = len(pids) == (2 if job.is_copied else 1)
+    takes_away = kind in ("SIGTERM", "node death") if job.is_copied else kind != "other share"
+    if is_least and takes_away:
         kind = "join"  # whoever holds the only state is not to be lost
     victim = rng.choice(sorted(pids))
     if kind in ("kill", "kill the first", "kill while it saves"):
@@ -307,34 +325,24 @@ def disturb(job, kind, rng):
     return True
 
 
-@functools.cache
-def undisturbed(steps, *options, num=1):
-    """The SHA-256 of the state after each step of a job that nobody disturbs."""
-    with tempfile.TemporaryDirectory() as folder:
-        runner = ["-m", "hxla", "run", "-n", str(num)] if num > 1 else []
-        command = [sys.executable, *runner, str(JOB), "--steps", str(steps), *options]
-        command += ["--digests", f"{folder}/digests"]
-        env = own_environment() | ({} if runner else _ALIKE)
-        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(pathlib.Path(folder, "digests").read_text())
-
-
 def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
     """A job to which so many events happen; returns a row for each.
 
     With an even seed two to four processes are held to shares of a core, so that all of them fit
-    on two; with an odd one there are up to two, which have a core each.
+    on two; with an odd one there are up to two, which have a core each. With one that three divides
+    they are held as well, and the state is shared out, and copied.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         saves = ("--checkpoints", str(folder / "saved"), "--checkpoint-every", "5")
-        options = saves if "kill while it saves" in kinds else ()
-        is_held = seed % 2 == 0
+        is_copied = seed % 3 == 0
+        is_held = is_copied or seed % 2 == 0
+        options = saves if "kill while it saves" in kinds and not is_copied else ()
         shares = [rng.choice(SHARES) for _ in range(rng.randint(2, 4))]
         shares = shares if is_held else [1.0] * NUM_CORES
         shares = [round(share - 0.001 * k, 3) for k, share in enumerate(shares)]
-        job = make(folder, MOST_STEPS, 0.05, shares, options)
+        job = make(folder, MOST_STEPS, 0.05, shares, options, is_copied=is_copied)
         rows = []
         try:
             job.wait(runs, 90, "the first generation")
@@ -343,9 +351,13 @@ def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
                 step, _ = last_step(job.events())
                 wanted = step + rng.randint(1, steps_between)
                 job.wait(lambda e, n=wanted: last_step(e)[0] >= n, 60, "steps before an event")
-                row = {"seed": seed, "kind": kind, "held": is_held, "num": len(job.shares)}
+                row = {"seed": seed, "kind": kind, "held": is_held, "copied": is_copied}
+                row["num"] = len(job.shares)
                 rows.append(row | one(job, kind, rng))
-            send(job.process.pid, signal.SIGTERM)
+            if is_copied:
+                job.last.touch()
+            else:
+                send(job.process.pid, signal.SIGTERM)
             code = job.end(60)
         finally:
             job.stop()
@@ -385,44 +397,42 @@ def pause(events):
 
 def check(job, code):
     """What must be so in the end, whatever happened."""
-    events = job.events()
-    [ledger] = [e for e in events if e["what"] == "Ledger"]
+    events, ledger = job.events(), job.ledger()
     end = 0
     for run in ledger["runs"]:
         assert run["first"] == end, ledger
         end = run["end"]
-    assert not ledger["num_lost"], ledger
-    left = [e for e in events if e["what"] == "LeftState"]
-    digests = undisturbed(MOST_STEPS)
-    for state in left:
-        assert state["digest"] == digests[state["step"] - 1], state
-    assert code == 75, (code, job.tail())
+    assert ledger["num_lost"] == num_lost(events, EVERY * job.most_lost if job.is_copied else 0)
+    if job.is_copied:
+        assert code == 0, (code, job.tail())
+        line = undisturbed_line(end, "-n", "2", "--zero", "1")
+        found = [told for told in job.printed_text().splitlines() if "sha256" in told]
+        assert [told.split("] ")[-1] for told in found] == [line], (line, found)
+    else:
+        assert code == 75, (code, job.tail())
+        digests = undisturbed(MOST_STEPS)
+        for state in (e for e in events if e["what"] == "LeftState"):
+            assert state["digest"] == digests[state["step"] - 1], state
     for started in (e for e in events if e["what"] == "Started"):
         for pid in started["pids"].values():
             assert not pathlib.Path(f"/proc/{pid}").exists(), pid
     until = time.monotonic() + 10
-    while left := left_in_memory():
+    while left := left_behind.left_in_memory():
         assert time.monotonic() < until, left
         time.sleep(0.1)
 
 
-def left_in_memory():
-    """Folders of states whose owner is gone."""
-    folders = pathlib.Path("/dev/shm").glob("hxla-elastic-*")
-    return [f for f in folders if not pathlib.Path("/proc", f.name.split("-")[2]).exists()]
-
-
-def folders_of(pid):
-    """What a launcher left in shared memory."""
-    return list(pathlib.Path("/dev/shm").glob(f"hxla-elastic-{pid}-*"))
-
-
-def wait_until_gone(pids, seconds=10):
-    """Until none of some processes is there."""
-    until = time.monotonic() + seconds
-    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def num_lost(events, most):
+    """Steps that were run again, no more than so many after any event."""
+    end = lost = number = 0
+    for e in events:
+        if e["what"] == "Form":
+            number, first = e["generation"]["number"], e["generation"]["first_step"]
+            assert end - first <= most, (end, e)
+            lost, end = lost + end - first, first
+        elif e["what"] == "Saved" or (e.get("generation") == number and "step" in e):
+            end = max(end, e["step"])
+    return lost
 
 
 def main():
@@ -442,9 +452,11 @@ def main():
         for row in rows[-args.of_a_run :]:
             print(row, flush=True)
         print(f"run of seed {seed}: {time.monotonic() - began:.1f} s", flush=True)
+    copied, whole = ([row for row in rows if row["copied"] == k] for k in (True, False))
     tables = {
-        "held to shares of a core": table([row for row in rows if row["held"]], kinds),
-        "a core each": table([row for row in rows if not row["held"]], kinds),
+        "held to shares of a core": table([row for row in whole if row["held"]], kinds),
+        "a core each": table([row for row in whole if not row["held"]], kinds),
+        "held to shares, the state shared out and copied": table(copied, kinds),
     }
     if args.out:
         sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -38,13 +38,17 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--slow-until", help="file from whose appearance on it does not wait")
+    parser.add_argument("--stop-when", help="file from whose appearance on it ends")
     parser.add_argument("--checkpoints")
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--in-memory-every", type=int)
     parser.add_argument("--stages", type=int)
     parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--digests", help="file for the SHA-256 of the state after each step")
+    parser.add_argument(
+        "--digests", help="file for the SHA-256 of the first part of the state after each step"
+    )
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     data = {
@@ -57,12 +61,12 @@ def main():
     def pace(record, session):
         if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
             time.sleep(args.slow)
+        if args.stop_when and pathlib.Path(args.stop_when).exists():
+            session.stop()
         if args.digests:
             with tempfile.TemporaryDirectory() as folder:
-                store = session._store
-                gather = store.gather if jax.process_count() > 1 else None
                 state = f"{folder}/state"
-                digests.append(_hand_over.leave_state(store.saved(), {}, state, gather))
+                digests.append(_hand_over.leave_state(session._store.saved(), {}, state))
 
     result = hxla.train(
         Net(nnx.Rngs(0)),
@@ -81,7 +85,10 @@ def main():
         callbacks=[pace] if args.slow or args.digests else [],
         checkpoint_dir=args.checkpoints,
         checkpoint_every=args.checkpoint_every,
-        config={"memory": {"zero": args.zero}} if args.zero else None,
+        config={
+            "memory": {"zero": args.zero},
+            "checkpoint": {"in_memory_every": args.in_memory_every},
+        },
     )
     if args.digests and jax.process_index() == 0:
         pathlib.Path(args.digests).write_text(json.dumps(digests))

@@ -2,6 +2,9 @@
 
 It knows the truth: who really has which state. The authority hears of it late, in any order between
 processes, and what is said by processes that it knows to be gone arrives all the same.
+
+States are whole on each member; or in parts, one per member, with copies every few steps: then an
+order to leave finds nothing to leave, and only copies outlive a kill. Each device is a host.
 """
 
 import collections
@@ -25,12 +28,13 @@ class Process:
     is_frozen: bool = False
     is_unreachable: bool = False
     is_condemned: bool = False
+    is_copying: bool = False
 
 
 class World:
     """Seeded. `happen` lets one random thing happen; `settle` lets everything come to rest."""
 
-    def __init__(self, seed, rules, *, num_devices=6):
+    def __init__(self, seed, rules, *, num_devices=6, copies_every=None, spread=1):
         self.random = random.Random(seed)
         self.rules = rules
         self.at = 0.0
@@ -40,7 +44,9 @@ class World:
         self.promised = {}
         self.processes = []
         self.queues = collections.defaultdict(collections.deque)
-        self.memory = {}  # device: the newest step that was really left there
+        self.copies_every, self.spread = copies_every, spread
+        self.memory = {}  # device: what really is there, (state, part): the number of parts
+        self.num_losses = 0  # of what was kept, since enough devices had each part
         self.saved = 0
         self.unread = []  # checkpoints that the authority sees when it next looks at anything
         self.cut_off = set()  # devices that nobody can reach
@@ -57,6 +63,26 @@ class World:
         while self.unread:
             self.answer(m.Saved(at_seconds=self.at, step=self.unread.pop(0)))
         self.answer(event)
+        if isinstance(event, m.Copied) and self.spread > 1:
+            self.copy_to_neighbour(event)
+
+    def copy_to_neighbour(self, event):
+        """What carries out the authority's decisions also carries parts from host to host."""
+        for p in self.processes:
+            if (p.device, p.generation.number) == (event.device, event.generation):
+                members = p.generation.members
+                if members.index(p.device) != event.part:
+                    return  # a copy itself
+                neighbour = members[(event.part + 1) % len(members)]
+                is_there = neighbour in self.here and neighbour not in self.cut_off
+                if is_there and neighbour != p.device:
+                    copy = dataclasses.replace(event, device=neighbour, host=neighbour)
+                    self.keep(copy)
+                    self.say(neighbour, event.generation, copy)
+
+    def keep(self, wrote):
+        kept = wrote.kept
+        self.memory.setdefault(kept.device, {})[kept.state, kept.part] = kept.num_parts
 
     def answer(self, event):
         self.known, todo = advance(self.known, event)
@@ -67,12 +93,51 @@ class World:
 
     def free(self):
         """Hosts free the states that the authority does not count on any more."""
-        counted = {one.device for one in self.known.kept}
+        counted = {(one.device, one.state, one.part) for one in self.known.kept}
+        counted |= {(one.device, one.state, one.part) for one in self.known.sources}
         unheard = {device for (device, _), queue in self.queues.items() if queue}
-        for device in set(self.memory) - counted - unheard:
-            step = self.memory.pop(device)
-            newer = max([self.saved, *self.summed.values()])
-            assert device in self.cut_off or max([newer, *self.memory.values()]) >= step
+        before = self.complete(self.cut_off)
+        for device in set(self.memory) - unheard:
+            for state, part in list(self.memory[device]):
+                if (device, state, part) in counted:
+                    continue
+                del self.memory[device][state, part]
+                newer = max([self.saved, *self.summed.values(), self.complete()])
+                assert device in self.cut_off or newer >= state[0]
+        if self.copies_every is not None and self.is_gentle:
+            assert max(self.saved, self.complete(self.cut_off)) >= before, (
+                "the only whole state was freed"
+            )
+
+    @property
+    def is_gentle(self):
+        """Whether no more was taken away than what copies are for."""
+        return self.num_losses < self.spread
+
+    def recover(self):
+        """Once there are enough copies of all parts again, it can bear another loss."""
+        holders = collections.defaultdict(set)
+        for one in self.known.kept:
+            if one.device in self.memory and one.device not in self.cut_off:
+                holders[one.state, one.part].add(one.device)
+        g = self.known.generation
+        spread, last = min(self.spread, len(g.members)), self.known.ledger.end
+        states = {state for state, _ in holders if state[1] == g.number and state[0] <= last}
+        if any(
+            all(len(holders[state, k]) >= spread for k in range(self.num_parts(g)))
+            for state in states
+        ):
+            self.num_losses = 0 if not self.cut_off else self.num_losses
+
+    def complete(self, without=frozenset()):
+        """The newest step of which every part is somewhere."""
+        parts, wanted = collections.defaultdict(set), {}
+        for device, kept in self.memory.items():
+            for (state, part), num_parts in kept.items():
+                if device not in without:
+                    parts[state].add(part)
+                    wanted[state] = num_parts
+        return max((s[0] for s in parts if len(parts[s]) == wanted[s]), default=-1)
 
     def do(self, todo):
         self.counts[type(todo).__name__] += 1
@@ -96,19 +161,20 @@ class World:
                         assert p.status == "leaving", "it was not asked for its state"
                         p.is_condemned = True
                         self.end(p)
-            case m.Form(generation=g, source=source):
-                self.form(g, source)
-            case m.Save(kept=kept):
-                if kept.device in self.memory and self.random.random() < 0.9:
-                    self.save(kept.step)
+            case m.Form(generation=g, sources=sources):
+                self.form(g, sources)
+            case m.Save(step=step):
+                if self.complete(self.cut_off) == step and self.random.random() < 0.9:
+                    self.save(step)
             case m.Release(device=device):
                 assert not self.training_on(device)
                 if device in self.promised:
+                    self.num_losses += self.spread > 1  # a part of what is spread goes along
                     self.leave(device)
             case m.Tell():
                 pass
 
-    def form(self, g, source):
+    def form(self, g, sources):
         others = [p for p in self.processes if p.generation.number < g.number]
         assert not [p for p in others if not p.is_unreachable], "an older generation is alive"
         assert self.rules.min_devices <= len(g.members) <= self.rules.max_devices
@@ -116,16 +182,23 @@ class World:
         assert set(g.members) <= set(self.known.devices)
         assert not self.forms or g.number > self.forms[-1].number
         assert not self.forms or g.port != self.forms[-1].port
-        reached = [step for device, step in self.memory.items() if device not in self.cut_off]
-        assert g.first_step >= max([self.saved, *reached]), "a step was lost that was left"
-        assert g.first_step <= max([self.saved, *self.memory.values()]), "a step nobody left"
-        if source is not None:
-            assert source in self.memory
+        reached = self.complete(self.cut_off)
+        assert g.first_step >= max(self.saved, reached), "a step was lost that was left"
+        assert g.first_step <= max(self.saved, self.complete()), "a step nobody left"
+        if self.copies_every is not None and self.is_gentle and self.forms:
+            summed = self.summed.get(self.forms[-1].number, self.forms[-1].first_step)
+            most = self.copies_every * (1 + bool(self.num_losses))
+            assert g.first_step >= summed - most, "more is lost than is not copied"
+        assert {one.part for one in sources} == set(range(len(sources)))
+        for one in sources:
+            assert (one.state, one.part) in self.memory[one.device]
+            assert (one.step, one.num_parts) == (g.first_step, len(sources))
         self.forms.append(g)
         ready = {p.device for p in self.of(g)}
         self.start(dataclasses.replace(g, members=tuple(d for d in g.members if d not in ready)))
         for p in self.of(g):
             p.generation, p.status = g, "joining"
+            p.is_copying = bool(sources) and self.copies_every is not None
 
     def start(self, g, status="joining"):
         gone = [d for d in g.members if d not in self.here]
@@ -162,11 +235,37 @@ class World:
             self.processes.remove(p)
             self.told(p, m.Exited)
 
-    def leave_state(self, p):
-        if p.step >= 0:
-            self.memory[p.device] = max(p.step, self.memory.get(p.device, -1))
-            self.told(p, m.LeftState, step=p.step, digest=f"state {p.step}")
+    def num_parts(self, g):
+        """What cannot be shared out among three is whole on each of them."""
+        is_whole = self.copies_every is None or len(g.members) == 3
+        return 1 if is_whole else len(g.members)
+
+    def wrote(self, p, kind):
+        num_parts = self.num_parts(p.generation)
+        whole = {"num_parts": num_parts}
+        part = p.generation.members.index(p.device) if num_parts > 1 else 0
+        digest = f"state {p.step} part {part} of {whole}"
+        of = {"step": p.step, "digest": digest, "part": part, "host": p.device} | whole
+        of["spread"] = min(self.spread, len(p.generation.members))
+        new = kind(at_seconds=0, generation=p.generation.number, device=p.device, **of)
+        self.keep(new)
+        self.told(p, kind, **of)
+
+    def leave_state(self, p, is_planned):
+        if p.step >= 0 and (is_planned or self.copies_every is None):
+            self.wrote(p, m.LeftState)
         self.end(p)
+
+    def copy(self, p):
+        """If its host has at most one copy of its own; otherwise it waits."""
+        number, members = p.generation.number, p.generation.members
+        part = members.index(p.device)
+        mine = [s for s, k in self.memory.get(p.device, {}) if (s[1], k) == (number, part)]
+        if part >= self.num_parts(p.generation):
+            p.is_copying = False  # the first one does it
+        elif len(mine) < 2:
+            self.wrote(p, m.Copied)
+            p.is_copying = False
 
     def act(self, p):
         """One thing that a process does next."""
@@ -176,15 +275,17 @@ class World:
         if p.status == "starting":
             p.status = "prepared"
             self.told(p, m.Prepared)
-        elif p.status == "joining" and self.known.source in self.cut_off:
-            source = self.known.source  # its state cannot be read
-            self.told(p, m.Told)
-            self.hear(m.Vanished(at_seconds=self.at, device=source))
+        elif p.status == "joining" and self.cut_off & {s.device for s in self.known.sources}:
+            self.told(p, m.Told)  # there is a part that cannot be read
+            sources = {s.device for s in self.known.sources}
+            self.hear(m.Vanished(at_seconds=self.at, device=min(self.cut_off & sources)))
         elif p.status == "joining":
             p.status, p.step = "joined", g.first_step
+            if p.is_copying:
+                self.copy(p)
             self.told(p, m.Joined)
         elif p.status == "leaving":
-            self.leave_state(p)
+            self.leave_state(p, is_planned=False)
         elif p.status == "joined":
             self.train(p)
 
@@ -195,15 +296,21 @@ class World:
         if p.step < summed:
             p.step = summed
             self.told(p, m.Completed, step=p.step)
+            p.is_copying = self.copies_every is not None and not p.step % self.copies_every
             if p.step == self.rules.num_steps and self.random.random() < 0.5:
                 self.save(p.step)
             return
+        if p.is_copying:
+            self.copy(p)
+            self.told(p, m.Told)
+            return
         last = self.stopping.get(g.number, -1)
         if last is not None and last == p.step:
-            self.leave_state(p)
+            self.leave_state(p, is_planned=True)
             return
         arrived = all(
-            q.status == "joined" and q.step == summed and not q.is_frozen for q in members
+            q.status == "joined" and q.step == summed and not q.is_frozen and not q.is_copying
+            for q in members
         )
         if p.step == self.rules.num_steps:
             if self.random.random() < 0.3:
@@ -234,6 +341,12 @@ class World:
             del self.queues[key]
         for p in [p for p in self.processes if p.device == device]:
             self.processes.remove(p)
+
+    def lose(self, device):
+        """It is taken, whatever is there."""
+        self.num_losses += 1
+        self.leave(device)
+        self.hear(m.Vanished(at_seconds=self.at, device=device))
 
     def reach_again(self, device):
         """Its host ends what is left of older generations first."""
@@ -275,14 +388,14 @@ class World:
             self.promised[device] = self.at + notice
             self.hear(m.AskedBack(at_seconds=self.at, device=device, notice_seconds=notice))
         elif kind == "vanish" and device:
-            self.leave(device)
-            self.hear(m.Vanished(at_seconds=self.at, device=device))
+            self.lose(device)
         elif kind == "kill" and process:
             self.end(process)
         elif kind == "freeze" and process:
             process.is_frozen = True
         elif kind == "cut off" and device:
             self.cut_off.add(device)
+            self.num_losses += 1
             for p in self.processes:
                 p.is_unreachable = p.is_unreachable or p.device == device
         elif kind == "reach again" and self.cut_off:
@@ -311,8 +424,7 @@ class World:
         self.at += seconds
         for device, until in list(self.promised.items()):
             if until <= self.at and device in self.here:  # whoever asked takes it now
-                self.leave(device)
-                self.hear(m.Vanished(at_seconds=self.at, device=device))
+                self.lose(device)
         self.hear(m.Passed(at_seconds=self.at))
 
     def happen(self, fault_share):
@@ -349,6 +461,7 @@ class World:
 
     def check(self):
         known, rules = self.known, self.rules
+        self.recover()
         commits = list(known.ledger.commits()) if self.random.random() < 0.02 else []
         assert len(commits) == len(set(commits))
         assert [r.first for r in known.ledger.runs] == [

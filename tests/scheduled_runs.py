@@ -6,6 +6,8 @@ import sys
 import time
 
 import elastic_chaos
+import left_behind
+from undisturbed import ALIKE
 
 from hxla._scheduler._live_record import decided_otherwise, read_record
 from hxla._scheduler._schedule_commands import POLICIES
@@ -94,9 +96,9 @@ class Scheduled:
         return [p for e in started if e["what"] == "Started" for p in e["pids"].values()]
 
     def check_nothing_is_left(self):
-        elastic_chaos.wait_until_gone(self.pids())
+        left_behind.wait_until_gone(self.pids())
         until = time.monotonic() + 10
-        while elastic_chaos.left_in_memory():
+        while left_behind.left_in_memory():
             assert time.monotonic() < until
             time.sleep(0.1)
 
@@ -112,7 +114,7 @@ def digest(text):
 def undisturbed(steps, num):
     """The SHA-256 of a job alone on one device."""
     command = [sys.executable, str(elastic_chaos.JOB), "--steps", str(steps)]
-    env = elastic_chaos.own_environment() | elastic_chaos._ALIKE
+    env = elastic_chaos.own_environment() | ALIKE
     ran = subprocess.run(
         [*command, "--batch-size", str(4 * num)], env=env, check=True, capture_output=True
     )

@@ -347,9 +347,13 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
     family = psutil.Process(process.pid).children(recursive=True)
     ranks = [p for p in family if "hxla._launch" in p.cmdline()]
     loaders = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+    maps = {row.path for p in loaders for row in p.memory_maps()}
+    named = [p for p in maps if p.startswith("/dev/shm/") and os.path.exists(p)]
     for p in ranks:
         os.kill(p.pid, signal.SIGKILL)
     assert process.wait(60)
+    assert named
+    assert not [path for path in named if os.path.exists(path)]
     printed = (tmp_path / "printed.txt").read_text()
     assert len(ranks) == 2, printed
     assert len(loaders) == 2, printed  # and not two for each of the ranks
@@ -403,7 +407,7 @@ def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
     found = re.findall(rf"sha256 (\w+) after {steps} steps", job.printed_text())
     assert len(set(found)) == 1, job.tail()
     assert len(found) == 2
-    [ledger] = [e for e in job.events() if e["what"] == "Ledger"]
+    ledger = job.ledger()
     assert ledger["num_lost"] == 0
     pids = [line.split()[0] for line in told.read_text().splitlines()]
     generations = len(set(pids))

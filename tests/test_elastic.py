@@ -1,42 +1,37 @@
 """Jobs whose devices come and go: real processes and signals, the bits of undisturbed ones."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import types
 
 import elastic_chaos
 import jax
+import left_behind
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from models import mesh
 
 import hxla
-from hxla._launch import _mailbox
-from hxla._run import _hand_over
-
-STEPS = 400
+from hxla._elastic._membership import Copied
+from hxla._launch import _mailbox, _state_folders
+from hxla._run import _hand_over, _session_member
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_events_lose_nothing_and_move_no_bit(seed):
     rows = elastic_chaos.disturbed(seed, 10)
     assert len(rows) == 10
-
-
-def undisturbed_line(steps, *options):
-    """What a job prints in the end that nobody disturbs."""
-    command = [sys.executable, "-m", "hxla", "run", *options[:2], str(elastic_chaos.JOB)]
-    command += ["--steps", str(steps), *options[2:]]
-    env = elastic_chaos.own_environment()
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    [line] = [line for line in ran.stdout.splitlines() if "sha256" in line]
-    return line.split("] ")[-1]
 
 
 def formed(events):
@@ -47,7 +42,8 @@ def formed(events):
 @pytest.mark.slow
 def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     """Steps on 4 devices, then on 2, then on 3 unlike ones (section 5.1.1) are those of one."""
-    job = elastic_chaos.Job(tmp_path, STEPS, 0.05, [0.4, 0.4, 0.4, 0.4])
+    ends = ("--stop-when", str(tmp_path / "last"))  # however long three take to be prepared
+    job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.4, 0.4, 0.4, 0.4], ends)
     changes = {20: [0.4, 0.4], 150: [0.5, 0.4, 0.3]}
     try:
         job.wait(elastic_chaos.runs, 90, "the first generation")
@@ -55,8 +51,10 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
             job.wait(lambda e, n=step: elastic_chaos.last_step(e)[0] >= n, 90, "steps")
             job.shares = shares
             job.write_mesh()
-            job.wait(lambda e, s=shares: formed(e)[-1] == len(s), 60, "other devices")
-        assert job.end(200) == 0, job.tail()
+            job.wait(lambda e, s=shares: formed(e)[-1] == len(s), 90, "other devices")
+        job.wait(elastic_chaos.runs, 90, "the last generation")
+        job.last.touch()
+        assert job.end(60) == 0, job.tail()
     finally:
         job.stop()
     digests = elastic_chaos.undisturbed(elastic_chaos.MOST_STEPS)
@@ -65,7 +63,8 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     for e in events:
         if e["what"] == "LeftState":
             assert e["digest"] == digests[e["step"] - 1]
-    assert undisturbed_line(STEPS, "-n", "1") in job.tail()
+    steps = job.ledger()["runs"][-1]["end"]
+    assert elastic_chaos.undisturbed_line(steps, "-n", "1") in job.tail()
 
 
 @pytest.mark.slow
@@ -80,18 +79,50 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tm
         assert job.end(200) == 0, job.tail()
     finally:
         job.stop()
-    events = job.events()
-    [ledger] = [e for e in events if e["what"] == "Ledger"]
+    events, ledger = job.events(), job.ledger()
     assert ledger["runs"][-1]["end"] == 400
     assert 0 < ledger["num_lost"] <= 15
     said = [e["words"] for e in events if e["what"] == "Tell"]
-    assert any("are lost: nobody left them" in words for words in said)
-    assert (
-        "could not leave its state: CheckpointError: the state is shared out over the members"
-        in job.printed_text()
-    )
-    assert any(e["what"] == "LeftState" for e in events)
-    assert undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
+    assert any("run again: nobody left them" in words for words in said)
+    assert "if a process is killed, the steps since the last checkpoint" in job.printed_text()
+    left = [e for e in events if e["what"] == "LeftState"]
+    assert {(e["part"], e["num_parts"]) for e in left} == {(0, 2), (1, 2)}
+    assert elastic_chaos.undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
+
+
+def generations_in_memory(job):
+    """Those of which states are kept, whole or half written."""
+    [folder] = left_behind.folders_of(job.process.pid)
+    return {int(p.name.partition("-")[0]) for p in folder.iterdir() if p.name[0].isdecimal()}
+
+
+@pytest.mark.slow
+def test_copies_in_memory_outlive_a_kill_where_the_state_is_shared_out(tmp_path):
+    """ZeRO 1 without a checkpoint: members that are killed take no more than the steps since."""
+    options = ("--zero", "1", "--in-memory-every", "4")
+    job = elastic_chaos.Job(tmp_path, 400, 0.05, [0.4, 0.4], options)
+    try:
+        job.wait(lambda e: sum(one["what"] == "Copied" for one in e) > 3, 90, "two copies")
+        for seed in range(3):
+            elastic_chaos.one(job, ("kill", "join", "kill")[seed], random.Random(seed))
+        last = [e for e in job.events() if e["what"] == "Form"][-1]["generation"]["number"]
+        job.wait(lambda _: generations_in_memory(job) == {last}, 10, "nothing of the others")
+        assert job.end(200) == 0, job.tail()
+    finally:
+        job.stop()
+    events, ledger = job.events(), job.ledger()
+    assert ledger["runs"][-1]["end"] == 400
+    assert 0 <= ledger["num_lost"] <= 2 * 4
+    forms = [e for e in events if e["what"] == "Form"]
+    assert forms[1]["generation"]["first_step"] >= 4
+    assert [one["part"] for one in forms[1]["sources"]] == [0, 1]
+    assert forms[-1]["generation"]["first_step"] > forms[1]["generation"]["first_step"]
+    copied = [e for e in events if e["what"] == "Copied"]
+    first = {e["step"] for e in copied if e["generation"] == 1}
+    assert first
+    assert all(step % 4 == 0 for step in first)
+    assert "every 4 steps the state is copied into memory, in 2 parts" in job.printed_text()
+    assert elastic_chaos.undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
 
 
 @pytest.mark.slow
@@ -136,7 +167,9 @@ def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     finally:
         job.stop()
     assert "it is tried without" in job.printed_text()
-    left = {e["step"]: e["digest"] for e in job.events() if e["what"] == "LeftState"}
+    states = [e for e in job.events() if e["what"] == "LeftState"]
+    assert {(e["part"], e["num_parts"]) for e in states} == {(0, 2), (1, 2)}
+    left = {e["step"]: e["digest"] for e in states if e["part"] == 0}
     assert len(left) >= 3
     digests = elastic_chaos.undisturbed(max(left), *options, num=2)
     assert left == {step: digests[step - 1] for step in left}
@@ -178,7 +211,7 @@ def test_a_job_that_waits_for_devices_says_what_is_lost_with_it(tmp_path):
         assert job.end(30) == 75
     finally:
         job.stop()
-    step = saved["kept"]["step"]
+    step = saved["step"]
     assert f"the state of step {step} waits in memory" in job.tail()
     assert f"the state of step {step} was in memory only and is gone: give" in job.tail()
 
@@ -225,8 +258,8 @@ def tree():
 
 def test_a_state_in_memory_is_read_as_it_was_left(tmp_path):
     digest = _hand_over.leave_state(tree(), {"step": 3}, tmp_path / "state")
-    found = _hand_over.load_state(tmp_path / "state", tree())
-    assert _hand_over.facts_of_state(tmp_path / "state") == {"step": 3}
+    found = _hand_over.load_state([tmp_path / "state"], tree())
+    assert _hand_over.facts_of_state([tmp_path / "state"]) == {"step": 3}
     assert hxla.fingerprint(found) == hxla.fingerprint(tree())
     assert found["params"]["a"].sharding == tree()["params"]["a"].sharding
     assert _hand_over.leave_state(found, {"step": 9}, tmp_path / "again") == digest
@@ -235,9 +268,11 @@ def test_a_state_in_memory_is_read_as_it_was_left(tmp_path):
 def test_a_state_of_another_model_is_refused(tmp_path):
     _hand_over.leave_state(tree(), {}, tmp_path / "state")
     with pytest.raises(hxla.CheckpointError, match=r"of another model or optimizer: exponents"):
-        _hand_over.load_state(tmp_path / "state", tree() | {"exponents": np.zeros(3, np.int32)})
+        _hand_over.load_state([tmp_path / "state"], tree() | {"exponents": np.zeros(3, np.int32)})
     with pytest.raises(hxla.CheckpointError, match=r"of another model or optimizer: count"):
-        _hand_over.load_state(tmp_path / "state", {k: v for k, v in tree().items() if k != "count"})
+        _hand_over.load_state(
+            [tmp_path / "state"], {k: v for k, v in tree().items() if k != "count"}
+        )
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="Linux has it")
@@ -248,13 +283,161 @@ def test_a_full_memory_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+class Place:
+    """A host that has folders."""
+
+    is_lost = False
+
+    def __init__(self, name):
+        self.name, self.let_go = name, []
+
+    def state_folder(self, generation, rank):
+        return f"{self.name}/{generation}-{rank}"
+
+    def forget(self, folder):
+        self.let_go.append(folder)
+
+
+@dataclasses.dataclass
+class Way:
+    """From a folder to another."""
+
+    source: str
+    target: str
+    found: bool | None = None
+
+    def arrived(self):
+        return self.found
+
+
+def carried(num_hosts):
+    """A copy of part 1 of 3 that was written on the first host; the folders, hosts and ways."""
+    ways = []
+
+    def carry(source, target):
+        ways.append(Way(source.folder, target.folder))
+        return ways[-1]
+
+    places = [Place(name) for name in "AB"[:num_hosts]]
+    hosts = {"d0": places[0], "d1": places[0], "d2": places[-1]}
+    folders = _state_folders.StateFolders(carry)
+    event = Copied(at_seconds=0, generation=3, device="d1", step=8, digest="x", part=1, num_parts=3)
+    return folders.wrote(event, 1, hosts), folders, places, ways
+
+
+def test_a_copy_is_carried_to_the_next_host_and_counts_once_it_is_there():
+    event, folders, [here, there], [way] = carried(2)
+    assert (event.host, event.spread) == ("A", 2)
+    assert way == Way("A/3-1-8", "B/3-1-8")
+    assert list(folders.arrived(1.0)) == []
+    assert set(folders.paths) == {"A/3-1-8", "B/3-1-8"}
+    way.found = True
+    [copy] = folders.arrived(2.0)
+    assert copy == dataclasses.replace(event, device="d2", host="B", at_seconds=2.0)
+    assert [one.folder for one in folders.of([event.kept, copy.kept])] == ["A/3-1-8", "B/3-1-8"]
+    folders.keep({copy.kept})
+    assert (here.let_go, there.let_go) == (["A/3-1-8"], [])
+
+
+def test_where_no_other_host_can_take_a_copy_nobody_waits_for_it():
+    event, folders, _, [way] = carried(2)
+    way.found = False
+    assert [(one.kept, one.spread) for one in folders.arrived(2.0)] == [(event.kept, 1)]
+    assert list(folders.arrived(3.0)) == []
+    _, folders, [here, _], [way] = carried(2)
+    way.found = False
+    folders.keep(set())  # a newer one is safe
+    assert list(folders.arrived(2.0)) == []
+    assert here.let_go == ["A/3-1-8"]
+
+
+def test_on_one_host_nothing_is_carried():
+    event, _, _, ways = carried(1)
+    assert (event.spread, ways) == (1, [])
+
+
+class Copying:
+    """A process that copies its state after every step, beside a launcher that does nothing."""
+
+    def __init__(self, folder):
+        self.folder, self.said = folder, {}
+        self.own = types.SimpleNamespace(
+            folder=str(folder / "3-0"),
+            num_neighbours=1,
+            ends=False,
+            changing=contextlib.nullcontext(),
+            tell=self.said.update,
+        )
+        settings = hxla.Config(checkpoint={"in_memory_every": 1})
+        source = types.SimpleNamespace(state=lambda step: None)
+        self.member = _session_member.SessionMember(
+            self.own,
+            types.SimpleNamespace(wanted=tree, saved=tree, is_shared=False),
+            None,
+            types.SimpleNamespace(source=source, settings=settings),
+            types.SimpleNamespace(is_in_memory=False),
+        )
+
+    def step(self):
+        with self.member.updating(None):
+            pass
+        self.member.copy()
+
+    def there(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+def test_a_third_copy_waits_until_the_first_is_let_go(tmp_path):
+    copying = Copying(tmp_path)
+    copying.step()
+    copying.step()
+    assert copying.there() == ["3-0-1", "3-0-2"]
+    threading.Timer(0.2, shutil.rmtree, [tmp_path / "3-0-1"]).start()
+    copying.step()
+    assert copying.there() == ["3-0-2", "3-0-3"]
+    assert sorted(copying.said["copies"]) == ["2", "3"]
+
+
+def test_nobody_waits_for_copies_where_the_run_ends(tmp_path):
+    """Its launcher lets go of none any more, and the last checkpoint is still to be written."""
+    copying = Copying(tmp_path)
+    copying.step()
+    copying.step()
+    threading.Timer(0.2, setattr, [copying.own, "ends", True]).start()
+    copying.step()
+    assert copying.there() == ["3-0-1", "3-0-2"]
+
+
+def test_copies_that_memory_has_no_room_for_are_refused_at_the_start(tmp_path, monkeypatch):
+    usage = types.SimpleNamespace(free=10)
+    monkeypatch.setattr(_session_member.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(hxla.ConfigError, match=r"in_memory_every: states need .* has only 10 "):
+        Copying(tmp_path)
+    (tmp_path / "of the generation before").write_bytes(bytes(10_000))
+    assert not Copying(tmp_path).said
+
+
+def test_a_copy_for_which_there_is_no_room_any_more_is_told_and_training_goes_on(
+    tmp_path, monkeypatch
+):
+    copying = Copying(tmp_path)
+    copying.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(_hand_over, "_BYTES", "../" * 20 + "dev/full")
+        copying.step()
+    assert "has no room" in copying.said["note"]
+    copying.step()
+    assert copying.there() == ["3-0-1", "3-0-3"]
+    assert sorted(copying.said["copies"]) == ["1", "3"]
+
+
 def test_a_text_half_written_is_no_message():
     mailbox, path = _mailbox.new_mailbox(2)
     other = _mailbox.open_mailbox(path, 2)
     other.tell(1, _mailbox.Report(step=4, digest="ab"))
-    mailbox.give(1, _mailbox.Order(begins=True, state="/x"))
+    mailbox.give(1, _mailbox.Order(begins=True, state=["/x"]))
     assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")
-    assert other.order(1) == _mailbox.Order(begins=True, state="/x")
+    assert other.order(1) == _mailbox.Order(begins=True, state=["/x"])
     assert mailbox.report(0) == _mailbox.Report()
     other._board.put(1, "00000000" + json.dumps({"step": 9}))
     assert mailbox.report(1) == _mailbox.Report(step=4, digest="ab")  # what was said before
@@ -266,13 +449,14 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp
     job = elastic_chaos.Job(tmp_path, 60, 0.05, [0.5, 0.5], saves)
     try:
         job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 20, 90, "steps")
-        pids = job.pids()
+        pids = left_behind.started_by(job.process.pid)
+        assert len(pids) > 3  # also what they are forked from, and their coordinator
         job.process.send_signal(signal.SIGKILL)
         job.process.wait()
     finally:
         job.stop()
-    elastic_chaos.wait_until_gone(pids.values())
-    assert not elastic_chaos.folders_of(job.process.pid)
+    left_behind.wait_until_gone(pids)
+    assert not left_behind.folders_of(job.process.pid)
     again = elastic_chaos.Job(tmp_path, 60, 0.0, [0.5], saves)
     try:
         assert again.end(120) == 0, again.tail()
@@ -280,6 +464,6 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp
         again.stop()
     digests = elastic_chaos.undisturbed(elastic_chaos.MOST_STEPS)
     assert "resumed from step" in again.tail()
-    [ledger] = [e for e in again.events() if e["what"] == "Ledger"]
+    ledger = again.ledger()
     assert ledger["runs"][-1]["end"] == 60
     assert digests

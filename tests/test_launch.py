@@ -83,6 +83,36 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_cgroup(tmp_path):
         assert not left
 
 
+NAMES = """
+import multiprocessing, time
+from multiprocessing import shared_memory
+lock = multiprocessing.get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=8)
+print("names", lock._semlock.name, memory.name, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_a_kill_leaves_no_name_in_shared_memory(tmp_path, victim):
+    """As a data loader's: Python unlinks them where its resource tracker lives on for a moment."""
+    job = start(tmp_path, NAMES, "--mesh", "cpu-1.0-0.5")
+    found = []
+    while len(found) < 4:
+        _, is_named, names = job.stdout.readline().partition("names ")
+        if is_named:
+            lock, memory = names.split()
+            found += [pathlib.Path(f"/dev/shm/sem.{lock[1:]}"), pathlib.Path(f"/dev/shm/{memory}")]
+    assert all(path.exists() for path in found)
+    children = [p for p in psutil.Process(job.pid).children() if "script.py" in str(p.cmdline())]
+    (job if victim == "launcher" else children[0]).send_signal(signal.SIGKILL)
+    job.communicate(timeout=30)
+    until = time.monotonic() + 10
+    while left := [path for path in found if path.exists()]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
 def test_sigterm_is_passed_on(tmp_path):
     code = (
         "import signal, sys, time\n"

@@ -1,5 +1,6 @@
 """Elastic jobs on the nodes of a real local Ray cluster, with the bits of undisturbed ones."""
 
+import collections
 import subprocess
 import sys
 
@@ -15,8 +16,40 @@ pytestmark = pytest.mark.slow
 
 def test_nodes_join_are_drained_and_die_and_no_bit_moves():
     """In random order, with kills and freezes of processes between."""
-    rows = elastic_chaos.disturbed(3, 3, ("join", "leave", "node death"), make=elastic_chaos.RayJob)
+    rows = elastic_chaos.disturbed(5, 3, ("join", "leave", "node death"), make=elastic_chaos.RayJob)
     assert len(rows) == 3
+
+
+def twice(events):
+    """The steps of which both parts are on two nodes."""
+    hosts = collections.defaultdict(set)
+    for e in events:
+        if e["what"] == "Copied" and e["num_parts"] == 2:
+            hosts[e["step"], e["part"]].add(e["host"])
+    steps = {step for step, _ in hosts}
+    return sorted(s for s in steps if all(len(hosts[s, part]) == 2 for part in range(2)))
+
+
+def test_a_node_that_dies_takes_no_more_steps_than_since_its_part_was_copied(tmp_path):
+    """The other node has both parts of the state: no checkpoint is there, and nobody else."""
+    job = elastic_chaos.RayJob(tmp_path, 4000, 0.05, [0.4, 0.4], is_copied=True)
+    try:
+        job.wait(lambda e: len(twice(e)) > 1, 120, "copies on two nodes")
+        job.kill_node("device 1")
+        job.wait(lambda e: any(one["what"] == "Save" for one in e), 60, "a state that waits")
+        job.add(0.4)
+        job.write_mesh()
+        job.wait(lambda e: elastic_chaos.runs(e) and e[-1]["what"] == "Completed", 90, "a step")
+        job.last.touch()
+        code = job.end(60)
+    finally:
+        job.stop()
+    elastic_chaos.check(job, code)
+    _, form = [e for e in job.events() if e["what"] == "Form"]
+    assert form["generation"]["first_step"] >= 4
+    assert [one["part"] for one in form["sources"]] == [0, 1]
+    assert len({(one["device"], one["host"]) for one in form["sources"]}) == 1
+    assert "is gone with its host" in job.printed_text()
 
 
 def test_without_a_cluster_it_is_said_what_to_do():

@@ -15,7 +15,7 @@ from ._files import named, read_json, read_toml
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = (
     "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOGS NUM_PROCESSES PROCESS_ID MAILBOX "
-    "GENERATION MEMORY WAITS"
+    "GENERATION MEMORY NEIGHBOURS WAITS"
 )
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 
@@ -56,10 +56,14 @@ class WatchdogConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """The section `checkpoint`: how many checkpoints are kept."""
+    """The section `checkpoint`: how many checkpoints are kept, and copies in memory."""
 
     keep: int = pydantic.Field(3, ge=1)
     """Newest checkpoints that are kept."""
+    in_memory_every: int | None = pydantic.Field(None, ge=1)
+    """Steps between copies of the state in the memory of the hosts, for `hxla run --elastic`: where
+    each member has only a part of it, a process that is killed takes no more steps along than
+    these. None: no copies."""
 
 
 class DataConfig(_Section):

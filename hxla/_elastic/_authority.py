@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._commits import Ledger
+from ._kept_state import added, differing, newest, pruned, whole
 from ._membership import (
     AskedBack,
     Completed,
+    Copied,
     Discard,
     Exited,
     Form,
     Generation,
     Happened,
     Joined,
-    KeptState,
     Kill,
     Leave,
     LeftState,
@@ -41,7 +42,6 @@ from ._membership import (
     ToDo,
     Told,
     Vanished,
-    newest,
 )
 
 _Done = tuple[Membership, tuple[ToDo, ...]]
@@ -110,14 +110,11 @@ def _asked_back(known: Membership, event: AskedBack) -> _Done:
 
 def _vanished(known: Membership, event: Vanished) -> _Done:
     at = event.at_seconds
-    known = known.without(event.device)
+    known, number = known.without(event.device), known.generation.number
     if event.device in known.alive:
-        number = known.generation.number
         return _exited(known, Exited(at_seconds=at, generation=number, device=event.device))
-    if event.device == known.source:
-        words = (
-            f"{event.device} is gone, from whose state generation {known.generation.number} starts"
-        )
+    if event.device in {one.device for one in known.sources}:
+        words = f"{event.device} is gone, from whose state generation {number} starts"
         return _then((known, (Tell(words=words),)), lambda k: _collecting(k, at))
     return _reconsidered(known, at)
 
@@ -172,7 +169,7 @@ def _joined(known: Membership, event: Joined) -> _Done:
         known,
         phase="running",
         ready=frozenset(),
-        source=None,
+        sources=(),
         until_seconds=math.inf,
         heard=tuple((device, event.at_seconds) for device in known.generation.members),
     )
@@ -191,8 +188,10 @@ def _completed(known: Membership, event: Completed) -> _Done:
     ledger = known.ledger.committed(event.generation, event.step)
     if ledger.end == known.ledger.end:
         return known, ()
-    # A member has a newer state than was left for this generation to start from.
-    kept = tuple(one for one in known.kept if one.step >= event.step)
+    kept, number = known.kept, event.generation
+    if not any(one.generation == number for one in kept):
+        # A member has a newer state than was left for this generation, which copies none.
+        kept = tuple(one for one in kept if one.step >= event.step)
     known = dataclasses.replace(known, ledger=ledger, num_failures=0, kept=kept)
     return _released(known)
 
@@ -209,11 +208,18 @@ def _left_state(known: Membership, event: LeftState) -> _Done:
             step=event.step,
         ),
     )
-    left = KeptState(device=event.device, step=event.step, digest=event.digest)
-    others = tuple(one for one in known.kept if one.device != event.device)
     if event.device in known.devices:
-        known = dataclasses.replace(known, kept=(*others, left))
+        kept, left = added(known.kept, event.kept), known.left | {event.device}
+        known = dataclasses.replace(known, kept=kept, left=left)
     return known.waiting_less(event.at_seconds), todo
+
+
+def _copied(known: Membership, event: Copied) -> _Done:
+    if not _is_of_member(known, event) or event.device not in known.devices:
+        return known, ()
+    known, _ = _heard(known, event)
+    kept = pruned(added(known.kept, event.kept))
+    return _released(dataclasses.replace(known, kept=kept))
 
 
 def _exited(known: Membership, event: Exited) -> _Done:
@@ -223,8 +229,8 @@ def _exited(known: Membership, event: Exited) -> _Done:
     if event.generation != known.generation.number or event.device not in known.alive:
         return known, ()
     known = dataclasses.replace(known, alive=known.alive - {event.device})
-    expected = any(one.device == event.device for one in known.kept)
-    if known.phase == "collecting" or (known.phase == "handing over" and expected):
+    expected = known.phase == "handing over" and event.device in known.left
+    if known.phase == "collecting" or expected:
         step = _without_the_silent if known.alive else _formed
         return step(known.waiting_less(at), at)
     words = f"{event.device} ended in phase {known.phase}: the others leave their state"
@@ -256,7 +262,7 @@ def _collecting(known: Membership, at: float) -> _Done:
         known,
         phase="collecting",
         coming=None,
-        source=None,
+        sources=(),
         is_killing=False,
         num_failures=known.num_failures + 1,
         until_seconds=at + known.rules.collect_seconds,
@@ -302,11 +308,11 @@ def _late_preparing(known: Membership, at: float) -> _Done:
 
 def _without_the_silent(known: Membership, at: float) -> _Done:
     """Nobody else is left, and nothing is lost with them: do not wait for their answer."""
-    best, _ = newest(known.kept)
+    best = newest(known.kept)
     waits = known.phase == "collecting" and not known.is_killing
     if not waits or known.alive != set(known.silent(at)):
         return known, ()
-    if best is None or best.step < known.ledger.end:
+    if not best or best[0].step < known.ledger.end:
         return known, ()
     return _late_collecting(known, at)
 
@@ -398,18 +404,24 @@ def _numbered(
 def _formed(known: Membership, at: float) -> _Done:
     """Nobody is alive any more: the next generation, from the newest state that was left."""
     assert not known.alive
-    best, wrong = newest(known.kept)
+    wrong = differing(known.kept)
+    kept = whole(tuple(one for one in known.kept if one.state not in wrong))
+    best, end = newest(kept), known.ledger.end
     done: list[ToDo] = [
-        Tell(words=f"the states of step {step} differ and are not used") for step in wrong
+        Tell(words=f"the states of step {step} differ and are not used")
+        for step, _ in sorted(wrong)
     ]
-    step = max(known.saved_step, -1 if best is None else best.step)
-    if step < known.ledger.end:
-        done.append(
-            Tell(words=f"steps {step} to {known.ledger.end - 1} are lost: nobody left them")
-        )
-    kept = tuple(one for one in known.kept if one.step not in wrong)
-    ledger = known.ledger.back_to(step)
-    known = dataclasses.replace(known, ledger=ledger, kept=kept, heard=(), is_killing=False)
+    step = max(known.saved_step, best[0].step if best else -1)
+    if step < end:
+        done.append(Tell(words=f"steps {step} to {end - 1} run again: nobody left them"))
+    known = dataclasses.replace(
+        known,
+        ledger=known.ledger.back_to(step),
+        kept=tuple(one for one in kept if one.step <= step),
+        left=frozenset(),
+        heard=(),
+        is_killing=False,
+    )
     members, coming = chosen(known), known.coming
     is_too_few = len(members) < known.rules.min_devices
     is_failing = known.num_failures >= known.rules.most_failures
@@ -421,8 +433,8 @@ def _formed(known: Membership, at: float) -> _Done:
         known = dataclasses.replace(known, phase="failed", coming=None, until_seconds=math.inf)
         return known, (*done, Tell(words=words))
     if is_too_few:
-        if best is not None and best.step > known.saved_step:
-            done.append(Save(kept=best))
+        if step > known.saved_step:
+            done.append(Save(step=step))
         known = dataclasses.replace(known, phase="waiting", coming=None, until_seconds=math.inf)
         return _then((known, tuple(done)), _released)
     if coming is None:
@@ -435,35 +447,24 @@ def _formed(known: Membership, at: float) -> _Done:
         generation=generation,
         coming=None,
         shares=(),
-        source=_keeper(known),
+        sources=known.needed,
         alive=frozenset(members),
         ready=frozenset(),
         until_seconds=at + known.rules.form_seconds,
     )
-    form = Form(generation=generation, source=known.source)
+    form = Form(generation=generation, sources=known.sources)
     return _then((known, (*done, form)), _released)
 
 
 def _released(known: Membership) -> _Done:
     """Release devices that were asked back, run nothing, and keep nothing that is needed."""
-    needed = {*known.alive, known.source, _keeper(known)}
-    free = [device for device, _ in known.leaving if device not in needed]
+    is_between = known.phase in ("handing over", "collecting")  # other parts are to come
+    needed = known.kept if is_between else (*known.sources, *known.needed)
+    keepers = {one.device for one in needed}
+    free = [device for device, _ in known.leaving if device not in known.alive | keepers]
     for device in free:
         known = known.without(device)
     return known, tuple(Release(device=device) for device in free)
-
-
-def _keeper(known: Membership) -> str | None:
-    """Whose kept state is needed: the newest one, of a device that stays if there is one."""
-    best, _ = newest(known.kept)
-    if best is None or best.step < known.saved_step:
-        return None
-    keepers = [one.device for one in known.kept if one.step == best.step]
-    leaving = {device for device, _ in known.leaving}
-    stay = [device for device in keepers if device not in leaving]
-    if not stay and best.step == known.saved_step:
-        return None  # the checkpoint has it too
-    return (stay or keepers)[0]
 
 
 def _given_up(known: Membership, devices: Iterable[str], at: float) -> Membership:
@@ -483,6 +484,7 @@ _HANDLERS: dict[type[Happened], Callable[[Membership, Any], _Done]] = {
     Joined: _joined,
     Completed: _completed,
     LeftState: _left_state,
+    Copied: _copied,
     Exited: _exited,
     Saved: _saved,
     Passed: _passed,

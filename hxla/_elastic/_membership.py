@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 from ._commits import Ledger
+from ._kept_state import KeptState, newest
 
 #: What a run is doing. In `running` and `preparing` it trains; `collecting` gathers what survivors
 #: left after something that was not planned; `failed` and `finished` are its ends.
@@ -74,31 +75,6 @@ class MembershipRules:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeptState:
-    """A whole state that a member left in the memory of its device's host.
-
-    Attributes:
-        device: The member.
-        step: How many steps are behind it.
-        digest: The SHA-256 of the state: equal steps have equal ones.
-    """
-
-    device: str
-    step: int
-    digest: str
-
-
-def newest(kept: tuple[KeptState, ...]) -> tuple[KeptState | None, tuple[int, ...]]:
-    """The newest state that was left, and the steps whose states differ and are not trusted."""
-    by_step: dict[int, list[KeptState]] = {}
-    for one in kept:
-        by_step.setdefault(one.step, []).append(one)
-    wrong = tuple(s for s, ones in by_step.items() if len({one.digest for one in ones}) > 1)
-    best = max((s for s in by_step if s not in wrong), default=None)
-    return (None if best is None else by_step[best][0]), wrong
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
     """All that the authority knows.
 
@@ -114,8 +90,9 @@ class Membership:
         alive: The members of `generation` whose process has not ended.
         ready: The members that are prepared, or have joined.
         heard: When each member was heard last.
-        kept: The states that members left.
-        source: Whose state the generation that is formed starts from.
+        kept: The states that members left or copied.
+        left: The members of `generation` that left their last state.
+        sources: What the generation that is formed starts from: all parts of a state.
         saved_step: The step of the newest checkpoint.
         until_seconds: When what it is doing takes too long.
         is_killing: Whether the members that are alive have been killed.
@@ -135,7 +112,8 @@ class Membership:
     ready: frozenset[str] = frozenset()
     heard: tuple[tuple[str, float], ...] = ()
     kept: tuple[KeptState, ...] = ()
-    source: str | None = None
+    left: frozenset[str] = frozenset()
+    sources: tuple[KeptState, ...] = ()
     saved_step: int = 0
     until_seconds: float = float("inf")
     is_killing: bool = False
@@ -145,7 +123,17 @@ class Membership:
     @property
     def have_left(self) -> bool:
         """Whether all members that are alive have left their last state."""
-        return self.alive <= {one.device for one in self.kept if one.step == self.ledger.end}
+        return self.alive <= self.left
+
+    @property
+    def needed(self) -> tuple[KeptState, ...]:
+        """The newest state that is kept, of devices that stay if they have it; empty if saved."""
+        leaving = {device for device, _ in self.leaving}
+        best = newest(self.kept, leaving)
+        if not best or best[0].step < self.saved_step:
+            return ()
+        leaves = any(one.device in leaving for one in best)
+        return () if leaves and best[0].step == self.saved_step else best
 
     def waiting_less(self, at_seconds: float) -> "Membership":
         """While states are handed over: whoever left its own is to end soon after another did.
@@ -251,11 +239,40 @@ class Completed(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeftState(Told):
-    """It left its state in its host's memory, and ends."""
+class Wrote(Told):
+    """Its state, or its part of it, is in a host's memory.
+
+    Attributes:
+        step: How many steps are behind it.
+        digest: The SHA-256 of what was written.
+        part: Which part it is.
+        num_parts: The parts that make a whole state.
+        host: Where it is.
+        spread: On how many hosts each part should be before older states are let go.
+    """
 
     step: int
     digest: str
+    part: int = 0
+    num_parts: int = 1
+    host: str = ""
+    spread: int = 1
+
+    @property
+    def kept(self) -> KeptState:
+        """What is there now."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(KeptState)}
+        return KeptState(**own)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeftState(Wrote):
+    """It left its state, and ends."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copied(Wrote):
+    """It copied its state and goes on, or its host got a copy of a neighbour's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,18 +337,18 @@ class Form:
 
     Attributes:
         generation: The generation.
-        source: Whose kept state it starts from; None for the checkpoint of its first step.
+        sources: What it starts from: all parts of a state; empty: the checkpoint of its first step.
     """
 
     generation: Generation
-    source: str | None
+    sources: tuple[KeptState, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """Write a checkpoint of what a device keeps."""
+    """No checkpoint has a state that waits in memory until there are devices again."""
 
-    kept: KeptState
+    step: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,11 @@ from .._cluster._mesh_file import dump_cluster
 from .._core._errors import HxlaError
 from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
 from .._elastic._authority import advance, begin
+from .._elastic._kept_state import KeptState, newest
 from .._elastic._membership import (
     AskedBack,
     Completed,
+    Copied,
     Discard,
     Exited,
     Form,
@@ -39,13 +41,12 @@ from .._elastic._membership import (
     ToDo,
     Told,
     Vanished,
-    newest,
 )
 from ._event_log import EventLog, Placed, Started
-from ._host import Host, Hosts, OfferedDevice
+from ._host import Host, Hosts, OfferedDevice, cores_of
 from ._mailbox import Report
+from ._state_folders import StateFolders
 from ._team import Team
-from ._throttle import pack
 from ._warm import CoordinationProcess
 from ._workers import Seat, Streams, WorkersStart
 
@@ -82,7 +83,7 @@ class ElasticRun:
         self._asked_back: set[str] = set()  # those that are no longer offered
         self._given_back: dict[str, OfferedDevice] = {}  # those that still are, and are not used
         self._teams: dict[int, Team] = {}
-        self._left: dict[str, tuple[Host, str]] = {}  # folders of states, by who left them
+        self._left = StateFolders(hosts.carry)
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._asked: int | None = None
@@ -117,6 +118,10 @@ class ElasticRun:
                     self._reread()
                 for team in list(self._teams.values()):
                     self._hear(team)
+                for copied in self._left.arrived(time.monotonic()):
+                    if copied.spread == 1:
+                        self._say(f"no other host could take what {copied.device} has copied")
+                    self._happens(copied)
                 self._pass_time()
                 self._escalate()
         finally:
@@ -157,10 +162,7 @@ class ElasticRun:
         for what in todo:
             self._events.write(what)
             self._do(what)
-        kept = {one.device for one in self._known.kept} | {self._known.source}
-        for device in [d for d in self._left if d not in kept]:
-            host, folder = self._left.pop(device)
-            host.forget(folder)
+        self._left.keep({*self._known.kept, *self._known.sources})
 
     def _reread(self) -> None:
         """Compare the devices that may be used with those that are known."""
@@ -207,7 +209,6 @@ class ElasticRun:
     def _lose(self, name: str) -> None:
         """A device's host is gone."""
         del self._places[name]
-        self._left.pop(name, None)
         self._say(f"{name} is gone with its host")
         self._happens(Vanished(at_seconds=time.monotonic(), device=name))
 
@@ -248,21 +249,27 @@ class ElasticRun:
             self._happens(Prepared(**of))
         if now.saved_step > before.saved_step:
             self._happens(Saved(at_seconds=at, step=now.saved_step))
+        part = of | {"part": now.part, "num_parts": now.num_parts}
+        for step in sorted(now.copies.keys() - before.copies.keys(), key=int):
+            self._wrote(Copied(**part, step=int(step), digest=now.copies[step]), team)
         if now.is_joined and not before.is_joined:
             self._happens(Joined(**of))
         if now.step > before.step:
             self._happens(Completed(**of, step=now.step))
         if now.left_step > before.left_step:
-            rank = team.generation.members.index(device)
-            host = self._places[device].host
-            self._left[device] = host, host.state_folder(team.generation.number, rank)
-            self._happens(LeftState(**of, step=now.left_step, digest=now.digest))
+            self._wrote(LeftState(**part, step=now.left_step, digest=now.digest), team)
         if now.note and not before.note:
             self._say(f"{device} could not leave its state: {now.note}")
         if now.asked_back and not before.asked_back:
             self._ask_back(device, self._grace)
         if now.is_finished and not before.is_finished:
             self._finish(now)
+
+    def _wrote(self, event: Copied | LeftState, team: Team) -> None:
+        members, places = team.generation.members, self._places
+        hosts = {device: places[device].host for device in members if device in places}
+        if event.device in hosts:  # else it is gone, with what was written there
+            self._happens(self._left.wrote(event, members.index(event.device), hosts))
 
     def _limit(self, num_microbatches: int) -> None:
         """A step has so many microbatches: more devices than that have nothing to do."""
@@ -326,12 +333,10 @@ class ElasticRun:
             case Kill(generation=generation, devices=devices):
                 if generation.number in self._teams:
                     self._teams[generation.number].kill(sorted(devices))
-            case Form(generation=generation, source=source):
-                self._form(generation, source)
-            case Save(kept=kept):
-                self._say(
-                    f"fewer devices than --min: the state of step {kept.step} waits in memory"
-                )
+            case Form(generation=generation, sources=sources):
+                self._form(generation, sources)
+            case Save(step=step):
+                self._say(f"fewer devices than --min: the state of step {step} waits in memory")
             case Release(device=device):
                 given = self._places.pop(device, None)
                 if given is not None and device not in self._asked_back:
@@ -359,7 +364,7 @@ class ElasticRun:
         hosts = self._hosts_of(generation)
         pinned = next((host.pinned for host in hosts.values() if host.pinned), "")
         address = f"{self._hosts.address}:{generation.port}"
-        cores = _cores(places)
+        cores = cores_of(places)
         service = CoordinationProcess(address, len(places)) if len(places) > 1 else None
         workers = {
             name: host.start(
@@ -392,16 +397,17 @@ class ElasticRun:
         hosts = [self._places[name].host for name in generation.members]
         return {host.name: host for host in hosts}
 
-    def _form(self, generation: Generation, source: str | None) -> None:
+    def _form(self, generation: Generation, sources: Sequence[KeptState]) -> None:
         team = self._teams.get(generation.number) or self._start(generation)
         step = f"step {generation.first_step}" if generation.first_step else "the beginning"
-        where = f", state left by {source}" if source is not None else ""
+        keepers = ", ".join(one.device for one in sources)
+        where = f", state left by {keepers}" if sources else ""
         self._say(
             f"generation {generation.number} from {step}{where}: {', '.join(generation.members)}"
         )
-        left = (None, "") if source is None else self._left[source]
+        left = self._left.of(sources)
         for name, host in self._hosts_of(generation).items():
-            host.begin(team.workers[name], *left)
+            host.begin(team.workers[name], left)
         at, number = time.monotonic(), generation.number
         for device in generation.members:
             self._happens(Told(at_seconds=at, generation=number, device=device))
@@ -421,7 +427,7 @@ class ElasticRun:
 
     def _close(self, team: Team) -> None:
         self._teams.pop(team.generation.number, None)
-        team.close(shows_held=self._asked is None)
+        team.close(shows_held=self._asked is None, kept=self._left.paths)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -458,12 +464,12 @@ class ElasticRun:
     def _conclude(self) -> int:
         """Say how the job ended; returns the exit code."""
         ledger = self._known.ledger
-        best, _ = newest(self._known.kept)
+        best = newest(self._known.kept)
         trains = self._known.phase in ("running", "preparing", "handing over", "finished")
-        if best is not None and best.step > self._known.saved_step and not trains:
+        if best and best[0].step > self._known.saved_step and not trains:
             self._say(
-                f"the state of step {best.step} was in memory only and is gone: give hxla.train a "
-                "checkpoint_dir"
+                f"the state of step {best[0].step} was in memory only and is gone: give "
+                "hxla.train a checkpoint_dir"
             )
         if self._failure is not None:
             code, words = self._failure
@@ -480,16 +486,3 @@ class ElasticRun:
 
     def _say(self, text: str) -> None:
         self._streams.err.write(f"hxla: {text}\n".encode())
-
-
-def _cores(places: Sequence[OfferedDevice]) -> list[int | None]:
-    """The core of each process that is held to a share of one; hosts of one machine share cores."""
-    found: list[int | None] = [None] * len(places)
-    for machine in {place.host.machine for place in places}:
-        own = [k for k, p in enumerate(places) if p.host.machine == machine]
-        own = [k for k in own if places[k].device.core_share is not None]
-        shares = [places[k].device.core_share or 1.0 for k in own]
-        if own:
-            for k, core in zip(own, pack(shares, places[own[0]].host.cores), strict=True):
-                found[k] = core
-    return found

@@ -12,6 +12,7 @@ from .._cluster._cluster import Device
 from ._janitor import start_janitor
 from ._mailbox import left_folder
 from ._member import PINNED
+from ._throttle import pack
 from ._warm import warm_up
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
@@ -46,8 +47,8 @@ class Host(Protocol):
     def start(self, start: WorkersStart) -> Workers:
         """Start its processes of a generation."""
 
-    def begin(self, workers: Workers, source: "Host | None", folder: str) -> None:
-        """Let processes begin with a state that is in a folder of `source`, or with none."""
+    def begin(self, workers: Workers, state: Sequence["KeptFolder"]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""
@@ -57,6 +58,21 @@ class Host(Protocol):
 
     def close(self) -> None:
         """Let go of all, also of what was left in memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptFolder:
+    """A folder on a host, with a state or a part of one."""
+
+    host: Host
+    folder: str
+
+
+class Carrying(Protocol):
+    """A folder on its way from a host to another."""
+
+    def arrived(self) -> bool | None:
+        """Whether it has arrived; None: it is under way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +101,9 @@ class Hosts(Protocol):
 
     def poll(self) -> bool:
         """Hear what the hosts have to say; whether one was found to be lost."""
+
+    def carry(self, source: KeptFolder, target: KeptFolder) -> Carrying:
+        """Begin to carry a folder from one host to another, where it appears whole."""
 
     def let_go(self, host: Host) -> None:
         """A device of a host was released, and none of its others is used."""
@@ -132,9 +151,9 @@ class LocalHost:
             start, self._command, self._environment, self.memory, self._streams, self.note
         )
 
-    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
-        """Let processes begin with a state that is in a folder of this machine, or with none."""
-        workers.order(begins=True, state=None if source is None else folder)
+    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
+        workers.order(begins=True, state=[one.folder for one in state])
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""
@@ -176,9 +195,26 @@ class ThisMachine:
         """Its processes write into memory that is read directly."""
         return False
 
+    def carry(self, source: KeptFolder, target: KeptFolder) -> Carrying:
+        """Never: there is no other host."""
+        raise AssertionError("there is one host")
+
     def let_go(self, host: Host) -> None:
         """Nothing: it is kept until the end."""
 
     def close(self) -> None:
         """Let go of it."""
         self._host.close()
+
+
+def cores_of(places: Sequence[OfferedDevice]) -> list[int | None]:
+    """The core of each process that is held to a share of one; hosts of one machine share cores."""
+    found: list[int | None] = [None] * len(places)
+    for machine in {place.host.machine for place in places}:
+        own = [k for k, p in enumerate(places) if p.host.machine == machine]
+        own = [k for k in own if places[k].device.core_share is not None]
+        shares = [places[k].device.core_share or 1.0 for k in own]
+        if own:
+            for k, core in zip(own, pack(shares, places[own[0]].host.cores), strict=True):
+                found[k] = core
+    return found

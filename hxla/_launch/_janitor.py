@@ -1,11 +1,14 @@
 """A process that cleans up after a launcher that was killed."""
 
+import inspect
 import subprocess
 import sys
 from typing import IO
 
+from . import _process_group
+
 _JANITOR = """
-import os, shutil, signal, sys, time
+import os, shutil, sys, time
 if os.fork():  # an actor of Ray that ends kills its children
     os._exit(0)
 lines = sys.stdin.read().split("\\n")
@@ -13,10 +16,7 @@ if "done" in lines:
     sys.exit()
 for line in lines:
     if line.isdigit():
-        try:
-            os.killpg(int(line), signal.SIGKILL)
-        except OSError:
-            pass
+        end_group(int(line))
 for line in lines:
     if line.startswith("rm "):
         shutil.rmtree(line[3:], ignore_errors=True)
@@ -38,8 +38,9 @@ def start_janitor() -> IO[bytes]:
 
     The launcher has ended everything itself by then, unless it was killed.
     """
+    script = inspect.getsource(_process_group) + _JANITOR
     process = subprocess.Popen(
-        [sys.executable, "-c", _JANITOR], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", script], bufsize=0, stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
     process.wait()

@@ -5,8 +5,10 @@ A writer that is killed or frozen disturbs nobody, and a text half written is kn
 """
 
 import dataclasses
+import glob
 import json
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from ._board import Board, new_board, open_board
@@ -14,6 +16,8 @@ from ._board import Board, new_board, open_board
 #: Path of the mailbox, the number of the generation, and the folder for what is kept in memory.
 MAILBOX_VARIABLE, GENERATION_VARIABLE = "HXLA_MAILBOX", "HXLA_GENERATION"
 MEMORY_VARIABLE = "HXLA_MEMORY"
+#: How many processes of a generation are on this host.
+NEIGHBOURS_VARIABLE = "HXLA_NEIGHBOURS"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,11 @@ class Report:
         is_joined: Whether it has the state of the first step.
         step: How many steps are behind it.
         saved_step: The step of the newest checkpoint that is complete.
+        part: Which part of a state it writes.
+        num_parts: The parts that make a whole state.
         left_step: The step of the state that it left in memory.
-        digest: The SHA-256 of that state.
+        digest: The SHA-256 of its part of that state.
+        copies: By step the SHA-256 of its parts of copies that it made in memory.
         asked_back: Whether it got a SIGTERM.
         is_finished: Whether training is done and its results are written.
         num_microbatches: Of a step; 0: not known yet.
@@ -39,8 +46,11 @@ class Report:
     is_joined: bool = False
     step: int = -1
     saved_step: int = -1
+    part: int = 0
+    num_parts: int = 1
     left_step: int = -1
     digest: str = ""
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked_back: bool = False
     is_finished: bool = False
     num_microbatches: int = 0
@@ -53,14 +63,15 @@ class Order:
 
     Attributes:
         begins: Whether its generation is formed: it may begin.
-        state: The folder of the state to begin with; None: the newest checkpoint, or a new state.
+        state: The folders of all parts of the state to begin with; none: the newest checkpoint, or
+            a new state.
         stops: Whether to ask all for a last step, after which each leaves its state in memory.
         ends: Whether to ask all for a last step, after which a checkpoint is written.
         leaves: Whether to leave its last complete state in memory at once, and end.
     """
 
     begins: bool = False
-    state: str | None = None
+    state: Sequence[str] = ()
     stops: bool = False
     ends: bool = False
     leaves: bool = False
@@ -137,3 +148,13 @@ def left_folder(memory: str, generation: int, rank: int) -> str:
         rank: In it.
     """
     return f"{memory}/{generation}-{rank}"
+
+
+def copy_folder(left: str, step: int) -> str:
+    """Where a process copies its state after a step, of where it leaves its last one."""
+    return f"{left}-{step}"
+
+
+def folders_of(memory: str, generation: int) -> list[str]:
+    """All that processes of a generation wrote, whole or not."""
+    return glob.glob(f"{glob.escape(memory)}/{generation}-*")

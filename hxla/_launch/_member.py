@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from .._core._errors import LaunchError
 from .._core._types import EXIT_PREEMPTED
@@ -21,6 +21,7 @@ from ._mailbox import (
     GENERATION_VARIABLE,
     MAILBOX_VARIABLE,
     MEMORY_VARIABLE,
+    NEIGHBOURS_VARIABLE,
     Mailbox,
     Order,
     Report,
@@ -47,7 +48,7 @@ class Member:
         self._mailbox, self._rank, self.generation = mailbox, rank, generation
         self._own, self._order = Report(), Order()
         self._change = threading.Condition()
-        self._leave: Callable[[], tuple[int, str]] | None = None
+        self._leave: Callable[[], tuple[int, str] | None] | None = None
         self._is_asked_back: Callable[[], bool] = lambda: False
         self._is_used = False
         self.changing = threading.Lock()
@@ -69,8 +70,8 @@ class Member:
             self._own = dataclasses.replace(self._own, **changes)  # type: ignore[arg-type]
             self._mailbox.tell(self._rank, self._own)
 
-    def wait_for_the_others(self) -> str | None:
-        """Until the generation is formed; returns the folder of the state to begin with, if any.
+    def wait_for_the_others(self) -> Sequence[str]:
+        """Until the generation is formed; returns the folders of the state to begin with, if any.
 
         Raises:
             LaunchError: If this process has trained before.
@@ -95,15 +96,20 @@ class Member:
         """Where it leaves its state."""
         return left_folder(os.environ[MEMORY_VARIABLE], self.generation, self._rank)
 
+    @property
+    def num_neighbours(self) -> int:
+        """The processes of its generation on this host, itself counted."""
+        return int(os.environ[NEIGHBOURS_VARIABLE])
+
     @contextlib.contextmanager
     def trains(
-        self, leave: Callable[[], tuple[int, str]], is_asked_back: Callable[[], bool]
+        self, leave: Callable[[], tuple[int, str] | None], is_asked_back: Callable[[], bool]
     ) -> Iterator[None]:
         """While it has a state that can be left.
 
         Args:
             leave: Leaves it in memory, called from another thread, `changing` being held: the step
-                and the digest of the state.
+                and the digest of the state; None: nothing can be left.
             is_asked_back: Whether a SIGTERM arrived.
         """
         self._leave, self._is_asked_back = leave, is_asked_back
@@ -135,8 +141,9 @@ class Member:
         if leave is not None:
             try:
                 with self.changing:
-                    step, digest = leave()
-                self.tell(left_step=step, digest=digest, step=step)
+                    left = leave()
+                if left is not None:
+                    self.tell(left_step=left[0], digest=left[1], step=left[0])
             except Exception as error:
                 self.tell(note=f"{type(error).__name__}: {error}"[:300])
         os._exit(EXIT_PREEMPTED)

@@ -15,6 +15,7 @@ from .._core._types import EXIT_PREEMPTED
 from ._board import BOARD_VARIABLE, LOGS_VARIABLE, Post, new_board
 from ._janitor import start_janitor
 from ._output import Forwarder, Logs, Output
+from ._process_group import end_group
 from ._throttle import Cgroup, Throttle, make_throttle, pack
 from ._verdict import Standing, Verdict, judge
 
@@ -185,7 +186,9 @@ class Processes:
 
     def _send_to(self, rank: int, number: int) -> None:
         child = self._children[rank]
-        if child.process.poll() is None:
+        if child.process.poll() is None and number == signal.SIGKILL:
+            end_group(child.process.pid)
+        elif child.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, number)
                 os.killpg(child.process.pid, signal.SIGCONT)
@@ -311,8 +314,7 @@ class Processes:
 
     def _kill_all(self) -> None:
         for child in self._children:
-            with contextlib.suppress(ProcessLookupError):  # grandchildren too
-                os.killpg(child.process.pid, signal.SIGKILL)
+            end_group(child.process.pid)  # grandchildren too
             child.process.wait()
 
     def _tidy(self) -> None:

@@ -11,8 +11,8 @@ import ray
 
 from .._cluster._cluster import Device
 from .._core._errors import HxlaError, LaunchError
-from ._host import NOTICE_SECONDS, Host, OfferedDevice
-from ._ray_host import CORE_SHARE, START_SECONDS, RayHost
+from ._host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
+from ._ray_host import CORE_SHARE, START_SECONDS, RayCarrying, RayHost
 from ._workers import Streams
 
 _REACH_SECONDS = 10.0
@@ -74,6 +74,12 @@ class RayHosts:
     def poll(self) -> bool:
         """Hear what the hosts have to say; whether one was found to be lost."""
         return any([host.poll() for host in self._hosts.values()])
+
+    def carry(self, source: KeptFolder, target: KeptFolder) -> RayCarrying:
+        """Begin to carry a folder from one host to another, where it appears whole."""
+        assert isinstance(source.host, RayHost)
+        assert isinstance(target.host, RayHost)
+        return RayCarrying(source.host, source.folder, target.host, target.folder)
 
     def let_go(self, host: Host) -> None:
         """Leave a node that may not be used any more to others."""

@@ -12,7 +12,7 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._cluster._cluster import Device
 from ._board import Post
 from ._environment import describe, elastic_environment, num_gpus
-from ._host import NOTICE_SECONDS, Host, LocalHost
+from ._host import NOTICE_SECONDS, KeptFolder, LocalHost
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
@@ -33,7 +33,9 @@ _END_SECONDS = 10.0
 _KILLED = -9
 #: Label of a node: what of a core each of its CPU devices may use.
 CORE_SHARE = "core-share"
-_STATE = "state"  # the concurrency group that may wait for a state
+# The concurrency groups of what may take long, beside which an agent is heard: reading waits for
+# nobody, so hosts that take states from each other never wait in a circle.
+_READ, _STATE, _COPY = "read", "state", "copy"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,7 @@ class HostAgent:
         environment: Environment = elastic_environment(self._devices)
         self._host = LocalHost(command, environment, streams)
         self._workers: dict[int, LocalWorkers] = {}
+        self._received: dict[int, list[str]] = {}  # by generation: folders that it begins with
 
     def facts(self) -> Facts:
         """What is here."""
@@ -131,14 +134,14 @@ class HostAgent:
 
     def hear(self) -> Heard:
         """What there is to hear since the last time."""
-        for own in self._workers.values():
+        for number, own in self._workers.items():
             own.release()
+            if all(own.report(rank).is_joined for rank in own.pids):
+                for folder in self._received.pop(number, ()):
+                    self.forget(folder)
         return Heard(
             workers={
-                number: {
-                    rank: (own.report(rank), own.post(rank), own.exit_code(rank))
-                    for rank in own.pids
-                }
+                number: {rank: _heard_of(own, rank) for rank in own.pids}
                 for number, own in self._workers.items()
             },
             pinned=self._host.pinned,
@@ -157,23 +160,41 @@ class HostAgent:
         if generation in self._workers:
             self._workers[generation].order(**changes)
 
-    def begin(self, generation: int, state: tuple[Mapping[str, np.ndarray]]) -> None:
-        """Let processes begin with a state from another host.
+    def begin(self, generation: int, folders: Sequence[str], others: Sequence[Any]) -> None:
+        """Let processes begin with a state of which there are parts on other hosts.
 
         Args:
             generation: Theirs.
-            state: Its files.
+            folders: Of the parts that are here.
+            others: References of the files of the others.
         """
-        folder = pathlib.Path(self._host.memory, f"received-{generation}")
-        folder.mkdir()
-        for name, data in state[0].items():
-            data.tofile(folder / name)
-        self.order(generation, {"begins": True, "state": str(folder)})
+        own = [_received(self._host.memory, generation, k) for k in range(len(others))]
+        self._received[generation] = own
+        for folder, state in zip(own, others, strict=True):
+            self.receive(folder, [state])
+        self.order(generation, {"begins": True, "state": [*folders, *own]})
 
-    def read_state(self, folder: str) -> tuple[Mapping[str, np.ndarray]]:
+    def receive(self, folder: str, state: Sequence[Any]) -> None:
+        """Write files from another host into a folder, which appears whole.
+
+        Args:
+            folder: New.
+            state: The reference of the files: in a list, so that only this call waits for them.
+        """
+        files = ray.get(state[0])
+        new = pathlib.Path(f"{folder}.part")
+        new.mkdir()
+        try:
+            for name, data in files.items():
+                data.tofile(new / name)
+            new.rename(folder)
+        except OSError:
+            self.forget(str(new))
+            raise
+
+    def read_state(self, folder: str) -> Mapping[str, np.ndarray]:
         """The files of a state that a process left here."""
-        files = pathlib.Path(folder).iterdir()
-        return ({file.name: np.fromfile(file, np.uint8) for file in files},)
+        return {file.name: np.fromfile(file, np.uint8) for file in pathlib.Path(folder).iterdir()}
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""
@@ -187,22 +208,34 @@ class HostAgent:
         """Send a signal to processes."""
         self._workers[generation].kill(ranks, number)
 
-    def close_workers(self, generation: int, shows_held: bool) -> None:
-        """End processes of a generation."""
+    def close_workers(self, generation: int, shows_held: bool, kept: Collection[str]) -> None:
+        """End processes of a generation, and let go of its folders that are not kept."""
+        self._received.pop(generation, None)
         own = self._workers.pop(generation, None)
         if own is not None:
-            own.close(shows_held=shows_held)
-        self._host.forget(f"{self._host.memory}/received-{generation}")
+            own.close(shows_held=shows_held, kept=kept)
 
     def close(self) -> Heard:
         """End all; returns what was still to be heard."""
         for number in list(self._workers):
-            self.close_workers(number, shows_held=True)
+            self.close_workers(number, True, ())
         self._host.close()
         return self.hear()
 
 
-_Agent: Any = cast(Any, ray.remote)(concurrency_groups={_STATE: 1})(HostAgent)
+def _received(memory: str, generation: int, part: int) -> str:
+    return f"{left_folder(memory, generation, part)}-received"
+
+
+def _heard_of(own: LocalWorkers, rank: int) -> tuple[Report, Post, int | None]:
+    """Of a process; one that has ended says nothing more, so that is looked at first."""
+    code = own.exit_code(rank)
+    return own.report(rank), own.post(rank), code
+
+
+_Agent: Any = cast(Any, ray.remote)(concurrency_groups=dict.fromkeys((_READ, _STATE, _COPY), 1))(
+    HostAgent
+)
 
 
 class RayWorkers:
@@ -256,9 +289,9 @@ class RayWorkers:
         if ranks:
             self._host.tell("kill", self.generation, list(ranks), int(number))
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left."""
-        self._host.tell("close_workers", self.generation, shows_held)
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
+        self._host.tell("close_workers", self.generation, shows_held, set(kept))
 
     def _heard(self, rank: int) -> tuple[Report, Post, int | None]:
         return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
@@ -340,17 +373,30 @@ class RayHost:
             pids = self._agent.start.remote(start)
         return RayWorkers(self, start.generation, list(start.seats), pids)
 
-    def begin(self, workers: Workers, source: Host | None, folder: str) -> None:
-        """Let processes begin with a state that is in a folder of `source`, or with none."""
-        if source is None or source is self:
-            workers.order(begins=True, state=None if source is None else folder)
+    def begin(self, workers: Workers, state: Sequence[KeptFolder]) -> None:
+        """Let processes begin with a state, of which each folder has a part, or with none."""
+        here = [one.folder for one in state if one.host is self]
+        if len(here) == len(state):
+            workers.order(begins=True, state=here)
             return
-        assert isinstance(source, RayHost)
         assert isinstance(workers, RayWorkers)
         with self.losing():
-            state = source._agent.read_state.remote(folder)
+            others = [
+                one.host.reading(one.folder)
+                for one in state
+                if isinstance(one.host, RayHost) and one.host is not self
+            ]
             own = self._agent.begin.options(concurrency_group=_STATE)
-            own.remote(workers.generation, state)
+            own.remote(workers.generation, here, others)
+
+    def reading(self, folder: str) -> Any:
+        """The reference of the files of a state, which are read meanwhile."""
+        return self._agent.read_state.options(concurrency_group=_READ).remote(folder)
+
+    def receiving(self, folder: str, state: Any) -> Any:
+        """The reference of nothing: a state of a reference is written into a folder meanwhile."""
+        own = self._agent.receive.options(concurrency_group=_COPY)
+        return own.remote(folder, [state])
 
     def forget(self, folder: str) -> None:
         """Let go of a state."""
@@ -396,3 +442,38 @@ class RayHost:
             raise
         except ray.exceptions.RayError:
             self.is_lost = True
+
+
+class RayCarrying:
+    """A folder on its way from a node to another, through Ray's object store.
+
+    Args:
+        source: Of it.
+        folder: There.
+        target: Gets it.
+        copy: The folder there.
+    """
+
+    def __init__(self, source: RayHost, folder: str, target: RayHost, copy: str):
+        self._target, self._copy = target, copy
+        self._state: Any = None
+        self._written: Any = None
+        with source.losing():
+            self._state = source.reading(folder)
+
+    def arrived(self) -> bool | None:
+        """Whether it has arrived; None: it is under way."""
+        waits_for = self._written or self._state
+        if self._target.is_lost or waits_for is None:
+            return False
+        # Without a copy on this machine.
+        if not ray.wait([waits_for], timeout=0, fetch_local=False)[0]:
+            return None
+        try:
+            if self._written is None:
+                self._written = self._target.receiving(self._copy, self._state)
+                return None
+            ray.get(self._written)
+        except ray.exceptions.RayError:  # the folder was let go, or a host is gone
+            return False
+        return True

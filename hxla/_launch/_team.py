@@ -1,7 +1,7 @@
 """The processes of one generation, on all hosts."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from .._elastic._membership import Generation
 from ._board import Post
@@ -85,10 +85,10 @@ class Team:
         for host, own in self.workers.items():
             own.kill([rank for rank in ranks if self._hosts[rank] == host], number)
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left, and let go of ports, cgroups and pipes."""
+    def close(self, *, shows_held: bool, kept: Collection[str]) -> None:
+        """End what is left, and let go of ports, cgroups, pipes and folders that are not kept."""
         for own in self.workers.values():
-            own.close(shows_held=shows_held)
+            own.close(shows_held=shows_held, kept=kept)
         if self._service is not None:
             self._service.close()
 

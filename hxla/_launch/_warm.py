@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -13,7 +12,6 @@ from typing import IO, Any
 
 from .._jax import _coordination
 
-_POLL_SECONDS = 0.2
 #: Set where another process uses the device still, so that nothing may touch it.
 WAITS_VARIABLE = "HXLA_WAITS"
 #: It imports what a script does anyway, which initialises no backend.
@@ -69,16 +67,20 @@ class CoordinationProcess:
     """
 
     def __init__(self, address: str, num_processes: int):
-        self._process: Any = _context().Process(
-            target=_serve, args=(address, num_processes), daemon=False
+        context = _context()
+        read, self._lives = context.Pipe(duplex=False)
+        self._process: Any = context.Process(
+            target=_serve, args=(address, num_processes, read), daemon=False
         )
         self._process.start()
+        read.close()
         self.pid: int = self._process.pid or 0
 
     def close(self) -> None:
         """End it, with its port."""
         self._process.kill()
         self._process.join()
+        self._lives.close()
 
 
 def warm_up() -> None:
@@ -93,14 +95,14 @@ def _context() -> Any:
     return context
 
 
-def _serve(address: str, num_processes: int) -> None:
+def _serve(address: str, num_processes: int, launcher: Connection) -> None:
     os.setsid()
     nowhere = os.open(os.devnull, os.O_WRONLY)  # whatever it says of members is known already
     os.dup2(nowhere, 2)
-    parent = os.getppid()  # it ends with the launcher, and then so does this process
     service = _coordination.serve(address, num_processes)
-    while service is not None and os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
+    if service is not None:
+        # The parent lives for as long as this process does; only the launcher has the other end.
+        launcher.poll(None)
     os._exit(0)
 
 

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from .._cluster._cluster import Device
@@ -15,8 +16,10 @@ from ._mailbox import (
     GENERATION_VARIABLE,
     MAILBOX_VARIABLE,
     MEMORY_VARIABLE,
+    NEIGHBOURS_VARIABLE,
     Order,
     Report,
+    folders_of,
     new_mailbox,
 )
 from ._member import PINNED
@@ -102,8 +105,8 @@ class Workers(Protocol):
     def kill(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to those that run, and to what they started."""
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left."""
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
 
 
 class LocalWorkers:
@@ -132,6 +135,7 @@ class LocalWorkers:
         pinned = pathlib.Path(memory, PINNED)
         if start.pinned and not pinned.exists():
             pinned.write_text(start.pinned)
+        self._memory, self._generation = memory, start.generation
         self._order = Order()
         self._board, board_path = new_board(start.num_processes)
         self._mailbox, path = new_mailbox(start.num_processes)
@@ -149,6 +153,7 @@ class LocalWorkers:
                 MAILBOX_VARIABLE: path,
                 GENERATION_VARIABLE: str(start.generation),
                 MEMORY_VARIABLE: memory,
+                NEIGHBOURS_VARIABLE: str(len(start.seats)),
             }
             process = WarmProcess(command, env, seat.core)
             note(str(process.pid))
@@ -211,8 +216,8 @@ class LocalWorkers:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, number)
 
-    def close(self, *, shows_held: bool) -> None:
-        """End what is left, and let go of cgroups and pipes."""
+    def close(self, *, shows_held: bool, kept: Collection[str] = ()) -> None:
+        """End what is left, and let go of what they wrote, but of the folders that are kept."""
         self.kill(list(self._processes), signal.SIGKILL)
         for process, pair in zip(self._processes.values(), self._forwarders, strict=True):
             process.join()
@@ -222,3 +227,6 @@ class LocalWorkers:
                 forwarder.join(2.0, shows_held=shows_held)
         for throttle in self._throttles:
             throttle.close()
+        for folder in folders_of(self._memory, self._generation):
+            if folder not in kept:  # half written, or nobody was told any more
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Where a session begins: with a state that a member left in memory, with a checkpoint, or anew."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Beginning:
         options: Of the session.
         stack: Closes the folder of checkpoints.
         is_tight: Whether checkpoints are to be written in little memory.
-        folder: A state that a member of the generation before left in memory.
+        folders: A state that members of the generation before left in memory, all its parts.
 
     Raises:
         CheckpointError: If a folder cannot be written, or holds a state of another run.
@@ -47,9 +48,9 @@ class Beginning:
         stack: contextlib.ExitStack,
         *,
         is_tight: bool,
-        folder: str | None = None,
+        folders: Sequence[str] = (),
     ):
-        self._folder, self._gather = folder, job.gather
+        self._folders, self._gather = folders, job.gather
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
             model = job.functional(plan.microbatch_size)
@@ -72,21 +73,20 @@ class Beginning:
         self, job: TracedJob, plan: Plan, options: SessionOptions, step: int
     ) -> dict[str, Any]:
         """What is written beside the state of a step, which is one of this run."""
-        folder = self._folder
         where, facts = str(options.checkpoint_dir), {}
-        if folder is not None:
-            where, facts = folder, facts_of_state(folder)
+        if self._folders:
+            where, facts = self._folders[0], facts_of_state(self._folders)
         elif self.checkpoints is not None:
             facts = self.checkpoints.meta(step)
         asked = facts_of_run(job, plan)
-        if folder is not None:
+        if self._folders:
             asked["numerics"] = plan.numerics
         check_resumed(where, step, facts, asked, options.steps)
         return facts
 
     def _latest(self, job: TracedJob) -> int | None:
-        if self._folder is not None:
-            return int(facts_of_state(self._folder)["step"])
+        if self._folders:
+            return int(facts_of_state(self._folders)["step"])
         latest = self.checkpoints.latest() if self.checkpoints is not None else None
         job.agree("checkpoint", lambda: {"checkpoint to resume from": str(latest)})
         return latest
@@ -95,16 +95,21 @@ class Beginning:
         """Take over the state of `step`; returns whether there is one."""
         # Gloo waits for slower compilers half a minute only.
         self._gather("programs are ready", "")
-        if self._folder is not None:
-            store.load(load_state(self._folder, store.wanted()))
+        if self._folders:
+            store.load(load_state(self._folders, store.wanted()))
         elif self.checkpoints is not None and self.step is not None:
             store.load(self.checkpoints.restore(store.wanted(), self.step))
         return self.step is not None
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether it begins with a state that members left in memory."""
+        return bool(self._folders)
+
+    @property
     def saved_step(self) -> int | None:
         """The step of the checkpoint that it began with."""
-        return self.step if self._folder is None else None
+        return None if self._folders else self.step
 
 
 def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:

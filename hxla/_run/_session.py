@@ -151,15 +151,14 @@ class Session:
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
                 told.tell("waiting for the generation to be formed")
-                beginning = begin(folder=member.wait_for_the_others())
+                beginning = begin(folders=member.wait_for_the_others())
                 if beginning.load(self._store):
                     self._stepper.restored()
-                start = beginning.first_step
-                state_of_data = self._job.source.state
-                self._member = SessionMember(member, self._store, self._termination, state_of_data)
+                seat = member, self._store, self._termination
+                self._member = SessionMember(*seat, job, beginning)
             assert beginning is not None  # one of the two branches made it
             self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
-            self.step_number = self._first_step = start
+            self.step_number = self._first_step = start = beginning.first_step
             self._plans, self._note = beginning.plans, beginning.note
             self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
             own = [self.memory_bytes] * len(self._reducer.local)
@@ -187,9 +186,9 @@ class Session:
             opening.pop_all()
         for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
             self._recorder.log(damage)
-        if self._member is not None and (warning := self._member.warning()):
-            self._recorder.log(warning)
-        elif self._saved is not None:
+        for words in self._member.told() if self._member is not None else ():
+            self._recorder.log(words)
+        if self._saved is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
         if self._note and (self._checkpoints is not None or self._member is not None):
             self._recorder.log(self._note)
@@ -313,6 +312,8 @@ class Session:
         self._watchdog.beat(step, "between steps")
         self.step_number = step + 1
         self._copies.stepped(self.step_number)
+        if self._member is not None and step + 1 != self._options.steps:
+            self._member.copy()
         if outcome.stop in (LEAVE, MOVE):
             self._leave(moves=outcome.stop == MOVE)
         if outcome.stop:

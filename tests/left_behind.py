@@ -1,0 +1,40 @@
+"""What jobs leave behind: processes, and states in shared memory."""
+
+import pathlib
+import time
+
+_SHARED_MEMORY = pathlib.Path("/dev/shm")
+_LEFT_BEFORE = frozenset(_SHARED_MEMORY.glob("hxla-elastic-*"))
+
+
+def left_in_memory():
+    """Folders of states whose owner is gone, but those of runs before these tests."""
+    folders = set(_SHARED_MEMORY.glob("hxla-elastic-*")) - _LEFT_BEFORE
+    return [f for f in folders if not pathlib.Path("/proc", f.name.split("-")[2]).exists()]
+
+
+def folders_of(pid):
+    """What a launcher left in shared memory."""
+    return list(_SHARED_MEMORY.glob(f"hxla-elastic-{pid}-*"))
+
+
+def started_by(pid):
+    """The processes that a process started, and what those did."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid:
+            own = int(stat.parent.name)
+            found += [own, *started_by(own)]
+    return found
+
+
+def wait_until_gone(pids, seconds=10):
+    """Until none of some processes is there."""
+    until = time.monotonic() + seconds
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
