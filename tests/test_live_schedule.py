@@ -13,6 +13,7 @@ from scheduled_runs import LONG, Scheduled, check_three, share_out
 
 from hxla import ScheduleError
 from hxla.__main__ import main
+from hxla._scheduler._device_proposals import ExecutorTime
 from hxla._scheduler._elastic_jobs import plus
 from hxla._scheduler._live_commands import LIVE_POLICIES
 from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
@@ -44,6 +45,7 @@ class ModelledJob:
         self.num_done, self._at, self._pause = 0.0, clock.now, 0.0
         self._own, self._before, self._until = Places(), Places(), 0.0
         self.stopped_at = None
+        self.times = ()
         self.give(places)
 
     def give(self, places):
@@ -83,6 +85,22 @@ class ModelledFleet:
 
     def offered(self):
         return {kind: (kind, num) for kind, num in zip(KINDS, self.capacity, strict=True)}
+
+
+def test_speeds_are_those_of_the_run_once_there_is_one():
+    one = job(steps=1000)
+    live = Live([one], "easyscale")
+    live.step(0.0)
+    [process] = live.processes
+    seen = ExecutorTime(kind=KINDS[1], num_executors=1, num_microbatches=3, seconds=6.0)
+    process.times = (seen,) * 5
+    live.step(60.0)
+    [before], [after] = (d.situation.jobs for d in (live.decisions[0], live.decisions[-1]))
+    assert before.job == one
+    expected = [c.microbatches_per_second for c in one.capabilities]
+    expected[1] = 0.5
+    assert [c.microbatches_per_second for c in after.job.capabilities] == expected
+    assert not decided_otherwise(live.entries, POLICIES["easyscale"])
 
 
 class Live:

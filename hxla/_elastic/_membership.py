@@ -233,9 +233,19 @@ class Joined(Told):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completed(Told):
-    """It has the state after so many steps."""
+    """It has the state after so many steps.
+
+    Attributes:
+        step: The steps.
+        num_microbatches: Those of the last step that its device ran; 0: not known.
+        num_executors: How many it ran at once.
+        busy_seconds: The seconds that it was busy with them.
+    """
 
     step: int
+    num_microbatches: int = 0
+    num_executors: int = 1
+    busy_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -255,7 +255,9 @@ class ElasticRun:
         if now.is_joined and not before.is_joined:
             self._happens(Joined(**of))
         if now.step > before.step:
-            self._happens(Completed(**of, step=now.step))
+            num, executors, seconds = now.ran
+            of |= {"num_microbatches": int(num), "num_executors": int(executors)}
+            self._happens(Completed(**of, step=now.step, busy_seconds=seconds))
         if now.left_step > before.left_step:
             self._wrote(LeftState(**part, step=now.left_step, digest=now.digest), team)
         if now.note and not before.note:

@@ -38,6 +38,8 @@ class Report:
         asked_back: Whether it got a SIGTERM.
         is_finished: Whether training is done and its results are written.
         num_microbatches: Of a step; 0: not known yet.
+        ran: In the last step: its microbatches, how many it ran at once, and the seconds that it
+            was busy with them; no microbatches where a copy of the model has several devices.
         note: Why it could not leave its state.
     """
 
@@ -54,6 +56,7 @@ class Report:
     asked_back: bool = False
     is_finished: bool = False
     num_microbatches: int = 0
+    ran: Sequence[float] = (0, 1, 0.0)
     note: str = ""
 
 

@@ -299,7 +299,7 @@ class Session:
         if timed:
             self._watch_pipelines.tell_ticks()
         self._watchdog.beat(step, "update")
-        with self._updating():
+        with self._updating(outcome):
             if outcome.nonfinite:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
@@ -372,13 +372,13 @@ class Session:
         return LEAVE * self._termination.arrived if self._member is None else self._member.asks
 
     @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self, outcome: Outcome) -> Iterator[None]:
         """A state may be left before an update or after it, and not after half of one."""
         if self._member is None:
             yield
             return
         self._stepper.wait_for_sums()
-        with self._member.updating(self._checkpoints):
+        with self._member.updating(self._checkpoints, self.plan, outcome.busy_seconds):
             yield
 
     def _leave(self, *, moves: bool) -> None:

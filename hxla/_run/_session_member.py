@@ -5,7 +5,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -128,13 +128,28 @@ class SessionMember:
             yield
 
     @contextlib.contextmanager
-    def updating(self, checkpoints: Checkpoints | None) -> Iterator[None]:
-        """While the state is between two steps; then tells the authority."""
+    def updating(
+        self, checkpoints: Checkpoints | None, plan: Plan, busy_seconds: Sequence[float]
+    ) -> Iterator[None]:
+        """While the state is between two steps; then tells the authority.
+
+        Args:
+            checkpoints: What is written of them is told too; None: there are none.
+            plan: That the step ran by.
+            busy_seconds: What each copy of the model spent on its microbatches.
+        """
         with self._member.changing:
             yield
             self._step += 1
         saved = None if checkpoints is None or jax.process_index() else checkpoints.complete_step
-        self._member.tell(step=self._step, saved_step=-1 if saved is None else saved)
+        pairs = zip(plan.replicas, busy_seconds, strict=True)
+        [(own, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
+        ran = (own.num_microbatches, own.executors) if len(own.devices) == 1 else (0, 1)
+        self._member.tell(
+            step=self._step,
+            saved_step=-1 if saved is None else saved,
+            ran=(*ran, seconds),
+        )
 
     def move(self) -> None:
         """Leave the state in memory, every member at the same step."""

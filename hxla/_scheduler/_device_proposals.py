@@ -135,13 +135,13 @@ class ExecutorTime:
     Attributes:
         kind: The kind of its device.
         num_executors: How many ran on that device.
-        num_microbatches: How many microbatches it ran.
+        num_microbatches: How many microbatches it ran, on average.
         seconds: How long it was busy with them.
     """
 
     kind: str
     num_executors: int
-    num_microbatches: int
+    num_microbatches: float
     seconds: float
 
 

@@ -1,5 +1,6 @@
 """Elastic jobs as processes of their own, and the devices of this machine or of a Ray cluster."""
 
+import collections
 import json
 import os
 import pathlib
@@ -13,10 +14,12 @@ from .._cluster._cluster import Cluster, Device
 from .._cluster._mesh_file import dump_cluster
 from .._core._errors import HxlaError, ScheduleError
 from .._launch._environment import describe
+from ._device_proposals import ExecutorTime
 from ._live_jobs import LiveJob
 from ._live_run import Fleet, Places
 
 _END_SECONDS = 30.0
+_MOST_TIMES = 64  # of all its devices, the recent ones
 
 
 class JobFleet(Fleet, Protocol):
@@ -120,6 +123,7 @@ class JobProcess:
         self._placed: dict[str, str] = {}
         self._used: set[str] = set()
         self.num_done: float | None = None
+        self._times: collections.deque[ExecutorTime] = collections.deque(maxlen=_MOST_TIMES)
         self.give(places)
         command = [sys.executable, "-m", "hxla", "run", "--elastic"]
         command += [*fleet.options(str(self._devices)), "--events", str(self._log)]
@@ -166,6 +170,24 @@ class JobProcess:
                     self._used.discard(event["device"])
                 case "Completed":
                     self.num_done = event["step"]
+                    self._note_time(event)
+
+    def _note_time(self, event: Mapping[str, Any]) -> None:
+        if event["num_microbatches"]:
+            executors = event["num_executors"]
+            self._times.append(
+                ExecutorTime(
+                    kind=self._placed[event["device"]],
+                    num_executors=executors,
+                    num_microbatches=event["num_microbatches"] / executors,
+                    seconds=event["busy_seconds"],
+                )
+            )
+
+    @property
+    def times(self) -> Sequence[ExecutorTime]:
+        """What its devices took for microbatches lately, by the fleet's names for them."""
+        return tuple(self._times)
 
     def exit_code(self) -> int | None:
         """None while it runs; minus the number of the signal that killed it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from .._core._types import EXIT_PREEMPTED
+from ._device_proposals import ExecutorTime, learned
 from ._elastic_jobs import ActiveJob, Situation, free_devices
 from ._live_jobs import LiveJob
 from ._live_record import Arrived, Began, Decided, Ended, Entry, Holds
@@ -41,6 +42,10 @@ class RunningJob(Protocol):
     @property
     def num_done(self) -> float | None:
         """The steps that are done; None: it has not said."""
+
+    @property
+    def times(self) -> Sequence[ExecutorTime]:
+        """What microbatches took lately, the kind of a device being the fleet's name for it."""
 
     @property
     def used(self) -> Places:
@@ -97,10 +102,11 @@ def _arrival(one: LiveJob) -> float:
 class LiveSchedule:
     """Starts jobs, tells them their devices as a policy decides, and stops them.
 
-    It decides nothing itself: a policy is shown what is there and what jobs have still to do, when
-    a job arrives or ends, when devices come or go, and at whole multiples of an interval. A job
-    that is to have fewer devices is told at once; another gets them when they are released. A job
-    that is to have none is stopped, and started again when it gets some.
+    It decides nothing itself: a policy is shown what is there, how fast jobs have been and what
+    they have still to do, when a job arrives or ends, when devices come or go, and at whole
+    multiples of an interval. A job that is to have fewer devices is told at once; another gets them
+    when they are released. A job that is to have none is stopped, and started again when it gets
+    some.
 
     Args:
         jobs: The jobs.
@@ -197,6 +203,7 @@ class LiveSchedule:
             live.process.hear()
             if live.process.num_done is not None:
                 live.num_done = live.process.num_done
+            self._learn(live, live.process.times)
             if code is None:
                 continue
             live.process, live.own = None, Places()
@@ -211,6 +218,17 @@ class LiveSchedule:
         if self._is_asked_to_end:
             self._active = [live for live in self._active if live.process is not None]
         return has_ended
+
+    def _learn(self, live: _Live, times: Sequence[ExecutorTime]) -> None:
+        """Speeds as its run shows them, in place of those that its user expected."""
+        if not times:
+            return
+        of_kinds = [
+            dataclasses.replace(time, kind=self.kinds[self._kind_of[time.kind]]) for time in times
+        ]
+        known = learned(live.job.job.capabilities, of_kinds)
+        own = dataclasses.replace(live.job.job, capabilities=known)
+        live.job = dataclasses.replace(live.job, job=own)
 
     def _arrive(self, now: float) -> bool:
         arrived = [one for one in self._waiting if one.job.arrival_seconds <= now]
