@@ -20,7 +20,7 @@ import jax
 
 from .._core._types import PyTree
 from .._schedule._schedules import BACKWARD
-from .._schedule._segment_sequence import SegmentSequence
+from .._schedule._segment_sequence import FETCH, SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import RunBytes, layered_peak_bytes, runs_by_segment
 from ._contribution import DeviceSums, buckets
 from ._held import Held
@@ -105,9 +105,7 @@ class Layered:
                 if is_backward:
                     runner.make_sums(own, part)
                 microbatches = self._of_wave(wave, len(own.microbatches))
-                for n in microbatches:
-                    for op in operations:
-                        runner.operate(own, n, op)
+                _operate(runner, own, microbatches, operations)
                 mark = None
                 if microbatches:
                     mark = runner.mark(own, part, is_backward, microbatches[-1])
@@ -141,6 +139,8 @@ class Layered:
         # Programs wait in a queue with their arguments: no more than one part's may be whole.
         jax.block_until_ready(self._marks)
         self._marks = []
+        for runner in self._runners:
+            runner.wait()
         if self._sharded is None:
             return [self._under_way] * len(held)
         self.wait()
@@ -224,6 +224,23 @@ class Layered:
                 kept -= own.waiting if wave else 0
             out.append(RunBytes(gathering, running, reducing))
         return out
+
+
+def _operate(
+    runner: Segmented,
+    running: Running,
+    microbatches: Sequence[int],
+    operations: Sequence[SegmentOperation],
+) -> None:
+    """Run some operations for each microbatch; what one fetches comes while that before runs."""
+    rest = list(itertools.dropwhile(lambda op: op.kind == FETCH, operations))
+    fetches = operations[: len(operations) - len(rest)]
+    for k, n in enumerate(microbatches):
+        for coming in microbatches[k : k + 2] if k == 0 else microbatches[k + 1 : k + 2]:
+            for op in fetches:
+                runner.operate(running, coming, op)
+        for op in rest:
+            runner.operate(running, n, op)
 
 
 def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:

@@ -28,8 +28,12 @@ def in_memory(sharding: Sharding, kind: str) -> Sharding:
     return sharding.with_memory_kind(kind)
 
 
-def check_host_memory(device: jax.Device) -> None:
+def check_host_memory(device: jax.Device, key: str) -> None:
     """Refuse a device that cannot name its host's memory, in which state waits or passes.
+
+    Args:
+        device: Of a copy.
+        key: The field of a plan that asks for it.
 
     Raises:
         PlanError: With the kinds of memory that it knows.
@@ -37,7 +41,7 @@ def check_host_memory(device: jax.Device) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
         raise PlanError(
-            f"placement.optimizer: {device.device_kind} knows the memory {', '.join(kinds)} and no "
+            f"{key}: {device.device_kind} knows the memory {', '.join(kinds)} and no "
             f"{HOST}: use 'device'"
         )
 

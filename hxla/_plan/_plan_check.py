@@ -52,6 +52,7 @@ def faults(plan: Any) -> Iterator[str]:
         yield from _of_pipeline(plan)
     if plan.chain is not None:
         yield from _of_chain(plan)
+    yield from _of_stash(plan)
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     yield from _of_sums_over_the_host(plan)
@@ -294,6 +295,18 @@ def _of_chain(plan: Any) -> Iterator[str]:
         replay_sequence(sequence, _no_costs(len(firsts)))
     except PlanError as error:
         yield f"chain.sequence: {error}"
+        return
+    if sequence.offloads and plan.placement.stash == "device":
+        yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
+
+
+def _of_stash(plan: Any) -> Iterator[str]:
+    if plan.placement.stash == "device":
+        return
+    if plan.chain is None:
+        yield "placement.stash: what waits is of segments, set `chain`, or use 'device'"
+    elif not any(str(text).startswith("O") for text in plan.chain.sequence):
+        yield "placement.stash: no operation of `chain.sequence` offloads anything, use 'device'"
 
 
 def _no_costs(num: int) -> list[SegmentCost]:
@@ -313,6 +326,7 @@ def _no_costs(num: int) -> list[SegmentCost]:
                     backward_seconds=0.0,
                 ),
             ),
+            offload_seconds=0.0,
         )
         for i in range(num)
     ]

@@ -28,12 +28,12 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from .._core._errors import PlanError
-from .._plan._plan_parts import HeldBytes, Tier
-from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
+from .._plan._plan_parts import HeldBytes, StashTier, Tier
+from .._schedule._segment_sequence import sequence_from_texts
 from .._schedule._sequence_replay import (
     SegmentCost,
     SequenceReplay,
@@ -41,6 +41,7 @@ from .._schedule._sequence_replay import (
     replay_sequence,
     while_running,
 )
+from ._chain_texts import Waits, boundary_texts, keep_texts, num_again
 from ._recompute import best_sequence, keep_all, least_memory
 from ._split_sizes import SplitDevice, best_sizes
 
@@ -164,6 +165,9 @@ class MemoryForm:
         shares: Of each copy, in lowest terms; empty: even.
         waves: In which the microbatches of a device run, in stages 2 and 3.
         tier: Where the optimizer's state waits.
+        stash: Where what waits for backwards of a chain is.
+        moved: The bytes that each device moves to and from its host for the stash in a step.
+        on_host: The most bytes of each device's stash in host memory.
         held: The bytes on each device, by their owner.
         extra_seconds: Of a step, beyond those of one program and whole state.
         lack_bytes: Most bytes that a device lacks; 0 or less: it fits.
@@ -175,6 +179,9 @@ class MemoryForm:
     shares: tuple[int, ...] = ()
     waves: int = 1
     tier: Tier = "device"
+    stash: StashTier = "device"
+    moved: tuple[int, ...] = ()
+    on_host: tuple[int, ...] = ()
     held: tuple[HeldBytes, ...]
     extra_seconds: float
     lack_bytes: float
@@ -187,7 +194,7 @@ class MemoryForm:
     def __str__(self) -> str:
         parts = [f"memory.zero {self.zero}" if self.zero else "whole state"]
         if self.recompute is not None:
-            again = len(self.sequence) - _least_operations(self.sequence)
+            again = num_again(self.sequence)
             parts.append(
                 f"{again} of its forwards run again" if again else "a chain that keeps all"
             )
@@ -195,6 +202,8 @@ class MemoryForm:
             parts.append(f"{self.waves} waves")
         if self.shares:
             parts.append("shares " + ":".join(map(str, self.shares)))
+        if self.stash != "device":
+            parts.append(f"what waits on the {self.stash}")
         if self.tier != "device":
             parts.append(f"optimizer's state on the {self.tier}")
         return ", ".join(parts)
@@ -210,6 +219,7 @@ class MemoryForms:
         gather_seconds: Of all parameters as float32.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         tier: Where the optimizer's state waits, of which the model's bytes are those on the device.
+        stash: Where what waits for backwards is, in chains.
     """
 
     def __init__(
@@ -221,8 +231,9 @@ class MemoryForms:
         gather_seconds: float = 0.0,
         waves: int | None = 1,
         tier: Tier = "device",
+        stash: StashTier = "device",
     ):
-        self._tier, self._waves = tier, waves
+        self._tier, self._stash, self._waves = tier, stash, waves
         self._model, self._devices = model, tuple(devices)
         self._shares, self._gather_seconds = shares, gather_seconds
 
@@ -297,10 +308,12 @@ class MemoryForms:
         model, gradients = self._model, self._model.trained
         sequence: tuple[str, ...] = ()
         seconds: float | None = None
+        moved = on_host = 0
         if recompute is not None:
             replay = self._replay(recompute, self._most_left(*model.state(zero)))
-            peak, gradients, seconds = replay.peak_bytes, 0, replay.seconds
+            peak, gradients, seconds = replay.copying_peak_bytes, 0, replay.seconds
             sequence = replay.sequence.written
+            moved, on_host = replay.moved_bytes, replay.host_bytes
         elif peak is None:
             peak = keep_all(self._chain.fused).peak_bytes
         summing = model.summing(zero, len(self._devices))
@@ -315,12 +328,13 @@ class MemoryForms:
             activations=peak + model.inputs,
         )
         needs = [need] * len(self._devices)
-        return self._with_shares(zero, recompute, sequence, needs, seconds)
+        found = self._with_shares(zero, recompute, sequence, needs, seconds)
+        return self._with_stash(found, moved, [on_host] * len(needs))
 
     def _layered(self, zero: int, recompute: Recompute, waves: int) -> MemoryForm:
         """Segment by segment, each for all microbatches of a wave."""
         model, chain = self._model, self._chain
-        replay = self._as_asked(recompute)
+        replay = self._as_asked(recompute, layered=True)
         sums = max(chain.parameter_bytes) * model.num_sums
         gathered = max(chain.parameter_bytes) * (zero > 2)
         own = [n * (model.num_sums + (zero > 2)) for n in chain.parameter_bytes]
@@ -339,7 +353,21 @@ class MemoryForms:
         again = model.num_sums + 2 * gather
         extra = (gather + (waves - 1) * again) * self._gather_seconds
         texts = replay.sequence.written
-        return self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
+        found = self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
+        at_once = [-(-device.num_microbatches // waves) for device in self._devices]
+        on_host = [num * replay.host_bytes for num in at_once]
+        return self._with_stash(found, replay.moved_bytes, on_host)
+
+    def _with_stash(self, form: MemoryForm, moved: int, on_host: Sequence[int]) -> MemoryForm:
+        """A form with what it moves for each microbatch, and what each device has on its host."""
+        if form.recompute is None or self._stash == "device":
+            return form
+        return dataclasses.replace(
+            form,
+            stash=self._stash,
+            moved=tuple(device.num_microbatches * moved for device in self._devices),
+            on_host=tuple(on_host),
+        )
 
     def _with_shares(
         self,
@@ -438,45 +466,26 @@ class MemoryForms:
             for d, own in zip(self._devices, granules, strict=True)
         )
 
-    def _as_asked(self, recompute: Recompute) -> SequenceReplay:
+    def _as_asked(self, recompute: Recompute, *, layered: bool = False) -> SequenceReplay:
         """What keeps the residuals of all segments, or what crosses between them."""
         costs = self._chain.costs
-        texts = (keep_texts if recompute == "none" else boundary_texts)(len(costs))
+        waits: Waits = "device"
+        if self._stash == "host":
+            waits = "host, microbatch by microbatch" if layered else "host, segment by segment"
+        texts = (keep_texts if recompute == "none" else boundary_texts)(len(costs), waits)
         return replay_sequence(sequence_from_texts(len(costs), texts), costs)
 
     def _replay(self, recompute: Recompute, limit: float) -> SequenceReplay:
         costs = self._chain.costs
         if recompute != "auto":
             return self._as_asked(recompute)
+        if self._stash == "host":
+            keeps, least = self._as_asked("none"), self._as_asked("boundaries")
+            both = keeps.copying_peak_bytes, least.copying_peak_bytes
+            return keeps if both[0] <= max(limit, both[1]) else least
         if self._kept.peak_bytes <= limit:
             return self._kept
         try:
             return best_sequence(costs, max(int(limit), 0))
         except PlanError:
             return least_memory(costs)
-
-
-def keep_texts(num: int) -> tuple[str, ...]:
-    """The sequence that keeps the residuals of every segment, for so many."""
-    forwards = [f"F{i}:{CUT}" for i in range(num - 1)]
-    return (*forwards, *_backwards(num, {}))
-
-
-def boundary_texts(num: int) -> tuple[str, ...]:
-    """The sequence that keeps what crosses between segments, for so many."""
-    forwards = [f"F{i}+" for i in range(num - 1)]
-    again = {i: f"F{i}:{CUT}" for i in range(num - 1)}
-    return (*forwards, *_backwards(num, again))
-
-
-def _backwards(num: int, again: dict[int, str]) -> Iterator[str]:
-    yield f"B{num - 1}:{INPUT}"
-    for i in reversed(range(num - 1)):
-        if i in again:
-            yield again[i]
-        yield f"B{i}:{CUT}"
-
-
-def _least_operations(sequence: Sequence[str]) -> int:
-    """Of a sequence over as many segments: all but the last have a forward of their own."""
-    return 2 * sum(text.startswith("B") for text in sequence) - 1

@@ -1,4 +1,4 @@
-"""State of the optimizer that waits in host memory or on a disk: whether it may, and what it costs.
+"""What waits in host memory or on a disk: whether it may, and what it costs.
 
 References:
     Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
@@ -10,6 +10,7 @@ from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
+from .._planner._memory_forms import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
 
@@ -53,6 +54,56 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
                 f"would keep {int(needed):,} bytes of the optimizer's state in the {room:,} of its "
                 "host's memory: share it out with memory.zero, or set 'disk'"
             )
+
+
+def with_stash(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
+    """The plan with what its stash on the host costs.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with its counts, and the optimizer's state where it will be.
+        cluster: Its devices.
+        form: What it becomes.
+
+    Raises:
+        PlanError: If nothing would go to the host, or its memory is described as too small.
+    """
+    if not any(form.on_host):
+        num = sum(text.startswith("B") for text in form.sequence)
+        raise PlanError(
+            f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
+            "one of them runs: set memory.segments to more, or leave it out"
+        )
+    state = [0.0] * len(plan.replicas)
+    if plan.placement.optimizer == "host":
+        total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+        state = [total * own / sum(granules) for own in granules]
+    found = []
+    for replica, stash, own, moved in zip(
+        plan.replicas, form.on_host, state, form.moved, strict=True
+    ):
+        rank = replica.devices[0]
+        device = cluster.devices[rank]
+        room, rate = device.host_memory_bytes, device.host_bytes_per_second
+        if room is not None and stash + own > room:
+            beside = f" beside {int(own):,} of the optimizer's state" if own else ""
+            raise PlanError(
+                f"memory.offload.stash='host': device {rank} ({device.label}) would keep "
+                f"{stash:,} bytes of what waits for backwards in the {room:,} of its host's "
+                f"memory{beside}: use memory.recompute='boundaries', more memory.waves, or leave "
+                "it out"
+            )
+        found.append((moved / rate if rate else 0.0, moved, rate, stash))
+    seconds, moved, rate, _ = max(found, key=lambda own: own[:2])
+    said = (
+        f"offload: at most {num_bytes(max(form.on_host))} of what waits for backwards are in host "
+        f"memory; a step moves {num_bytes(moved)} there and back"
+    )
+    if rate is None:
+        said += "; what the copies cost is not known: the mesh file does not say how fast"
+    else:
+        said += f" at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, beside the segments' programs"
+    return plan.replaced(reasons=(*plan.reasons, said))
 
 
 def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
