@@ -191,4 +191,16 @@ def away_leaves(shelf: Shelf, state: Sequence[Any]) -> dict[int, Away]:
 
 def on_device(x: Any) -> jax.Array:
     """An array of a copy, wherever it waits."""
-    return x.get() if isinstance(x, Away) else x
+    if isinstance(x, Away):
+        return x.get()
+    return jax.device_put(x, in_memory(x.sharding, DEVICE)) if is_on_host(x) else x
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array of a copy waits in pinned memory of the host."""
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST
+
+
+def on_host(x: jax.Array) -> jax.Array:
+    """An array of a copy in pinned memory of the host; the copy is under way."""
+    return x if is_on_host(x) else jax.device_put(x, in_memory(x.sharding, HOST))

@@ -209,6 +209,11 @@ def _of_shares(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     if placement.waves > 1 and placement.zero < 2:
         yield "placement.waves: they are of ZeRO's stages 2 and 3, use 1 or set placement.zero"
+    if placement.parameters != "device" and placement.zero < 3:
+        yield (
+            "placement.parameters: only in ZeRO's stage 3 each copy has its share of them, set "
+            "placement.zero to 3, or use 'device'"
+        )
     if not placement.zero:
         if placement.shares:
             yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"

@@ -225,8 +225,8 @@ class SumsForm(PlanValue):
 
 #: Where state waits: in the device's own memory, in that of its host, or on a disk.
 Tier = Literal["device", "host", "disk"]
-#: Where what waits between forward and backward is.
-StashTier = Literal["device", "host"]
+#: The same without a disk.
+HostTier = Literal["device", "host"]
 
 
 class Placement(PlanValue):
@@ -236,6 +236,8 @@ class Placement(PlanValue):
         optimizer: Where the optimizer's state is between updates: in the memory of the `device`, in
             that of its `host`, or on its `disk`. From the two latter it comes to the device group
             by group, while the group before is updated and goes back.
+        parameters: Where each copy's own share of the parameters is, with `zero` of 3, between the
+            gathers of segments and updates: in the memory of the `device` or of its `host`.
         stash: Where that waits which `chain.sequence` offloads between forward and backward: in the
             memory of the `host`; `device`: it offloads nothing.
         zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
@@ -257,7 +259,8 @@ class Placement(PlanValue):
     """
 
     optimizer: Literal["device", "host", "disk"] = "device"
-    stash: StashTier = "device"
+    parameters: HostTier = "device"
+    stash: HostTier = "device"
     zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()

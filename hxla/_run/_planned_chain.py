@@ -26,18 +26,12 @@ from .._plan._plan_parts import (
     Tier,
 )
 from .._planner._inner_split import described_speed
-from .._planner._memory_forms import (
-    ChainBytes,
-    CopyDevice,
-    MemoryForm,
-    MemoryForms,
-    ModelBytes,
-    Recompute,
-)
+from .._planner._memory_forms import MemoryForms
+from .._planner._memory_values import ChainBytes, CopyDevice, MemoryForm, ModelBytes, Recompute
 from .._schedule._sequence_replay import SegmentCost
 from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import could_share, may_wait, stages_to_try, with_shared_state
-from ._state_elsewhere import PART_ON_DEVICE, with_stash
+from ._state_elsewhere import PART_ON_DEVICE, on_hosts
 from ._traced_job import TracedJob
 
 _MOST_RUNNERS_UP = 5
@@ -69,6 +63,13 @@ def with_memory(
             raise PlanError(
                 "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, "
                 "or leave them out"
+            )
+    if job.settings.memory.offload.parameters != "device":
+        stages = tuple(stage for stage in stages if stage > 2)
+        if not stages:
+            raise PlanError(
+                "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of "
+                "the model has its share of them: set it, or leave it out"
             )
     if plan.axes:
         return _of_cut_copies(job, plan, cluster, stages[0], tier)
@@ -240,6 +241,7 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
         gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
         tier=tier,
         stash=job.settings.memory.offload.stash,
+        parameters=job.settings.memory.offload.parameters,
         waves=job.settings.memory.waves,
     )
 
@@ -272,9 +274,10 @@ def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
         ),
         sequence=form.sequence,
     )
-    if form.stash != "device":
-        plan = with_stash(job, plan, cluster, form)
-    placement = plan.placement.model_copy(update={"stash": form.stash})
+    if form.on_host:
+        plan = on_hosts(job, plan, cluster, form)
+    update = {"stash": form.stash, "parameters": form.parameters}
+    placement = plan.placement.model_copy(update=update)
     if form.zero > 1:
         placement = placement.model_copy(update={"zero": form.zero, "waves": form.waves})
     return plan.replaced(chain=chain, placement=placement)

@@ -5,12 +5,14 @@ References:
     learning", SC 2021, section 4.
 """
 
+from collections.abc import Iterator, Sequence
+
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
-from .._planner._memory_forms import MemoryForm
+from .._planner._memory_values import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
 
@@ -56,8 +58,18 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
             )
 
 
-def with_stash(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
-    """The plan with what its stash on the host costs.
+#: What may wait in host memory besides the optimizer's state, and how less of it does.
+_WAITS = {
+    "parameters": ("the parameters", "share them out more, or leave memory.offload.parameters out"),
+    "stash": (
+        "what waits for backwards",
+        "use memory.recompute='boundaries', more memory.waves, or leave memory.offload.stash out",
+    ),
+}
+
+
+def on_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
+    """The plan with what it costs that parameters or what waits for backwards are on the host.
 
     Args:
         job: That is planned.
@@ -68,42 +80,46 @@ def with_stash(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -
     Raises:
         PlanError: If nothing would go to the host, or its memory is described as too small.
     """
-    if not any(form.on_host):
+    if not any(form.on_host.get("stash", [1])):
         num = sum(text.startswith("B") for text in form.sequence)
         raise PlanError(
             f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
             "one of them runs: set memory.segments to more, or leave it out"
         )
-    state = [0.0] * len(plan.replicas)
-    if plan.placement.optimizer == "host":
-        total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
-        state = [total * own / sum(granules) for own in granules]
-    found = []
-    for replica, stash, own, moved in zip(
-        plan.replicas, form.on_host, state, form.moved, strict=True
-    ):
-        rank = replica.devices[0]
-        device = cluster.devices[rank]
-        room, rate = device.host_memory_bytes, device.host_bytes_per_second
-        if room is not None and stash + own > room:
-            beside = f" beside {int(own):,} of the optimizer's state" if own else ""
+    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+    is_state_there = plan.placement.optimizer == "host"
+    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
+    for i, (replica, device) in enumerate(zip(plan.replicas, devices, strict=True)):
+        kept = {_WAITS[name][0]: own[i] for name, own in form.on_host.items()}
+        if is_state_there:
+            kept["the optimizer's state"] = int(total * granules[i] / sum(granules))
+        room = device.host_memory_bytes
+        if room is not None and sum(kept.values()) > room:
+            each = " and ".join(f"{size:,} bytes of {name}" for name, size in kept.items())
+            largest = max(form.on_host, key=lambda name: form.on_host[name][i])
             raise PlanError(
-                f"memory.offload.stash='host': device {rank} ({device.label}) would keep "
-                f"{stash:,} bytes of what waits for backwards in the {room:,} of its host's "
-                f"memory{beside}: use memory.recompute='boundaries', more memory.waves, or leave "
-                "it out"
+                f"memory.offload: device {replica.devices[0]} ({device.label}) would keep {each} "
+                f"in the {room:,} of its host's memory: {_WAITS[largest][1]}"
             )
-        found.append((moved / rate if rate else 0.0, moved, rate, stash))
-    seconds, moved, rate, _ = max(found, key=lambda own: own[:2])
-    said = (
-        f"offload: at most {num_bytes(max(form.on_host))} of what waits for backwards are in host "
-        f"memory; a step moves {num_bytes(moved)} there and back"
-    )
-    if rate is None:
-        said += "; what the copies cost is not known: the mesh file does not say how fast"
-    else:
-        said += f" at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, beside the segments' programs"
-    return plan.replaced(reasons=(*plan.reasons, said))
+    return plan.replaced(reasons=(*plan.reasons, *_moves_in_words(form, devices)))
+
+
+def _moves_in_words(form: MemoryForm, devices: Sequence[Device]) -> Iterator[str]:
+    """What each of it moves over the host's link, on the device that takes longest."""
+    for name, own in form.moved.items():
+        times = [
+            (moved / rate if (rate := device.host_bytes_per_second) else 0.0, moved, rate)
+            for moved, device in zip(own, devices, strict=True)
+        ]
+        seconds, moved, rate = max(times, key=lambda found: found[:2])
+        said = (
+            f"offload: at most {num_bytes(max(form.on_host[name]))} of {_WAITS[name][0]} of a copy "
+            f"are in host memory; a step moves {num_bytes(moved)} there and back"
+        )
+        if rate is None:
+            yield f"{said}; what that takes is not known: the mesh file does not say how fast"
+        else:
+            yield f"{said} at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, beside the programs"
 
 
 def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
