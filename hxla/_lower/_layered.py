@@ -206,11 +206,11 @@ class Layered:
     def _bytes_beside(self, wave: int) -> list[RunBytes]:
         """What is there beside the values of microbatches, run by run of a wave."""
         begun, num = self._runners[0].sums_bytes(), self._runners[0].num_parts
-        whole, gathers = [0] * num, [0] * num
+        whole, gathers, pieces = [0] * num, [0] * num, [0] * num
         if self._sharded is not None:
-            # Of parameters on the host, the pieces of this part and of the next one are here.
+            # Of parameters on the host, the pieces of the part that is next are here.
             pieces = [self._sharded.piece_bytes(i) * self._is_away for i in range(num)]
-            whole = [self._sharded.num_bytes(i) + max(pieces) for i in range(num)]
+            whole = [self._sharded.num_bytes(i) for i in range(num)]
             gathers = [self._sharded.gather_bytes(i) + pieces[i] for i in range(num)]
         groups = [self._reducer.group_bytes(k) for k in range(len(self._groups))]
         kept, is_last = (
@@ -218,14 +218,17 @@ class Layered:
             wave + 1 == self._num_waves,
         )
         out = []
-        for part, operations in self._runs:
+        behind = [part for part, _ in self._runs[1:]]
+        behind += [self._runs[0][0]] * (not is_last)
+        for (part, operations), after in itertools.zip_longest(self._runs, behind):
+            coming = 0 if after is None else pieces[after]
             is_backward = any(op.kind == BACKWARD for op in operations)
             gathering, reducing = kept + gathers[part], 0
             kept += begun[part] if is_backward else 0
-            running = kept + whole[part]
+            running = kept + whole[part] + coming
             for k in self._numbers.get(part, ()) if is_backward else ():
                 own = groups[k]
-                reducing = max(reducing, kept + own.adding)
+                reducing = max(reducing, kept + coming + own.adding)
                 kept += (own.totals if is_last else own.waiting) - own.sums
                 kept -= own.waiting if wave else 0
             out.append(RunBytes(gathering, running, reducing))

@@ -259,8 +259,8 @@ class Placement(PlanValue):
     """
 
     optimizer: Literal["device", "host", "disk"] = "device"
-    parameters: HostTier = "device"
-    stash: HostTier = "device"
+    parameters: Literal["device", "host"] = "device"
+    stash: Literal["device", "host"] = "device"
     zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()
