@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 import segment_chains
 
-from hxla._planner._memory_forms import (
-    GRANULES_OF_A_COPY,
-    ChainBytes,
-    CopyDevice,
-    MemoryForms,
-    ModelBytes,
-    boundary_texts,
-    keep_texts,
-)
+from hxla._planner._chain_texts import boundary_texts, keep_texts
+from hxla._planner._memory_forms import GRANULES_OF_A_COPY, MemoryForms
+from hxla._planner._memory_values import ChainBytes, CopyDevice, ModelBytes
 from hxla._schedule._segment_sequence import sequence_from_texts
 from hxla._schedule._sequence_replay import (
     Residuals,

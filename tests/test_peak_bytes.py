@@ -14,9 +14,13 @@ from hxla._lower._options import extra_bytes
 
 
 def live_bytes():
-    """Of the arrays on the first device; several may share a buffer."""
-    shards = [s for x in jax.live_arrays() for s in x.addressable_shards if s.device.id == 0]
+    """Of the arrays on the first device, not its host; several may share a buffer."""
+    arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
+    shards = [s for x in arrays for s in x.addressable_shards if s.device.id == 0]
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
+
+
+ALL_ON_HOST = {"stash": "host", "parameters": "host", "optimizer": "host"}
 
 
 @pytest.fixture
@@ -48,6 +52,9 @@ def peak(monkeypatch):
         (4, 2, {"zero": 2, "recompute": "boundaries"}),
         (4, 2, {"zero": 3, "recompute": "boundaries"}),
         (4, 1, {"zero": 3, "recompute": "boundaries", "waves": 2, "shares": [3, 1, 1, 1]}),
+        (2, 2, {"zero": 1, "recompute": "boundaries", "offload": {"stash": "host"}}),
+        (2, 1, {"zero": 3, "recompute": "boundaries", "offload": {"stash": "host"}}),
+        (2, 2, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
     ],
     ids=str,
 )

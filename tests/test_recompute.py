@@ -10,7 +10,13 @@ import segment_chains
 from hxla._core._errors import PlanError
 from hxla._planner._recompute import best_sequence, keep_all, least_memory
 from hxla._schedule._segment_sequence import sequence_from_texts
-from hxla._schedule._sequence_replay import Residuals, SegmentCost, replay_sequence
+from hxla._schedule._sequence_replay import (
+    Residuals,
+    SegmentCost,
+    layered_peak_bytes,
+    replay_sequence,
+    while_running,
+)
 
 
 def replayed(chain, texts):
@@ -52,6 +58,13 @@ CHAIN = [segment("first", input_bytes=0, input_gradient_bytes=0), segment("secon
         ("F0+ F1+ B2:input B1:input B0:input", 2.0 + 3 * 3.5, (13, 23, 29, 28, 13), 0),
         ("F0+ F1 B2:input F0:all F1:all B1:all B0:all", 12.0, (13, 23, 19, 59, 109, 108, 53), 0),
         ("F0+ F1+ O1 B2:input I1 B1:input B0:input", 13.25, (13, 23, 20, 19, 19, 28, 13), 10),
+        # Residuals go with the input that their backward reads, and both stay on the host.
+        (
+            "F0:all F1:all O1:all B2:input I1:all B1:all B0:all",
+            2 * 1.25 + 2 * 2.0 + 3.5,
+            (50, 100, 100, 59, 99, 108, 53),
+            50,
+        ),
     ],
 )
 def test_a_replay_counts_what_lies_on_the_device(texts, seconds, bytes_O, host_bytes):
@@ -73,6 +86,10 @@ def test_a_replay_counts_what_lies_on_the_device(texts, seconds, bytes_O, host_b
         ("F0:all F0:all", "its residuals are there already"),
         ("F0:dots", "no residuals 'dots'; choose of all, input"),
         ("F0+ F1 I1", "not in host memory"),
+        ("F0+ F1:all O1", "its residuals are there and need the input; offload both, O1:all"),
+        ("F0+ F1:all O1:all B2:input B1:all", "the input is not on the device"),
+        ("F0+ F1+ O1:all", "no forward has left 'all'; run F1:all"),
+        ("F0+ F1:all I1:all", "its residuals 'all' are not in host memory"),
         ("F0+ F1+ B2:input F2", "the backward of its segment has run"),
     ],
 )
@@ -84,7 +101,7 @@ def test_a_sequence_that_cannot_run_is_refused(texts, words):
 
 def test_texts_that_are_no_operations_are_all_named():
     with pytest.raises(PlanError) as caught:
-        sequence_from_texts(2, ["F0", "X1", "F2", "B0+:all", "O1:all", 3])
+        sequence_from_texts(2, ["F0", "X1", "F2", "B0+:all", "O1+", 3])
     assert [f"operation {i}:" in str(caught.value) for i in range(6)] == [False] + [True] * 5
 
 
@@ -122,6 +139,33 @@ def test_the_best_sequence_is_that_of_exhaustion_on_random_chains(offload):
     assert exact >= 0.98 * num
     assert close >= 0.99 * num
     assert offload or close >= 200
+
+
+def test_copies_take_time_and_are_there_until_they_are_done():
+    slow = [
+        dataclasses.replace(
+            cost, residuals=tuple(dataclasses.replace(r, copy_seconds=2.0) for r in cost.residuals)
+        )
+        for cost in CHAIN
+    ]
+    texts = "F0:all F1:all O1:all B2:input I1:all B1:all B0:all"
+    replay = replayed(slow, texts)
+    assert replay.seconds == replayed(CHAIN, texts).seconds + 2 * 2.0
+    assert replay.offloaded_O == (0, 0, 50, 0, 0, 0, 0)
+    assert replay.fetched_O == (0, 0, 0, 0, 50, 0, 0)
+    assert replay.moved_bytes == 100
+    assert (replay.peak_bytes, replay.copying_peak_bytes) == (108, 59 + 50)
+
+
+def test_many_microbatches_on_the_host_have_what_one_reads_and_what_the_next_will():
+    def most(texts):
+        sequence = sequence_from_texts(3, texts.split())
+        return layered_peak_bytes(sequence, CHAIN, 3, while_running(sequence, (0, 0, 0)))
+
+    # The backward of the second reads 10, while 10 come; the last one left 9 and it leaves 11.
+    found = most("F0+ F1+ O1 B2:input I1 B1:input B0:input")
+    assert found == (10 + 9) + (7 + 2) + 10 + 2 * 11
+    assert found < most("F0+ F1+ B2:input B1:input B0:input")
 
 
 def test_without_a_tight_limit_nothing_runs_twice():

@@ -174,6 +174,15 @@ class OffloadConfig(_Section):
     `host`, in pinned memory of the host; `disk`, in a file below `directory`. Between the three no
     bit moves. Null: on the device, or where it does not fit, in host memory if the devices are
     described with the host's."""
+    stash: Literal["device", "host"] = "device"
+    """Where that is which waits between forward and backward of a chain of segments (`recompute`,
+    stages 2 and 3 of `zero`): `host`, in pinned memory of the host, to which it goes while the next
+    program runs, and comes back while one runs before its backward. A microbatch then is such a
+    chain. No bit moves."""
+    parameters: Literal["device", "host"] = "device"
+    """With `zero` of 3, where each copy's own share of the parameters is: `host`, in pinned memory
+    of the host, from which it comes for the gather of its segment and for its update. No bit
+    moves."""
     directory: str | None = None
     """With `disk`, the folder in which each process has a file of its own, on a disk of this
     machine; null: the system's own for temporary files."""
@@ -210,7 +219,8 @@ class MemoryConfig(_Section):
     of several layers each or of parts of one, or regular expressions for the paths of modules
     that make one each, such as `["blocks/[0-9]+"]`; null: one for each layer."""
     offload: OffloadConfig = OffloadConfig()
-    """What waits outside the devices' own memory: the optimizer's state."""
+    """What waits outside the devices' own memory: the optimizer's state, parameters, and what
+    waits for backwards."""
 
 
 #: The dtype of an operation under a precision policy.

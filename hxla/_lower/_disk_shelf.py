@@ -331,7 +331,7 @@ def shelf_maker(
     make = HostShelf if tier == "host" else functools.partial(DiskShelf, directory)
 
     def made(replica: Replica, groups: UpdateGroups) -> Shelf:
-        check_host_memory(replica.devices[0])
+        check_host_memory(replica.devices[0], "placement.optimizer")
         return make(replica, groups)
 
     return made

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 
 from .._core._types import PyTree
+from .._plan._plan_parts import Placement
 from .._schedule._schedules import BACKWARD
-from .._schedule._segment_sequence import SegmentSequence
+from .._schedule._segment_sequence import FETCH, SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import RunBytes, layered_peak_bytes, runs_by_segment
 from ._contribution import DeviceSums, buckets
 from ._held import Held
@@ -42,8 +43,8 @@ class Layered:
         groups: See `sum_groups`.
         trained: Places of the parameters that are trained.
         sharded: Gathers the parameters of each part; None: all copies have them.
-        num_waves: In which each copy runs its microbatches, a wave through all segments before the
-            next. Each process runs as many, whatever its counts.
+        placement: Of the plan: in how many waves each copy runs its microbatches, the same for each
+            process whatever its counts, and where its own part of the parameters waits.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Layered:
         groups: Sequence[tuple[int, Sequence[int]]],
         trained: Sequence[int],
         sharded: ShardedParams | None,
-        num_waves: int = 1,
+        placement: Placement,
     ):
         self._runs = runs_by_segment(sequence)
         self._sequence, self._runners, self._reducer = sequence, list(runners), reducer
@@ -62,7 +63,7 @@ class Layered:
         parts = {part for part, _ in groups}
         #: For each part the numbers of the groups whose sums are whole after its backward.
         self._numbers = {p: [k for k, (i, _) in enumerate(groups) if i == p] for p in parts}
-        self._num_waves = num_waves
+        self._num_waves, self._is_away = placement.waves, placement.parameters == "host"
         self._under_way: Any = None
         self._marks: list[jax.Array] = []  # of what runs
 
@@ -98,16 +99,17 @@ class Layered:
         pieces = [[own.params[p] for p in self._trained] for own in held]
         totals: list[list[jax.Array]] = [[] for _ in held]
         waiting: dict[int, Any] = {}  # the sums of earlier waves
-        for wave, (part, operations) in itertools.product(range(self._num_waves), self._runs):
+        runs = list(itertools.product(range(self._num_waves), self._runs))
+        for k, (wave, (part, operations)) in enumerate(runs):
             is_backward = any(op.kind == BACKWARD for op in operations)
             begun = self._give(part, held, running, pieces)
+            if self._sharded is not None and k + 1 < len(runs):
+                self._sharded.fetch(runs[k + 1][1][0], pieces)
             for runner, own, begins, told in zip(self._runners, running, begun, spans, strict=True):
                 if is_backward:
                     runner.make_sums(own, part)
                 microbatches = self._of_wave(wave, len(own.microbatches))
-                for n in microbatches:
-                    for op in operations:
-                        runner.operate(own, n, op)
+                _operate(runner, own, microbatches, operations)
                 mark = None
                 if microbatches:
                     mark = runner.mark(own, part, is_backward, microbatches[-1])
@@ -116,14 +118,14 @@ class Layered:
                     self._marks.append(mark)
                 if self._sharded is not None:
                     runner.hold(own, part, {})
-            for k in self._numbers.get(part, ()) if is_backward else ():
+            for g in self._numbers.get(part, ()) if is_backward else ():
                 # No name may hold what is taken: it would be there while the next part runs.
-                before = waiting.pop(k, None)
+                before = waiting.pop(g, None)
                 if wave + 1 < self._num_waves:
-                    added = self._reducer.add_group(k, self._taken(k, running), before)
-                    waiting[k], self._under_way = added
+                    added = self._reducer.add_group(g, self._taken(g, running), before)
+                    waiting[g], self._under_way = added
                     continue
-                new = self._reducer.sum_group(k, self._taken(k, running), before)
+                new = self._reducer.sum_group(g, self._taken(g, running), before)
                 for own_totals, own_new in zip(totals, new, strict=True):
                     own_totals += own_new
                 self._under_way = new
@@ -141,6 +143,8 @@ class Layered:
         # Programs wait in a queue with their arguments: no more than one part's may be whole.
         jax.block_until_ready(self._marks)
         self._marks = []
+        for runner in self._runners:
+            runner.wait()
         if self._sharded is None:
             return [self._under_way] * len(held)
         self.wait()
@@ -202,28 +206,50 @@ class Layered:
     def _bytes_beside(self, wave: int) -> list[RunBytes]:
         """What is there beside the values of microbatches, run by run of a wave."""
         begun, num = self._runners[0].sums_bytes(), self._runners[0].num_parts
-        whole, gathers = [0] * num, [0] * num
+        whole, gathers, pieces = [0] * num, [0] * num, [0] * num
         if self._sharded is not None:
+            # Of parameters on the host, the pieces of the part that is next are here.
+            pieces = [self._sharded.piece_bytes(i) * self._is_away for i in range(num)]
             whole = [self._sharded.num_bytes(i) for i in range(num)]
-            gathers = [self._sharded.gather_bytes(i) for i in range(num)]
+            gathers = [self._sharded.gather_bytes(i) + pieces[i] for i in range(num)]
         groups = [self._reducer.group_bytes(k) for k in range(len(self._groups))]
         kept, is_last = (
             sum(own.waiting for own in groups) if wave else 0,
             wave + 1 == self._num_waves,
         )
         out = []
-        for part, operations in self._runs:
+        behind = [part for part, _ in self._runs[1:]]
+        behind += [self._runs[0][0]] * (not is_last)
+        for (part, operations), after in itertools.zip_longest(self._runs, behind):
+            coming = 0 if after is None else pieces[after]
             is_backward = any(op.kind == BACKWARD for op in operations)
             gathering, reducing = kept + gathers[part], 0
             kept += begun[part] if is_backward else 0
-            running = kept + whole[part]
+            running = kept + whole[part] + coming
             for k in self._numbers.get(part, ()) if is_backward else ():
                 own = groups[k]
-                reducing = max(reducing, kept + own.adding)
+                reducing = max(reducing, kept + coming + own.adding)
                 kept += (own.totals if is_last else own.waiting) - own.sums
                 kept -= own.waiting if wave else 0
             out.append(RunBytes(gathering, running, reducing))
         return out
+
+
+def _operate(
+    runner: Segmented,
+    running: Running,
+    microbatches: Sequence[int],
+    operations: Sequence[SegmentOperation],
+) -> None:
+    """Run some operations for each microbatch; what one fetches comes while that before runs."""
+    rest = list(itertools.dropwhile(lambda op: op.kind == FETCH, operations))
+    fetches = operations[: len(operations) - len(rest)]
+    for k, n in enumerate(microbatches):
+        for coming in microbatches[k : k + 2] if k == 0 else microbatches[k + 1 : k + 2]:
+            for op in fetches:
+                runner.operate(running, coming, op)
+        for op in rest:
+            runner.operate(running, n, op)
 
 
 def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:

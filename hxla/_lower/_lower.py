@@ -227,6 +227,7 @@ class Programs:
             self.plan.sums,
             self._own_state,
             shelf_maker(self.plan.placement.optimizer, training.offload_directory),
+            self.plan.placement.parameters == "host",
         )
 
     @functools.cached_property
@@ -260,8 +261,8 @@ class Programs:
     def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> Layered:
         runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
         sequence, sharded = runners[0].sequence, self.sharded_params
-        waves = self.plan.placement.waves
-        return Layered(sequence, runners, self.reducer, groups, self.trained, sharded, waves)
+        own = self.reducer, groups, self.trained, sharded, self.plan.placement
+        return Layered(sequence, runners, *own)
 
     @property
     def _more(self) -> Any:
@@ -333,7 +334,11 @@ class Programs:
         most = 4 * sum(chunks.held(copy) for chunks in self.reducer.chunks)
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
+            away = self.plan.placement.parameters != "device"
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
+            update += (
+                self._updates.params_at_once(self._of_trained(self._shapes(0)[0])) if away else 0
+            )
             return held_bytes + max(microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
         totals = totals if self.own is None else most

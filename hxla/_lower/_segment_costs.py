@@ -29,6 +29,7 @@ def segment_costs(
     temporary: Sequence[tuple[int, ...]] | None = None,
     *,
     fused: bool = False,
+    offloads: bool = False,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
@@ -39,6 +40,7 @@ def segment_costs(
             its only program; None: not known before compilation, estimated as the bytes of what a
             backward reads and makes.
         fused: Whether all parts and their backwards are one program, which keeps more.
+        offloads: Whether what waits may go to host memory, by copies that no program waits for.
     """
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
@@ -74,6 +76,7 @@ def segment_costs(
                 residuals=(residuals,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + own,
+                offload_seconds=0.0 if offloads else None,
             )
         )
     return out

@@ -22,7 +22,7 @@ from .._core._types import PyTree
 from .._graph._graph import shapes_of
 from .._graph._low_params import low_params
 from .._schedule._schedules import FORWARD
-from .._schedule._segment_sequence import SegmentOperation, SegmentSequence
+from .._schedule._segment_sequence import FETCH, OFFLOAD, SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import SegmentCost, replay_sequence
 from ._contribution import DeviceSums, empty_sums, pack_shapes
 from ._options import update_options
@@ -36,6 +36,7 @@ from ._segment_part import (
     shared_tensors,
     wanted_values,
 )
+from ._stash import Known, Stash, nothing_known
 
 
 @dataclasses.dataclass
@@ -48,6 +49,10 @@ class _Microbatch:
         top: The last part whose backward has not run.
         inputs: What crosses into a part, where it is kept.
         saved: The residuals of a part.
+        away_inputs: What crosses into a part, where it is in host memory.
+        away_saved: The residuals of a part, likewise.
+        on_host: What of its values is in host memory.
+        fetched: What of them came back.
         grads: Of values, as far as later parts have made them.
     """
 
@@ -55,6 +60,10 @@ class _Microbatch:
     top: int
     inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=lambda: {0: {}})
     saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    away_inputs: dict[int, dict[int, jax.Array]] = dataclasses.field(default_factory=dict)
+    away_saved: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    on_host: Known = dataclasses.field(default_factory=nothing_known)
+    fetched: Known = dataclasses.field(default_factory=nothing_known)
     grads: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
 
@@ -104,6 +113,7 @@ class Segmented:
     ):
         self._spec, self.sequence, self._replica = spec, sequence, replica
         self._by_part = by_part
+        self._stash = Stash(replica) if sequence.offloads else None
         platform = replica.devices[0].platform
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         self._shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
@@ -305,6 +315,8 @@ class Segmented:
     def end(self, running: Running) -> tuple[DeviceSums, jax.Array]:
         """What `run` returns, when all operations of all microbatches have run."""
         assert not any({**m.inputs, **m.saved, **m.grads} for m in running.microbatches)
+        assert not any({**m.away_inputs, **m.away_saved} for m in running.microbatches)
+        self.wait()
         self._peaks = running.peaks
         peaks_T = self._end(self._peaks)
         values = [x for x in running.values if x is not None]
@@ -351,12 +363,43 @@ class Segmented:
         inputs = running.microbatches[last].inputs.get(i + 1, {})
         return next(iter(inputs.values()), None)
 
+    def wait(self) -> None:
+        """Until no copy to or from the host is under way."""
+        if self._stash is not None:
+            self._stash.wait()
+
     # -- an operation ----------------------------------------------------------------------------
 
     def operate(self, running: Running, n: int, op: SegmentOperation) -> None:
-        """Run an operation of a microbatch; waits for nothing."""
+        """Run an operation of a microbatch; waits for nothing but copies of another."""
+        own = running.microbatches[n]
+        if op.kind in (OFFLOAD, FETCH):
+            (self._offload if op.kind == OFFLOAD else self._fetch)(own, op)
+            return
         run = self._forward if op.kind == FORWARD else self._backward
-        run(running, running.microbatches[n], op)
+        run(running, own, op)
+
+    def _offload(self, own: _Microbatch, op: SegmentOperation) -> None:
+        assert self._stash is not None
+        i = op.segment
+        if i in own.inputs:
+            values, arrays = list(own.inputs[i]), list(own.inputs.pop(i).values())
+            found = self._stash.offload(values, arrays, own.on_host)
+            own.away_inputs[i] = dict(zip(values, found, strict=True))
+        if op.residuals:
+            of_values = self._parts[i].stage.residual_values
+            own.away_saved[i] = self._stash.offload(of_values, own.saved.pop(i), own.on_host)
+
+    def _fetch(self, own: _Microbatch, op: SegmentOperation) -> None:
+        assert self._stash is not None
+        i = op.segment
+        if i in own.away_inputs:
+            values, arrays = list(own.away_inputs[i]), list(own.away_inputs[i].values())
+            found = self._stash.fetch(values, arrays, own.fetched)
+            own.inputs[i] = dict(zip(values, found, strict=True))
+        if op.residuals:
+            of_values = self._parts[i].stage.residual_values
+            own.saved[i] = self._stash.fetch(of_values, own.away_saved[i], own.fetched)
 
     def _forward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
         i, part, inputs = op.segment, self._parts[op.segment], own.inputs
@@ -366,7 +409,7 @@ class Segmented:
         made, kept = program(*running.own[i], read, *own.given[i])
         if op.residuals:
             own.saved[i] = part.stage.all_residuals(read, made, kept)
-        if i < own.top and i + 1 not in own.saved:
+        if i < own.top and i + 1 not in {*own.saved, *own.away_saved}:
             after = before | dict(zip(part.stage.part.outputs, made, strict=True))
             inputs[i + 1] = {v: after[v] for v in self._crossing[i + 1]}
 
@@ -375,6 +418,8 @@ class Segmented:
         own.top = i - 1
         programs, values = self._compiled[self._same[i]], running.values
         before = own.inputs.pop(i, {})
+        own.away_inputs.pop(i, None)
+        own.away_saved.pop(i, None)
         joined = [values[k] for k in part.packs], running.peaks[i], running.scales[i]
         if part.is_last:
             read = [before[v] for v in part.stage.part.inputs]
@@ -399,7 +444,7 @@ class Segmented:
         Args:
             sums_bytes: Of the sums.
         """
-        return sums_bytes + replay_sequence(self.sequence, self.costs()).peak_bytes
+        return sums_bytes + replay_sequence(self.sequence, self.costs()).copying_peak_bytes
 
     def costs(self) -> list[SegmentCost]:
         """What the programs of each part take, once they are compiled."""
@@ -407,7 +452,8 @@ class Segmented:
             tuple(temporary_bytes(program) for program in self._compiled[i].values())
             for i in self._same
         ]
-        return segment_costs(self._spec.graph, [part.stage for part in self._parts], temporary)
+        stages = [part.stage for part in self._parts]
+        return segment_costs(self._spec.graph, stages, temporary, offloads=self._stash is not None)
 
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if made by part."""

@@ -28,6 +28,7 @@ from ._options import extra_bytes
 from ._own_update import gathered_dtype, unflat
 from ._per_kind import firsts_alike, for_each
 from ._segmented import Segmented
+from ._shelves import is_on_host, on_device
 from ._sum import Reducer
 
 
@@ -104,6 +105,8 @@ class ShardedParams:
             Chunks(shares, unit.tensors, tuple(params[t].size for t in unit.tensors))
             for unit in units
         ]
+        #: For each group that comes the pieces of each local copy, where they wait on the host.
+        self._coming: dict[int, list[dict[int, jax.Array]]] = {}
         self._packs: dict[int, list[Any]] = {}
         self._gathers: dict[int, Any] = {}
 
@@ -165,6 +168,12 @@ class ShardedParams:
             jax.ShapeDtypeStruct((size,), sent, sharding=sharding)
         )
 
+    def fetch(self, g: int, pieces: Sequence[Sequence[jax.Array]]) -> None:
+        """Begin to bring the pieces of a group from host memory, if they wait there."""
+        tensors = {t for u in self._of_group[g][0] for t in self._units[u].tensors}
+        if g not in self._coming and any(is_on_host(own[t]) for own in pieces for t in tensors):
+            self._coming[g] = [{t: on_device(own[t]) for t in tensors} for own in pieces]
+
     def gather(
         self, g: int, pieces: Sequence[Sequence[jax.Array]], *, as_they_are: bool = False
     ) -> list[dict[int, jax.Array]]:
@@ -176,20 +185,21 @@ class ShardedParams:
             as_they_are: Whether what is read in a low dtype is not to be rounded to it.
         """
         found: list[dict[int, jax.Array]] = [{} for _ in pieces]
+        here = self._coming.pop(g, None) or pieces
         for n, u in enumerate(self._of_group[g][as_they_are]):
             if n and self._reducer.arrays.is_ring:
                 # Gloo mixes up collectives that wait for nothing of each other.
                 jax.block_until_ready(found)
-            for own, more in zip(found, self._gather(u, pieces), strict=True):
+            for own, more in zip(found, self._gather(u, here), strict=True):
                 own |= more
         return found
 
-    def _gather(self, u: int, pieces: Sequence[Sequence[jax.Array]]) -> list[dict[int, jax.Array]]:
+    def _gather(self, u: int, pieces: Sequence[Any]) -> list[dict[int, jax.Array]]:
         unit, same = self._units[u], self._same[u]
         if same not in self._gathers:
             self._adopt(same, self._gather_program(same).compile())
         packs = zip(self._packs[same], pieces, strict=True)
-        packed = [pack([own[t] for t in unit.tensors]) for pack, own in packs]
+        packed = [pack([on_device(own[t]) for t in unit.tensors]) for pack, own in packs]
         chunk = self._reducer.arrays.join(packed, self._chunks[u].lengths)
         found = self._gathers[same](chunk)
         each = [self._reducer.arrays.local_parts(x, P()) for x in found]
@@ -210,6 +220,14 @@ class ShardedParams:
     def _whole_bytes(self, u: int) -> int:
         own = [self._params[t] for t in self._units[u].tensors]
         return sum(x.size * x.dtype.itemsize for x in own)
+
+    def piece_bytes(self, g: int) -> int:
+        """Bytes of what the first local copy has of a group."""
+        copy, tensors = self._reducer.local[0].index, set[int]()
+        for u in self._of_group[g][0]:
+            tensors.update(self._units[u].tensors)
+        own = [self._like(t, copy) for t in tensors]
+        return sum(x.size * jnp.dtype(x.dtype).itemsize for x in own)
 
     def gather_bytes(self, g: int) -> int:
         """Bytes of one device while a group's parameters are made whole, once it is compiled."""

@@ -28,8 +28,12 @@ def in_memory(sharding: Sharding, kind: str) -> Sharding:
     return sharding.with_memory_kind(kind)
 
 
-def check_host_memory(device: jax.Device) -> None:
+def check_host_memory(device: jax.Device, key: str) -> None:
     """Refuse a device that cannot name its host's memory, in which state waits or passes.
+
+    Args:
+        device: Of a copy.
+        key: The field of a plan that asks for it.
 
     Raises:
         PlanError: With the kinds of memory that it knows.
@@ -37,7 +41,7 @@ def check_host_memory(device: jax.Device) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
         raise PlanError(
-            f"placement.optimizer: {device.device_kind} knows the memory {', '.join(kinds)} and no "
+            f"{key}: {device.device_kind} knows the memory {', '.join(kinds)} and no "
             f"{HOST}: use 'device'"
         )
 
@@ -187,4 +191,16 @@ def away_leaves(shelf: Shelf, state: Sequence[Any]) -> dict[int, Away]:
 
 def on_device(x: Any) -> jax.Array:
     """An array of a copy, wherever it waits."""
-    return x.get() if isinstance(x, Away) else x
+    if isinstance(x, Away):
+        return x.get()
+    return jax.device_put(x, in_memory(x.sharding, DEVICE)) if is_on_host(x) else x
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array of a copy waits in pinned memory of the host."""
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST
+
+
+def on_host(x: jax.Array) -> jax.Array:
+    """An array of a copy in pinned memory of the host; the copy is under way."""
+    return x if is_on_host(x) else jax.device_put(x, in_memory(x.sharding, HOST))

@@ -204,6 +204,12 @@ class StagePart:
         """Places of the residuals that are neither inputs nor outputs."""
         return [i for i, (where, _) in enumerate(self._found) if where == "own"]
 
+    @functools.cached_property
+    def residual_values(self) -> list[int | None]:
+        """For each residual its value in the graph; None: it is no input or output."""
+        values = {"input": self.part.inputs, "output": self.part.outputs}
+        return [None if where == "own" else values[where][i] for where, i in self._found]
+
     def all_residuals(
         self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]
     ) -> list[Any]:

@@ -22,6 +22,7 @@ from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._plan_parts import SumsForm
 from .._weights._weights import Gather, Read, filled
+from ._elsewhere import Elsewhere, MakeShelf
 from ._held import Held, StateSpecs
 from ._opt_state import InitialOptState
 from ._options import update_options
@@ -29,10 +30,9 @@ from ._own_state import OwnState
 from ._padding import changing, even_spec
 from ._per_kind import first_of_kind, for_each
 from ._replica import Replica
-from ._shelves import DEVICE, HOST, Away, Shelf, away_leaves, in_memory, on_device
+from ._shelves import DEVICE, HOST, Away, in_memory, is_on_host, on_device
 from ._state import State
 from ._sum import Reducer
-from ._update_groups import UpdateGroups, update_groups
 from ._words import array_bytes, leaf_checksums
 
 
@@ -47,6 +47,7 @@ class Store:
         sums: The plan's.
         own: Where what each copy has a part of is; None: all copies have everything.
         make_shelf: Makes what holds the optimizer's state of a copy elsewhere; None: devices do.
+        params_on_host: Whether the own part of parameters that each copy has waits on the host.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Store:
         specs: StateSpecs,
         sums: SumsForm,
         own: OwnState | None = None,
-        make_shelf: Callable[[Replica, UpdateGroups], Shelf] | None = None,
+        make_shelf: MakeShelf | None = None,
+        params_on_host: bool = False,
     ):
         self._model, self._optimizer, self._reducer = model, optimizer, reducer
         self._specs, self._own, self.is_shared = specs, own, own is not None
@@ -74,16 +76,10 @@ class Store:
             *jax.tree.leaves(self._opt_shapes),
         ]
         self._first_leaf = len(specs.params) + len(specs.aux)  # of the optimizer's state
-        self._shelves: list[Shelf] = []
-        #: Of each local copy the leaves of the optimizer's state that wait elsewhere.
-        self._away: list[dict[int, Away]] = [{} for _ in reducer.local]
-        if make_shelf is not None and own is not None:
-            for i, replica in enumerate(reducer.local):
-                places = range(self._first_leaf, len(self._shapes))
-                state = [own.like(k, replica.index) for k in places]
-                shelf = make_shelf(replica, update_groups(own.own, replica.index, state))
-                self._shelves.append(shelf)
-                self._away[i] = away_leaves(shelf, state)
+        places = range(self._first_leaf, len(self._shapes))
+        self._elsewhere = Elsewhere(
+            own, reducer.local, len(specs.params), places, make_shelf, params_on_host
+        )
         num_tensors = sum(self._is_trained) + sum(
             jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in jax.tree.leaves(model.aux)
         )
@@ -118,10 +114,10 @@ class Store:
             own = self._made(given)
         else:
             own = self._placed(gather, given)
-        for replica, arrays in zip(self._reducer.local, own, strict=True):
-            for i, (spec, read) in enumerate(zip(specs, given, strict=True)):
+        for i, (replica, arrays) in enumerate(zip(self._reducer.local, own, strict=True)):
+            for k, (spec, read) in enumerate(zip(specs, given, strict=True)):
                 if read is not None:
-                    arrays[i] = self._filled(i, replica, spec, read)
+                    arrays[k] = self.put(i, k, self._filled(k, replica, spec, read))
         num = len(self._specs.params)
         self.held = [
             Held(params=arrays[:num], aux=arrays[num:], opt_state=state)
@@ -141,7 +137,8 @@ class Store:
         for t in shared:
             whole: Any = None
             if self._own is not None and t in read:
-                whole = self._own.evenly(places[t], [arrays[places[t]] for arrays in own])
+                parts = [on_device(arrays[places[t]]) for arrays in own]
+                whole = self._own.evenly(places[t], parts)
                 whole = self._reducer.whole(whole)
             for arrays, replica in zip(given, self._reducer.local, strict=True):
                 arrays[t] = None if whole is None else replica.put(whole)
@@ -165,27 +162,22 @@ class Store:
             return self._jit(i, init, own).lower(given[i], np.int32(0))
 
         states: list[list[Any]] = [[None] * len(specs) for _ in own]
-        for chosen in initial.together(bool(self._shelves)):
+        for chosen in initial.together(bool(self._elsewhere.shelves)):
             inits = for_each(self._reducer.local, functools.partial(lowered, chosen), self._kind)
             for i, init in enumerate(inits):
                 found = init(given[i], self._first(i))
                 for k, x in zip(chosen, found, strict=True):
-                    states[i][k] = self._kept(i, k, x)
+                    states[i][k] = self.put(i, self._first_leaf + k, x)
         treedef = jax.tree.structure(self._opt_shapes)
         return [jax.tree.unflatten(treedef, state) for state in states]
 
-    def _kept(self, i: int, k: int, x: jax.Array) -> Any:
-        """A leaf of the optimizer's state of a local copy, where it waits."""
-        away = self._away[i].get(k)
-        if away is None:
-            return x
-        away.put(x)
-        return away
+    def put(self, i: int, k: int, x: jax.Array) -> Any:
+        """What a local copy has of an array of `Held.leaves`, where it waits."""
+        return self._elsewhere.put(i, k, x)
 
     def close(self) -> None:
         """Let go of what is not on devices."""
-        for shelf in self._shelves:
-            shelf.close()
+        self._elsewhere.close()
 
     @property
     def _kind(self) -> Any:
@@ -246,7 +238,7 @@ class Store:
                 # One group after another: what it has whole is let go before the next begins.
                 found = jax.block_until_ready(init(self._first(i), group.operands))
                 for k, x in zip(group.places, found, strict=True):
-                    own[i][k] = x
+                    own[i][k] = self.put(i, k, x)
         return own
 
     def _placed(self, gather: Gather, given: Sequence[Read | None]) -> list[list[Any]]:
@@ -267,11 +259,11 @@ class Store:
             host = np.array(x, copy=True, order="C")
             if any(row[i] != found[0][i] for row in found):
                 host = self._from_first_process(host)
-            for arrays, replica in zip(placed, self._reducer.local, strict=True):
+            for n, replica in enumerate(self._reducer.local):
                 own_part = paddings[i].pad(host)
                 if self._own is not None:
                     own_part = self._own.take_on_host(i, own_part, replica.index)
-                arrays.append(replica.put(own_part, spec))
+                placed[n].append(self.put(n, i, replica.put(own_part, spec)))
         return placed
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
@@ -375,9 +367,13 @@ class Store:
         """Whole arrays in host memory, one after another; every process must call this."""
         return jax.tree.map(self._reducer.whole, tree)
 
+    def here(self, tree: PyTree) -> PyTree:
+        """Arrays of a state on their devices, where a user's programs read them."""
+        return jax.tree.map(on_device, tree)
+
     def num_bytes(self) -> int:
         """Bytes of one device's part of the state."""
-        here = [x for x in self.held[0].leaves() if not isinstance(x, Away)]
+        here = [x for x in self.held[0].leaves() if not (isinstance(x, Away) or is_on_host(x))]
         return sum(x.addressable_shards[0].data.nbytes for x in here)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -408,13 +404,9 @@ class Store:
         elsewhere."""
         assert self._own is not None
         found = self._own.evenly(k, [on_device(x) for x in parts])
-        if not self._waits(k):
+        if not self._elsewhere.waits(k):
             return found
         return jax.block_until_ready(jax.device_put(found, in_memory(found.sharding, HOST)))
-
-    def _waits(self, k: int) -> bool:
-        """Whether copies have an array of `Held.leaves` elsewhere than on the device."""
-        return bool(self._shelves) and k >= self._first_leaf and self._is_own(k)
 
     def wanted(self) -> PyTree:
         """Shapes and places of what `load` takes."""
@@ -423,7 +415,9 @@ class Store:
             for k, s in enumerate(self._even)
         ]
         arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(s, self._waits(k)))
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=self._sharding(s, self._elsewhere.waits(k))
+            )
             for k, (x, s) in enumerate(zip(self._shapes, specs, strict=True))
         ]
         return self._tree(arrays)
@@ -446,11 +440,10 @@ class Store:
     def _shared(self, k: int, x: jax.Array) -> list[Any]:
         """What the local copies have of an array in the form of `wanted`."""
         assert self._own is not None
-        if not self._waits(k):
+        if not self._elsewhere.waits(k):
             return self._own.shared(k, x)
         here = jax.device_put(x, in_memory(x.sharding, DEVICE))
-        leaf = k - self._first_leaf
-        return [self._kept(i, leaf, part) for i, part in enumerate(self._own.shared(k, here))]
+        return [self.put(i, k, part) for i, part in enumerate(self._own.shared(k, here))]
 
     def _unpadded(self, i: int) -> list[jax.Array]:
         """The arrays of a local copy as the user has them."""

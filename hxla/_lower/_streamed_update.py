@@ -5,6 +5,7 @@ before goes back: one program does all three, so that a GPU copies both ways whi
 no more than three groups are ever on the device.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ._chunks import Chunks
 from ._options import update_options
 from ._own_update import gathered_dtype, own_sums
 from ._replica import Replica
-from ._shelves import DEVICE, HOST, Away, Shelf, in_memory
+from ._shelves import DEVICE, HOST, Away, Shelf, in_memory, is_on_host, on_device, on_host
 from ._update import UpdateSpec, new_aux
 from ._update_groups import Group, GroupUpdate, UpdateGroups, update_groups
 
@@ -218,7 +219,7 @@ class StreamedUpdate:
         """Update; the results are those of `own_update_program`.
 
         Args:
-            params: The trained parameters.
+            params: The trained parameters; those that wait on the host go back there.
             opt_state: The optimizer's state, leaves of which are `Away`.
             aux: Other variables.
             totals: Of the sums.
@@ -229,6 +230,7 @@ class StreamedUpdate:
         common, params = [leaves[k] for k in self._common], list(params)
         made: dict[int, list[jax.Array]] = {i: [] for i in self._streamed_params}
         groups = self.groups.groups
+        away, last = list(map(is_on_host, params)), self._last_groups
         if groups:
             shelf = _shelf_of(leaves)
             shelf.begin()
@@ -236,6 +238,9 @@ class StreamedUpdate:
             going: Any = []
             for g, group in enumerate(groups):
                 state = shelf.arrived(g, brought)
+                for near in groups[g : g + 2]:  # the next one's come while this one is updated
+                    for i in (i for unit in near for i in unit.params):
+                        params[i] = on_device(params[i])
                 own = {i: params[i] for unit in group for i in unit.params}
                 moved = (shelf.coming(g + 1), going) if self._carries else ([], [])
                 new, state, brought, gone = self._compiled[g](
@@ -247,17 +252,33 @@ class StreamedUpdate:
                     if self._own.sends_params:
                         made[i].append(x)
                     else:
-                        params[i] = x
+                        params[i] = on_host(x) if away[i] and last[i] == g else x
             shelf.end()
-        rest = {i: params[i] for unit in self.groups.rest for i in unit.params}
+        rest = {i: on_device(params[i]) for unit in self.groups.rest for i in unit.params}
         sent, common, aux, tick = self._compiled[-1](rest, made, common, aux, totals, ints, *read)
         for k, x in zip(self._common, common, strict=True):
             leaves[k] = x
         if not self._own.sends_params:
             for i, x in sent.items():
-                params[i] = x
+                params[i] = on_host(x) if away[i] else x
             sent = params
         return sent, jax.tree.unflatten(treedef, leaves), aux, tick
+
+    @functools.cached_property
+    def _last_groups(self) -> dict[int, int]:
+        """Of each parameter of groups the last one that has some of it."""
+        return {i: g for g, group in enumerate(self.groups.groups) for u in group for i in u.params}
+
+    def params_at_once(self, sizes: Sequence[int]) -> int:
+        """Bytes of parameters that wait on the host, as far as they are here at once.
+
+        Args:
+            sizes: Of each parameter, of what the copy has.
+        """
+        each = [{i for u in group for i in u.params} for group in self.groups.groups]
+        near = (set().union(*each[max(g - 1, 0) : g + 2]) for g in range(len(each)))
+        rest = {i for unit in self.groups.rest for i in unit.params}
+        return max(sum(sizes[i] for i in own) for own in (*near, rest))
 
     def extra_bytes(self) -> int:
         """Bytes that one device needs beside parameters, totals and what all copies have."""

@@ -15,6 +15,7 @@ from .._plan._plan_parts import Tier
 from ._array_sums import lowered_sums, sum_programs, summed
 from ._options import extra_bytes, update_options
 from ._own_update import own_arguments, own_update_program
+from ._shelves import on_device
 from ._streamed_update import StreamedUpdate
 from ._sum import Reducer
 from ._update import UpdateSpec, update_function, update_program
@@ -75,6 +76,11 @@ class Updates:
         firsts = [0 if own is None else own.shares.firsts[r.index] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
+
+    @functools.cached_property
+    def _read_by_sums(self) -> set[int]:
+        """The parameters that sums of the update need, and others of its arguments."""
+        return set() if self._traced is None else self._traced.read_by_sums()
 
     @functools.cached_property
     def _streamed(self) -> list[StreamedUpdate]:
@@ -158,7 +164,10 @@ class Updates:
         if self._traced is None:
             return [update(*own, weight, value) for update, own in zip(last, local, strict=True)]
         read = [
-            [own[0], self._here(i, own[1]), own[3], own[5], weight, value, self._where[i]]
+            [
+                [on_device(x) if k in self._read_by_sums else x for k, x in enumerate(own[0])],
+                *(self._here(i, own[1]), own[3], own[5], weight, value, self._where[i]),
+            ]
             for i, own in enumerate(local)
         ]
         if self._own is None:  # any copy has all terms
@@ -167,10 +176,21 @@ class Updates:
             rank = jax.process_index(), jax.process_count()
             sums = summed(self._traced, self.compiled, read, self._reducer.exchange, rank)
         run = [streamed.run for streamed in self._streamed] or last
+        if not self._streamed:  # one program reads all parameters
+            local = [([*map(on_device, own[0])], *own[1:]) for own in local]
         return [
             update(*own, weight, value, where, sums)
             for update, own, where in zip(run, local, self._where, strict=True)
         ]
+
+    def params_at_once(self, params: Sequence[Any]) -> int:
+        """Bytes of parameters that wait on the host, as far as the update has them on the device.
+
+        Args:
+            params: Shapes of what the first local copy has of each.
+        """
+        sizes = [x.size * x.dtype.itemsize for x in params]
+        return self._streamed[0].params_at_once(sizes) if self._streamed else sum(sizes)
 
     def extra_bytes(self) -> int:
         """Bytes that one device needs beside the arguments."""

@@ -52,6 +52,7 @@ def faults(plan: Any) -> Iterator[str]:
         yield from _of_pipeline(plan)
     if plan.chain is not None:
         yield from _of_chain(plan)
+    yield from _of_stash(plan)
     if plan.sums.kind == "exact" and plan.sums.dtype != "float32":
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     yield from _of_sums_over_the_host(plan)
@@ -208,6 +209,11 @@ def _of_shares(plan: Any) -> Iterator[str]:
     placement, num = plan.placement, len(plan.replicas)
     if placement.waves > 1 and placement.zero < 2:
         yield "placement.waves: they are of ZeRO's stages 2 and 3, use 1 or set placement.zero"
+    if placement.parameters != "device" and placement.zero < 3:
+        yield (
+            "placement.parameters: only in ZeRO's stage 3 each copy has its share of them, set "
+            "placement.zero to 3, or use 'device'"
+        )
     if not placement.zero:
         if placement.shares:
             yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
@@ -294,6 +300,18 @@ def _of_chain(plan: Any) -> Iterator[str]:
         replay_sequence(sequence, _no_costs(len(firsts)))
     except PlanError as error:
         yield f"chain.sequence: {error}"
+        return
+    if sequence.offloads and plan.placement.stash == "device":
+        yield "placement.stash: `chain.sequence` offloads to host memory, set 'host'"
+
+
+def _of_stash(plan: Any) -> Iterator[str]:
+    if plan.placement.stash == "device":
+        return
+    if plan.chain is None:
+        yield "placement.stash: what waits is of segments, set `chain`, or use 'device'"
+    elif not any(str(text).startswith("O") for text in plan.chain.sequence):
+        yield "placement.stash: no operation of `chain.sequence` offloads anything, use 'device'"
 
 
 def _no_costs(num: int) -> list[SegmentCost]:
@@ -313,6 +331,7 @@ def _no_costs(num: int) -> list[SegmentCost]:
                     backward_seconds=0.0,
                 ),
             ),
+            offload_seconds=0.0,
         )
         for i in range(num)
     ]

@@ -157,7 +157,9 @@ class PlannedChain(PlanValue):
         segments: The segments; the last has one program for its forward and backward.
         sequence: What runs for a microbatch: `F2` is the forward of segment 2, `F2+` keeps its
             input, `F2:cut` what its backward `B2:cut` reads, the fewest bytes; `B3:input` is the
-            backward of the last segment. A forward that is there twice is recomputed.
+            backward of the last segment. A forward that is there twice is recomputed. `O2` takes
+            the input of segment 2 to host memory and `I2` back, `O2:cut` and `I2:cut` its
+            residuals.
     """
 
     segments: tuple[ChainSegment, ...] = pydantic.Field(min_length=1)
@@ -223,6 +225,8 @@ class SumsForm(PlanValue):
 
 #: Where state waits: in the device's own memory, in that of its host, or on a disk.
 Tier = Literal["device", "host", "disk"]
+#: The same without a disk.
+HostTier = Literal["device", "host"]
 
 
 class Placement(PlanValue):
@@ -232,7 +236,10 @@ class Placement(PlanValue):
         optimizer: Where the optimizer's state is between updates: in the memory of the `device`, in
             that of its `host`, or on its `disk`. From the two latter it comes to the device group
             by group, while the group before is updated and goes back.
-        stash: The memory that holds what waits between forward and backward.
+        parameters: Where each copy's own share of the parameters is, with `zero` of 3, between the
+            gathers of segments and updates: in the memory of the `device` or of its `host`.
+        stash: Where that waits which `chain.sequence` offloads between forward and backward: in the
+            memory of the `host`; `device`: it offloads nothing.
         zero: The stage of ZeRO: 0, every copy of the model has the whole of the optimizer's state
             and updates everything; 1, each copy has a share of the state, updates that part of the
             parameters, and gathers the rest (one copy alone updates all by this arithmetic, as its
@@ -252,7 +259,8 @@ class Placement(PlanValue):
     """
 
     optimizer: Literal["device", "host", "disk"] = "device"
-    stash: Literal["device"] = "device"
+    parameters: Literal["device", "host"] = "device"
+    stash: Literal["device", "host"] = "device"
     zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
     whole: tuple[str, ...] = ()

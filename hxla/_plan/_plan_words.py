@@ -22,9 +22,10 @@ def pipeline_in_words(pipeline: PlannedPipeline, num_stages: int) -> Iterator[st
 def chain_in_words(chain: PlannedChain) -> Iterator[str]:
     """How many segments there are, and which forwards run more than once."""
     num = len(chain.segments)
-    runs = sequence_from_texts(num, chain.sequence).num_forwards
-    again = sum(n - 1 for n in runs if n > 1)
+    sequence = sequence_from_texts(num, chain.sequence)
+    again = sum(n - 1 for n in sequence.num_forwards if n > 1)
     kept = f"{again} forwards run again" if again else "all residuals are kept"
+    kept += ", what waits goes to the host" * sequence.offloads
     yield f"  a microbatch runs as {num} segments: {kept}"
 
 

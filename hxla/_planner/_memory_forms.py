@@ -28,176 +28,27 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from .._core._errors import PlanError
-from .._plan._plan_parts import HeldBytes, Tier
-from .._schedule._segment_sequence import CUT, INPUT, sequence_from_texts
+from .._plan._plan_parts import HeldBytes, HostTier, Tier
+from .._schedule._segment_sequence import sequence_from_texts
 from .._schedule._sequence_replay import (
-    SegmentCost,
     SequenceReplay,
     layered_peak_bytes,
     replay_sequence,
+    runs_by_segment,
     while_running,
 )
+from ._chain_texts import Waits, boundary_texts, keep_texts
+from ._memory_values import ChainBytes, CopyDevice, MemoryForm, ModelBytes, Recompute
 from ._recompute import best_sequence, keep_all, least_memory
 from ._split_sizes import SplitDevice, best_sizes
 
+#: Of the parameters that wait on the host, what a streamed update has on the device at most.
+_PART_AT_UPDATE = 1 / 8
 GRANULES_OF_A_COPY = 12  #: Shares are as fine as a twelfth of an even one.
-
-Recompute = Literal["none", "boundaries", "auto"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainBytes:
-    """What the segments of a microbatch take.
-
-    Attributes:
-        costs: Of each segment, as programs of its own.
-        fused: Of each segment, as a part of one program.
-        parameter_bytes: Of each segment, of the parameters that it reads, as float32.
-        gathered_bytes: The same as stage 3 gathers them; empty: as float32.
-    """
-
-    costs: tuple[SegmentCost, ...]
-    fused: tuple[SegmentCost, ...]
-    parameter_bytes: tuple[int, ...]
-    gathered_bytes: tuple[int, ...] = ()
-
-    @property
-    def part_gathered(self) -> float:
-        """What a gather of all parameters takes of one in float32."""
-        whole = sum(self.parameter_bytes)
-        return sum(self.gathered_bytes) / whole if self.gathered_bytes and whole else 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelBytes:
-    """What a copy of the model takes.
-
-    Attributes:
-        parameters: The bytes of the parameters.
-        trained: The bytes of those that are trained, as float32.
-        num_sums: The arrays of four bytes per parameter in which gradients are summed.
-        optimizer: The bytes of the optimizer's state.
-        bucket: The bytes of gradients, as float32, up to which tensors are summed together.
-        keeps_sums: Whether sums stay beside their totals.
-        inputs: The bytes of one microbatch's inputs. Those of the others count where they wait
-            together; elsewhere they follow counts, which follow the memory.
-        values: The bytes of all arrays of a microbatch's forward.
-        chain: Makes the segments, which takes time for a large model.
-    """
-
-    parameters: int
-    trained: int
-    num_sums: int
-    optimizer: float
-    bucket: int
-    keeps_sums: bool
-    inputs: int
-    values: int
-    chain: Callable[[], ChainBytes]
-
-    def state(self, zero: int, waves: int = 1) -> tuple[int, float]:
-        """Bytes of the state that each copy has whole, and of what all copies have together.
-
-        From stage 2 on sums are totals of one word, or between waves whole sums; those of a segment
-        are none of the state.
-
-        Args:
-            zero: The stage of ZeRO.
-            waves: In which microbatches run.
-        """
-        between = self.trained * (self.num_sums if waves > 1 else 1)
-        each, own, sums = self.parameters, self.trained, self.trained * self.num_sums
-        return (
-            (each + sums + int(self.optimizer), 0.0),
-            (each + sums, self.optimizer),
-            (each, between + self.optimizer),
-            (each - own, own + between + self.optimizer),
-        )[zero]
-
-    def summing(self, zero: int, num: int) -> float:
-        """Bytes beside the sums while they travel: totals, copies that travel, and chunks of them.
-
-        Args:
-            zero: The stage of ZeRO, 0 or 1.
-            num: Copies of the model.
-        """
-        totals = self.trained * self.keeps_sums / (num if zero else 1)
-        bucket = min(self.bucket, self.trained) if num > 1 else 0
-        copies = self.num_sums * (1 + 2 / num) if not zero else self.num_sums * (1 + 1 / num) + 1
-        return totals + bucket * copies
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CopyDevice:
-    """The one device of a copy of the model.
-
-    Attributes:
-        name: The name in messages.
-        num_microbatches: That it runs in a step.
-        memory_bytes: That it has; None: not described, so no limit.
-        speed: Operations per second, in a unit that all devices share.
-    """
-
-    name: str
-    num_microbatches: int
-    memory_bytes: int | None = None
-    speed: float = 1.0
-
-    @property
-    def room(self) -> float:
-        """Its bytes, without end if they are not described."""
-        return math.inf if self.memory_bytes is None else self.memory_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryForm:
-    """One way.
-
-    Attributes:
-        zero: The stage of ZeRO.
-        recompute: What was asked of the chain of segments; None: a microbatch is one program.
-        sequence: Of the chain, as a plan has it.
-        shares: Of each copy, in lowest terms; empty: even.
-        waves: In which the microbatches of a device run, in stages 2 and 3.
-        tier: Where the optimizer's state waits.
-        held: The bytes on each device, by their owner.
-        extra_seconds: Of a step, beyond those of one program and whole state.
-        lack_bytes: Most bytes that a device lacks; 0 or less: it fits.
-    """
-
-    zero: int
-    recompute: Recompute | None
-    sequence: tuple[str, ...] = ()
-    shares: tuple[int, ...] = ()
-    waves: int = 1
-    tier: Tier = "device"
-    held: tuple[HeldBytes, ...]
-    extra_seconds: float
-    lack_bytes: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device holds what it has to."""
-        return self.lack_bytes <= 0
-
-    def __str__(self) -> str:
-        parts = [f"memory.zero {self.zero}" if self.zero else "whole state"]
-        if self.recompute is not None:
-            again = len(self.sequence) - _least_operations(self.sequence)
-            parts.append(
-                f"{again} of its forwards run again" if again else "a chain that keeps all"
-            )
-        if self.waves > 1:
-            parts.append(f"{self.waves} waves")
-        if self.shares:
-            parts.append("shares " + ":".join(map(str, self.shares)))
-        if self.tier != "device":
-            parts.append(f"optimizer's state on the {self.tier}")
-        return ", ".join(parts)
 
 
 class MemoryForms:
@@ -210,6 +61,8 @@ class MemoryForms:
         gather_seconds: Of all parameters as float32.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         tier: Where the optimizer's state waits, of which the model's bytes are those on the device.
+        stash: Where what waits for backwards is, in chains.
+        parameters: Where each copy's own share of the parameters is, in stage 3.
     """
 
     def __init__(
@@ -221,8 +74,11 @@ class MemoryForms:
         gather_seconds: float = 0.0,
         waves: int | None = 1,
         tier: Tier = "device",
+        stash: HostTier = "device",
+        parameters: HostTier = "device",
     ):
-        self._tier, self._waves = tier, waves
+        self._parameters = parameters
+        self._tier, self._stash, self._waves = tier, stash, waves
         self._model, self._devices = model, tuple(devices)
         self._shares, self._gather_seconds = shares, gather_seconds
 
@@ -297,10 +153,12 @@ class MemoryForms:
         model, gradients = self._model, self._model.trained
         sequence: tuple[str, ...] = ()
         seconds: float | None = None
+        moved = on_host = 0
         if recompute is not None:
             replay = self._replay(recompute, self._most_left(*model.state(zero)))
-            peak, gradients, seconds = replay.peak_bytes, 0, replay.seconds
+            peak, gradients, seconds = replay.copying_peak_bytes, 0, replay.seconds
             sequence = replay.sequence.written
+            moved, on_host = replay.moved_bytes, replay.host_bytes
         elif peak is None:
             peak = keep_all(self._chain.fused).peak_bytes
         summing = model.summing(zero, len(self._devices))
@@ -315,12 +173,13 @@ class MemoryForms:
             activations=peak + model.inputs,
         )
         needs = [need] * len(self._devices)
-        return self._with_shares(zero, recompute, sequence, needs, seconds)
+        found = self._with_shares(zero, recompute, sequence, needs, seconds)
+        return self._with_stash(found, moved, [on_host] * len(needs))
 
     def _layered(self, zero: int, recompute: Recompute, waves: int) -> MemoryForm:
         """Segment by segment, each for all microbatches of a wave."""
         model, chain = self._model, self._chain
-        replay = self._as_asked(recompute)
+        replay = self._as_asked(recompute, layered=True)
         sums = max(chain.parameter_bytes) * model.num_sums
         gathered = max(chain.parameter_bytes) * (zero > 2)
         own = [n * (model.num_sums + (zero > 2)) for n in chain.parameter_bytes]
@@ -339,7 +198,41 @@ class MemoryForms:
         again = model.num_sums + 2 * gather
         extra = (gather + (waves - 1) * again) * self._gather_seconds
         texts = replay.sequence.written
-        return self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
+        found = self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
+        if zero > 2:
+            found = self._with_parameters(found, replay)
+        at_once = [-(-device.num_microbatches // waves) for device in self._devices]
+        on_host = [num * replay.host_bytes for num in at_once]
+        return self._with_stash(found, replay.moved_bytes, on_host)
+
+    def _with_stash(self, form: MemoryForm, moved: int, on_host: Sequence[int]) -> MemoryForm:
+        """A form with what it moves for each microbatch, and what each device has on its host."""
+        if form.recompute is None or self._stash == "device":
+            return form
+        all_moved = tuple(device.num_microbatches * moved for device in self._devices)
+        return dataclasses.replace(
+            form,
+            stash=self._stash,
+            moved={**form.moved, "stash": all_moved},
+            on_host={**form.on_host, "stash": tuple(on_host)},
+        )
+
+    def _with_parameters(self, form: MemoryForm, replay: SequenceReplay) -> MemoryForm:
+        """A form of stage 3 with what it moves of the parameters, if they wait on the host."""
+        if self._parameters == "device":
+            return form
+        trained, of_part = self._model.trained, self._chain.parameter_bytes
+        granules = form.shares or (1,) * len(self._devices)
+        own = [trained * share / sum(granules) for share in granules]
+        # Each run of a segment gathers its own, and the update has all of them once, both ways.
+        gathered = form.waves * sum(of_part[i] for i, _ in runs_by_segment(replay.sequence))
+        factor = 2 + gathered / trained if trained else 0.0
+        return dataclasses.replace(
+            form,
+            parameters=self._parameters,
+            moved={**form.moved, "parameters": tuple(int(n * factor) for n in own)},
+            on_host={**form.on_host, "parameters": tuple(map(int, own))},
+        )
 
     def _with_shares(
         self,
@@ -357,15 +250,17 @@ class MemoryForms:
         for need, own in zip(needs, granules, strict=True):
             part = own / sum(granules) if zero else 1.0
             each = self._model.trained * part
-            held.append(
-                need.model_copy(
-                    update={
-                        "optimizer": self._model.optimizer * part,
-                        "sums": need.sums + each * kept * (zero > 1),
-                        "parameters": need.parameters + each * (zero > 2),
-                    }
-                )
+            optimizer = self._model.optimizer * part
+            found = need.model_copy(
+                update={
+                    "optimizer": optimizer,
+                    "sums": need.sums + each * kept * (zero > 1),
+                    "parameters": need.parameters + each * (zero > 2),
+                }
             )
+            if zero > 2 and self._parameters == "host":
+                found = self._most_held(found, part)
+            held.append(found)
         common = math.gcd(*granules)
         alike = len(set(granules)) == 1
         if seconds is not None:
@@ -383,6 +278,25 @@ class MemoryForms:
                 own.total - device.room for own, device in zip(held, self._devices, strict=True)
             ),
         )
+
+    def _most_held(self, running: HeldBytes, part: float) -> HeldBytes:
+        """What a device with shares of the parameters on its host holds, in segments or the update.
+
+        Args:
+            running: What it holds in segments, its share with it.
+            part: Its part of what is shared out.
+        """
+        each = self._model.trained * part
+        # The pieces of a segment and of the next one are here.
+        pieces = min(2 * max(self._chain.parameter_bytes) * part, each)
+        running = running.model_copy(update={"parameters": running.parameters - each + pieces})
+        frozen = self._model.parameters - self._model.trained
+        updating = HeldBytes(
+            parameters=frozen + each * (1 if self._tier == "device" else _PART_AT_UPDATE),
+            sums=each,
+            optimizer=running.optimizer,
+        )
+        return max(running, updating, key=lambda held: held.total)
 
     def _slowest(self, seconds: float) -> float:
         """Of all microbatches of a device, if one takes so many operations."""
@@ -406,6 +320,8 @@ class MemoryForms:
             for device, need in zip(self._devices, needs, strict=True)
         ]
         shared = self._model.state(zero, waves)[1]
+        if zero > 2 and self._parameters == "host":
+            shared -= self._model.trained
         try:
             return best_sizes(total, devices, own_bytes=shared / total)
         except PlanError:
@@ -438,45 +354,26 @@ class MemoryForms:
             for d, own in zip(self._devices, granules, strict=True)
         )
 
-    def _as_asked(self, recompute: Recompute) -> SequenceReplay:
+    def _as_asked(self, recompute: Recompute, *, layered: bool = False) -> SequenceReplay:
         """What keeps the residuals of all segments, or what crosses between them."""
         costs = self._chain.costs
-        texts = (keep_texts if recompute == "none" else boundary_texts)(len(costs))
+        waits: Waits = "device"
+        if self._stash == "host":
+            waits = "host, microbatch by microbatch" if layered else "host, segment by segment"
+        texts = (keep_texts if recompute == "none" else boundary_texts)(len(costs), waits)
         return replay_sequence(sequence_from_texts(len(costs), texts), costs)
 
     def _replay(self, recompute: Recompute, limit: float) -> SequenceReplay:
         costs = self._chain.costs
         if recompute != "auto":
             return self._as_asked(recompute)
+        if self._stash == "host":
+            keeps, least = self._as_asked("none"), self._as_asked("boundaries")
+            both = keeps.copying_peak_bytes, least.copying_peak_bytes
+            return keeps if both[0] <= max(limit, both[1]) else least
         if self._kept.peak_bytes <= limit:
             return self._kept
         try:
             return best_sequence(costs, max(int(limit), 0))
         except PlanError:
             return least_memory(costs)
-
-
-def keep_texts(num: int) -> tuple[str, ...]:
-    """The sequence that keeps the residuals of every segment, for so many."""
-    forwards = [f"F{i}:{CUT}" for i in range(num - 1)]
-    return (*forwards, *_backwards(num, {}))
-
-
-def boundary_texts(num: int) -> tuple[str, ...]:
-    """The sequence that keeps what crosses between segments, for so many."""
-    forwards = [f"F{i}+" for i in range(num - 1)]
-    again = {i: f"F{i}:{CUT}" for i in range(num - 1)}
-    return (*forwards, *_backwards(num, again))
-
-
-def _backwards(num: int, again: dict[int, str]) -> Iterator[str]:
-    yield f"B{num - 1}:{INPUT}"
-    for i in reversed(range(num - 1)):
-        if i in again:
-            yield again[i]
-        yield f"B{i}:{CUT}"
-
-
-def _least_operations(sequence: Sequence[str]) -> int:
-    """Of a sequence over as many segments: all but the last have a forward of their own."""
-    return 2 * sum(text.startswith("B") for text in sequence) - 1

@@ -26,18 +26,12 @@ from .._plan._plan_parts import (
     Tier,
 )
 from .._planner._inner_split import described_speed
-from .._planner._memory_forms import (
-    ChainBytes,
-    CopyDevice,
-    MemoryForm,
-    MemoryForms,
-    ModelBytes,
-    Recompute,
-)
+from .._planner._memory_forms import MemoryForms
+from .._planner._memory_values import ChainBytes, CopyDevice, MemoryForm, ModelBytes, Recompute
 from .._schedule._sequence_replay import SegmentCost
 from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import could_share, may_wait, stages_to_try, with_shared_state
-from ._state_elsewhere import PART_ON_DEVICE
+from ._state_elsewhere import PART_ON_DEVICE, on_hosts
 from ._traced_job import TracedJob
 
 _MOST_RUNNERS_UP = 5
@@ -70,8 +64,16 @@ def with_memory(
                 "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, "
                 "or leave them out"
             )
+    if job.settings.memory.offload.parameters != "device":
+        stages = tuple(stage for stage in stages if stage > 2)
+        if not stages:
+            raise PlanError(
+                "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of "
+                "the model has its share of them: set it, or leave it out"
+            )
     if plan.axes:
         return _of_cut_copies(job, plan, cluster, stages[0], tier)
+    _check_chain(job, plan)
     is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
     if asked == "auto" and not is_described:
         raise PlanError(
@@ -136,8 +138,31 @@ def _of_cut_copies(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tie
             f"memory.recompute: copies of the model are cut by {axes}; there, pipeline.recompute "
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
+    if job.settings.memory.offload.stash != "device":
+        axes = ", ".join(axis.name for axis in plan.axes)
+        raise PlanError(
+            f"memory.offload.stash='host': copies of the model are cut by {axes}, and only what "
+            "waits in copies of one device can go to the host: leave it out"
+        )
     _check_segments(job)
     return with_shared_state(job, plan, cluster, stage, (), tier)
+
+
+def _check_chain(job: TracedJob, plan: Plan) -> None:
+    """Refuse a stash on the host of what cannot be a chain of segments."""
+    if job.settings.memory.offload.stash == "device":
+        return
+    clips = job.settings.communication.clip == "before"
+    if clips or plan.sums.sparse:
+        why = (
+            "each microbatch's own gradient is clipped (communication.clip)"
+            if clips
+            else "rows of a gradient travel alone (communication.sparse_embeddings)"
+        )
+        raise PlanError(
+            f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
+            "nothing can be moved: leave either out"
+        )
 
 
 def _check_segments(job: TracedJob) -> None:
@@ -158,6 +183,8 @@ def _to_try(
     if asked is not None:
         return [(stage, asked) for stage in stages]
     found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
+    if job.settings.memory.offload.stash != "device":  # of one program nothing can be moved
+        found = [] if is_described else [(s, "boundaries") for s in stages if s < 2]
     is_chain = not plan.sums.sparse and job.settings.communication.clip != "before"
     if is_chain and is_described:
         found += [(s, "auto") for s in stages if s < 2]
@@ -173,7 +200,8 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
 
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
-        costs, fused = costs_of(graph, points, model.trained_places)
+        away = job.settings.memory.offload.stash != "device"
+        costs, fused = costs_of(graph, points, model.trained_places, offloads=away)
         is_exact = plan.sums.kind == "exact"
         return ChainBytes(
             costs=costs,
@@ -212,6 +240,8 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
         shares=shares if isinstance(shares, str) else tuple(shares),
         gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
         tier=tier,
+        stash=job.settings.memory.offload.stash,
+        parameters=job.settings.memory.offload.parameters,
         waves=job.settings.memory.waves,
     )
 
@@ -244,7 +274,10 @@ def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
         ),
         sequence=form.sequence,
     )
-    placement = plan.placement
+    if form.on_host:
+        plan = on_hosts(job, plan, cluster, form)
+    update = {"stash": form.stash, "parameters": form.parameters}
+    placement = plan.placement.model_copy(update=update)
     if form.zero > 1:
         placement = placement.model_copy(update={"zero": form.zero, "waves": form.waves})
     return plan.replaced(chain=chain, placement=placement)
@@ -300,6 +333,8 @@ def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
         remedy = "a smaller microbatch_size, a larger device, or several that share the state"
     if form.tier == "device" and held.optimizer:
         remedy += ", or memory.offload.optimizer = 'host'"
+    if form.stash == "device" and held.activations > held.optimizer:
+        remedy += ", or memory.offload.stash = 'host'"
     return (
         f"a microbatch does not fit beside the state: of all that may be done, {form} lacks "
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
@@ -308,7 +343,11 @@ def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
 
 
 def costs_of(
-    graph: Graph, points: tuple[int, ...], trained: Collection[int]
+    graph: Graph,
+    points: tuple[int, ...],
+    trained: Collection[int],
+    *,
+    offloads: bool = False,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """What each segment takes before it is compiled, as programs of its own and as a part of one.
 
@@ -316,6 +355,7 @@ def costs_of(
         graph: Traced.
         points: Where it is cut.
         trained: Places of the parameters that are trained.
+        offloads: Whether what waits may go to host memory.
     """
     ordered, own = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
@@ -324,5 +364,7 @@ def costs_of(
         StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
         for part in direct_parts(ordered, own)
     ]
-    alone, fused = (segment_costs(ordered, stages, fused=one) for one in (False, True))
+    alone, fused = (
+        segment_costs(ordered, stages, fused=one, offloads=offloads) for one in (False, True)
+    )
     return tuple(alone), tuple(fused)

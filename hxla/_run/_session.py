@@ -482,7 +482,7 @@ class Session:
         state = self.state
         sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
         training = self._programs.training
-        model, trained = training.model.finish(state.params, state.aux)
+        model, trained = training.model.finish(self._store.here(state.params), state.aux)
         pictures = {}
         if self._options.run_dir is not None and jax.process_index() == 0:
             pictures = self._watch_pipelines.draw(pathlib.Path(self._options.run_dir), self.plan)

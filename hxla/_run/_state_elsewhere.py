@@ -1,15 +1,18 @@
-"""State of the optimizer that waits in host memory or on a disk: whether it may, and what it costs.
+"""What waits in host memory or on a disk: whether it may, and what it costs.
 
 References:
     Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep
     learning", SC 2021, section 4.
 """
 
+from collections.abc import Iterator, Sequence
+
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
+from .._planner._memory_values import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
 
@@ -53,6 +56,70 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
                 f"would keep {int(needed):,} bytes of the optimizer's state in the {room:,} of its "
                 "host's memory: share it out with memory.zero, or set 'disk'"
             )
+
+
+#: What may wait in host memory besides the optimizer's state, and how less of it does.
+_WAITS = {
+    "parameters": ("the parameters", "share them out more, or leave memory.offload.parameters out"),
+    "stash": (
+        "what waits for backwards",
+        "use memory.recompute='boundaries', more memory.waves, or leave memory.offload.stash out",
+    ),
+}
+
+
+def on_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
+    """The plan with what it costs that parameters or what waits for backwards are on the host.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with its counts, and the optimizer's state where it will be.
+        cluster: Its devices.
+        form: What it becomes.
+
+    Raises:
+        PlanError: If nothing would go to the host, or its memory is described as too small.
+    """
+    if not any(form.on_host.get("stash", [1])):
+        num = sum(text.startswith("B") for text in form.sequence)
+        raise PlanError(
+            f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
+            "one of them runs: set memory.segments to more, or leave it out"
+        )
+    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+    is_state_there = plan.placement.optimizer == "host"
+    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
+    for i, (replica, device) in enumerate(zip(plan.replicas, devices, strict=True)):
+        kept = {_WAITS[name][0]: own[i] for name, own in form.on_host.items()}
+        if is_state_there:
+            kept["the optimizer's state"] = int(total * granules[i] / sum(granules))
+        room = device.host_memory_bytes
+        if room is not None and sum(kept.values()) > room:
+            each = " and ".join(f"{size:,} bytes of {name}" for name, size in kept.items())
+            largest = max(form.on_host, key=lambda name: form.on_host[name][i])
+            raise PlanError(
+                f"memory.offload: device {replica.devices[0]} ({device.label}) would keep {each} "
+                f"in the {room:,} of its host's memory: {_WAITS[largest][1]}"
+            )
+    return plan.replaced(reasons=(*plan.reasons, *_moves_in_words(form, devices)))
+
+
+def _moves_in_words(form: MemoryForm, devices: Sequence[Device]) -> Iterator[str]:
+    """What each of it moves over the host's link, on the device that takes longest."""
+    for name, own in form.moved.items():
+        times = [
+            (moved / rate if (rate := device.host_bytes_per_second) else 0.0, moved, rate)
+            for moved, device in zip(own, devices, strict=True)
+        ]
+        seconds, moved, rate = max(times, key=lambda found: found[:2])
+        said = (
+            f"offload: at most {num_bytes(max(form.on_host[name]))} of {_WAITS[name][0]} of a copy "
+            f"are in host memory; a step moves {num_bytes(moved)} there and back"
+        )
+        if rate is None:
+            yield f"{said}; what that takes is not known: the mesh file does not say how fast"
+        else:
+            yield f"{said} at {rate / 1e9:.3g} GB/s, {seconds:.3g} s, beside the programs"
 
 
 def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:

@@ -402,9 +402,9 @@ class Stepper:
             ticks.append(tick)
         self._totals = (), ()
         new = found if gather is None else gather.run(found, old)
-        for held, own in zip(self._store.held, new, strict=True):
+        for i, (held, own) in enumerate(zip(self._store.held, new, strict=True)):
             for k, x in zip(places, own, strict=True):
-                held.params[k] = x
+                held.params[k] = self._store.put(i, k, x)
         if gather is not None and self._programs.is_of_unlike_devices:
             gather.wait()
             self._store.hand_on()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from .._core._errors import PlanError
 from .._core._faults import listed
-from ._schedules import BACKWARD
+from ._schedules import BACKWARD, FORWARD
 from ._segment_sequence import FETCH, OFFLOAD, SegmentOperation, SegmentSequence
 
 
@@ -24,6 +24,8 @@ class Residuals:
         forward_temporary_bytes: The bytes of that forward beyond its input, outputs and residuals.
         backward_temporary_bytes: The bytes of that backward beyond what it reads, the gradients of
             inputs that it makes, and those of parameters that it leaves.
+        copy_seconds: The seconds for which the device waits while they and the input that the
+            backward reads go to host memory, and again while they come back.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Residuals:
     backward_seconds: float
     forward_temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
+    copy_seconds: float = 0.0
 
     @property
     def is_input(self) -> bool:
@@ -56,8 +59,8 @@ class SegmentCost:
         parameter_gradient_bytes: The bytes that its backward leaves until the end of the
             microbatch.
         offload_seconds: The seconds for which the device waits while its inputs go to host memory;
-            None: they may not. Whether a copy hides behind computation is the caller's assumption,
-            and one for both directions.
+            None: nothing of it may. Whether a copy hides behind computation is the caller's
+            assumption, and one for both directions.
         fetch_seconds: The seconds for which the device waits while they come back.
     """
 
@@ -80,18 +83,33 @@ class SequenceReplay:
         sequence: What ran.
         seconds: The seconds of all operations.
         bytes_O: The bytes on the device during each of its operations.
+        offloaded_O: The bytes that each of them takes to host memory.
+        fetched_O: The bytes that each of them brings back.
         host_bytes: The most bytes in host memory.
     """
 
     sequence: SegmentSequence
     seconds: float
     bytes_O: tuple[int, ...]
+    offloaded_O: tuple[int, ...]
+    fetched_O: tuple[int, ...]
     host_bytes: int
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes on the device."""
         return max(self.bytes_O)
+
+    @property
+    def copying_peak_bytes(self) -> int:
+        """The same if what goes to host memory is there until the operation behind has run."""
+        going = (0, *self.offloaded_O[:-1])
+        return max(own + late for own, late in zip(self.bytes_O, going, strict=True))
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes of all copies to and from host memory."""
+        return sum(self.offloaded_O) + sum(self.fetched_O)
 
     @property
     def peak_operation(self) -> SegmentOperation:
@@ -122,10 +140,14 @@ def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> 
         )
     memory = _Memory(costs)
     bytes_O, seconds, host_bytes = [], [], 0
+    offloaded_O, fetched_O = [], []
     for place, op in enumerate(sequence.operations):
         faults = [f"operation {place}, {op}: {fault}" for fault in memory.faults(op)]
         _raise(faults)
+        before = memory.device_bytes
         during, took = memory.run(op)
+        offloaded_O.append(before - memory.device_bytes if op.kind == OFFLOAD else 0)
+        fetched_O.append(memory.device_bytes - before if op.kind == FETCH else 0)
         bytes_O.append(during)
         seconds.append(took)
         host_bytes = max(host_bytes, memory.host_bytes)
@@ -135,6 +157,8 @@ def replay_sequence(sequence: SegmentSequence, costs: Sequence[SegmentCost]) -> 
         sequence=sequence,
         seconds=math.fsum(seconds),
         bytes_O=tuple(bytes_O),
+        offloaded_O=tuple(offloaded_O),
+        fetched_O=tuple(fetched_O),
         host_bytes=host_bytes,
     )
 
@@ -172,6 +196,9 @@ def layered_peak_bytes(
 ) -> int:
     """The most bytes where a device runs each of `runs_by_segment` for several microbatches.
 
+    While one runs, what is offloaded of the one before is still going, and what is fetched for the
+    one behind is coming.
+
     Args:
         sequence: What runs for a microbatch.
         costs: What each segment of the chain takes.
@@ -180,9 +207,13 @@ def layered_peak_bytes(
     """
     memory, peak = _Memory(costs), 0
     for (_, operations), own in zip(runs_by_segment(sequence), beside, strict=True):
-        before = memory.device_bytes
-        during = max(memory.run(op)[0] for op in operations)
-        after = memory.device_bytes
+        before, during, moving = memory.device_bytes, 0, 0
+        for op in operations:
+            there = memory.device_bytes
+            during = max(during, memory.run(op)[0])
+            if op.kind in (OFFLOAD, FETCH) and num > 1:
+                moving = max(moving, abs(memory.device_bytes - there))
+        during, after = during + moving, memory.device_bytes
         # Of the first microbatch all others wait, of the last all others are done.
         others = (num - 1) * max(before, after)
         phases = own.gathering + num * before, own.running + during + others
@@ -232,12 +263,14 @@ class _Memory:
         self._inputs = {0}
         self._residuals: dict[int, Residuals] = {}
         self._host: set[int] = set()
+        self._host_residuals: dict[int, Residuals] = {}
         self.top = len(costs) - 1  # the last segment whose backward has not run
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the inputs on the host."""
-        return sum(self._costs[i].input_bytes for i in self._host)
+        """Bytes of the inputs and residuals on the host."""
+        inputs = sum(self._costs[i].input_bytes for i in self._host)
+        return inputs + sum(r.num_bytes for r in self._host_residuals.values())
 
     def faults(self, op: SegmentOperation) -> Iterator[str]:
         """What the operation lacks."""
@@ -249,14 +282,16 @@ class _Memory:
         if op.segment > self.top:
             yield "the backward of its segment has run; remove it"
         elif op.kind == FETCH:
-            if op.segment not in self._host:
+            if op.residuals and self._host_residuals.get(op.segment) != choice:
+                yield f"its residuals {op.residuals!r} are not in host memory; offload them before"
+            elif not op.residuals and op.segment not in self._host:
                 yield "the input is not in host memory; offload it before"
         elif op.segment not in self._inputs and (
-            op.kind != BACKWARD or choice is None or choice.reads_input
+            choice is None or op.kind == FORWARD or choice.reads_input
         ):
             yield "the input is not on the device; run the forward before it, or fetch it"
-        if op.kind == OFFLOAD and cost.offload_seconds is None:
-            yield "the input may not be offloaded; keep it, or give its offload_seconds"
+        if op.kind == OFFLOAD:
+            yield from self._faults_of_offload(op, cost, choice)
         if choice is None and (op.residuals or op.kind == BACKWARD):
             known = ", ".join(r.name for r in cost.residuals)
             yield f"the segment has no residuals {op.residuals!r}; choose of {known}"
@@ -265,8 +300,26 @@ class _Memory:
                 yield f"the backward of segment {self.top} has not run; run it before"
             elif choice != self._residuals.get(op.segment) and not (choice and choice.is_input):
                 yield f"no forward has left {op.residuals!r}; run F{op.segment}:{op.residuals}"
-        elif op.residuals and op.segment in self._residuals:
+        elif (
+            op.kind == FORWARD
+            and op.residuals
+            and op.segment in {*self._residuals, *self._host_residuals}
+        ):
             yield "its residuals are there already; remove one of the forwards"
+
+    def _faults_of_offload(
+        self, op: SegmentOperation, cost: SegmentCost, choice: Residuals | None
+    ) -> Iterator[str]:
+        there = self._residuals.get(op.segment)
+        if cost.offload_seconds is None:
+            yield "the input may not be offloaded; keep it, or give its offload_seconds"
+        if op.residuals and choice is not None and there != choice:
+            yield f"no forward has left {op.residuals!r}; run F{op.segment}:{op.residuals}"
+        elif not op.residuals and there is not None and there.reads_input:
+            yield (
+                f"its residuals are there and need the input; offload both, O{op.segment}:"
+                f"{there.name}"
+            )
 
     def run(self, op: SegmentOperation) -> tuple[int, float]:
         """Bytes on the device during an operation, and its seconds."""
@@ -274,18 +327,20 @@ class _Memory:
         choice = _choice(cost, op.residuals)
         before = self.device_bytes
         if op.kind == OFFLOAD:
-            took = 0.0 if i in self._host else cost.offload_seconds or 0.0
-            self._host.add(i)
-            self._inputs.discard(i)
-            return before, took
+            return before, self._offload(i, cost, choice)
         if op.kind == FETCH:
-            self._inputs.add(i)
-            return self.device_bytes, cost.fetch_seconds
+            if choice is not None:
+                self._residuals[i] = choice
+            if i in self._host:
+                self._inputs.add(i)
+            took = cost.fetch_seconds if choice is None else choice.copy_seconds
+            return self.device_bytes, took
         if op.kind == BACKWARD:
             assert choice is not None
             for held in (self._inputs, self._host):
                 held.discard(i)
-            self._residuals.pop(i, None)
+            for kept in (self._residuals, self._host_residuals):
+                kept.pop(i, None)
             self.top = i - 1
             made = cost.input_gradient_bytes + cost.parameter_gradient_bytes
             return before + made + choice.backward_temporary_bytes, choice.backward_seconds
@@ -294,7 +349,7 @@ class _Memory:
         during = before
         if i + 1 < len(self._costs):
             during += self._costs[i + 1].input_bytes
-        if i < self.top and i + 1 not in self._residuals:
+        if i < self.top and i + 1 not in {*self._residuals, *self._host_residuals}:
             self._inputs.add(i + 1)
         if choice is None:
             return during + cost.forward_temporary_bytes, cost.forward_seconds
@@ -302,6 +357,17 @@ class _Memory:
             self._residuals[i] = choice
         during += choice.num_bytes + choice.forward_temporary_bytes
         return during, choice.forward_seconds
+
+    def _offload(self, i: int, cost: SegmentCost, choice: Residuals | None) -> float:
+        """Take the input of a segment, or its residuals with it, to the host; returns seconds."""
+        is_there = i in (self._host if choice is None else self._host_residuals)
+        if i in self._inputs:
+            self._inputs.discard(i)
+            self._host.add(i)
+        if choice is None:
+            return 0.0 if is_there else cost.offload_seconds or 0.0
+        self._host_residuals[i] = self._residuals.pop(i)
+        return 0.0 if is_there else choice.copy_seconds
 
     @property
     def device_bytes(self) -> int:
