@@ -33,6 +33,7 @@ from ._held import StateSpecs
 from ._inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
 from ._layered import Layered, sum_groups
 from ._microbatch import Microbatches, MicrobatchSpec
+from ._num_terms import num_terms
 from ._opt_state import of_opt_state
 from ._options import compiler_options
 from ._own_state import OwnState
@@ -40,7 +41,7 @@ from ._own_update import Gather
 from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orders_of, text_of
 from ._pipeline import Pipeline
-from ._pipeline_program import PipelineSpec, num_terms
+from ._pipeline_program import PipelineSpec
 from ._replica import Replica
 from ._segment_part import SegmentedSpec, last_packs, segmented_spec
 from ._segmented import Segmented
@@ -334,11 +335,9 @@ class Programs:
         most = 4 * sum(chunks.held(copy) for chunks in self.reducer.chunks)
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
-            away = self.plan.placement.parameters != "device"
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
-            update += (
-                self._updates.params_at_once(self._of_trained(self._shapes(0)[0])) if away else 0
-            )
+            if self.plan.placement.parameters != "device":
+                update += self._updates.params_at_once(self._of_trained(self._shapes(0)[0]))
             return held_bytes + max(microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
         totals = totals if self.own is None else most

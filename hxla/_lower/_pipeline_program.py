@@ -4,7 +4,6 @@ Legend of shape suffixes: M microbatches of a step, K of one pipeline at most, T
 stages, N devices of a stage, F fields of a table, W 32-bit words.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -101,20 +100,6 @@ class PipelineSpec:
     sharded: Sharded | None = None
 
 
-def num_terms(graph: Graph, parts: Sequence[ChainPart], num_microbatches: int) -> int:
-    """Terms of one element's sum: a parameter that several parts read has more."""
-    read: dict[int, list[tuple[int, int, int] | None]] = collections.defaultdict(list)
-    param_of = params_of(graph)
-    for entry in (p for part in parts for p in part.segment.params):
-        read[param_of[entry]].append(graph.values[graph.param_values[entry]].rows)
-
-    def meet(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
-        return a is None or b is None or a[0] != b[0] or b[1] <= a[1] < b[2]
-
-    readers = [sum(meet(a, b) for b in own) for own in read.values() for a in own]
-    return num_microbatches * max(readers, default=1)
-
-
 class PipelineProgram:
     """The functions that a pipeline's programs are traced from.
 
@@ -175,13 +160,8 @@ class PipelineProgram:
             return (each(shape, contribution.dtype),) * contribution.form.num_parts
 
         most = self.actions(spec.most)
-        down, up = (
-            -(-max(sizes) // self._num_inner) * self._num_inner
-            for sizes in (
-                [s.below.words.size for s in self.stages],
-                [s.above.float_words.size for s in self.stages],
-            )
-        )
+        down = self._even(max(s.below.words.size for s in self.stages))
+        up = self._even(max(s.above.float_words.size for s in self.stages))
         buffers = Buffers(
             inputs=each((most.num_inputs, down)),
             grads=each((most.num_grads, up)),
@@ -203,6 +183,9 @@ class PipelineProgram:
             ints=[each(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
         )
         return Carry(buffers, acc)
+
+    def _even(self, size: int) -> int:
+        return -(-size // self._num_inner) * self._num_inner
 
     def _specs_of_carry(self) -> Carry:
         """A PartitionSpec for each array of a carry."""
@@ -333,7 +316,7 @@ class PipelineProgram:
             if stage.part.is_last:
                 acc = self._record(acc, made, given, index, exponents)
             else:
-                packed = stage.below.words.pack(self.inside.whole(made), buffers.down.size)
+                packed = self._packed(stage.below.words, made, buffers.down)
                 buffers = buffers._replace(down=packed)
             return Carry(buffers, acc)
 
@@ -354,7 +337,7 @@ class PipelineProgram:
                 saved, grads = self._waiting(p, stage, buffers, field)
                 d_params, d_inputs = stage.backward_from_residuals(params, saved, given, grads)
             acc = self._add_grads(p, stage, acc, d_params, exponents)
-            packed = stage.above.float_words.pack(self.inside.whole(d_inputs), buffers.up.size)
+            packed = self._packed(stage.above.float_words, d_inputs, buffers.up)
             return Carry(buffers._replace(up=packed), acc)
 
         return run
@@ -368,7 +351,7 @@ class PipelineProgram:
             d_inputs, kept = stage.input_grads(params, saved, given, grads)
             buffers = buffers._replace(
                 late=self._late.put(buffers.late, p, kept, field["late"]),
-                up=stage.above.float_words.pack(self.inside.whole(d_inputs), buffers.up.size),
+                up=self._packed(stage.above.float_words, d_inputs, buffers.up),
             )
             return carry._replace(buffers=buffers)
 
@@ -390,11 +373,15 @@ class PipelineProgram:
         saved = self._residuals.get(buffers.residuals, p, field["residual"])
         return saved, self._unpacked(stage.below.float_words, buffers.grads[field["grad"]])
 
-    def _unpacked(self, words: Words, packed: jax.Array) -> list[Any]:
-        """The arrays of a boundary, whole on every device of a stage, each of which holds a part.
+    # What crosses a boundary is cut over the devices of a stage while it waits and travels, as
+    # ZeRO-R's partitioned activations are (Rajbhandari et al., SC 2020, section 6.1). It is whole
+    # where it is packed and unpacked, for XLA would move parts that do not end where arrays do.
 
-        ZeRO-R's partitioned activations (Rajbhandari et al., SC 2020, section 6.1).
-        """
+    def _packed(self, words: Words, arrays: Sequence[Any], like: jax.Array) -> jax.Array:
+        [packed] = self.inside.whole([words.pack(self.inside.whole(arrays), like.size)])
+        return packed
+
+    def _unpacked(self, words: Words, packed: jax.Array) -> list[Any]:
         return self.inside.whole(words.unpack(*self.inside.whole([packed])))
 
     def _add_grads(

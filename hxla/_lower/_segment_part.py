@@ -30,7 +30,7 @@ from ._contribution import (
     packs_of,
     row_bits,
 )
-from ._pipeline_program import num_terms
+from ._num_terms import num_terms
 from ._stage import StagePart
 
 Rows = tuple[int, int, int]  # the dimension, the first row, the one after the last

@@ -6,7 +6,7 @@ from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._graph._parts import graph_at, parts_of
 from .._lower._exact import Limbs
-from .._lower._pipeline_program import num_terms
+from .._lower._num_terms import num_terms
 from .._lower._segment_part import direct_parts
 from .._plan._plan import Plan
 from ._executors_of_plan import with_asked_executors
