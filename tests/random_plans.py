@@ -454,6 +454,9 @@ def _draw_set(form, rng, number, processes):
         zero = {"zero": stage, "shares": rng.choice(((), tuple(shares)))}
         if stage > 1:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
+        where = random.Random(f"{form} {number} where")
+        zero["optimizer"] = where.choice(("device", "host", "disk"))
+        zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
         placed = placed.model_copy(update=zero)
         if stage == 3:
             sums["over"] = "device"

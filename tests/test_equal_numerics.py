@@ -95,6 +95,8 @@ def test_numerics_are_as_few_as_the_law_says():
     assert {t.processes for t in every} == {1, 2, 3, 4}
     assert {len(t.plan.replicas) for t in every} == {1, 2, 3, 4}
     assert any(0 in t.plan.counts for t in every)
+    assert {t.plan.placement.optimizer for t in every} == {"device", "host", "disk"}
+    assert {t.plan.placement.parameters for t in every} == {"device", "host"}
     assert len({t.plan.placement.waves for t in every}) > 1
     for limbs in (1, 2):
         own = [t.plan for t in every if t.plan.sums.limbs == limbs]
