@@ -147,7 +147,7 @@ def _free(name: str) -> None:
     except ValueError:
         return
     with contextlib.suppress(ray.exceptions.RayActorError):  # it has just gone by itself
-        standing: tuple[int | None, bool] = ray.get(actor.standing.remote(), timeout=START_SECONDS)
+        standing: Any = ray.get(actor.standing.remote(), timeout=START_SECONDS)
         if not standing[1]:
             raise _in_use(name, standing[0])
         ray.kill(actor)

@@ -19,7 +19,7 @@ from ._event_log import EventLog
 from ._host import Hosts, LocalHost, ThisMachine
 from ._output import Logs, Output
 from ._processes import Processes, Start
-from ._signals import handing_on_signals
+from ._user_signals import handing_on_signals
 from ._workers import Streams
 
 
