@@ -9,6 +9,7 @@ from ._cluster import _detect
 from ._core._errors import HxlaError, InspectError, LaunchError, ScheduleError
 from ._inspect._inspection import Inspection
 from ._launch import _launcher
+from ._launch._elastic_wishes import ElasticWishes
 from ._launch._join import cluster_in_sight, run_joined, run_script
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -24,6 +25,14 @@ def main(arguments: list[str] | None = None) -> int:
     where.add_argument("-n", type=int, help="number of processes")
     where.add_argument("--ray", metavar="ADDRESS", help="of --elastic: a Ray cluster, or auto")
     run.add_argument("--nodes", metavar="FILE", help="of --ray: IDs of those that may be used")
+    kept = run.add_mutually_exclusive_group()
+    kept.add_argument("--detach", metavar="NAME", help="of --ray: goes on when this command ends")
+    kept.add_argument(
+        "--attach", metavar="NAME", action=_InsteadOfAScript, help="follow a detached run"
+    )
+    kept.add_argument(
+        "--stop", metavar="NAME", action=_InsteadOfAScript, help="end one, after a checkpoint"
+    )
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -115,6 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return _schedule_live(args)
             print(_schedule(args), end="")
             return 0
+        if args.command == "run" and (args.attach is not None or args.stop is not None):
+            return _detached(args)
         script = [args.script, *args.arguments]
         if not os.path.isfile(args.script):
             raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
@@ -140,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_elastic(args, script)
         own = [
             name
-            for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
+            for name in ("ray", "nodes", "detach", "min", "max", "heartbeat", "events")
             if getattr(args, name) is not None
         ]
         if own:
@@ -168,11 +179,12 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
     heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
     if heartbeat <= 1:
         raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
-    return _launcher.run_elastic(
-        script,
-        mesh=args.mesh,
-        number=args.n,
-        ray=args.ray,
+    if args.detach is not None and args.ray is None:
+        raise LaunchError("--detach is of a Ray cluster: give --ray too")
+    if args.detach == "":
+        raise LaunchError("--detach needs a name for the run")
+    wishes = ElasticWishes(
+        command=script,
         nodes=args.nodes,
         least=1 if args.min is None else args.min,
         most=args.max,
@@ -180,6 +192,42 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         grace_seconds=args.grace,
         events=args.events,
     )
+    return _launcher.run_elastic(
+        wishes, mesh=args.mesh, number=args.n, ray=args.ray, detach=args.detach
+    )
+
+
+def _detached(args: argparse.Namespace) -> int:
+    option, name, command = (
+        ("--attach", args.attach, _launcher.attach)
+        if args.stop is None
+        else ("--stop", args.stop, _launcher.stop)
+    )
+    if args.ray is None:
+        raise LaunchError(f"{option} {name}: say on which Ray cluster the run is: give --ray too")
+    if args.script is not None:
+        raise LaunchError(f"{option} {name}: the run has its script: leave out {args.script}")
+    of_a_start = ("elastic", "nodes", "min", "max", "heartbeat", "events", "plan", "dump")
+    given = [one for one in of_a_start if getattr(args, one)]
+    if given:
+        raise LaunchError(f"{option} {name}: the run is there already: leave out --{given[0]}")
+    return command(args.ray, name)
+
+
+class _InsteadOfAScript(argparse.Action):
+    """Stores the name of a run that is there; then no script is needed."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        for action in parser._actions:
+            if not action.option_strings:
+                action.required = False
 
 
 def _sizes(text: str) -> tuple[int, ...]:

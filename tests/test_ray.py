@@ -1,8 +1,12 @@
 """Elastic jobs on the nodes of a real local Ray cluster, with the bits of undisturbed ones."""
 
 import collections
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import elastic_chaos
 import pytest
@@ -113,3 +117,110 @@ def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
         run.process.terminate()
         run.process.wait(60)
         run.cluster.shutdown()
+
+
+class DetachedJob(elastic_chaos.RayJob):
+    """A run of the name `job`, whose first command is followed by others."""
+
+    def command(self, *options):
+        """Another command about it."""
+        return [sys.executable, "-m", "hxla", "run", "--ray", self.cluster.address, *options]
+
+    def detach_again(self, *options):
+        """What the command says that starts another run of the same name."""
+        command = self.command("--elastic", "--detach", "job", *options, str(elastic_chaos.JOB))
+        return self.ran(command)
+
+    def ran(self, command):
+        """A command that has ended."""
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=elastic_chaos.own_environment(),
+        )
+
+    def follow(self):
+        """Attach to it."""
+        self.process = subprocess.Popen(
+            self.command("--attach", "job"),
+            stdout=self.printed,
+            stderr=subprocess.STDOUT,
+            env=elastic_chaos.own_environment(),
+            start_new_session=True,
+        )
+
+
+def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tmp_path):
+    """It uses a node that joins afterwards, too: nothing that it needs was the command's."""
+    last = tmp_path / "stop"
+    job = DetachedJob(
+        tmp_path,
+        4000,
+        0.05,
+        [0.4, 0.4],
+        ("--stop-when", str(last)),
+        launcher=("--detach", "job"),
+    )
+    try:
+        job.wait(elastic_chaos.runs, 120, "the first generation")
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+        time.sleep(3)
+        before = elastic_chaos.last_step(job.events())[0]
+        refused = job.detach_again()
+        assert refused.returncode == 2
+        assert "hxla: --detach job: a run of this name is there already" in refused.stderr
+        assert elastic_chaos.last_step(job.events())[0] > before
+        job.printed.seek(0)
+        job.printed.truncate()
+        job.follow()
+        job.add(0.4)
+        job.write_mesh()
+        number = len([e for e in job.events() if e["what"] == "Form"])
+        job.wait(
+            lambda e: (
+                len([x for x in e if x["what"] == "Form"]) > number
+                and elastic_chaos.runs(e)
+                and e[-1]["what"] == "Completed"
+            ),
+            90,
+            "a generation with a new node",
+        )
+        last.touch()
+        assert job.process.wait(60) == 0, job.tail()
+        text = job.printed_text()
+        assert "generation 1 from the beginning" in text  # what was printed before it was attached
+        [told] = [line.split("] ")[-1] for line in text.splitlines() if "sha256" in line]
+        assert told == elastic_chaos.undisturbed_line(job.ledger()["runs"][-1]["end"], "-n", "1")
+    finally:
+        job.stop()
+
+
+def test_stop_writes_a_checkpoint_and_those_who_follow_end_with_75(tmp_path):
+    saved = tmp_path / "saved"
+    options = ("--checkpoints", str(saved))
+    job = DetachedJob(tmp_path, 4000, 0.05, [0.4], options, launcher=("--detach", "job"))
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 3, 120, "steps")
+        unknown = job.ran(job.command("--attach", "another"))
+        assert unknown.returncode == 2
+        assert unknown.stderr.splitlines()[-1] == (
+            "hxla: --attach another: no such run on the Ray cluster; there are job"
+        )
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait(30) == 130
+        assert "run job goes on" in job.tail()
+        stopped = job.ran(job.command("--stop", "job"))
+        assert stopped.returncode == 0, stopped.stderr
+        job.follow()
+        assert job.process.wait(60) == 75, job.tail()
+        [step] = [int(s) for s in re.findall(r"SIGTERM: ended after (\d+) steps", job.tail())]
+        assert any(str(step) in folder.name for folder in saved.iterdir()), list(saved.iterdir())
+        again = job.detach_again("--nodes", str(tmp_path / "missing"))  # what was read has gone
+        assert again.returncode == 2
+        assert "cannot be read" in again.stderr
+    finally:
+        job.stop()

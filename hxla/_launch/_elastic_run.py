@@ -92,11 +92,9 @@ class ElasticRun:
         # The exit code and the words of an error of the script.
         self._failure: tuple[int, str] | None = None
         self._number = self._step = 0
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        self._before = {n: signal.signal(n, lambda n, _: self.receive(n)) for n in numbers}
 
     def receive(self, number: int) -> None:
-        """Take note of a signal, and wake up."""
+        """Take note of a signal, and wake up; any thread may say so."""
         self._signals.append(number)
         self._wake.set()
 
@@ -129,8 +127,6 @@ class ElasticRun:
                 self._close(team)
             self._hosts.close()
             self._events.close(self._known.ledger)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
         return self._conclude()
 
     def _pass_time(self) -> None:

@@ -1,29 +1,26 @@
 """`hxla run`: one process per accelerator, or per described device."""
 
+import contextlib
 import os
 import pathlib
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import LaunchError
-from .._elastic._membership import MembershipRules
 from .._plan._plan import Plan
 from ._elastic_run import ElasticRun
+from ._elastic_wishes import ElasticWishes, free_port
 from ._environment import describe, elastic_environment, process_environment
 from ._event_log import EventLog
 from ._host import Hosts, LocalHost, ThisMachine
 from ._output import Logs, Output
 from ._processes import Processes, Start
+from ._user_signals import handing_on_signals
 from ._workers import Streams
-
-_MOST_PROCESSES = 65536
-_HAND_OVER_SECONDS = 30.0  # members end the step at hand and write their state
-_PREPARE_SECONDS = 600.0  # members trace and compile
 
 
 def run(
@@ -66,7 +63,7 @@ def run(
         settings = {"HXLA_PLAN": os.path.abspath(plan)}
         if len(ranks) < len(devices):
             settings["HXLA_DEVICES"] = ",".join(map(str, ranks))
-    address, folder = f"127.0.0.1:{_free_port()}", new_dump(dump)
+    address, folder = f"127.0.0.1:{free_port()}", new_dump(dump)
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):
@@ -102,70 +99,92 @@ def run(
 
 
 def run_elastic(
-    command: Sequence[str],
+    wishes: ElasticWishes,
     *,
     mesh: str | None = None,
     number: int | None = None,
     ray: str | None = None,
-    nodes: str | None = None,
-    least: int = 1,
-    most: int | None = None,
-    heartbeat_seconds: float = 10.0,
-    grace_seconds: float = 5.0,
-    events: str | None = None,
+    detach: str | None = None,
 ) -> int:
     """Run a script whose processes come and go with the devices, until it has trained.
 
     Args:
-        command: A Python script and its arguments.
+        wishes: What is asked of the run.
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
         ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
-        nodes: File of the IDs of the nodes that may be used, one a line, read again as it changes.
-        least: The fewest devices to train on (minP).
-        most: The most (maxP); None: one for each microbatch.
-        heartbeat_seconds: How long a process may be silent.
-        grace_seconds: The notice that a SIGTERM gives.
-        events: File for what happens, one line of JSON each.
+        detach: Name under which the run goes on in that cluster when this process ends.
 
     Returns:
         The exit code of the job.
 
     Raises:
-        LaunchError: As `describe`, or if the numbers contradict each other.
+        LaunchError: As `describe`, or if there is no such cluster, or a run of this name.
     """
-    most = _MOST_PROCESSES if most is None else most
-    if not 1 <= least <= most:
-        raise LaunchError(f"--min {least} --max {most}: use 1 <= min <= max")
-    rules = MembershipRules(
-        min_devices=least,
-        max_devices=most,
-        num_steps=sys.maxsize,
-        num_microbatches=1,
-        heartbeat_seconds=heartbeat_seconds,
-        hand_over_seconds=_HAND_OVER_SECONDS,
-        prepare_seconds=_PREPARE_SECONDS,
-        form_seconds=_PREPARE_SECONDS,
-        ports=tuple(_free_port() for _ in range(4)),
-    )
-    log, (streams, closed) = EventLog(events), _streams()
+    streams, closed = _streams()
+    if ray is not None and detach is not None:
+        with _needing_ray():
+            from ._detached_commands import detach as detach_run
+        return detach_run(ray, detach, wishes, streams, _noted(closed))
+    rules, log = wishes.rules(), EventLog(wishes.events)
     if ray is not None:
-        hosts: Hosts = _ray_hosts(ray, command, streams, nodes)
+        with _needing_ray():
+            from ._ray_cluster import RayHosts
+        hosts: Hosts = RayHosts(ray, wishes.command, streams, wishes.nodes)
     else:
         devices = describe(mesh, None if mesh is not None else number)
-        host = LocalHost(command, elastic_environment(devices, mesh), streams)
+        host = LocalHost(wishes.command, elastic_environment(devices, mesh), streams)
         hosts = ThisMachine(host, lambda: devices if mesh is None else describe(mesh, None))
-    run = ElasticRun(hosts, streams, rules, grace_seconds, log)
+    run = ElasticRun(hosts, streams, rules, wishes.grace_seconds, log)
     closed.append(lambda: run.receive(signal.SIGTERM))
-    return run.wait()
+    with handing_on_signals(run.receive):
+        return run.wait()
 
 
-def _ray_hosts(address: str, command: Sequence[str], streams: Streams, nodes: str | None) -> Hosts:
+def attach(ray: str, name: str) -> int:
+    """Follow a detached run: print what it prints, and return its exit code.
+
+    Args:
+        ray: Address of its Ray cluster.
+        name: Of it.
+
+    Raises:
+        LaunchError: If there is no such cluster, or no such run.
+    """
+    with _needing_ray():
+        from ._detached_commands import attach as attach_to_run
+    streams, closed = _streams()
+    return attach_to_run(ray, name, streams, _noted(closed))
+
+
+def stop(ray: str, name: str) -> int:
+    """Ask a detached run to end as SIGTERM does; returns the exit code of the command.
+
+    Args:
+        ray: Address of its Ray cluster.
+        name: Of it.
+
+    Raises:
+        LaunchError: If there is no such cluster, or no such run.
+    """
+    with _needing_ray():
+        from ._detached_commands import stop as stop_run
+    return stop_run(ray, name, _streams()[0])
+
+
+@contextlib.contextmanager
+def _needing_ray() -> Iterator[None]:
     try:
-        from ._ray_cluster import RayHosts
+        yield
     except ModuleNotFoundError:
         raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-    return RayHosts(address, command, streams, nodes)
+
+
+def _noted(closed: list[Callable[[], None]]) -> Callable[[], bool]:
+    """Whether it was said that nobody reads the output any more."""
+    noted = threading.Event()
+    closed.append(noted.set)
+    return noted.is_set
 
 
 def _streams() -> tuple[Streams, list[Callable[[], None]]]:
@@ -225,9 +244,3 @@ def dumping(env: Mapping[str, str], folder: str, process: str) -> dict[str, str]
         # A program from the cache is not compiled, and what is not compiled is not dumped.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -26,7 +26,7 @@ class RayHosts:
     is waited for. A node that Ray drains gives them back within its notice.
 
     Args:
-        address: Of the cluster, as `ray.init` takes it.
+        address: Of the cluster, as `ray.init` takes it; None: this is a process of it.
         command: A Python script and its arguments.
         streams: Where what is printed goes.
         nodes: File of the IDs of the nodes that may be used, one a line, read again; None: all.
@@ -36,9 +36,15 @@ class RayHosts:
     """
 
     def __init__(
-        self, address: str, command: Sequence[str], streams: Streams, nodes: str | None = None
+        self,
+        address: str | None,
+        command: Sequence[str],
+        streams: Streams,
+        nodes: str | None = None,
     ):
-        connect(address)
+        self._is_guest = address is not None
+        if address is not None:
+            connect(address)
         self.address = ray.util.get_node_ip_address()
         self._command, self._streams, self._file = command, streams, nodes
         self._allowed: frozenset[str] | None = None
@@ -91,7 +97,8 @@ class RayHosts:
         """Let go of all hosts."""
         for host in self._hosts.values():
             host.close()
-        ray.shutdown()
+        if self._is_guest:
+            ray.shutdown()
 
     def _meet(self) -> dict[str, int]:
         """Start actors on new nodes; the nodes that Ray drains, and until when."""

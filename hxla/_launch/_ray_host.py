@@ -110,8 +110,7 @@ class HostAgent:
         self, command: Sequence[str], folder: str, num_cpus: int, core_share: float | None
     ):
         os.chdir(folder)
-        # A process that is forked would run the main module, which is Ray's own, once more.
-        vars(sys.modules["__main__"]).pop("__file__", None)
+        leave_main_module()
         if num_gpus():
             self._devices = describe(None, None)
         else:
@@ -221,6 +220,11 @@ class HostAgent:
             self.close_workers(number, True, ())
         self._host.close()
         return self.hear()
+
+
+def leave_main_module() -> None:
+    """In an actor: a process that is forked would run the main module, Ray's own, once more."""
+    vars(sys.modules["__main__"]).pop("__file__", None)
 
 
 def _received(memory: str, generation: int, part: int) -> str:
