@@ -102,7 +102,7 @@ class Updates:
     @property
     def text(self) -> str:
         """What stands for the update where copies or their devices have unlike programs of it."""
-        return self._of_whole if self._traced is None else str(self._traced.closed)
+        return self._of_whole if self._own is None else str(self._own.update.closed)
 
     def lower(
         self, i: int, params: Any, opt_state: Any, aux: Any, totals: Any, ints: Any, exponents: Any
