@@ -175,7 +175,8 @@ def options():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
             if node.func.attr == "add_argument" and texts[0].startswith("--"):
-                command = ast.unparse(node.func.value).replace("where", "run")
+                command = ast.unparse(node.func.value)
+                command = "run" if command in ("where", "kept") else command
                 found.setdefault(command, set()).add(texts[0])
     return found
 

@@ -379,7 +379,7 @@ class Copying:
         )
 
     def step(self):
-        with self.member.updating(None):
+        with self.member.updating(None, [1, 1, 0.1]):
             pass
         self.member.copy()
 

@@ -56,7 +56,7 @@ class Report:
     asked_back: bool = False
     is_finished: bool = False
     num_microbatches: int = 0
-    ran: Sequence[float] = (0, 1, 0.0)
+    ran: Sequence[float] = dataclasses.field(default_factory=lambda: [0, 1, 0.0])
     note: str = ""
 
 

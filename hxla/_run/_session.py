@@ -46,7 +46,7 @@ from ._nonfinite import left_out
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder, step_record
 from ._runnable import agree_on_asked, check_runnable
-from ._session_member import LEAVE, MOVE, STOP, SessionMember
+from ._session_member import LEAVE, MOVE, STOP, SessionMember, ran
 from ._session_values import (
     Result,
     SessionOptions,
@@ -378,7 +378,7 @@ class Session:
             yield
             return
         self._stepper.wait_for_sums()
-        with self._member.updating(self._checkpoints, self.plan, outcome.busy_seconds):
+        with self._member.updating(self._checkpoints, ran(self.plan, outcome.busy_seconds)):
             yield
 
     def _leave(self, *, moves: bool) -> None:

@@ -128,28 +128,19 @@ class SessionMember:
             yield
 
     @contextlib.contextmanager
-    def updating(
-        self, checkpoints: Checkpoints | None, plan: Plan, busy_seconds: Sequence[float]
-    ) -> Iterator[None]:
+    def updating(self, checkpoints: Checkpoints | None, ran: Sequence[float]) -> Iterator[None]:
         """While the state is between two steps; then tells the authority.
 
         Args:
             checkpoints: What is written of them is told too; None: there are none.
-            plan: That the step ran by.
-            busy_seconds: What each copy of the model spent on its microbatches.
+            ran: What this process ran in the step, see `Report`.
         """
         with self._member.changing:
             yield
             self._step += 1
         saved = None if checkpoints is None or jax.process_index() else checkpoints.complete_step
-        pairs = zip(plan.replicas, busy_seconds, strict=True)
-        [(own, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
-        ran = (own.num_microbatches, own.executors) if len(own.devices) == 1 else (0, 1)
-        self._member.tell(
-            step=self._step,
-            saved_step=-1 if saved is None else saved,
-            ran=(*ran, seconds),
-        )
+        saved_step = -1 if saved is None else saved
+        self._member.tell(step=self._step, saved_step=saved_step, ran=ran)
 
     def move(self) -> None:
         """Leave the state in memory, every member at the same step."""
@@ -207,6 +198,19 @@ class SessionMember:
     def _write(self, saved: PyTree, folder: str) -> str:
         facts = self._facts | {"step": self._step, "data": self._state_of_data(self._step)}
         return leave_state(saved, facts, folder, self._part)
+
+
+def ran(plan: Plan, busy_seconds: Sequence[float]) -> list[float]:
+    """What this process ran in a step, as `Report` has it.
+
+    Args:
+        plan: That the step ran by.
+        busy_seconds: What each copy of the model spent on its microbatches.
+    """
+    pairs = zip(plan.replicas, busy_seconds, strict=True)
+    [(own, seconds)] = [pair for pair in pairs if jax.process_index() in pair[0].devices]
+    known = (own.num_microbatches, own.executors) if len(own.devices) == 1 else (0, 1)
+    return [*known, seconds]
 
 
 def _bytes_in(folder: str) -> int:
