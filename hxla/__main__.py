@@ -76,6 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--move-seconds", type=float, default=20.0, help="pause of a move")
     schedule.add_argument("--interval", type=float, default=60.0, help="seconds between decisions")
     schedule.add_argument(
+        "--learn-speeds", action="store_true", help="of run: the jobs' own, not those of the file"
+    )
+    schedule.add_argument(
         "--only-at-intervals", action="store_true", help="decide at no other time"
     )
     schedule.add_argument("--gangs", choices=("asked", "most"), default="asked", help="their size")
@@ -342,6 +345,7 @@ def _schedule_live(args: argparse.Namespace) -> int:
             policies=tuple(args.policy),
             move_seconds=args.move_seconds,
             interval_seconds=args.interval,
+            learns_speeds=args.learn_speeds,
             folder=args.out or "schedule",
         )
     )

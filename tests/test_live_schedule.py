@@ -89,7 +89,7 @@ class ModelledFleet:
 
 def test_speeds_are_those_of_the_run_once_there_is_one():
     one = job(steps=1000)
-    live = Live([one], "easyscale")
+    live = Live([one], "easyscale", learns_speeds=True)
     live.step(0.0)
     [process] = live.processes
     seen = ExecutorTime(kind=KINDS[1], num_executors=1, num_microbatches=3, seconds=6.0)
@@ -107,7 +107,14 @@ class Live:
     """A live schedule over modelled jobs: one that was stopped goes on from its checkpoint."""
 
     def __init__(
-        self, jobs, policy, capacity=CAPACITY, keeps_seconds=0.0, interval=60.0, decide=None
+        self,
+        jobs,
+        policy,
+        capacity=CAPACITY,
+        keeps_seconds=0.0,
+        interval=60.0,
+        decide=None,
+        **options,
     ):
         self.clock, self.fleet, self.entries = Clock(), ModelledFleet(capacity), []
         self.processes, self._keeps = [], keeps_seconds
@@ -119,6 +126,7 @@ class Live:
             record=self.entries.append,
             move_seconds=MOVE,
             interval_seconds=interval,
+            **options,
         )
 
     def _start(self, one, places):

@@ -49,6 +49,7 @@ class LiveWishes:
         policies: The name of the policy: one.
         move_seconds: How long a job is taken to pause when its devices change.
         interval_seconds: The time between decisions when nothing happens.
+        learns_speeds: Whether speeds are those of the runs, once there are any.
         folder: A new folder for the record and for what jobs print.
     """
 
@@ -58,6 +59,7 @@ class LiveWishes:
     policies: tuple[str, ...]
     move_seconds: float
     interval_seconds: float
+    learns_speeds: bool = False
     folder: str
 
 
@@ -109,6 +111,7 @@ def run_command(wishes: LiveWishes) -> int:
             record=record,
             move_seconds=wishes.move_seconds,
             interval_seconds=wishes.interval_seconds,
+            learns_speeds=wishes.learns_speeds,
         )
         asked = _until_ended(schedule, file_of_jobs.more, stack)
     if asked is not None:

@@ -116,6 +116,7 @@ class LiveSchedule:
         record: Is given what was seen, decided and done.
         move_seconds: How long a job is taken to pause when its devices change.
         interval_seconds: The time between decisions when nothing happens.
+        learns_speeds: Whether a job's speeds are those of its run, once there is one.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class LiveSchedule:
         record: Callable[[Entry], None],
         move_seconds: float,
         interval_seconds: float,
+        learns_speeds: bool = False,
     ):
         self._waiting = sorted(jobs, key=_arrival)
         self._known = {one.name for one in jobs}
         self._active: list[_Live] = []
         self._fleet, self._start, self._record = fleet, start, record
         self._move_seconds, self._interval = move_seconds, interval_seconds
+        self._learns = learns_speeds
         self._tick = 0
         self.kinds = self._waiting[0].job.kinds
         self._nothing = (0,) * len(self.kinds)
@@ -203,7 +206,8 @@ class LiveSchedule:
             live.process.hear()
             if live.process.num_done is not None:
                 live.num_done = live.process.num_done
-            self._learn(live, live.process.times)
+            if self._learns:
+                self._learn(live, live.process.times)
             if code is None:
                 continue
             live.process, live.own = None, Places()
