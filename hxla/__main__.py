@@ -300,6 +300,8 @@ def _text(found: Inspection, args: argparse.Namespace) -> str:
 def _schedule(args: argparse.Namespace) -> str:
     from ._scheduler import _schedule_commands as commands
 
+    if args.learn_speeds:
+        raise ScheduleError("--learn-speeds is of run: a trace says how fast its jobs are")
     wishes = commands.ScheduleWishes(
         trace=args.trace,
         devices=args.devices,
@@ -332,6 +334,8 @@ def _schedule_live(args: argparse.Namespace) -> int:
     if of_traces:
         raise ScheduleError(f"--{of_traces[0].replace('_', '-')} is of simulate and explain")
     if args.what == "replay":
+        if args.learn_speeds:
+            raise ScheduleError("--learn-speeds is of run: a record says how fast its jobs were")
         said, code = commands.replay_command(args.trace, draw=args.draw)
         print(said, end="")
         return code
