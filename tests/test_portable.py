@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hxla._jax._compilation_events import num_compilations
-from hxla._jax._portable import portable
+from hxla._jax._portable import lowered_for, portable
 
 pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 
@@ -29,33 +29,50 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_gives_the_same_bits_where_it_is_loaded(name):
-    first, *_, last = jax.devices()
-    compiled = jax.jit(PROGRAMS[name]).lower(jax.device_put(X, first)).compile()
+def loaded(lowered, devices):
+    """What XLA made, on other devices; nothing is compiled again."""
+    compiled = lowered.compile()
     before = num_compilations()
-    loaded = portable(compiled).on([last])
+    found = portable(compiled).on(devices)
     assert num_compilations() == before
-    there = loaded(jax.device_put(X, last))
+    return found
+
+
+def compiled_again(lowered, devices):
+    """The same text, compiled for other devices; nothing is traced again."""
+    return lowered_for(lowered, devices).compile()
+
+
+both_ways = pytest.mark.parametrize("way", [loaded, compiled_again])
+
+
+@both_ways
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_the_same_bits_elsewhere(name, way):
+    first, *_, last = jax.devices()
+    lowered = jax.jit(PROGRAMS[name]).lower(jax.device_put(X, first))
+    there = way(lowered, [last])(jax.device_put(X, last))
     assert there.devices() == {last}
-    np.testing.assert_array_equal(compiled(jax.device_put(X, first)), there)
+    np.testing.assert_array_equal(lowered.compile()(jax.device_put(X, first)), there)
 
 
-def test_what_was_donated_is_gone_there_too():
+@both_ways
+def test_what_was_donated_is_gone_there_too(way):
     first, *_, last = jax.devices()
     add = jax.jit(lambda x, y: x + y, donate_argnums=0)
-    compiled = add.lower(*[jax.device_put(X, first)] * 2).compile()
+    lowered = add.lower(*[jax.device_put(X, first)] * 2)
     x, y = (jax.device_put(X, last) for _ in range(2))
-    np.testing.assert_array_equal(portable(compiled).on([last])(x, y), X + X)
+    np.testing.assert_array_equal(way(lowered, [last])(x, y), X + X)
     assert x.is_deleted()
     assert not y.is_deleted()
 
 
-def test_a_program_without_arguments_knows_its_devices():
+@both_ways
+def test_a_program_without_arguments_knows_its_devices(way):
     first, *_, last = jax.devices()
     here = jax.sharding.SingleDeviceSharding(first)
-    compiled = jax.jit(lambda: jnp.zeros(3), out_shardings=here).lower().compile()
-    assert portable(compiled).on([last])().devices() == {last}
+    lowered = jax.jit(lambda: jnp.zeros(3), out_shardings=here).lower()
+    assert way(lowered, [last])().devices() == {last}
 
 
 def mesh(devices):
@@ -64,7 +81,8 @@ def mesh(devices):
     )
 
 
-def test_collectives_go_between_the_devices_that_took_over():
+@both_ways
+def test_collectives_go_between_the_devices_that_took_over(way):
     here, there = mesh(jax.devices()[:4]), mesh(jax.devices()[:3:-1])
 
     def run(x):
@@ -74,10 +92,10 @@ def test_collectives_go_between_the_devices_that_took_over():
     spec = P("stage", "tensor")
     mapped = jax.shard_map(run, mesh=here, in_specs=spec, out_specs=spec)
     x = jax.device_put(X, NamedSharding(here, spec))
-    compiled = jax.jit(mapped).lower(x).compile()
+    lowered = jax.jit(mapped).lower(x)
     moved = jax.device_put(X, NamedSharding(there, spec))
-    found = portable(compiled).on(there.devices.flat[:].tolist())(moved)
-    np.testing.assert_array_equal(compiled(x), found)
+    found = way(lowered, there.devices.flat[:].tolist())(moved)
+    np.testing.assert_array_equal(lowered.compile()(x), found)
     assert found.sharding == moved.sharding
 
 
@@ -87,4 +105,6 @@ def test_a_program_that_calls_python_is_bound_to_its_devices(ordered):
         jax.debug.print("{}", x.sum(), ordered=ordered)
         return x
 
-    assert portable(jax.jit(run).lower(X).compile()) is None
+    lowered = jax.jit(run).lower(X)
+    assert lowered_for(lowered, jax.devices()[-1:]) is None
+    assert portable(lowered.compile()) is None

@@ -1,11 +1,14 @@
-"""A compiled program, taken over by other devices of its kind without compiling it again.
+"""A program taken over by other devices of its kind, without compiling or tracing it again.
 
 jax compiles a program for the devices that it names. What XLA made can be serialized, and loaded
 for others that are alike, which takes a thirtieth of the time: jax's persistent cache does so for
 GPUs of several processes. `jax.experimental.serialize_executable` insists on the devices of the
-compilation, so the device assignment and the shardings are replaced here.
+compilation, so the device assignment and the shardings are replaced here. What cannot be
+serialized, as what a CPU has from jax's persistent cache, is compiled from the same text, which
+says nothing of devices.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 from jax._src.compilation_cache import is_persistent_cache_enabled
 from jax._src.compiler import get_compile_options
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.named_sharding import UnspecifiedValue
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 
@@ -97,10 +101,50 @@ def portable(compiled: Any) -> Portable | None:
     return Portable(compiled=compiled, serialized=serialized)
 
 
+def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
+    """A program before compilation, for other devices; None if it is bound to its own.
+
+    Args:
+        lowered: A `jax.stages.Lowered`.
+        devices: As many as the program's own, of the same kinds in the same order.
+    """
+    own = lowered._lowering
+    args = own.compile_args
+    names = "in_shardings", "out_shardings", "intermediate_shardings"
+    shardings = [sharding for name in names for sharding in args[name] or ()]
+    known = NamedSharding | SingleDeviceSharding | UnspecifiedValue
+    is_bound = (
+        args["host_callbacks"]
+        or args["keepalive"]
+        or args["ordered_effects"]
+        or args["mut"] is not None
+        or own.const_args
+        or own._device_list is None
+        or not all(isinstance(s, known) for s in shardings)
+    )
+    if is_bound:
+        return None
+    others = dict(zip(own._device_list, devices, strict=True))
+    moved = copy.copy(own)
+    moved._device_list, moved._executable = xla_client.DeviceList(tuple(devices)), None
+    moved.compile_args = args | {name: _moved(args[name] or (), others) for name in names}
+    return jax.stages.Lowered(
+        moved,
+        lowered.args_info,
+        lowered.out_tree,
+        no_kwargs=lowered._no_kwargs,
+        in_types=lowered._in_types,
+        out_types=lowered._out_types,
+    )
+
+
 def _moved(shardings: Sequence[Any], others: Mapping[jax.Device, jax.Device]) -> tuple[Any, ...]:
     meshes: dict[Mesh, Mesh] = {}
     out: list[Any] = []
     for sharding in shardings:
+        if isinstance(sharding, UnspecifiedValue):
+            out.append(sharding)
+            continue
         if isinstance(sharding, SingleDeviceSharding):
             [own] = sharding.device_set
             out.append(SingleDeviceSharding(others[own], memory_kind=sharding.memory_kind))

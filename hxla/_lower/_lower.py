@@ -44,7 +44,7 @@ from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec
 from ._replica import Replica
 from ._segment_part import SegmentedSpec, last_packs, segmented_spec
-from ._segmented import Segmented
+from ._segmented import Segmented, parts_for
 from ._sharded_params import ShardedParams, param_groups
 from ._slots import make_slots
 from ._store import Store
@@ -313,7 +313,7 @@ class Programs:
             gatherer.adopt(list(flat))
         if len(local) > len(compiled):
             tell(f"loading the programs for all {len(local)} copies of the model")
-        programs = for_others(local, compiled, self._lowered, over, self._more)
+        programs = for_others(local, lowered, compiled, self._lowered, over, self._more)
         for runner, own in zip(self.runners, programs, strict=True):
             runner.adopt(own[: len(runner.names)])
             self._updates.adopt(own[len(runner.names) :])
@@ -451,7 +451,12 @@ def _segmented(programs: Programs, spec: SegmentedSpec) -> Made:
         )
     sequence = sequence_from_texts(len(spec.parts), chain.sequence)
     by_part = programs.plan.placement.zero > 1
-    return spec.contribution, lambda replica: Segmented(spec, sequence, replica, by_part)
+    parts = functools.cache(functools.partial(parts_for, spec))
+
+    def runner(replica: Replica) -> Segmented:
+        return Segmented(spec, parts(replica.devices[0].platform), sequence, replica, by_part)
+
+    return spec.contribution, runner
 
 
 def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:

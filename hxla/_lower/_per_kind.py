@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._jax._portable import portable
+from .._jax._portable import lowered_for, portable
 from ._replica import Replica
 
 _KIND = r"(?:all-|reduce-scatter|collective-)[a-z-]*"
@@ -74,6 +74,7 @@ def compile_all(
 
 def for_others(
     replicas: Sequence[Replica],
+    lowered: Mapping[int, Sequence[Any]],
     compiled: Mapping[int, Sequence[Any]],
     lower: Callable[[int], Sequence[Any]],
     over: Callable[..., Any] = map,
@@ -83,9 +84,10 @@ def for_others(
 
     Args:
         replicas: All that need programs.
-        compiled: Programs of the first replicas of each kind, by number.
-        lower: From the number of a replica to its programs before compilation. A program that is
-            bound to its devices is compiled for each.
+        lowered: Programs of the first replicas of each kind before compilation, by number.
+        compiled: The same, compiled.
+        lower: From the number of a replica to its programs before compilation: what is bound to its
+            devices is traced for each.
         over: Like `map`, perhaps on several threads.
         more: See `first_of_kind`.
 
@@ -93,18 +95,23 @@ def for_others(
         For each replica its programs, in the order of `lower`.
     """
     firsts = first_of_kind(replicas, more)
-    shared = {i for k, i in enumerate(firsts) if k != i}
-    found = {i: [portable(program) for program in compiled[i]] for i in shared}
-    lowered = {
-        k: lower(k) for k, i in enumerate(firsts) if k != i and any(p is None for p in found[i])
-    }
+    others = [(k, i) for k, i in enumerate(firsts) if k != i]
+    found = {i: [portable(program) for program in compiled[i]] for _, i in others}
+    again: dict[int, list[Any]] = {}  # of what is not portable, before compilation
+    for k, i in others:
+        again[k] = [
+            None if ours is not None else lowered_for(program, replicas[k].devices)
+            for ours, program in zip(found[i], lowered[i], strict=True)
+        ]
+        if any(a is None and b is None for a, b in zip(found[i], again[k], strict=True)):
+            again[k] = list(lower(k))
 
     def made(task: tuple[int, int]) -> Any:
         k, n = task
         if k in compiled:
             return compiled[k][n]
         ours = found[firsts[k]][n]
-        return ours.on(replicas[k].devices) if ours is not None else lowered[k][n].compile()
+        return ours.on(replicas[k].devices) if ours is not None else again[k][n].compile()
 
     nums = [len(compiled[i]) for i in firsts]
     flat = iter(over(made, [(k, n) for k, num in enumerate(nums) for n in range(num)]))
@@ -121,8 +128,11 @@ def for_each(
         lower: From the number of a replica to its program before compilation.
         more: See `first_of_kind`.
     """
-    compiled = {i: [lower(i).compile()] for i in sorted(set(first_of_kind(replicas, more)))}
-    return [own for [own] in for_others(replicas, compiled, lambda i: [lower(i)], more=more)]
+    firsts = sorted(set(first_of_kind(replicas, more)))
+    lowered = {i: [lower(i)] for i in firsts}
+    compiled = {i: [own.compile()] for i, [own] in lowered.items()}
+    found = for_others(replicas, lowered, compiled, lambda i: [lower(i)], more=more)
+    return [own for [own] in found]
 
 
 def named_texts(

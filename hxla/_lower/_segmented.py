@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,40 @@ class Running:
     microbatches: list[_Microbatch]
 
 
+class Parts(NamedTuple):
+    """The parts of a chain on some kind of device: tracing them takes longest.
+
+    Attributes:
+        each: In order.
+        same: For each the first that has the same programs.
+    """
+
+    each: tuple[SegmentPart, ...]
+    same: tuple[int, ...]
+
+
+def parts_for(spec: SegmentedSpec, platform: str) -> Parts:
+    """Make the parts.
+
+    Args:
+        spec: What to run.
+        platform: Of the devices.
+    """
+    shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+    wanted = wanted_values(spec.graph, spec.trained)
+    parts = [
+        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
+        for i in range(len(spec.parts))
+    ]
+    return Parts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
+
+
 class Segmented:
     """See the module; it is used as `Microbatches` is.
 
     Args:
         spec: What to run.
+        parts: Made of it for the platform of the device.
         sequence: What runs for a microbatch.
         replica: Its device.
         by_part: Whether sums are there only while their part runs; see `Layered`.
@@ -107,6 +136,7 @@ class Segmented:
     def __init__(
         self,
         spec: SegmentedSpec,
+        parts: Parts,
         sequence: SegmentSequence,
         replica: Replica,
         by_part: bool = False,
@@ -119,14 +149,8 @@ class Segmented:
         self._shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         if by_part:  # their zeros are made when they are needed
             self._shared = []
-        wanted = wanted_values(spec.graph, spec.trained)
-        self._parts = [
-            SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
-            for i in range(len(spec.parts))
-        ]
+        self._parts, self._same = parts
         self._crossing = crossing_values([part.stage.part for part in self._parts])
-        #: For each part the first that has the same programs.
-        self._same = firsts_alike(part.key for part in self._parts)
         jit = functools.partial(
             jax.jit, compiler_options=update_options(platform, spec.contribution.form)
         )
