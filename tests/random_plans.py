@@ -451,15 +451,20 @@ def _draw_set(form, rng, number, processes):
     if stage:
         shares = [rng.randint(1, 4) for _ in range(copies - 1)]
         shares.insert(rng.randrange(copies), rng.randint(1, 4))
+        if stage == 3:
+            sums["over"] = "device"
+        shard_groups = 1
+        if copies == 4 and sums["over"] == "device":
+            shard_groups = random.Random(f"{form} {number} groups").choice((1, 2))
+            shares = shares[: copies // shard_groups]
         zero = {"zero": stage, "shares": rng.choice(((), tuple(shares)))}
+        zero["shard_groups"] = shard_groups
         if stage > 1:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         where = random.Random(f"{form} {number} where")
         zero["optimizer"] = where.choice(("device", "host", "disk"))
         zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
         placed = placed.model_copy(update=zero)
-        if stage == 3:
-            sums["over"] = "device"
         sums.pop("sparse", None)
     counts, executors = draw(), 1
     if width == 1 and not form.chain and not form.counts:

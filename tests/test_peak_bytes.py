@@ -52,6 +52,8 @@ def peak(monkeypatch):
         (4, 2, {"zero": 2, "recompute": "boundaries"}),
         (4, 2, {"zero": 3, "recompute": "boundaries"}),
         (4, 1, {"zero": 3, "recompute": "boundaries", "waves": 2, "shares": [3, 1, 1, 1]}),
+        (4, 2, {"zero": 1, "shard_groups": 2}),
+        (4, 2, {"zero": 3, "recompute": "boundaries", "shard_groups": 2, "waves": 2}),
         (2, 2, {"zero": 1, "recompute": "boundaries", "offload": {"stash": "host"}}),
         (2, 1, {"zero": 3, "recompute": "boundaries", "offload": {"stash": "host"}}),
         (2, 2, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),

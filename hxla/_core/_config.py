@@ -201,6 +201,12 @@ class MemoryConfig(_Section):
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""
+    shard_groups: Literal["nodes"] | pydantic.PositiveInt | None = None
+    """With `zero`, the number of groups of copies that follow each other: those of a group share
+    the state out, and every group has all of it, so that parameters are gathered inside a group;
+    `nodes`, the copies of each node are a group. Sums are reduced inside groups and then over them.
+    No bit moves. Null: one group; or where the devices are described with their memory and links,
+    the nodes, if that is faster and fits."""
     recompute: Literal["none", "boundaries", "auto"] | None = None
     """What waits for the backward of a microbatch. With a word a microbatch runs as a chain of
     segments, each with programs of its own: `none` keeps the residuals of all; `boundaries` keeps

@@ -8,6 +8,9 @@ PyTree: TypeAlias = Any
 #: Mesh axis over which microbatches are spread.
 DATA_AXIS = "data"
 
+#: Mesh axis over groups of copies that each have all of the state, `data` being inside a group.
+SHARD_GROUP_AXIS = "shard_group"
+
 #: Mesh axis over which the devices of a copy cut it.
 TENSOR_AXIS = "tensor"
 

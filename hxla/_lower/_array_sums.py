@@ -139,8 +139,8 @@ def summed(
 
     Args:
         update: Traced.
-        compiled: For each local copy the programs of `lowered_sums`.
-        given: For each local copy the arguments of the update's program.
+        compiled: The programs of `lowered_sums`, for each local copy that has terms of its own.
+        given: For each of these the arguments of the update's program.
         exchange: Adds the bits of numbers over all processes.
         rank: Number of this process, and of all.
 
@@ -151,15 +151,15 @@ def summed(
     start = 0
     for k, level in enumerate(update.levels):
         here = range(len(given))
-        maxima = np.stack([np.asarray(compiled[i][2 * k](given[i], sums)) for i in here])
-        most = np.abs(maxima).max(axis=0)
         rows = np.zeros((rank[1], len(level)), np.float32)
-        rows[rank[0]] = most
+        for i in here:
+            found = np.abs(np.asarray(compiled[i][2 * k](given[i], sums)))
+            rows[rank[0]] = np.maximum(rows[rank[0]], found)
         most = exchange(rows).max(axis=0)
         exponents = exponents_for(np.where(np.isfinite(most), most, 0))
-        digits = np.sum(
-            [np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents)) for i in here], axis=0
-        ).astype(np.int32)
+        digits = np.zeros((len(level), _NUM_LIMBS, 4), np.int32)
+        for i in here:
+            digits += np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents))
         digits = exchange(digits)
         for n in range(len(level)):
             whole = value_of(digits[n], exponents[n])

@@ -44,7 +44,9 @@ class Elsewhere:
         if make_shelf is not None and own is not None:
             for i, replica in enumerate(local):
                 leaves = [own.like(k, replica.index) for k in state]
-                shelf = make_shelf(replica, update_groups(own.own, replica.index, leaves))
+                shelf = make_shelf(
+                    replica, update_groups(own.own, own.own.member(replica.index), leaves)
+                )
                 self.shelves.append(shelf)
                 self._away[i] = away_leaves(shelf, leaves)
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from .._core._errors import MeshError, PlanError
-from .._core._types import DATA_AXIS, PyTree
+from .._core._types import DATA_AXIS, SHARD_GROUP_AXIS, PyTree
 from .._plan._layout import names_of
 from ._replica import Replica
 
@@ -30,19 +30,24 @@ class GlobalArrays:
         replicas: All copies, those of other processes included.
         local: Those of this process.
         axes: Names and sizes of the mesh axes inside a copy.
-        places: For each place along `data` the numbers of the copies whose arrays are there.
+        places: For each place the numbers of the copies whose arrays are there.
+        num_members: The places of a group, which are those along `data`.
+        names: The mesh axes over the places: `data`, behind `shard_group` if there are several.
         mesh: Of all places and the axes.
         devices: Of the mesh.
 
     Args:
         replicas: All copies.
         over: See `SumsForm.over`.
+        shard_groups: See `Placement`; over the hosts there is one.
 
     Raises:
         MeshError: If JAX has no CPU backend, over the hosts.
     """
 
-    def __init__(self, replicas: Sequence[Replica], over: Literal["device", "host"]):
+    def __init__(
+        self, replicas: Sequence[Replica], over: Literal["device", "host"], shard_groups: int = 1
+    ):
         self.replicas = tuple(replicas)
         self.local = tuple(r for r in replicas if r.is_local)
         self.axes = replicas[0].axes
@@ -53,11 +58,14 @@ class GlobalArrays:
         else:
             self.places = tuple((r.index,) for r in replicas)
             self.devices = tuple(d for r in replicas for d in r.devices)
-        shape = (len(self.places), *(size for _, size in self.axes))
-        names = (DATA_AXIS, *(name for name, _ in self.axes))
-        self.mesh = Mesh(
-            np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
-        )
+        self.num_members = len(self.places) // shard_groups
+        outer = {SHARD_GROUP_AXIS: shard_groups} if shard_groups > 1 else {}
+        outer[DATA_AXIS] = self.num_members
+        self.names = tuple(outer)
+        names = (*self.names, *(name for name, _ in self.axes))
+        sizes = (*outer.values(), *(size for _, size in self.axes))
+        devices = np.array(self.devices).reshape(sizes)
+        self.mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
         here = jax.process_index()
         self._host = next(d for d in self.devices if d.process_index == here)
         #: Whether arrays wait in the memory in which they are computed.
@@ -79,13 +87,21 @@ class GlobalArrays:
             return SingleDeviceSharding(self._host)
         return NamedSharding(self.mesh, spec)
 
-    def lengths(self, of_copies: Sequence[int]) -> tuple[int, ...]:
-        """Elements at each place.
+    def stacked(self, spec: P) -> P:
+        """The spec of the arrays of all places, one after another in the first dimension.
 
         Args:
-            of_copies: Elements of each copy.
+            spec: How each of them lies on the axes.
         """
-        return tuple(sum(of_copies[c] for c in own) for own in self.places)
+        return P((*self.names, *names_of(spec[0] if len(spec) else None)), *spec[1:])
+
+    def lengths(self, of_copies: Sequence[int]) -> tuple[int, ...]:
+        """Elements at each place of a group.
+
+        Args:
+            of_copies: Elements of each copy of it.
+        """
+        return tuple(sum(of_copies[c] for c in own) for own in self.places[: self.num_members])
 
     def check_in_order(self) -> None:
         """Refuse places whose copies do not follow each other: they have one piece together.
@@ -137,7 +153,7 @@ class GlobalArrays:
             arrays = [own[i] for own, _ in flat]
             if self.over_hosts:
                 arrays = [functools.reduce(join, map(self._on_host, arrays))]
-            stacked.append(self._one(arrays, stacked_spec(spec)))
+            stacked.append(self._one(arrays, self.stacked(spec)))
         return jax.tree.unflatten(flat[0][1], stacked)
 
     def join(self, pieces: Sequence[jax.Array], lengths: Sequence[int]) -> jax.Array:
@@ -145,7 +161,7 @@ class GlobalArrays:
 
         Args:
             pieces: The first `lengths[copy]` elements of each count.
-            lengths: Of all copies.
+            lengths: Of all copies of a group; those of others have the same.
         """
         longest = max(self.lengths(lengths))
         if not self.over_hosts:
@@ -176,8 +192,9 @@ class GlobalArrays:
         if self.is_single:
             return arrays[0]
         shape = arrays[0].shape
+        num = len(self.places) if self.names[0] in names_of(spec[0]) else self.num_members
         return jax.make_array_from_single_device_arrays(
-            (len(self.places) * shape[0], *shape[1:]),
+            (num * shape[0], *shape[1:]),
             NamedSharding(self.mesh, spec),
             [s.data for x in arrays for s in x.addressable_shards],
         )
@@ -216,7 +233,7 @@ class GlobalArrays:
 
         Args:
             x: Over all places.
-            lengths: Of all copies.
+            lengths: Of all copies of a group.
         """
         if len(self.places) == len(self.replicas):
             return self.local_parts(x, P(DATA_AXIS))
@@ -237,11 +254,6 @@ def widened(x: jax.Array, size: int) -> jax.Array:
 def _widened(x: jax.Array, size: int) -> jax.Array:
     flat = x.reshape(-1)[:size]
     return jnp.pad(flat, (0, size - flat.size))
-
-
-def stacked_spec(spec: P) -> P:
-    """The spec of the arrays of all places, one after another in the first dimension."""
-    return P((DATA_AXIS, *names_of(spec[0] if len(spec) else None)), *spec[1:])
 
 
 def _by_process(replicas: Sequence[Replica]) -> tuple[tuple[int, ...], ...]:

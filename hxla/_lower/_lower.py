@@ -155,7 +155,8 @@ class Programs:
             release=plan.placement.sums == "released"
             or plan.pipeline is not None
             or groups is not None,
-            shares=None if self.own is None else self.own.shares,
+            own=self.own,
+            shard_groups=plan.placement.shard_groups,
             cuts=self._cuts_of_sums(uneven, replicas),
             groups=None if groups is None else [packs for _, packs in groups],
             has_waves=plan.placement.waves > 1,

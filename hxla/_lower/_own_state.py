@@ -46,14 +46,14 @@ class OwnState:
         self.own, self._reducer, self._leaves = own, reducer, list(leaves)
         self._shares, self.is_common = shares, tuple(is_common)
         #: What the copies at each place have together.
-        self._placed = shares.at(reducer.arrays.places)
+        self._placed = shares.at(reducer.arrays.places[: reducer.arrays.num_members])
 
     def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
         """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none."""
-        x = self._leaves[k]
-        if self.is_common[k] or self._shares.owners[k] == copy:
+        x, member = self._leaves[k], self.own.member(copy)
+        if self.is_common[k] or self._shares.owners[k] == member:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ShapeDtypeStruct((self._shares.own_size(k, x.size, copy),), x.dtype)
+        return jax.ShapeDtypeStruct((self._shares.own_size(k, x.size, member),), x.dtype)
 
     def take(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole leaf.
@@ -64,11 +64,11 @@ class OwnState:
             copy: Number of the copy.
             first: Its first granule, perhaps traced.
         """
-        owner = self._shares.owners[k]
-        if self.is_common[k] or owner == copy:
+        owner, member = self._shares.owners[k], self.own.member(copy)
+        if self.is_common[k] or owner == member:
             return x
         if owner is None:
-            return self._shares.piece(x, self._shares.granules[copy], first)
+            return self._shares.piece(x, self._shares.granules[member], first)
         return jnp.zeros(1, x.dtype)
 
     def owner(self, k: int) -> tuple[bool, int | None]:
@@ -77,12 +77,12 @@ class OwnState:
 
     def take_on_host(self, k: int, x: np.ndarray, copy: int) -> np.ndarray:
         """`take` of an array in host memory: no more of it goes to the device."""
-        owner = self._shares.owners[k]
-        if self.is_common[k] or owner == copy:
+        owner, member = self._shares.owners[k], self.own.member(copy)
+        if self.is_common[k] or owner == member:
             return x
         found = np.zeros(self.like(k, copy).shape, x.dtype)
         if owner is None:
-            first = self._shares.firsts[copy] * self._shares.granule(x.size)
+            first = self._shares.firsts[member] * self._shares.granule(x.size)
             piece = x.reshape(-1)[first : first + found.size]
             found[: piece.size] = piece
         return found
@@ -139,7 +139,7 @@ class OwnState:
         ]
 
     def _lengths(self, k: int) -> list[int]:
-        """Elements of each copy's part of a leaf; none where another copy owns the whole."""
+        """Elements of each part of a group of a leaf; none where another copy owns the whole."""
         size, shares = self._leaves[k].size, self._shares
         owner = shares.owners[k]
         return [

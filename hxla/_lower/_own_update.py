@@ -85,7 +85,7 @@ def own_update_program(
         chunks: For each bucket of the sums.
         replica: The copy.
     """
-    tensors, copy = spec.tensors, replica.index
+    tensors, copy = spec.tensors, own.member(replica.index)
     floats, num = tensors.floats, len(tensors.params)
     dtype = gathered_dtype(tensors.params)
 

@@ -131,7 +131,7 @@ class ShardedParams:
     def _pack_program(self, u: int, i: int) -> Any:
         """From what a local copy has of a unit to one array, as long as the longest."""
         chunks, replica, unit = self._chunks[u], self._reducer.local[i], self._units[u]
-        sent, copy = self._sent_dtype(u), replica.index
+        sent, copy = self._sent_dtype(u), self._own.member(replica.index)
 
         def hxla_pack(pieces: list[jax.Array]) -> jax.Array:
             flat = [x.reshape(-1).astype(unit.dtype or sent) for x in pieces]

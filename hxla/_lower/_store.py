@@ -188,7 +188,8 @@ class Store:
         """The first granule of a local copy."""
         if self._own is None:
             return np.int32(0)
-        return np.int32(self._own.own.shares.firsts[self._reducer.local[i].index])
+        own = self._own.own
+        return np.int32(own.shares.firsts[own.member(self._reducer.local[i].index)])
 
     def _taken(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole array of `Held.leaves`."""

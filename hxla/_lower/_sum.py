@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
-from .._plan._ownership import Shares
+from .._plan._ownership import Ownership, Shares
 from .._plan._stage_storage import piece_shape
 from ._across import Cut
 from ._chunks import Chunks, sum_of_rows
@@ -39,7 +39,7 @@ from ._contribution import (
     pack_specs,
     peaks_to_maxima,
 )
-from ._global_arrays import GlobalArrays, stacked_spec
+from ._global_arrays import GlobalArrays
 from ._host_sums import HostSums
 from ._options import extra_bytes
 from ._per_kind import firsts_alike
@@ -65,7 +65,8 @@ class Reducer:
         rows: Tensors of which only rows that are not zero are sent, with the most that a replica
             has.
         release: Whether what was added up is let go as soon as it is summed.
-        shares: Which part of each parameter's sum a copy gets; None: all get the whole.
+        own: Which part of each parameter's sum a copy gets; None: all get the whole.
+        shard_groups: Groups of copies that each share the sums out; see `Placement`.
         cuts: How tensors are cut, where this process is to send its own parts without padding.
         groups: Packs that are summed apart from the others, by `sum_group`; None: there are no
             groups, `reduce` sums everything.
@@ -83,15 +84,17 @@ class Reducer:
         packs: Sequence[Sequence[int]] | None = None,
         rows: Mapping[int, int] | None = None,
         release: bool = False,
-        shares: Shares | None = None,
+        own: Ownership | None = None,
+        shard_groups: int = 1,
         cuts: Sequence[Cut | None] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
         has_waves: bool = False,
     ):
         self._contribution, self._has_waves = contribution, has_waves
         self.releases = release
-        self.arrays = GlobalArrays(replicas, contribution.form.over)
-        if shares is not None:
+        self.arrays = GlobalArrays(replicas, contribution.form.over, shard_groups)
+        self._own = own
+        if own is not None:
             self.arrays.check_in_order()
         self._totals = Totals(self.arrays, contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
@@ -121,7 +124,7 @@ class Reducer:
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
         self._params, self._tensor_sizes = len(tensors.params), [x.size for x in tensors.floats]
         #: For each bucket how the sums of its parameters are shared out; none if they are not.
-        self.chunks = [] if shares is None else [self._chunks(own, shares) for own in self.buckets]
+        self.chunks = [] if own is None else [self._chunks(k, own.shares) for k in self.buckets]
         self._cuts = cuts or [None] * len(packs)
         #: Compiled, one for each bucket.
         self.programs: list[Any] = []
@@ -146,7 +149,7 @@ class Reducer:
         shape where replicas have several devices. As int32, they may take the place of a sum that
         is let go. If it is not the last they are chunks such as `before`.
         """
-        num, bucket = len(self.arrays.places), self._buckets[k]
+        num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
         rows = self._rows.get(bucket[0]) if bucket else None
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
@@ -181,8 +184,8 @@ class Reducer:
             if num == 1:
                 gathered, summed = [x[None] for x in own], ints
             elif own:
-                gathered = flatly(lambda x: jax.lax.all_gather(x, DATA_AXIS), own)
-                summed = flatly(lambda x: jax.lax.psum(x, DATA_AXIS), ints)
+                gathered = flatly(lambda x: jax.lax.all_gather(x, names), own)
+                summed = flatly(lambda x: jax.lax.psum(x, names), ints)
             else:
                 gathered, summed = [], []
             if self.chunks:
@@ -198,14 +201,16 @@ class Reducer:
         if self._inner or num > 1:
             own, ints = self._small(k)
             arguments = self._arguments(k)
-            specs: Any = self._total_specs(k) if is_last else P(DATA_AXIS)
-            made = own if is_last else [P(DATA_AXIS)]
+            specs: Any = self._total_specs(k) if is_last else P(names)
+            made = own if is_last else [P(names)]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
                 in_specs=(
-                    *jax.tree.map(stacked_spec, arguments, is_leaf=lambda x: isinstance(x, P)),
-                    P(DATA_AXIS),
+                    *jax.tree.map(
+                        self.arrays.stacked, arguments, is_leaf=lambda x: isinstance(x, P)
+                    ),
+                    P(names),
                 ),
                 out_specs=(made, ints, specs),
                 check_vma=False,
@@ -228,7 +233,9 @@ class Reducer:
         if not self.chunks:
             return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
         others = sum(self._tensor_sizes[j] for j in self._others(k))
-        own = [self.chunks[k].held(self.local[i].index)] if self.chunks[k].tensors else []
+        own = []
+        if self._own is not None and self.chunks[k].tensors:
+            own = [self.chunks[k].held(self._own.member(self.local[i].index))]
         return own + ([others] if others else [])
 
     def _sum_chunks(
@@ -238,14 +245,15 @@ class Reducer:
         before: list[tuple[jax.Array, ...]],
         is_last: bool,
     ) -> list[Any]:
-        """This place's chunk of the sums of parameters, and the whole of the others'."""
+        """This place's totals of the sums of parameters, and the whole of the others'."""
         parts = []
         for own in zip(*values, strict=True):
             rows = [list(x.reshape(n, -1)) for x, n in zip(own, self._pack_sizes(k), strict=True)]
             parts.append(dict(zip(self.buckets[k], itertools.chain(*rows), strict=True)))
         size = sum(self._tensor_sizes[i] for i in self._others(k))
         found = self._totals.shared_out(self.chunks[k], self._others(k), parts, before)
-        return self._totals.whole(found, size) if is_last else found
+        longest = max(self.arrays.lengths(self.chunks[k].lengths))
+        return self._totals.whole(found, longest, size) if is_last else found
 
     def _pack_sizes(self, k: int) -> list[int]:
         """Tensors of each pack of a bucket."""
@@ -303,7 +311,8 @@ class Reducer:
         longest = max(self.arrays.lengths(self.chunks[k].lengths))
         sizes = [longest] if self.chunks[k].tensors else []
         sizes += [self._totals.even_length(others)] if others else []
-        return [(self._shape((size,), P(), dtype),) * num for size in sizes]
+        parts = map(self._totals.part_of, sizes)
+        return [(self._shape((size,), P(), dtype),) * num for size in parts]
 
     @property
     def text(self) -> str:
@@ -330,7 +339,7 @@ class Reducer:
         """Of an array of all places whose parts have a shape."""
         arrays = self.arrays
         whole = (len(arrays.places) * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(stacked_spec(spec)))
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=arrays.sharding(arrays.stacked(spec)))
 
     def hold(self, sums: Sequence[DeviceSums]) -> Any:
         """What the local replicas added up, as `reduce` takes it; waits for nothing.

@@ -6,14 +6,14 @@ Chunks of integers are added, and then combined to floats; a chunk may wait as i
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core._types import DATA_AXIS
+from .._core._types import DATA_AXIS, SHARD_GROUP_AXIS
 from ._chunks import Chunks, moved, reduce_scatter, ring_sum
 from ._contribution import Contribution
 from ._global_arrays import GlobalArrays
@@ -66,6 +66,7 @@ class Totals:
     def __init__(self, arrays: GlobalArrays, contribution: Contribution):
         self._arrays, self._contribution = arrays, contribution
         self._dtype = jnp.dtype(contribution.form.dtype)
+        self._num_groups = len(arrays.places) // arrays.num_members
 
     def travels_as(self, x: jax.Array) -> Any:
         """Integers are never rounded."""
@@ -78,29 +79,43 @@ class Totals:
         return self.gathered(self.even_chunk(parts), parts[0].size)
 
     def even_chunk(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """This place's chunk of a flat sum of which all have as much."""
-        num = len(self._arrays.places)
+        """This place's part of a flat sum of which all have as much."""
+        num = self._arrays.num_members
         chunk = self.even_length(parts[0].size)
         padded = [jnp.pad(x, (0, chunk * num - x.size)) for x in parts]
         return self._scattered(padded, [chunk] * num)
 
     def even_length(self, size: int) -> int:
-        """Elements of such a chunk."""
-        return math.ceil(size / len(self._arrays.places))
+        """Elements of the chunk of each place of a group, of which it has what `part_of` says."""
+        return math.ceil(size / self._arrays.num_members)
+
+    def part_of(self, length: int) -> int:
+        """Elements that each place has of a chunk, of which every group has one."""
+        return math.ceil(length / self._num_groups)
 
     def gathered(self, parts: Sequence[jax.Array], size: int) -> jax.Array:
-        """The whole of a sum, combined, from the chunks of `even_chunk`."""
+        """The whole of a sum, combined, from the parts of `even_chunk`."""
         total = self._contribution.combine(*parts)
         if len(self._arrays.places) == 1:
             return total
+        total = self._of_groups(total, self.even_length(size))
+        return self._gathered(total, DATA_AXIS, size)
+
+    def _of_groups(self, total: jax.Array, length: int) -> jax.Array:
+        """A chunk of so many elements from the parts that the groups have of it, combined."""
+        if self._num_groups == 1:
+            return total
+        return self._gathered(total, SHARD_GROUP_AXIS, length)
+
+    def _gathered(self, total: jax.Array, axis: str, size: int) -> jax.Array:
+        gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
         if self._dtype != jnp.float32:
-            every = moved(_all_gather, total, self._dtype)
-            return every[:size]
+            return moved(gather, total, self._dtype)[:size]
         # Its bits are wanted, and cost a copy of the whole.
-        return jax.lax.bitcast_convert_type(_all_gather(as_bits(total))[:size], jnp.float32)
+        return jax.lax.bitcast_convert_type(gather(as_bits(total))[:size], jnp.float32)
 
     def own_chunk(self, chunks: Chunks, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """This place's chunk of the sum of tensors.
+        """This place's part of the sum of tensors: of the chunk of its group, if there are several.
 
         Args:
             chunks: How they are shared out.
@@ -110,7 +125,7 @@ class Totals:
         is_each = len(lengths) == len(chunks.lengths) > 1
         if not (self._arrays.is_ring and is_each and chunks.is_even):
             return self._scattered([chunks.flat(own) for own in parts], lengths)
-        return [
+        return self._over_groups(
             ring_sum(
                 functools.partial(chunks.of_copy, own),
                 len(lengths),
@@ -118,13 +133,29 @@ class Totals:
                 self.travels_as(own[0]),
             )
             for own in parts
-        ]
+        )
 
     def _scattered(self, parts: Sequence[jax.Array], lengths: Sequence[int]) -> list[jax.Array]:
         if len(lengths) == 1:
             return list(parts)
         ring = self._arrays.is_ring
-        return [reduce_scatter(x, lengths, DATA_AXIS, self.travels_as(x), ring) for x in parts]
+        return self._over_groups(
+            reduce_scatter(x, lengths, DATA_AXIS, self.travels_as(x), ring) for x in parts
+        )
+
+    def _over_groups(self, chunks: Iterable[jax.Array]) -> list[jax.Array]:
+        """This place's part of chunks of sums, added up over all groups."""
+        num, ring, found = self._num_groups, self._arrays.is_ring, []
+        for x in chunks:
+            if num > 1:
+                lengths = [self.part_of(x.size)] * num
+                padded = jnp.pad(x, (0, sum(lengths) - x.size))
+                found.append(
+                    reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, self.travels_as(x), ring)
+                )
+            else:
+                found.append(x)
+        return found
 
     def shared_out(
         self,
@@ -133,7 +164,7 @@ class Totals:
         parts: Sequence[Mapping[int, jax.Array]],
         before: Sequence[Sequence[jax.Array]],
     ) -> list[tuple[jax.Array, ...]]:
-        """This place's chunks of the sums of parameters, and of the others', if there are any.
+        """This place's part of the sums of parameters, and of the others', if there are any.
 
         Args:
             chunks: How parameters are shared out.
@@ -153,20 +184,20 @@ class Totals:
         pairs = zip(found, before, strict=True)
         return [tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs]
 
-    def whole(self, found: Sequence[Sequence[jax.Array]], num_others: int) -> list[jax.Array]:
+    def whole(
+        self, found: Sequence[Sequence[jax.Array]], longest: int, num_others: int
+    ) -> list[jax.Array]:
         """The totals of what `shared_out` gave.
 
         Args:
-            found: Chunks.
+            found: Parts.
+            longest: Elements of the largest chunk of parameters.
             num_others: Elements of the tensors that are no parameters, which all places get.
         """
         own = found[: len(found) - bool(num_others)]
-        totals = [self._contribution.combine(*parts) for parts in own]
+        combine = self._contribution.combine
+        totals = [self._of_groups(combine(*parts), longest) for parts in own]
         return totals + ([self.gathered(found[-1], num_others)] if num_others else [])
-
-
-def _all_gather(chunk: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(chunk, DATA_AXIS, tiled=True)
 
 
 def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:

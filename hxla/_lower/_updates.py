@@ -62,7 +62,9 @@ class Updates:
         self._sums: list[list[tuple[Any, Any]]] = []
         for replica in local:
             if own is not None:
-                arguments: Any = functools.partial(own_arguments, spec, own, chunks, replica.index)
+                arguments: Any = functools.partial(
+                    own_arguments, spec, own, chunks, own.member(replica.index)
+                )
                 if tier == "device":
                     self.programs.append(own_update_program(spec, own, chunks, replica))
             elif whole is not None:
@@ -73,7 +75,7 @@ class Updates:
             options = update_options(replica.devices[0].platform, spec.contribution.form)
             traced = self._traced
             self._sums.append([] if traced is None else sum_programs(traced, arguments, options))
-        firsts = [0 if own is None else own.shares.firsts[r.index] for r in local]
+        firsts = [0 if own is None else own.shares.firsts[own.member(r.index)] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
 
@@ -173,8 +175,15 @@ class Updates:
         if self._own is None:  # any copy has all terms
             sums = summed(self._traced, self.compiled[:1], read[:1], lambda x: x, (0, 1))
         else:
-            rank = jax.process_index(), jax.process_count()
-            sums = summed(self._traced, self.compiled, read, self._reducer.exchange, rank)
+            rank, local_copies = (jax.process_index(), jax.process_count()), self._reducer.local
+            terms = [i for i, r in enumerate(local_copies) if self._own.is_counted(r.index)]
+            sums = summed(
+                self._traced,
+                [self.compiled[i] for i in terms],
+                [read[i] for i in terms],
+                self._reducer.exchange,
+                rank,
+            )
         run = [streamed.run for streamed in self._streamed] or last
         if not self._streamed:  # one program reads all parameters
             local = [([*map(on_device, own[0])], *own[1:]) for own in local]

@@ -34,10 +34,10 @@ SUMMED_STATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What each copy of the model owns.
+    """What each copy of a group owns; where every copy shares with every other there is one group.
 
     Attributes:
-        granules: Of each copy.
+        granules: Of each copy of the group.
         owners: For each tensor the copy that owns the whole of it; None: it is cut.
     """
 
@@ -99,8 +99,8 @@ class Ownership:
 
     Attributes:
         update: The update, from trained parameters and the optimizer's state to their next values.
-        granules: Of each copy.
-        owners: For each domain of the update the copy that owns it; None: it is cut.
+        granules: Of each copy of a group; all groups have the same.
+        owners: For each domain of the update the copy of a group that owns it; None: it is cut.
         num_params: Trained parameters.
         cuts_params: Whether each copy has only its share of the parameters, as of the state.
     """
@@ -110,6 +110,14 @@ class Ownership:
     owners: tuple[int | None, ...]
     num_params: int
     cuts_params: bool = False
+
+    def member(self, copy: int) -> int:
+        """The number in its group of one of all copies."""
+        return copy % len(self.granules)
+
+    def is_counted(self, copy: int) -> bool:
+        """Whether one of all copies is of the first group, what others have being the same."""
+        return copy < len(self.granules)
 
     @property
     def is_alone(self) -> bool:
@@ -162,8 +170,9 @@ class Ownership:
         return len(self.update.closed.jaxpr.outvars)
 
     def program_key(self, copy: int) -> Any:
-        """Copies of equal keys run the same programs."""
-        return self.granules[copy], tuple(o == copy for o in self.owners)
+        """Of all copies those of equal keys run the same programs."""
+        member = self.member(copy)
+        return self.granules[member], tuple(o == member for o in self.owners)
 
     def _of(self, domains: Sequence[int | None]) -> Shares:
         return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))
@@ -180,7 +189,7 @@ def ownership(
     Args:
         optimizer: The user's own.
         params: Shapes of the trained parameters.
-        granules: Of each copy.
+        granules: Of each copy of a group.
         clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
     found, arrays = traced_update(optimizer, params, clip_norm)

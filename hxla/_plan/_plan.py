@@ -137,8 +137,14 @@ class Plan(PlanValue):
 
     @property
     def granules(self) -> tuple[int, ...]:
-        """With ZeRO, what each copy of the model owns of the optimizer's state, in granules."""
-        return self.placement.shares or (1,) * len(self.replicas)
+        """With ZeRO, what each copy of a group owns of the optimizer's state, in granules."""
+        return self.placement.shares or (1,) * (len(self.replicas) // self.placement.shard_groups)
+
+    @property
+    def owned_parts(self) -> tuple[float, ...]:
+        """With ZeRO, the part of the optimizer's state that each copy of the model has."""
+        parts = tuple(own / sum(self.granules) for own in self.granules)
+        return parts * self.placement.shard_groups
 
     @property
     def parameter_bytes(self) -> int:
@@ -225,6 +231,8 @@ class Plan(PlanValue):
             # Sums over a whole tensor depend on the program around them.
             own = self.granules if decides else ()
             found["zero"] = [self.placement.whole, own, *self.placement.tier_of_whole]
+            if self.placement.shard_groups > 1:
+                found["shard_groups"] = self.placement.shard_groups
         if self.sums.kind == "float":
             found["sums"] = [self.sums.model_dump(), self.counts, self.placement.waves]
         return found

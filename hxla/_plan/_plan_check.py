@@ -217,6 +217,10 @@ def _of_shares(plan: Any) -> Iterator[str]:
     if not placement.zero:
         if placement.shares:
             yield "placement.shares: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+        if placement.shard_groups > 1:
+            yield (
+                "placement.shard_groups: they are of ZeRO's stages, set placement.zero to 1, 2 or 3"
+            )
         if placement.whole:
             yield "placement.whole: it is of ZeRO's stages, set placement.zero to 1, 2 or 3"
         if placement.optimizer != "device":
@@ -239,13 +243,45 @@ def _of_shares(plan: Any) -> Iterator[str]:
         )
     if placement.zero > 1 and plan.chain is None:
         yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
-    if placement.shares and len(placement.shares) != num:
-        yield f"placement.shares: {len(placement.shares)} for {num} copies of the model"
+    groups = placement.shard_groups
+    if groups > 1:
+        yield from _of_shard_groups(plan)
+    if placement.shares and num % groups == 0 and len(placement.shares) != num // groups:
+        of = f"in each of {groups} groups" if groups > 1 else "of the model"
+        yield f"placement.shares: {len(placement.shares)} for {num // groups} copies {of}"
     if plan.sums.sparse:
         yield (
             "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
             "use 0"
         )
+
+
+def _of_shard_groups(plan: Any) -> Iterator[str]:
+    num, groups = len(plan.replicas), plan.placement.shard_groups
+    if num % groups or num == groups:
+        yield (
+            f"placement.shard_groups: {num} copies of the model do not make {groups} groups of "
+            "equal size, of two or more: use another number"
+        )
+        return
+    if plan.sums.over == "host":
+        yield (
+            "placement.shard_groups: over the host the copies of a process have one place, in one "
+            "group: use 1, or sums.over 'device'"
+        )
+    arithmetic = {device.rank: device.arithmetic for device in plan.devices}
+    kinds = [tuple(arithmetic.get(rank, "") for rank in r.devices) for r in plan.replicas]
+    size = num // groups
+    for member in range(size):
+        same = kinds[member::size]
+        if len(set(same)) > 1:
+            copies = ", ".join(map(str, range(member, num, size)))
+            of = " and ".join(sorted({kind for own in same for kind in own}))
+            yield (
+                f"placement.shard_groups: copies {copies} update the same, and are of unlike kinds "
+                f"({of}): they would drift apart. Use 1, or groups in which the same kinds follow "
+                "each other"
+            )
 
 
 def _of_pipeline(plan: Any) -> Iterator[str]:

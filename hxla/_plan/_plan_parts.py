@@ -246,10 +246,12 @@ class Placement(PlanValue):
             state may then be anywhere); 2, sums of gradients are shared out as soon as a
             segment of `chain` has all of its own; 3, parameters are shared out too, and gathered
             for each segment.
-        shares: With `zero`, the granules that each copy owns of every parameter and its state;
-            empty: one each.
+        shares: With `zero`, the granules that each copy of a group owns of every parameter and its
+            state; empty: one each.
+        shard_groups: With `zero`, the number of groups of copies that follow each other: those of a
+            group share out the state among themselves, and every group has all of it.
         whole: With `zero`, the parameters that the optimizer treats as a whole, each of which one
-            copy owns.
+            copy of a group owns.
         waves: With `zero` of 2 or 3, in how many waves each copy runs its microbatches of a step,
             one through all segments before the next: what waits for backwards is of one wave,
             and what is gathered and summed travels once in each.
@@ -263,6 +265,7 @@ class Placement(PlanValue):
     stash: Literal["device", "host"] = "device"
     zero: Literal[0, 1, 2, 3] = 0
     shares: tuple[pydantic.PositiveInt, ...] = ()
+    shard_groups: pydantic.PositiveInt = 1
     whole: tuple[str, ...] = ()
     waves: pydantic.PositiveInt = 1
     sums: Literal["kept", "released"] = "kept"

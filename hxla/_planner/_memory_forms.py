@@ -42,7 +42,14 @@ from .._schedule._sequence_replay import (
     while_running,
 )
 from ._chain_texts import Waits, boundary_texts, keep_texts
-from ._memory_values import ChainBytes, CopyDevice, MemoryForm, ModelBytes, Recompute
+from ._memory_values import (
+    ChainBytes,
+    CopyDevice,
+    MemoryForm,
+    ModelBytes,
+    Recompute,
+    Travel,
+)
 from ._recompute import best_sequence, keep_all, least_memory
 from ._split_sizes import SplitDevice, best_sizes
 
@@ -57,8 +64,10 @@ class MemoryForms:
     Args:
         model: What a copy takes.
         devices: Of the copies, one each.
-        shares: Stated granules of each copy, `even`, or `auto`: as memory and speed want them.
-        gather_seconds: Of all parameters as float32.
+        shares: Stated granules of each copy of a group, `even`, or `auto`: as memory and speed want
+            them.
+        travel: What travels takes; None: no time.
+        shard_groups: Groups of copies that share the state out; a multiple of as many devices.
         waves: Of stages 2 and 3; None: the fewest with which boundaries fit.
         tier: Where the optimizer's state waits, of which the model's bytes are those on the device.
         stash: Where what waits for backwards is, in chains.
@@ -71,7 +80,8 @@ class MemoryForms:
         devices: Sequence[CopyDevice],
         *,
         shares: Literal["auto", "even"] | Sequence[int] = "auto",
-        gather_seconds: float = 0.0,
+        travel: Travel | None = None,
+        shard_groups: int = 1,
         waves: int | None = 1,
         tier: Tier = "device",
         stash: HostTier = "device",
@@ -80,7 +90,8 @@ class MemoryForms:
         self._parameters = parameters
         self._tier, self._stash, self._waves = tier, stash, waves
         self._model, self._devices = model, tuple(devices)
-        self._shares, self._gather_seconds = shares, gather_seconds
+        self._shares, self._travel, self._num_groups = shares, travel or Travel(), shard_groups
+        self._members = len(self._devices) // shard_groups
 
     @functools.cached_property
     def _chain(self) -> ChainBytes:
@@ -99,13 +110,7 @@ class MemoryForms:
         Args:
             forms: Stages of ZeRO and what is asked of the chain.
         """
-        found = [self.form(zero, recompute) for zero, recompute in forms]
-        return tuple(
-            sorted(
-                found,
-                key=lambda f: (not f.fits, f.extra_seconds if f.fits else f.lack_bytes),
-            )
-        )
+        return best_of([self], forms)
 
     def form(self, zero: int, recompute: Recompute | None) -> MemoryForm:
         """One of them.
@@ -161,7 +166,7 @@ class MemoryForms:
             moved, on_host = replay.moved_bytes, replay.host_bytes
         elif peak is None:
             peak = keep_all(self._chain.fused).peak_bytes
-        summing = model.summing(zero, len(self._devices))
+        summing = model.summing(zero, self._members if zero else len(self._devices))
         if summing > gradients + peak:
             gradients, peak = 0, 0
         else:
@@ -196,7 +201,7 @@ class MemoryForms:
         gather = chain.part_gathered * (zero > 2)
         # Sums travel as often as waves run, and so do the gathers of stage 3.
         again = model.num_sums + 2 * gather
-        extra = (gather + (waves - 1) * again) * self._gather_seconds
+        extra = (gather + (waves - 1) * again) * self._travel.gather
         texts = replay.sequence.written
         found = self._with_shares(zero, recompute, texts, needs, replay.seconds, extra, waves)
         if zero > 2:
@@ -222,8 +227,8 @@ class MemoryForms:
         if self._parameters == "device":
             return form
         trained, of_part = self._model.trained, self._chain.parameter_bytes
-        granules = form.shares or (1,) * len(self._devices)
-        own = [trained * share / sum(granules) for share in granules]
+        granules = form.shares or (1,) * self._members
+        own = [trained * share / sum(granules) for share in granules * self._num_groups]
         # Each run of a segment gathers its own, and the update has all of them once, both ways.
         gathered = form.waves * sum(of_part[i] for i, _ in runs_by_segment(replay.sequence))
         factor = 2 + gathered / trained if trained else 0.0
@@ -245,9 +250,9 @@ class MemoryForms:
         waves: int = 1,
     ) -> MemoryForm:
         granules = self._granules(zero, [need.total for need in needs], waves)
-        kept = self._model.num_sums if waves > 1 else 1
+        kept = self._model.kept_sums(waves, self._num_groups)
         held = []
-        for need, own in zip(needs, granules, strict=True):
+        for need, own in zip(needs, granules * self._num_groups, strict=True):
             part = own / sum(granules) if zero else 1.0
             each = self._model.trained * part
             optimizer = self._model.optimizer * part
@@ -265,12 +270,17 @@ class MemoryForms:
         alike = len(set(granules)) == 1
         if seconds is not None:
             extra_seconds += self._slowest(seconds) - self._slowest(self._kept.seconds)
+        if zero and self._num_groups > 1:
+            # Groups are for what must be shared out: alone they are no reason to leave whole state.
+            travels = self._travel.of_groups(self._model.num_sums, waves)
+            extra_seconds = max(extra_seconds + travels, 0.0)
         return MemoryForm(
             zero=zero,
             tier=self._tier,
             recompute=recompute,
             sequence=sequence,
             shares=() if alike or not zero else tuple(n // common for n in granules),
+            shard_groups=self._num_groups if zero else 1,
             waves=waves,
             held=tuple(held),
             extra_seconds=extra_seconds,
@@ -303,8 +313,8 @@ class MemoryForms:
         return max(d.num_microbatches * seconds / d.speed for d in self._devices)
 
     def _granules(self, zero: int, needs: Sequence[float], waves: int = 1) -> tuple[int, ...]:
-        """Of each copy, with which all fit if any do."""
-        num = len(self._devices)
+        """Of each copy of a group, with which all fit if any do."""
+        num = self._members
         if not zero or self._shares == "even":
             return (1,) * num
         if not isinstance(self._shares, str):
@@ -313,13 +323,14 @@ class MemoryForms:
         devices = [
             SplitDevice(
                 name=device.name,
-                unit_seconds=1 / device.speed,
+                unit_seconds=1 / min(own.speed for own, _ in same),
                 memory_bytes=device.memory_bytes,
                 fixed_bytes=need,
             )
-            for device, need in zip(self._devices, needs, strict=True)
+            for same in self._same_parts(needs)
+            for device, need in [_fullest(same)]
         ]
-        shared = self._model.state(zero, waves)[1]
+        shared = self._model.state(zero, waves, self._num_groups)[1]
         if zero > 2 and self._parameters == "host":
             shared -= self._model.trained
         try:
@@ -329,12 +340,12 @@ class MemoryForms:
 
     def _levelled(self, needs: Sequence[float], shared: float) -> tuple[int, ...]:
         """The granules with which the fullest device has most left."""
-        num = len(self._devices)
+        num = self._members
         total = GRANULES_OF_A_COPY * num
         granules = [1] * num
         fullest_last = [
             (-(d.room - n - shared / total), 1, i)
-            for i, (d, n) in enumerate(zip(self._devices, needs, strict=True))
+            for i, (d, n) in enumerate(map(_fullest, self._same_parts(needs)))
         ]
         heapq.heapify(fullest_last)
         for _ in range(total - num):
@@ -342,6 +353,11 @@ class MemoryForms:
             granules[i] = own + 1
             heapq.heapreplace(fullest_last, (lack + shared / total, own + 1, i))
         return tuple(granules)
+
+    def _same_parts(self, needs: Sequence[float]) -> list[list[tuple[CopyDevice, float]]]:
+        """For each copy of a group the devices of those that have the same, and what they need."""
+        pairs = list(zip(self._devices, needs, strict=True))
+        return [pairs[member :: self._members] for member in range(self._members)]
 
     def _most_left(self, whole: int, shared: float) -> float:
         """Bytes beside the state that every device can have left, as its shares may be."""
@@ -351,7 +367,7 @@ class MemoryForms:
             granules = self._granules(int(shared > 0), ())
         return min(
             d.room - whole - shared * own / sum(granules) - self._model.inputs
-            for d, own in zip(self._devices, granules, strict=True)
+            for d, own in zip(self._devices, granules * self._num_groups, strict=True)
         )
 
     def _as_asked(self, recompute: Recompute, *, layered: bool = False) -> SequenceReplay:
@@ -377,3 +393,27 @@ class MemoryForms:
             return best_sequence(costs, max(int(limit), 0))
         except PlanError:
             return least_memory(costs)
+
+
+def best_of(
+    ways: Sequence[MemoryForms], forms: Sequence[tuple[int, Recompute | None]]
+) -> tuple[MemoryForm, ...]:
+    """`MemoryForms.best`, with several numbers of groups.
+
+    Args:
+        ways: For each number; of equal forms that of the first is taken first.
+        forms: Stages of ZeRO and what is asked of the chain.
+    """
+    found = [
+        way.form(zero, recompute)
+        for zero, recompute in forms
+        for way in (ways if zero else ways[:1])
+    ]
+    return tuple(
+        sorted(found, key=lambda f: (not f.fits, f.extra_seconds if f.fits else f.lack_bytes))
+    )
+
+
+def _fullest(devices: Sequence[tuple[CopyDevice, float]]) -> tuple[CopyDevice, float]:
+    """Of devices and what each needs that which has least left."""
+    return min(devices, key=lambda own: own[0].room - own[1])

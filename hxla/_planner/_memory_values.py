@@ -11,6 +11,8 @@ from ._chain_texts import num_again
 
 Recompute = Literal["none", "boundaries", "auto"]
 
+_ROUNDING_BYTES = 1e-6  # of sums of parts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainBytes:
@@ -62,17 +64,28 @@ class ModelBytes:
     values: int
     chain: Callable[[], ChainBytes]
 
-    def state(self, zero: int, waves: int = 1) -> tuple[int, float]:
+    def kept_sums(self, waves: int, shard_groups: int) -> float:
+        """Words of a parameter that a copy keeps of its own sums, in stages 2 and 3.
+
+        Between waves each group has a part of the chunks, and at the end totals of one word.
+
+        Args:
+            waves: In which microbatches run.
+            shard_groups: Of copies that share the state.
+        """
+        return max(self.num_sums / shard_groups, 1.0) if waves > 1 else 1.0
+
+    def state(self, zero: int, waves: int = 1, shard_groups: int = 1) -> tuple[int, float]:
         """Bytes of the state that each copy has whole, and of what all copies have together.
 
-        From stage 2 on sums are totals of one word, or between waves whole sums; those of a segment
-        are none of the state.
+        From stage 2 on sums are what `kept_sums` says; those of a segment are none of the state.
 
         Args:
             zero: The stage of ZeRO.
             waves: In which microbatches run.
+            shard_groups: Of copies that share the state.
         """
-        between = self.trained * (self.num_sums if waves > 1 else 1)
+        between = self.trained * self.kept_sums(waves, shard_groups)
         each, own, sums = self.parameters, self.trained, self.trained * self.num_sums
         return (
             (each + sums + int(self.optimizer), 0.0),
@@ -92,6 +105,34 @@ class ModelBytes:
         bucket = min(self.bucket, self.trained) if num > 1 else 0
         copies = self.num_sums * (1 + 2 / num) if not zero else self.num_sums * (1 + 1 / num) + 1
         return totals + bucket * copies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Travel:
+    """Seconds of what travels between copies of the model, of all parameters as float32.
+
+    Attributes:
+        gather: Of a gather, or a reduce-scatter, in all groups of copies that share the state.
+        all_copies: Of the same over all copies.
+        across: Of the same over the groups, of what each copy has of its own.
+    """
+
+    gather: float = 0.0
+    all_copies: float = 0.0
+    across: float = 0.0
+
+    def of_groups(self, num_sums: int, waves: int) -> float:
+        """Of a step, what groups take beyond sums and gathers over all copies; below 0 if less.
+
+        In each wave sums are reduced and scattered inside groups and then over them; at the end
+        floats are gathered over them.
+
+        Args:
+            num_sums: Arrays in which gradients are summed.
+            waves: In which microbatches run.
+        """
+        inside = (num_sums + 1) * (self.gather - self.all_copies)
+        return inside + (num_sums * waves + 1) * self.across
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +165,8 @@ class MemoryForm:
         zero: The stage of ZeRO.
         recompute: What was asked of the chain of segments; None: a microbatch is one program.
         sequence: Of the chain, as a plan has it.
-        shares: Of each copy, in lowest terms; empty: even.
+        shares: Of each copy of a group, in lowest terms; empty: even.
+        shard_groups: Of copies that share the state out.
         waves: In which the microbatches of a device run, in stages 2 and 3.
         tier: Where the optimizer's state waits.
         stash: Where what waits for backwards of a chain is.
@@ -141,6 +183,7 @@ class MemoryForm:
     recompute: Recompute | None
     sequence: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
+    shard_groups: int = 1
     waves: int = 1
     tier: Tier = "device"
     stash: HostTier = "device"
@@ -154,7 +197,7 @@ class MemoryForm:
     @property
     def fits(self) -> bool:
         """Whether every device holds what it has to."""
-        return self.lack_bytes <= 0
+        return self.lack_bytes <= _ROUNDING_BYTES
 
     def __str__(self) -> str:
         parts = [f"memory.zero {self.zero}" if self.zero else "whole state"]
@@ -165,6 +208,8 @@ class MemoryForm:
             )
         if self.waves > 1:
             parts.append(f"{self.waves} waves")
+        if self.shard_groups > 1:
+            parts.append(f"in {self.shard_groups} groups")
         if self.shares:
             parts.append("shares " + ":".join(map(str, self.shares)))
         if self.stash != "device":

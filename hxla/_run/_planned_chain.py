@@ -1,5 +1,7 @@
 """How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 
@@ -7,7 +9,6 @@ import jax
 
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
-from .._cluster._transfers import ring_transfers, transfer_seconds
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
@@ -26,11 +27,24 @@ from .._plan._plan_parts import (
     Tier,
 )
 from .._planner._inner_split import described_speed
-from .._planner._memory_forms import MemoryForms
-from .._planner._memory_values import ChainBytes, CopyDevice, MemoryForm, ModelBytes, Recompute
+from .._planner._memory_forms import MemoryForms, best_of
+from .._planner._memory_values import (
+    ChainBytes,
+    CopyDevice,
+    MemoryForm,
+    ModelBytes,
+    Recompute,
+)
+from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
 from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
-from ._shared_state import could_share, may_wait, stages_to_try, with_shared_state
+from ._shared_state import (
+    could_share,
+    group_options,
+    may_wait,
+    stages_to_try,
+    with_shared_state,
+)
 from ._state_elsewhere import PART_ON_DEVICE, on_hosts
 from ._traced_job import TracedJob
 
@@ -57,6 +71,14 @@ def with_memory(
     """
     stages, asked = stages_to_try(job, plan), job.settings.memory.recompute
     tier: Tier = job.settings.memory.offload.optimizer or "device"
+    groups = group_options(job, plan, cluster)
+    if 1 not in groups:
+        stages = tuple(stage for stage in stages if stage)
+        if not stages:
+            raise PlanError(
+                "memory.shard_groups needs memory.zero of 1 to 3, and copies of one device that "
+                "share the state: set it, or leave them out"
+            )
     if job.settings.memory.waves is not None:
         stages = tuple(stage for stage in stages if stage > 1)
         if not stages:
@@ -81,17 +103,20 @@ def with_memory(
             "the mesh file, or set 'none' or 'boundaries'"
         )
     to_try = _to_try(job, plan, stages, is_described)
-    forms = _forms(job, plan, cluster, tier)
+    model = _model_bytes(job, plan)
+    ways = [_forms(job, plan, cluster, model, tier, num) for num in groups]
+    forms = ways[0]
     if to_try[0][1] is None and not (devices is None and is_described):
         sure = forms.surely(to_try[0][0])
         if sure.fits:
             return _in_form(job, plan, cluster, sure)
-    best, *others = forms.best(to_try if is_described else to_try[:1])
-    if not best.fits and may_wait(job, plan, cluster):
-        elsewhere = _forms(job, plan, cluster, "host")
-        on_host = elsewhere.best(list(dict.fromkeys((max(s, 1), again) for s, again in to_try)))
+    best, *others = best_of(ways, to_try) if is_described else ways[0].best(to_try[:1])
+    if not best.fits and may_wait(job, plan, cluster, len(plan.replicas) // min(groups)):
+        elsewhere = [_forms(job, plan, cluster, model, "host", num) for num in groups]
+        shared = list(dict.fromkeys((max(s, 1), again) for s, again in to_try))
+        on_host = best_of(elsewhere, shared)
         if on_host[0].fits:
-            forms, others = elsewhere, [*on_host[1:], best, *others]
+            forms, others = elsewhere[0], [*on_host[1:], best, *others]
             best = on_host[0]
     found = _in_form(job, plan, cluster, best)
     if best.recompute is None and devices is not None and best.fits:
@@ -194,10 +219,12 @@ def _to_try(
     return found
 
 
-def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryForms:
+def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
+    """What a copy takes, with the optimizer's state on the device."""
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
 
+    @functools.cache
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
         away = job.settings.memory.offload.stash != "device"
@@ -210,24 +237,32 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
             gathered_bytes=tuple(gathered_bytes(job, size, keeps_roundings=is_exact)),
         )
 
+    return ModelBytes(
+        parameters=plan.parameter_bytes,
+        trained=4 * sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained)),
+        num_sums=plan.sums.num_parts,
+        optimizer=job.optimizer_bytes(size),
+        bucket=plan.sums.bucket_mib << 20,
+        keeps_sums=plan.placement.sums == "kept",
+        inputs=job.batch_bytes(size),
+        values=sum(value.num_bytes for value in graph_of(graph).values),
+        chain=chain,
+    )
+
+
+def _forms(
+    job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, tier: Tier, groups: int
+) -> MemoryForms:
     shares = job.settings.memory.shares
+    on_device = 1 if tier == "device" else PART_ON_DEVICE
+    travel = travel_of(plan, cluster, groups)
     compute = job.precision.compute
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
     devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
     speeds = [described_speed(device, compute) for device in devices]
     return MemoryForms(
-        ModelBytes(
-            parameters=plan.parameter_bytes,
-            trained=4 * sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained)),
-            num_sums=plan.sums.num_parts,
-            optimizer=job.optimizer_bytes(size) * (1 if tier == "device" else PART_ON_DEVICE),
-            bucket=plan.sums.bucket_mib << 20,
-            keeps_sums=plan.placement.sums == "kept",
-            inputs=job.batch_bytes(size),
-            values=sum(value.num_bytes for value in graph_of(graph).values),
-            chain=chain,
-        ),
+        dataclasses.replace(model, optimizer=model.optimizer * on_device),
         [
             CopyDevice(
                 name=f"device {replica.devices[0]} ({device.label})",
@@ -238,7 +273,8 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
             for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
-        gather_seconds=_gather_seconds(plan, cluster) if is_timed else 0.0,
+        travel=travel if is_timed else None,
+        shard_groups=groups,
         tier=tier,
         stash=job.settings.memory.offload.stash,
         parameters=job.settings.memory.offload.parameters,
@@ -246,23 +282,12 @@ def _forms(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> MemoryFo
     )
 
 
-def _gather_seconds(plan: Plan, cluster: Cluster) -> float:
-    """Of all parameters over the copies in rings, by the slowest link; 0: no link is described.
-
-    The rings of all places of a copy are at once and share their nodes' network cards.
-    """
-    num = len(plan.replicas)
-    size = plan.parameter_bytes / num / len(plan.replicas[0].devices)
-    columns = zip(*(replica.devices for replica in plan.replicas))  # noqa: B905
-    transfers = [transfer for ranks in columns for transfer in ring_transfers(cluster, ranks, size)]
-    times = transfer_seconds(cluster, transfers)
-    return (num - 1) * max((seconds for seconds in times if seconds is not None), default=0.0)
-
-
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
     """The plan as a form has it."""
     shares = form.shares if could_share(plan) else ()
-    plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier)
+    plan = with_shared_state(
+        job, plan, cluster, form.zero, shares, form.tier, shard_groups=form.shard_groups
+    )
     if form.recompute is None:
         _check_segments(job)
         return plan

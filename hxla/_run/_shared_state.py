@@ -13,13 +13,21 @@ from .._plan._ownership import SUMMED_STATE, Ownership, ownership
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
 from .._planner._complete import placement_for
+from .._planner._shard_groups import groups_of_nodes
 from .._planner._state_bytes import STAGES
 from ._state_elsewhere import PART_ON_DEVICE, check_host, fits_host, words
 from ._traced_job import TracedJob
 
 
 def with_shared_state(
-    job: TracedJob, plan: Plan, cluster: Cluster, stage: int, shares: tuple[int, ...], tier: Tier
+    job: TracedJob,
+    plan: Plan,
+    cluster: Cluster,
+    stage: int,
+    shares: tuple[int, ...],
+    tier: Tier,
+    *,
+    shard_groups: int = 1,
 ) -> Plan:
     """The plan with the optimizer's state shared out, as all stages of ZeRO but 0 have it.
 
@@ -28,8 +36,9 @@ def with_shared_state(
         plan: Of it, with the state whole on every copy.
         cluster: Its devices.
         stage: Of ZeRO; that of the plan is 1, until it has the segments that others need.
-        shares: Of each copy, in lowest terms; empty: even.
+        shares: Of each copy of a group, in lowest terms; empty: even.
         tier: Where the optimizer's state waits.
+        shard_groups: Groups of copies that share it out.
 
     Raises:
         PlanError: If the settings ask for shares that these copies cannot have.
@@ -44,22 +53,37 @@ def with_shared_state(
             f"memory.zero={stage}: one copy of the model has nobody to share with, leave it out"
         )
     model = job.functional(plan.microbatch_size)
-    own = _ownership(job, plan, shares)
+    members = len(plan.replicas) // shard_groups
+    granules = shares or (1,) * members
+    own = _ownership(job, plan, granules)
     if tier != "device" and own.summed_state:
         raise PlanError(f"memory.offload.optimizer={tier!r}: {SUMMED_STATE}: use 'device'")
     names = leaf_names(model.trained)
     whole = tuple(n for n, owner in zip(names, own.shares.owners, strict=True) if owner is not None)
     optimizer_bytes: float = job.optimizer_bytes(plan.microbatch_size)
     optimizer_bytes *= 1 if tier == "device" else PART_ON_DEVICE
-    largest = max(shares, default=1) / sum(shares or (1,) * len(plan.replicas))
+    largest = max(granules) / sum(granules)
     placement = placement_for(
         plan.parameters,
         plan.axis_sizes,
         plan.sums,
         optimizer_bytes * largest,
         [cluster.devices[d.rank] for d in plan.devices],
-    ).model_copy(update={"zero": 1, "shares": shares, "whole": whole, "optimizer": tier})
+    ).model_copy(
+        update={
+            "zero": 1,
+            "shares": shares,
+            "shard_groups": shard_groups,
+            "whole": whole,
+            "optimizer": tier,
+        }
+    )
     said = _words(own, whole, names, shares, stage)
+    if shard_groups > 1:
+        said.append(
+            f"the copies are {shard_groups} groups of {members}: those of a group share the state "
+            "out, and every group has all of it"
+        )
     if job.settings.optimizer.num_apply_groups > 1:
         said.append("optimizer.num_apply_groups: not used, a copy updates only what it owns")
     found = plan.replaced(placement=placement, reasons=(*plan.reasons, *said))
@@ -70,29 +94,29 @@ def with_shared_state(
     return found.replaced(reasons=(*found.reasons, words(job, found, cluster, tier)))
 
 
-def _ownership(job: TracedJob, plan: Plan, shares: tuple[int, ...]) -> Ownership:
+def _ownership(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
-    granules = shares or (1,) * len(plan.replicas)
     return ownership(Optimizer(job.optimizer), params, granules, _clip_norm(job))
 
 
-def may_wait(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
+def may_wait(job: TracedJob, plan: Plan, cluster: Cluster, num_copies: int) -> bool:
     """Whether the optimizer's state may wait in host memory although nobody asked for it.
 
     Args:
         job: That is planned.
         plan: Of it, with the state whole on every copy.
         cluster: Its devices, and what their hosts have.
+        num_copies: That would share it out, if they can.
     """
-    memory, num_shared = job.settings.memory, len(plan.replicas) if could_share(plan) else 1
+    memory, num_shared = job.settings.memory, num_copies if could_share(plan) else 1
     return (
         memory.offload.optimizer is None
         and memory.zero != 0
         and (could_share(plan) or len(plan.replicas) == 1)
         and not plan.sums.sparse
         and fits_host(job, plan, cluster, num_shared)
-        and not _ownership(job, plan, ()).summed_state
+        and not _ownership(job, plan, (1,) * num_shared).summed_state
     )
 
 
@@ -104,6 +128,48 @@ def _clip_norm(job: TracedJob) -> float | None:
 def could_share(plan: Plan) -> bool:
     """Whether there are copies of one device, all of whose gradients travel whole."""
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
+
+
+def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The numbers of groups of copies, sharing the state out, that the settings leave open.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices.
+
+    Raises:
+        PlanError: If they ask for groups that these copies do not make.
+    """
+    asked, shares = job.settings.memory.shard_groups, job.settings.memory.shares
+    num = len(plan.replicas)
+    if isinstance(asked, int):
+        if asked > 1 and (num % asked or num == asked):
+            raise PlanError(
+                f"memory.shard_groups={asked}: {num} copies of the model do not make so many "
+                "groups of equal size, of two or more: use another number, or leave it out"
+            )
+        found: tuple[int, ...] = (asked,)
+    elif asked is None and not (could_share(plan) and plan.sums.over == "device"):
+        found = (1,)
+    else:
+        try:
+            found = (groups_of_nodes(plan, cluster),)
+        except PlanError as error:
+            if asked is not None:
+                raise PlanError(
+                    f"memory.shard_groups='nodes': {error}: use a number, or leave it out"
+                ) from error
+            found = ()
+        if asked is None:
+            found = (1, *found) if isinstance(shares, str) else (1,)
+    if not isinstance(shares, str) and len(shares) != num // found[0]:
+        of = f" in each of {found[0]} groups" if found[0] > 1 else ""
+        raise PlanError(
+            f"memory.shares: {len(shares)} for {num // found[0]} copies of the model{of}: give one "
+            "each"
+        )
+    return found
 
 
 def stages_to_try(job: TracedJob, plan: Plan) -> tuple[int, ...]:

@@ -46,9 +46,9 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
     Raises:
         PlanError: With the bytes that it has and that it would need.
     """
-    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
-    for replica, own in zip(plan.replicas, granules, strict=True):
-        device, needed = cluster.devices[replica.devices[0]], total * own / sum(granules)
+    total = job.optimizer_bytes(plan.microbatch_size)
+    for replica, part in zip(plan.replicas, plan.owned_parts, strict=True):
+        device, needed = cluster.devices[replica.devices[0]], total * part
         room = device.host_memory_bytes
         if room is not None and needed > room:
             raise PlanError(
@@ -86,13 +86,13 @@ def on_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
             f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
             "one of them runs: set memory.segments to more, or leave it out"
         )
-    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
+    total = job.optimizer_bytes(plan.microbatch_size)
     is_state_there = plan.placement.optimizer == "host"
     devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
     for i, (replica, device) in enumerate(zip(plan.replicas, devices, strict=True)):
         kept = {_WAITS[name][0]: own[i] for name, own in form.on_host.items()}
         if is_state_there:
-            kept["the optimizer's state"] = int(total * granules[i] / sum(granules))
+            kept["the optimizer's state"] = int(total * plan.owned_parts[i])
         room = device.host_memory_bytes
         if room is not None and sum(kept.values()) > room:
             each = " and ".join(f"{size:,} bytes of {name}" for name, size in kept.items())
@@ -131,8 +131,8 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
         cluster: Its devices.
         tier: Where the state waits.
     """
-    total, granules = job.optimizer_bytes(plan.microbatch_size), plan.granules
-    own = [total * part / sum(granules) for part in granules]
+    total = job.optimizer_bytes(plan.microbatch_size)
+    own = [total * part for part in plan.owned_parts]
     place = "in host memory" if tier == "host" else "on the disk"
     said = f"offload: {num_bytes(int(max(own)))} of the optimizer's state of a copy wait {place}"
     found = []
