@@ -1,6 +1,7 @@
 """Small host arrays of all processes, added up bit for bit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
+from ._replica import Replica
 
 _MESSAGE_BYTES = 1 << 24
 
@@ -17,10 +19,11 @@ class HostSums:
 
     Args:
         devices: Of all processes.
+        replicas: All copies of the model.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]):
-        self._devices = tuple(devices)
+    def __init__(self, devices: Sequence[jax.Device], replicas: Sequence[Replica]):
+        self._devices, self._replicas = tuple(devices), tuple(replicas)
         self._mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(AxisType.Auto,))
         self._sum = jax.jit(
             jax.shard_map(
@@ -68,3 +71,27 @@ class HostSums:
             message[: piece.size] = piece
             piece[:] = self.exchange(message.view(np.int32)).view(np.uint8)[: piece.size]
         return host
+
+    def whole(self, x: Any) -> np.ndarray:
+        """An array of the first local replica, whole in host memory; all processes call this.
+
+        Args:
+            x: As that replica holds it, or over all replicas.
+        """
+        is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
+        if not is_over_all and not any(r.spans_processes for r in self._replicas):
+            return np.array(x)
+        return self.of_first(x)
+
+    def of_first(self, x: Any) -> np.ndarray:
+        """An array of the first replica of all, whole in host memory; all processes call this.
+
+        Args:
+            x: As the first local replica holds it, or over all replicas.
+        """
+        host = np.zeros(x.shape, x.dtype)
+        if self._replicas[0].is_local or x.sharding.device_set == set(self._devices):
+            for shard in x.addressable_shards:
+                if shard.replica_id == 0:
+                    host[shard.index] = np.asarray(shard.data)
+        return self.exchange_bits(host)

@@ -13,27 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
 from .._cluster._libraries import are_unlike
-from .._core._errors import PlanError
-from .._graph._graph import Graph, params_of, rows_read
-from .._graph._parts import graph_at, parts_of
+from .._graph._graph import Graph, rows_read
 from .._jax._heap import trim_heap
 from .._model._functional import leaf_names
 from .._model._loss import num_columns
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
-from .._plan._plan_check import schedule_of
-from .._plan._sharding import Sharded
-from .._planner._complete import check_layers_whole, inner_axes
-from .._schedule._segment_sequence import sequence_from_texts
 from ._across import Cut
-from ._contribution import Contribution, pack_shapes, packs_of, tensors_of
+from ._contribution import pack_shapes, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
 from ._held import StateSpecs
 from ._inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
 from ._layered import Layered, sum_groups
-from ._microbatch import Microbatches, MicrobatchSpec
-from ._num_terms import num_terms
 from ._opt_state import of_opt_state
 from ._options import compiler_options
 from ._own_state import OwnState
@@ -41,19 +33,16 @@ from ._own_update import Gather
 from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orders_of, text_of
 from ._pipeline import Pipeline
-from ._pipeline_program import PipelineSpec
 from ._replica import Replica
-from ._segment_part import SegmentedSpec, last_packs, segmented_spec
-from ._segmented import Segmented, parts_for
+from ._runners import Runner, microbatches, pipeline, segmented
+from ._segment_part import last_packs, segmented_spec
+from ._segmented import Segmented
 from ._sharded_params import ShardedParams, param_groups
-from ._slots import make_slots
 from ._store import Store
 from ._sum import Reducer
 from ._uneven import Uneven
 from ._update import UpdateSpec
 from ._updates import Updates
-
-Runner = Microbatches | Segmented | Pipeline
 
 
 class Programs:
@@ -133,13 +122,17 @@ class Programs:
                 graph, plan, self.tensors, self.trained, could_be_rows, training.seed
             )
             self.packs = [list(pack) for pack in chain.packs]
-            self.contribution, runner = _segmented(self, chain)
+            self.contribution, runner = segmented(training, plan, chain)
             if plan.placement.zero > 1:
                 elements = list(map(math.prod, pack_shapes(self.tensors, self.packs)))
                 groups = sum_groups(last_packs(chain), elements)
         else:
-            make = _microbatches if plan.pipeline is None else _pipeline
-            self.contribution, runner = make(self, uneven or sharded)
+            given = training, graph, plan, self.tensors, self.trained
+            self.contribution, runner = (
+                microbatches(*given, uneven or sharded, self.packs)
+                if plan.pipeline is None
+                else pipeline(*given, sharded)
+            )
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -417,90 +410,3 @@ def lower(training: Training, graph: Graph, plan: Plan, devices: Devices) -> Pro
         AnnotationError: If a parameter cannot be cut as the plan says.
     """
     return Programs(training, graph, plan, devices)
-
-
-Made = tuple[Contribution, Callable[[Replica], Runner]]
-
-
-def _microbatches(programs: Programs, inner: Uneven | Sharded | None) -> Made:
-    training, graph, plan = programs.training, programs.graph, programs.plan
-    contribution = Contribution.of(plan.sums, plan.num_microbatches)
-    spec = MicrobatchSpec(
-        graph=graph,
-        tensors=programs.tensors,
-        packs=programs.packs,
-        trained=programs.trained,
-        contribution=contribution,
-        num_microbatches=plan.num_microbatches,
-        num_columns=num_columns(graph.metrics),
-        seed=training.seed,
-        mean=training.mean,
-        clip_norm=training.clip_norm if training.clip_before else None,
-        sharded=inner.sharded if isinstance(inner, Uneven) else inner,
-        uneven=inner if isinstance(inner, Uneven) else None,
-    )
-    return contribution, lambda replica: Microbatches(spec, replica)
-
-
-def _segmented(programs: Programs, spec: SegmentedSpec) -> Made:
-    chain = programs.plan.chain
-    assert chain is not None
-    if programs.training.clip_before:
-        raise PlanError(
-            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
-            "leave memory.recompute out, or set communication.clip to 'after'"
-        )
-    sequence = sequence_from_texts(len(spec.parts), chain.sequence)
-    by_part = programs.plan.placement.zero > 1
-    parts = functools.cache(functools.partial(parts_for, spec))
-
-    def runner(replica: Replica) -> Segmented:
-        return Segmented(spec, parts(replica.devices[0].platform), sequence, replica, by_part)
-
-    return spec.contribution, runner
-
-
-def _pipeline(programs: Programs, sharded: Uneven | Sharded | None) -> Made:
-    assert not isinstance(sharded, Uneven)
-    graph, plan = programs.graph, programs.plan
-    planned = plan.pipeline
-    assert planned is not None
-    ordered, points = graph_at(graph, planned.cut_by, planned.points)
-    check_layers_whole(ordered, plan.parameters)
-    parts = parts_of(ordered, points)
-    contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
-    num_stages, num = plan.num_stages, plan.num_microbatches
-    rows = [ordered.values[v].rows for v in ordered.param_values]
-    entries = list(zip(params_of(ordered), rows, strict=True))
-    slots = make_slots(
-        graph.param_shapes,
-        [graph.values[v].dtype for v in graph.param_values],
-        [
-            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
-            for s in range(num_stages)
-        ],
-        [to_spec(layout.spec) for layout in plan.parameters],
-        inner_axes(plan),
-        programs.trained,
-        entries,
-    )
-    table = planned.schedule
-    is_even = table == "interleaved" or not isinstance(table, str)
-    spec = PipelineSpec(
-        graph=ordered,
-        tensors=programs.tensors,
-        contribution=contribution,
-        parts=parts,
-        slots=slots,
-        schedule=functools.cache(
-            lambda count: schedule_of(table, num_stages, count, planned.num_chunks)
-        ),
-        most=max(plan.counts) if is_even else num,
-        unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
-        num_microbatches=num,
-        num_columns=num_columns(graph.metrics),
-        seed=programs.training.seed,
-        recompute=planned.recompute,
-        sharded=None if sharded is None else sharded.over(ordered),
-    )
-    return contribution, lambda replica: Pipeline(spec, replica)

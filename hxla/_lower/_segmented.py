@@ -90,7 +90,7 @@ class Running:
     microbatches: list[_Microbatch]
 
 
-class Parts(NamedTuple):
+class ChainParts(NamedTuple):
     """The parts of a chain on some kind of device: tracing them takes longest.
 
     Attributes:
@@ -102,7 +102,7 @@ class Parts(NamedTuple):
     same: tuple[int, ...]
 
 
-def parts_for(spec: SegmentedSpec, platform: str) -> Parts:
+def parts_for(spec: SegmentedSpec, platform: str) -> ChainParts:
     """Make the parts.
 
     Args:
@@ -115,7 +115,7 @@ def parts_for(spec: SegmentedSpec, platform: str) -> Parts:
         SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
         for i in range(len(spec.parts))
     ]
-    return Parts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
+    return ChainParts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
 
 
 class Segmented:
@@ -136,7 +136,7 @@ class Segmented:
     def __init__(
         self,
         spec: SegmentedSpec,
-        parts: Parts,
+        parts: ChainParts,
         sequence: SegmentSequence,
         replica: Replica,
         by_part: bool = False,

@@ -139,7 +139,7 @@ class Store:
             if self._own is not None and t in read:
                 parts = [on_device(arrays[places[t]]) for arrays in own]
                 whole = self._own.evenly(places[t], parts)
-                whole = self._reducer.whole(whole)
+                whole = self._reducer.host.whole(whole)
             for arrays, replica in zip(given, self._reducer.local, strict=True):
                 arrays[t] = None if whole is None else replica.put(whole)
         initial = InitialOptState(
@@ -270,7 +270,7 @@ class Store:
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
         if jax.process_index():
             host = np.zeros_like(host)
-        return self._reducer.exchange_bits(host)
+        return self._reducer.host.exchange_bits(host)
 
     def _agree(self) -> None:
         """Every copy of the model takes over what of the first one differs, bit for bit.
@@ -287,7 +287,7 @@ class Store:
         specs = self._specs.leaves()
         leaves = [held.leaves() for held in self.held]
         for i in different:
-            host = self._reducer.of_first(leaves[0][i])
+            host = self._reducer.host.of_first(leaves[0][i])
             for own, replica in zip(leaves, self._reducer.local, strict=True):
                 own[i] = replica.put(host, specs[i])
         if different.size:
@@ -302,7 +302,7 @@ class Store:
         places = [k for k in range(num, len(self._shapes)) if not self._is_own(k)]
         own = [array_bytes(leaves[0][k]) for k in places]
         host = np.concatenate([*own, np.zeros(0, np.uint8)])
-        host = self._reducer.exchange_bits(host * self._reducer.replicas[0].is_local)
+        host = self._reducer.host.exchange_bits(host * self._reducer.replicas[0].is_local)
         parts = np.split(host, np.cumsum([len(x) for x in own]))
         for held, replica in zip(leaves, self._reducer.local, strict=True):
             for k, part in zip(places, parts, strict=False):
@@ -330,7 +330,7 @@ class Store:
             checksums = np.asarray(self._checksums[i](leaves[i]))
             if replica.is_led_here:
                 rows[replica.index, alike] = checksums
-        return self._reducer.exchange(rows)
+        return self._reducer.host.exchange(rows)
 
     def _is_own(self, k: int) -> bool:
         """Whether each copy has a part of its own of an array of `Held.leaves`."""
@@ -366,7 +366,7 @@ class Store:
 
     def gather(self, tree: PyTree) -> PyTree:
         """Whole arrays in host memory, one after another; every process must call this."""
-        return jax.tree.map(self._reducer.whole, tree)
+        return jax.tree.map(self._reducer.host.whole, tree)
 
     def here(self, tree: PyTree) -> PyTree:
         """Arrays of a state on their devices, where a user's programs read them."""

@@ -99,8 +99,8 @@ class Reducer:
         self._totals = Totals(self.arrays, contribution)
         self.replicas, self.local = self.arrays.replicas, self.arrays.local
         self._inner = self.arrays.axes
-        host = HostSums(self.arrays.devices)
-        self.exchange, self.exchange_bits = host.exchange, host.exchange_bits
+        #: What processes tell each other besides.
+        self.host = HostSums(self.arrays.devices, self.replicas)
         packs = packs or [[i] for i in range(len(tensors.floats))]
         self._packs = packs
         self._num_tensors = len(tensors.floats)
@@ -483,27 +483,3 @@ class Reducer:
             sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
             totals = [like((n,), jnp.int32, P()) for n in sizes]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
-
-    def whole(self, x: Any) -> np.ndarray:
-        """An array of the first local replica, whole in host memory; all processes call this.
-
-        Args:
-            x: As that replica holds it, or over all replicas.
-        """
-        is_over_all = isinstance(x, jax.Array) and not x.is_fully_addressable
-        if not is_over_all and not any(r.spans_processes for r in self.replicas):
-            return np.array(x)
-        return self.of_first(x)
-
-    def of_first(self, x: Any) -> np.ndarray:
-        """An array of the first replica of all, whole in host memory; all processes call this.
-
-        Args:
-            x: As the first local replica holds it, or over all replicas.
-        """
-        host = np.zeros(x.shape, x.dtype)
-        if self.replicas[0].is_local or x.sharding.device_set == set(self.arrays.devices):
-            for shard in x.addressable_shards:
-                if shard.replica_id == 0:
-                    host[shard.index] = np.asarray(shard.data)
-        return self.exchange_bits(host)

@@ -181,7 +181,7 @@ class Updates:
                 self._traced,
                 [self.compiled[i] for i in terms],
                 [read[i] for i in terms],
-                self._reducer.exchange,
+                self._reducer.host.exchange,
                 rank,
             )
         run = [streamed.run for streamed in self._streamed] or last

@@ -18,6 +18,7 @@ from .._core._errors import PlanError
 from .._core._files import MOST_JSON_BYTES, named, read_bytes
 from .._core._types import STAGE_AXIS
 from ._layout import Layout, PlanValue, whole
+from ._numerics import deciding
 from ._part_bytes import parts_in_words
 from ._plan_check import faults
 from ._plan_differences import differences
@@ -190,52 +191,8 @@ class Plan(PlanValue):
         in another order inside a process than between processes; unlike parts are branches there.
         So the law is for processes of one form: those of `hxla run` have a device and a thread.
         """
-        text = json.dumps(self._deciding(), sort_keys=True).encode()
+        text = json.dumps(deciding(self), sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]
-
-    def _deciding(self) -> dict[str, Any]:
-        """What `numerics` is the fingerprint of."""
-        found: dict[str, Any] = {
-            "made_with": self.made_with.model_dump(),
-            "batch_size": self.batch_size,
-            "microbatch_size": self.microbatch_size,
-            "precision": self.precision.model_dump(),
-            "excess_precision": self.sums.kind != "exact",
-            "sums": self.sums.model_dump(include={"kind", "limbs"}),
-            "parameters": [[p.name, p.shape, p.dtype] for p in self.parameters],
-        }
-        arithmetic = {device.rank: device.arithmetic for device in self.devices}
-        kinds = set(arithmetic.values())
-        found["kinds"] = sorted(kinds)
-        if len(kinds) > 1:  # which microbatch is computed where
-            found["kinds"] = [
-                [[arithmetic[rank] for rank in r.devices], r.num_microbatches]
-                for r in self.replicas
-            ]
-        if self.axes:
-            found["axes"] = [axis.model_dump(exclude={"shares"}) for axis in self.axes]
-            found["specs"] = [layout.spec for layout in self.parameters]
-        if self.is_uneven:
-            found["shares"] = [axis.shares for axis in self.axes]
-            found["sizes"] = [layout.sizes for layout in self.parameters]
-        if self.pipeline is not None:
-            segments = self.pipeline.segments
-            found["cut"] = [self.pipeline.points, self.pipeline.num_chunks, self.pipeline.cut_by]
-            each = [[s.first, s.keep] for s in segments]
-            found["keep"] = each if len({s.keep for s in segments}) > 1 else segments[0].keep
-            found["has_weight"] = self.pipeline.has_weight
-        if self.chain is not None:  # whatever is recomputed, the programs are the same
-            found["chain"] = self.chain.points
-        decides = self.placement.whole or len(kinds) > 1
-        if self.placement.zero and (decides or self.sums.kind == "float"):
-            # Sums over a whole tensor depend on the program around them.
-            own = self.granules if decides else ()
-            found["zero"] = [self.placement.whole, own, *self.placement.tier_of_whole]
-            if self.placement.shard_groups > 1:
-                found["shard_groups"] = self.placement.shard_groups
-        if self.sums.kind == "float":
-            found["sums"] = [self.sums.model_dump(), self.counts, self.placement.waves]
-        return found
 
     @property
     def decisions(self) -> "Plan":

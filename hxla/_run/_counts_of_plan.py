@@ -34,7 +34,7 @@ def shared_numbers(reducer: Reducer, local: Sequence[float]) -> tuple[float, ...
     for replica, number in zip(reducer.local, local, strict=True):
         if replica.is_led_here:
             row[replica.index] = number
-    return tuple(float(s) for s in reducer.exchange(row))
+    return tuple(float(s) for s in reducer.host.exchange(row))
 
 
 def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:

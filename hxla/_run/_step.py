@@ -15,10 +15,11 @@ from .._core._types import PyTree
 from .._lower import _exact
 from .._lower._contribution import DeviceSums, peaks_to_maxima
 from .._lower._layered import Spans
-from .._lower._lower import Programs, Runner
+from .._lower._lower import Programs
 from .._lower._microbatch import Microbatches
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
+from .._lower._runners import Runner
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._model._loss import means, num_columns
@@ -178,7 +179,7 @@ class Stepper:
         peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
         all_peaks = np.zeros((jax.process_count(), len(peaks_T)), np.int32)
         all_peaks[jax.process_index()] = peaks_T
-        maxima = self._unscaled(peaks_to_maxima(self._reducer.exchange(all_peaks)))
+        maxima = self._unscaled(peaks_to_maxima(self._reducer.host.exchange(all_peaks)))
         finite = np.where(np.isfinite(maxima), maxima, 0)
         self._set_exponents(self._fitting(finite))
 
@@ -465,7 +466,7 @@ class Stepper:
         for index, sums in found:
             rows[index] = np.asarray(sums)
         on_reduce()
-        loss, weight, metrics = means(reducer.exchange(rows), evaluation.metrics, ids[0])
+        loss, weight, metrics = means(reducer.host.exchange(rows), evaluation.metrics, ids[0])
         if not weight:
             raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
         return loss, metrics

@@ -1,0 +1,157 @@
+"""What runs the microbatches of a copy of the model, as its plan has it: three forms."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from .._core._errors import PlanError
+from .._graph._graph import Graph, params_of
+from .._graph._parts import graph_at, parts_of
+from .._model._loss import num_columns
+from .._plan._layout import to_spec
+from .._plan._plan import Plan
+from .._plan._plan_check import schedule_of
+from .._plan._sharding import Sharded
+from .._planner._complete import check_layers_whole, inner_axes
+from .._schedule._segment_sequence import sequence_from_texts
+from ._contribution import Contribution, Tensors
+from ._inputs import Training
+from ._microbatch import Microbatches, MicrobatchSpec
+from ._num_terms import num_terms
+from ._pipeline import Pipeline
+from ._pipeline_program import PipelineSpec
+from ._replica import Replica
+from ._segment_part import SegmentedSpec
+from ._segmented import Segmented, parts_for
+from ._slots import make_slots
+from ._uneven import Uneven
+
+Runner = Microbatches | Segmented | Pipeline
+#: How tensors join the sums, and what makes the runner of a copy.
+Made = tuple[Contribution, Callable[[Replica], Runner]]
+
+
+def microbatches(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    inner: Uneven | Sharded | None,
+    packs: Sequence[Sequence[int]],
+) -> Made:
+    """What runs a microbatch as one program.
+
+    Args:
+        training: What is trained.
+        graph: Traced.
+        plan: Of it.
+        tensors: Of the sums.
+        trained: Places of the parameters that are trained.
+        inner: What the axes inside a copy cut; None: there are none.
+        packs: Tensors whose sums are one array.
+    """
+    contribution = Contribution.of(plan.sums, plan.num_microbatches)
+    spec = MicrobatchSpec(
+        graph=graph,
+        tensors=tensors,
+        packs=packs,
+        trained=trained,
+        contribution=contribution,
+        num_microbatches=plan.num_microbatches,
+        num_columns=num_columns(graph.metrics),
+        seed=training.seed,
+        mean=training.mean,
+        clip_norm=training.clip_norm if training.clip_before else None,
+        sharded=inner.sharded if isinstance(inner, Uneven) else inner,
+        uneven=inner if isinstance(inner, Uneven) else None,
+    )
+    return contribution, lambda replica: Microbatches(spec, replica)
+
+
+def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
+    """What runs a microbatch as a chain of segments.
+
+    Args:
+        training: What is trained.
+        plan: Of it.
+        spec: Of the chain.
+
+    Raises:
+        PlanError: If each microbatch's own gradient is to be clipped.
+    """
+    chain = plan.chain
+    assert chain is not None
+    if training.clip_before:
+        raise PlanError(
+            "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
+            "leave memory.recompute out, or set communication.clip to 'after'"
+        )
+    sequence = sequence_from_texts(len(spec.parts), chain.sequence)
+    by_part = plan.placement.zero > 1
+    parts = functools.cache(functools.partial(parts_for, spec))
+
+    def runner(replica: Replica) -> Segmented:
+        return Segmented(spec, parts(replica.devices[0].platform), sequence, replica, by_part)
+
+    return spec.contribution, runner
+
+
+def pipeline(
+    training: Training,
+    graph: Graph,
+    plan: Plan,
+    tensors: Tensors,
+    trained: tuple[int, ...],
+    sharded: Sharded | None,
+) -> Made:
+    """What runs the microbatches of a copy in stages.
+
+    Args:
+        training: What is trained.
+        graph: Traced.
+        plan: Of it.
+        tensors: Of the sums.
+        trained: Places of the parameters that are trained.
+        sharded: What the axes inside a stage cut; None: there are none.
+    """
+    planned = plan.pipeline
+    assert planned is not None
+    ordered, points = graph_at(graph, planned.cut_by, planned.points)
+    check_layers_whole(ordered, plan.parameters)
+    parts = parts_of(ordered, points)
+    contribution = Contribution.of(plan.sums, num_terms(ordered, parts, plan.num_microbatches))
+    num_stages, num = plan.num_stages, plan.num_microbatches
+    rows = [ordered.values[v].rows for v in ordered.param_values]
+    entries = list(zip(params_of(ordered), rows, strict=True))
+    slots = make_slots(
+        graph.param_shapes,
+        [graph.values[v].dtype for v in graph.param_values],
+        [
+            sorted({p for part in parts[s::num_stages] for p in part.segment.params})
+            for s in range(num_stages)
+        ],
+        [to_spec(layout.spec) for layout in plan.parameters],
+        inner_axes(plan),
+        trained,
+        entries,
+    )
+    table = planned.schedule
+    is_even = table == "interleaved" or not isinstance(table, str)
+    spec = PipelineSpec(
+        graph=ordered,
+        tensors=tensors,
+        contribution=contribution,
+        parts=parts,
+        slots=slots,
+        schedule=functools.cache(
+            lambda count: schedule_of(table, num_stages, count, planned.num_chunks)
+        ),
+        most=max(plan.counts) if is_even else num,
+        unit=num_stages if table == "interleaved" else max(plan.counts) if is_even else 1,
+        num_microbatches=num,
+        num_columns=num_columns(graph.metrics),
+        seed=training.seed,
+        recompute=planned.recompute,
+        sharded=None if sharded is None else sharded.over(ordered),
+    )
+    return contribution, lambda replica: Pipeline(spec, replica)
