@@ -175,3 +175,19 @@ def test_what_travels_is_priced_by_its_links():
     assert travel.gather == pytest.approx(1e-6 + size / 2 / 100e9)
     assert travel.all_copies == pytest.approx(3 * (1e-5 + size / 4 / 1e9))
     assert travel.across == pytest.approx(1e-5 + 2 * size / 4 / 1e9)
+
+
+def test_nodes_are_groups_where_gathers_between_them_take_long():
+    """What fits plainly stays plain, and what fits in no group is shared out by all."""
+    rate = hxla.Rate(dtype="float32", flops_per_second=1e12)
+    own = job(config={}, optimizer=optax.adamw(1e-2))
+
+    def placed(memory):
+        known = cluster((4, 4), memory_bytes=memory, rates=(rate,))
+        return own.plan(known, auto=False, microbatch_size=1, mesh={"data": 8}, counts="even")
+
+    assert placed(10**6).placement.zero == 0
+    plan = placed(84_000)
+    assert (plan.placement.zero, plan.placement.shard_groups) == (3, 2)
+    assert "the copies are 2 groups of 4" in plan.explain()
+    assert placed(72_000).placement.shard_groups == 1
