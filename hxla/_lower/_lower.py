@@ -325,8 +325,7 @@ class Programs:
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
         update = self._updates.extra_bytes()
-        copy = self.reducer.local[0].index
-        most = 4 * sum(chunks.held(copy) for chunks in self.reducer.chunks)
+        most = 4 * self.reducer.num_held
         if self.layered is not None:
             gathers = 0 if self.gather is None else self.gather.memory_bytes()
             microbatches = self.layered.memory_bytes(max(self.plan.counts))

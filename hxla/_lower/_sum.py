@@ -132,6 +132,14 @@ class Reducer:
         self._early: dict[int, Any] = {}
         self._nothing: dict[int, Any] = {}
 
+    @property
+    def num_held(self) -> int:
+        """Elements of its own chunks that the first local replica keeps."""
+        if self._own is None:
+            return 0
+        member = self._own.member(self.local[0].index)
+        return sum(chunks.held(member) for chunks in self.chunks)
+
     def _chunks(self, bucket: Sequence[int], shares: Shares) -> Chunks:
         own = tuple(i for i in bucket if i < self._params)
         return Chunks(shares, own, tuple(self._tensor_sizes[i] for i in own))
