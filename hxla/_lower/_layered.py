@@ -244,10 +244,15 @@ def _operate(
     """Run some operations for each microbatch; what one fetches comes while that before runs."""
     rest = list(itertools.dropwhile(lambda op: op.kind == FETCH, operations))
     fetches = operations[: len(operations) - len(rest)]
-    for k, n in enumerate(microbatches):
-        for coming in microbatches[k : k + 2] if k == 0 else microbatches[k + 1 : k + 2]:
+
+    def fetch(microbatches: Sequence[int]) -> None:
+        for n in microbatches:
             for op in fetches:
-                runner.operate(running, coming, op)
+                runner.operate(running, n, op)
+
+    fetch(microbatches[:1])
+    for k, n in enumerate(microbatches):
+        fetch(microbatches[k + 1 : k + 2])
         for op in rest:
             runner.operate(running, n, op)
 

@@ -206,8 +206,6 @@ class LiveSchedule:
             live.process.hear()
             if live.process.num_done is not None:
                 live.num_done = live.process.num_done
-            if self._learns:
-                self._learn(live, live.process.times)
             if code is None:
                 continue
             live.process, live.own = None, Places()
@@ -259,6 +257,9 @@ class LiveSchedule:
         return tuple(nums)
 
     def _decide(self, now: float) -> None:
+        for live in self._active:
+            if self._learns and live.process is not None:
+                self._learn(live, live.process.times)
         situation = Situation(
             at_seconds=now,
             kinds=self.kinds,
