@@ -119,6 +119,16 @@ class Independent:
             for v, d in zip(jaxpr.outvars, self.domain_of, strict=False)
         ]
 
+    def summed_domains(self, level: int) -> tuple[int, ...]:
+        """The domains of the arrays that are summed.
+
+        Args:
+            level: Of the sums.
+        """
+        domains = _Domains(self.closed, self.domain_of, self.sums)
+        found = (domains.of(self.closed.jaxpr.eqns[i].invars[0]) for i in self.levels[level])
+        return tuple(d for d in found if d is not None)
+
     def summed(
         self, level: int, arguments: Sequence[Any], part: Part, zero: jax.Array, sums: jax.Array
     ) -> list[Any]:

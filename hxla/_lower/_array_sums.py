@@ -20,6 +20,7 @@ import numpy as np
 from .._core._powers_of_two import times_power_of_two
 from .._jax._independent import MISSING, Independent, Part
 from ._contribution import largest
+from ._on_devices import OnDevices
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
 _ROW = 1 << 12  # so many limbs add up below 2**27
@@ -76,7 +77,10 @@ def value_of(digits: np.ndarray, exponent: int) -> np.float32:
 
 
 def sum_programs(
-    update: Independent, arguments: Arguments, options: Mapping[str, Any]
+    update: Independent,
+    arguments: Arguments,
+    options: Mapping[str, Any],
+    on: OnDevices | None = None,
 ) -> list[tuple[Any, Any]]:
     """For each level of an update's sums the programs of their largest terms, and of their digits.
 
@@ -87,6 +91,7 @@ def sum_programs(
         update: Traced.
         arguments: From those of the update's program.
         options: For the compiler.
+        on: The devices of a copy of several; None: it is of one.
     """
 
     def programs(level: int) -> tuple[Any, Any]:
@@ -96,17 +101,23 @@ def sum_programs(
 
         def hxla_largest(given: Sequence[Any], sums: jax.Array) -> jax.Array:
             found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
-            return jnp.stack([largest(x) for x in found])
+            here = jnp.stack([largest(x) for x in found])
+            return here if on is None else on.largest(here)
 
         def hxla_digits(given: Sequence[Any], sums: jax.Array, exponents: jax.Array) -> jax.Array:
             found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
-            return jnp.stack([digits_of(x, exponents[k]) for k, x in enumerate(found)])
+            digits = [digits_of(x, exponents[k]) for k, x in enumerate(found)]
+            if on is not None:
+                digits = list(map(on.added, digits, update.summed_domains(level)))
+            return jnp.stack(digits)
 
         own = dict(options)
-        return (
-            jax.jit(hxla_largest, compiler_options=own),
-            jax.jit(hxla_digits, compiler_options=own),
+        first, second = (
+            (hxla_largest, hxla_digits)
+            if on is None
+            else (on.sums(hxla_largest, 1), on.sums(hxla_digits, 2))
         )
+        return jax.jit(first, compiler_options=own), jax.jit(second, compiler_options=own)
 
     return [programs(level) for level in range(len(update.levels))]
 
@@ -132,6 +143,7 @@ def summed(
     update: Independent,
     compiled: Sequence[Sequence[Any]],
     given: Sequence[Sequence[Any]],
+    counted: Sequence[bool],
     exchange: Callable[[np.ndarray], np.ndarray],
     rank: tuple[int, int],
 ) -> np.ndarray:
@@ -139,8 +151,9 @@ def summed(
 
     Args:
         update: Traced.
-        compiled: The programs of `lowered_sums`, for each local copy that has terms of its own.
-        given: For each of these the arguments of the update's program.
+        compiled: For each local copy the programs of `lowered_sums`.
+        given: For each local copy the arguments of the update's program.
+        counted: For each local copy whether its terms are none that another process or copy adds.
         exchange: Adds the bits of numbers over all processes.
         rank: Number of this process, and of all.
 
@@ -159,7 +172,8 @@ def summed(
         exponents = exponents_for(np.where(np.isfinite(most), most, 0))
         digits = np.zeros((len(level), _NUM_LIMBS, 4), np.int32)
         for i in here:
-            digits += np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents))
+            own = np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents))
+            digits += own * counted[i]
         digits = exchange(digits)
         for n in range(len(level)):
             whole = value_of(digits[n], exponents[n])

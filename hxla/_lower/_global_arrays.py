@@ -7,6 +7,7 @@ of them. So the devices that train take part in no collective.
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -75,6 +76,21 @@ class GlobalArrays:
     def is_single(self) -> bool:
         """Whether there is one place, which is one device: its arrays are used as they are."""
         return len(self.places) == 1 and not self.axes
+
+    @property
+    def num_inner(self) -> int:
+        """Devices at each place."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def inner_spec(self) -> P:
+        """Of what each device of a place has of its own, one after another."""
+        return P(tuple(name for name, _ in self.axes)) if self.axes else P()
+
+    @property
+    def own_spec(self) -> P:
+        """Of what each device of each place of a group has of its own, one after another."""
+        return P((DATA_AXIS, *(name for name, _ in self.axes))) if self.axes else P(DATA_AXIS)
 
     @property
     def is_ring(self) -> bool:
@@ -161,9 +177,12 @@ class GlobalArrays:
 
         Args:
             pieces: The first `lengths[copy]` elements of each count.
-            lengths: Of all copies of a group; those of others have the same.
+            lengths: Of all copies of a group; those of others have the same. Of copies of several
+                devices, which have as many each, of each device.
         """
         longest = max(self.lengths(lengths))
+        if self.axes:
+            return self._one(pieces, self.own_spec)
         if not self.over_hosts:
             return self._one([widened(x, longest) for x in pieces], P(DATA_AXIS))
         own = [self._on_host(x) for x in pieces]
@@ -204,14 +223,17 @@ class GlobalArrays:
 
     # -- and back --------------------------------------------------------------------------------
 
-    def local_parts(self, x: jax.Array, spec: P) -> list[jax.Array]:
+    def local_parts(
+        self, x: jax.Array, spec: P, shape: tuple[int, ...] | None = None
+    ) -> list[jax.Array]:
         """An array that all places have alike, or a place's own part of it, on each local copy.
 
         Moves nothing but from a host.
 
         Args:
             x: Over all places.
-            spec: How it lies on the axes.
+            spec: How it lies on the axes inside a copy, or what each copy has of it does.
+            shape: Of what each copy of several devices has of it; None: all of it.
         """
         if self.over_hosts:
             [shard] = x.addressable_shards
@@ -223,7 +245,7 @@ class GlobalArrays:
             return [shards[r.devices[0]] for r in self.local]
         return [
             jax.make_array_from_single_device_arrays(
-                x.shape, r.sharding(spec), [shards[d] for d in r.devices if d in shards]
+                shape or x.shape, r.sharding(spec), [shards[d] for d in r.devices if d in shards]
             )
             for r in self.local
         ]
@@ -235,6 +257,9 @@ class GlobalArrays:
             x: Over all places.
             lengths: Of all copies of a group.
         """
+        if self.axes:
+            shape = (max(lengths) * self.num_inner,)
+            return self.local_parts(x, self.inner_spec, shape)
         if len(self.places) == len(self.replicas):
             return self.local_parts(x, P(DATA_AXIS))
         [shard] = x.addressable_shards

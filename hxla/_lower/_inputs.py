@@ -4,12 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from .._core._errors import PlanError
 from .._graph._graph import Graph
 from .._jax._independent import Independent
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
+from .._plan._layout import to_spec
 from .._plan._linked_dims import LinkedDims, planned_parts
 from .._plan._ownership import SUMMED_STATE, Ownership, ownership, traced_update
 from .._plan._plan import Plan
@@ -60,6 +62,8 @@ def ownership_of(training: Training, plan: Plan) -> Ownership | None:
         return None
     own = ownership(*training.update_of, plan.granules, training.update_clip_norm)
     own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
+    if plan.axes:
+        own = _on_axes(own, training, plan)
     if plan.placement.optimizer != "device" and own.summed_state:
         raise PlanError(f"placement.optimizer: {SUMMED_STATE}: use 'device'")
     names = leaf_names(training.model.trained)
@@ -70,6 +74,18 @@ def ownership_of(training: Training, plan: Plan) -> Ownership | None:
             f"whole, the plan says {', '.join(plan.placement.whole) or 'none'}"
         )
     return own
+
+
+def _on_axes(own: Ownership, training: Training, plan: Plan) -> Ownership:
+    """Who updates what, where several devices hold each copy."""
+    trained = zip(plan.parameters, training.model.is_trained, strict=True)
+    lies = [to_spec(layout.spec) for layout, is_trained in trained if is_trained]
+    specs = [P()] * len(own.owners)
+    for spec, domain in zip(lies, own.update.domain_of, strict=False):
+        if domain is not None:
+            specs[domain] = spec
+    axes = tuple((axis.name, axis.size) for axis in plan.axes)
+    return dataclasses.replace(own, axes=axes, specs=tuple(specs))
 
 
 def whole_update_of(training: Training, plan: Plan) -> Independent | None:

@@ -155,7 +155,11 @@ class Programs:
             has_waves=plan.placement.waves > 1,
         )
         keeps = self.own is None or not self.own.sends_params
-        self.gather = None if keeps else Gather(self.reducer, self.tensors.params, plan.sums)
+        self.gather = (
+            None
+            if keeps
+            else Gather(self.reducer, self.tensors.params, self._of_trained(specs), plan.sums)
+        )
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
         self.sharded_params = self._sharded_params() if plan.placement.zero > 2 else None
@@ -372,8 +376,11 @@ class Programs:
             num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
             leaves, treedef = jax.tree.flatten(opt_state)
             parts = [
-                replica.like(own.like(k, replica.index)) for k in range(num + num_aux + len(leaves))
+                replica.like(own.like(k, replica.index), own.held_spec(k))
+                for k in range(num + num_aux + len(leaves))
             ]
+            if self.own is not None and not self.own.cuts_params:
+                return *self._whole_shapes(i), jax.tree.unflatten(treedef, parts[num + num_aux :])
             return (
                 parts[:num],
                 parts[num : num + num_aux],

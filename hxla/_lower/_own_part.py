@@ -1,12 +1,12 @@
 """What a copy of the model has of the arrays of an update."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._jax._independent import Part
 from .._plan._ownership import Ownership
+from ._on_devices import local_part
 
 
 class OwnPart(Part):
@@ -24,7 +24,7 @@ class OwnPart(Part):
         self._sizes: dict[int, int] = {}  # of the whole arrays of each domain that is cut
         for v, d in zip(own.update.closed.jaxpr.outvars, own.update.domain_of, strict=False):
             if d is not None:
-                self._sizes[d] = math.prod(v.aval.shape)
+                self._sizes[d] = own.local_size(d, v.aval.shape)
 
     def owns(self, domain: int) -> bool:
         """Whether it has a domain, or a slice of it."""
@@ -45,6 +45,8 @@ class OwnPart(Part):
 
     def piece(self, domain: int, x: Any) -> Any:
         """Its slice of a whole array."""
+        if self._own.axes:
+            x = local_part(x, self._own.spec(domain), dict(self._own.axes))
         return self._shares.piece(x, self._granules, self._first)
 
     def own(self, domain: int, x: Any) -> Any:

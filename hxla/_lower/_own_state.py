@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
+from .._plan._layout import from_spec, to_spec
 from .._plan._ownership import Ownership, Shares
+from .._plan._stage_storage import piece_shape
 from ._chunks import all_gather
 from ._global_arrays import widened
 from ._sum import Reducer
@@ -32,7 +34,7 @@ class OwnState:
         reducer: Knows all copies.
         leaves: Shapes of all of them, whole.
         shares: What each copy has of each; see `Ownership.of_leaves`.
-        is_common: For each whether all copies have the whole of it.
+        domains: Of each; None: all copies have the whole of it.
     """
 
     def __init__(
@@ -41,10 +43,16 @@ class OwnState:
         reducer: Reducer,
         leaves: Sequence[Any],
         shares: Shares,
-        is_common: Sequence[bool],
+        domains: Sequence[int | None],
     ):
         self.own, self._reducer, self._leaves = own, reducer, list(leaves)
-        self._shares, self.is_common = shares, tuple(is_common)
+        self._shares, self.is_common = shares, tuple(d is None for d in domains)
+        #: How each leaf lies on the axes inside a copy, and the shape of a device's part.
+        self._specs = [P() if d is None else own.spec(d) for d in domains]
+        self._shapes = [
+            piece_shape(x.shape, spec, dict(own.axes))
+            for x, spec in zip(self._leaves, self._specs, strict=True)
+        ]
         #: What the copies at each place have together.
         self._placed = shares.at(reducer.arrays.places[: reducer.arrays.num_members])
 
@@ -53,7 +61,15 @@ class OwnState:
         x, member = self._leaves[k], self.own.member(copy)
         if self.is_common[k] or self._shares.owners[k] == member:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ShapeDtypeStruct((self._shares.own_size(k, x.size, member),), x.dtype)
+        size = self._own_size(k, member) * self._reducer.arrays.num_inner
+        return jax.ShapeDtypeStruct((size,), x.dtype)
+
+    def _own_size(self, k: int, member: int) -> int:
+        return self._shares.own_size(k, math.prod(self._shapes[k]), member)
+
+    def held_spec(self, k: int) -> P | None:
+        """How what a copy has of a leaf lies on its devices; None: as the whole leaf does."""
+        return None if self.is_common[k] else self._reducer.arrays.inner_spec
 
     def take(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole leaf.
@@ -67,9 +83,20 @@ class OwnState:
         owner, member = self._shares.owners[k], self.own.member(copy)
         if self.is_common[k] or owner == member:
             return x
-        if owner is None:
-            return self._shares.piece(x, self._shares.granules[member], first)
-        return jnp.zeros(1, x.dtype)
+        if owner is not None:
+            return jnp.zeros(1, x.dtype)
+        piece = functools.partial(self._shares.piece, granules=self._shares.granules[member])
+        if not self.own.axes:
+            return piece(x, first=first)
+        mapped = jax.shard_map(
+            lambda part, first: piece(part, first=first),
+            mesh=self._reducer.replicas[copy].mesh,
+            in_specs=(self._specs[k], P()),
+            out_specs=self.own.parts_spec,
+            check_vma=False,
+        )
+        found: jax.Array = mapped(x, first)
+        return found
 
     def owner(self, k: int) -> tuple[bool, int | None]:
         """Whether all copies have the whole of a leaf, and else which one, if it is not cut."""
@@ -89,11 +116,19 @@ class OwnState:
 
     def spec(self, k: int) -> P:
         """How the leaf lies over the places in the form that knows no shares."""
-        shape, num = self._leaves[k].shape, len(self._placed.granules)
+        dim = self._even_dim(k)
+        if dim is None:
+            return self._specs[k]
+        parts = [*from_spec(self._specs[k], len(self._shapes[k]))]
+        parts[dim] = (*parts[dim], DATA_AXIS)
+        return to_spec(parts)
+
+    def _even_dim(self, k: int) -> int | None:
+        """The first dimension of which each place of a group may have as much."""
+        num = len(self._placed.granules)
         if self.is_common[k]:
-            return P()
-        dim = next((d for d, n in enumerate(shape) if n and n % num == 0), None)
-        return P() if dim is None else P(*[None] * dim, DATA_AXIS)
+            return None
+        return next((d for d, n in enumerate(self._shapes[k]) if n and n % num == 0), None)
 
     # -- between the forms -----------------------------------------------------------------------
 
@@ -132,6 +167,8 @@ class OwnState:
             parts = arrays.part(found, self._lengths(k))
         else:
             parts = arrays.local_parts(found, P(DATA_AXIS))
+        if self.own.axes:
+            return parts
         shapes = [self.like(k, r.index).shape for r in arrays.local]
         return [
             widened(part, math.prod(shape)).reshape(shape)
@@ -140,28 +177,30 @@ class OwnState:
 
     def _lengths(self, k: int) -> list[int]:
         """Elements of each part of a group of a leaf; none where another copy owns the whole."""
-        size, shares = self._leaves[k].size, self._shares
-        owner = shares.owners[k]
+        shares, owner = self._shares, self._shares.owners[k]
         return [
-            shares.own_size(k, size, c) if owner in (None, c) else 0
-            for c in range(len(shares.granules))
+            self._own_size(k, c) if owner in (None, c) else 0 for c in range(len(shares.granules))
         ]
 
     def _program(self, way: str, k: int) -> Any:
         x, owner = self._leaves[k], self._shares.owners[k]
-        return self._made(way, x.shape, jnp.dtype(x.dtype), owner)
+        return self._made(way, x.shape, jnp.dtype(x.dtype), owner, self._specs[k])
 
     @functools.cache  # noqa: B019
-    def _made(self, way: str, shape: tuple[int, ...], dtype: Any, owner: int | None) -> Any:
+    def _made(
+        self, way: str, shape: tuple[int, ...], dtype: Any, owner: int | None, lies: P
+    ) -> Any:
         k = next(
             k
             for k, x in enumerate(self._leaves)
             if (x.shape, x.dtype, self._shares.owners[k]) == (shape, dtype, owner)
+            and self._specs[k] == lies
             and not self.is_common[k]
         )
         arrays, spec = self._reducer.arrays, self.spec(k)
         run = self._even_part(k) if way == "evenly" else self._own_part(k)
-        given, wanted = (P(DATA_AXIS), spec) if way == "evenly" else (spec, P(DATA_AXIS))
+        own = arrays.own_spec
+        given, wanted = (own, spec) if way == "evenly" else (spec, own)
         mapped = jax.shard_map(
             run, mesh=arrays.mesh, in_specs=given, out_specs=wanted, check_vma=False
         )
@@ -169,41 +208,42 @@ class OwnState:
 
     def _even_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
         """From the parts of all places to this place's even part."""
-        x, owner = self._leaves[k], self._placed.owners[k]
-        dim, num = len(self.spec(k)) - 1, len(self._placed.granules)
+        shape, owner = self._shapes[k], self._placed.owners[k]
+        dim, num = self._even_dim(k), len(self._placed.granules)
         own = self._reducer.arrays.lengths(self._lengths(k))
 
         def run(part: jax.Array) -> jax.Array:
             me = jax.lax.axis_index(DATA_AXIS)
             if owner is None:
-                whole = all_gather(part, own, DATA_AXIS)[: x.size].reshape(x.shape)
+                flat = all_gather(part, own, DATA_AXIS)
+                whole = flat[: math.prod(shape)].reshape(shape)
             else:
                 words = Words.like([part])
                 sent = words.pack([jnp.where(me == owner, part, jnp.zeros_like(part))])
                 [every] = words.unpack(jax.lax.psum(sent, DATA_AXIS))
-                whole = every.reshape(x.shape)
-            if dim < 0:
+                whole = every.reshape(shape)
+            if dim is None:
                 return whole
-            size = x.shape[dim] // num
+            size = shape[dim] // num
             return jax.lax.dynamic_slice_in_dim(whole, me * size, size, dim)
 
         return run
 
     def _own_part(self, k: int) -> Callable[[jax.Array], jax.Array]:
         """From this place's even part to its own one."""
-        x, owner, shares = self._leaves[k], self._placed.owners[k], self._placed
-        dim = len(self.spec(k)) - 1
+        size, owner, shares = math.prod(self._shapes[k]), self._placed.owners[k], self._placed
+        dim = self._even_dim(k)
         most = max(self._reducer.arrays.lengths(self._lengths(k)))
 
         def run(even: jax.Array) -> jax.Array:
             whole = even
-            if dim >= 0:
+            if dim is not None:
                 whole = jax.lax.all_gather(even, DATA_AXIS, axis=dim, tiled=True)
             if owner is not None:
                 return whole.reshape(-1)
-            each = shares.granule(x.size)
+            each = shares.granule(size)
             first = jnp.asarray(shares.firsts)[jax.lax.axis_index(DATA_AXIS)]
-            room = jnp.pad(whole.reshape(-1), (0, each * shares.num + most - x.size))
+            room = jnp.pad(whole.reshape(-1), (0, each * shares.num + most - size))
             return jax.lax.dynamic_slice(room, (first * each,), (most,))
 
         return run

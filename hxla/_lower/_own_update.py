@@ -24,6 +24,7 @@ from .._jax._independent import MISSING
 from .._jax._rounded import divided, rounded
 from .._plan._ownership import Ownership
 from ._chunks import Chunks, all_gather
+from ._on_devices import OnDevices
 from ._options import compiler_options, update_options
 from ._own_part import OwnPart
 from ._per_kind import for_each
@@ -69,7 +70,11 @@ def own_arguments(
 
 
 def own_update_program(
-    spec: UpdateSpec, own: Ownership, chunks: Sequence[Chunks], replica: Replica
+    spec: UpdateSpec,
+    own: Ownership,
+    chunks: Sequence[Chunks],
+    replica: Replica,
+    on: OnDevices | None = None,
 ) -> Any:
     """The program of a copy's own update: its state and other variables are donated.
 
@@ -84,6 +89,7 @@ def own_update_program(
         own: Who updates what.
         chunks: For each bucket of the sums.
         replica: The copy.
+        on: Its devices, if there are several; what it is made from has the shapes of their parts.
     """
     tensors, copy = spec.tensors, own.member(replica.index)
     floats, num = tensors.floats, len(tensors.params)
@@ -126,7 +132,7 @@ def own_update_program(
         return sent, state, new_aux(spec, aux, changed, ints), weight + 0
 
     return jax.jit(
-        hxla_update,
+        hxla_update if on is None else on.update(hxla_update),
         donate_argnums=(1, 2) if own.sends_params else (0, 1, 2),
         compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
     )
@@ -201,11 +207,13 @@ class Gather:
     Args:
         reducer: Knows all copies, and how the sums are shared out.
         params: Shapes of the trained parameters.
+        specs: How they lie on the axes inside a copy.
         form: Of the sums.
     """
 
-    def __init__(self, reducer: Reducer, params: Sequence[Any], form: Any):
+    def __init__(self, reducer: Reducer, params: Sequence[Any], specs: Sequence[P], form: Any):
         self._arrays, self._params, self._form = reducer.arrays, list(params), form
+        self._specs = list(specs)
         self._buckets = [chunks for chunks in reducer.chunks if chunks.tensors]
         self._programs: list[Any] = []
         self._unflat: list[list[Any]] = []
@@ -232,26 +240,26 @@ class Gather:
 
     def _build(self, chunks: Chunks) -> Any:
         arrays, lengths = self._arrays, self._arrays.lengths(chunks.lengths)
-        whole = arrays.sharding(P())
+        specs = [self._specs[i] for i in chunks.tensors]
 
         def hxla_gather(chunk: jax.Array, *old: list[jax.Array]) -> Any:
             flat = all_gather(chunk, lengths, DATA_AXIS) if len(lengths) > 1 else chunk
             return flat if arrays.over_hosts else unflat(chunks, flat, *old)
 
-        old = [] if arrays.over_hosts else [self._old(chunks, whole)]
+        old = [] if arrays.over_hosts else [self._old(chunks, list(map(arrays.sharding, specs)))]
         run: Any = hxla_gather
         if not arrays.is_single:
             run = jax.shard_map(
                 hxla_gather,
                 mesh=arrays.mesh,
-                in_specs=(P(DATA_AXIS), *[[P()] * len(own) for own in old]),
-                out_specs=P(),
+                in_specs=(arrays.own_spec, *[specs for _ in old]),
+                out_specs=specs if old else P(),
                 check_vma=False,
             )
         sent = jax.ShapeDtypeStruct(
-            (max(lengths) * len(lengths),),
+            (max(lengths) * len(lengths) * arrays.num_inner,),
             gathered_dtype(self._params),
-            sharding=arrays.sharding(P(DATA_AXIS)),
+            sharding=arrays.sharding(arrays.own_spec),
         )
         options = compiler_options(arrays.devices[0].platform, self._form)
         donated = () if arrays.over_hosts else (1,)
@@ -272,11 +280,17 @@ class Gather:
             donate_argnums=(1,),
             keep_unused=True,
             compiler_options=compiler_options(replica.devices[0].platform, self._form),
-        ).lower(replica.like(flat), self._old(chunks, replica.sharding(P())))
+        ).lower(
+            replica.like(flat),
+            self._old(chunks, [replica.sharding(P())] * len(chunks.tensors)),
+        )
 
-    def _old(self, chunks: Chunks, sharding: Any) -> list[jax.ShapeDtypeStruct]:
+    def _old(self, chunks: Chunks, where: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         own = [self._params[i] for i in chunks.tensors]
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in own]
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(own, where, strict=True)
+        ]
 
     def run(
         self, sent: Sequence[Sequence[jax.Array]], params: Sequence[Sequence[jax.Array]]
@@ -300,9 +314,10 @@ class Gather:
                     for unflat, flat, own in zip(self._unflat[k], flats, old, strict=True)
                 ]
             else:
-                over_all = [arrays.over_all(x, P()) for x in zip(*old, strict=True)]
+                specs = [self._specs[i] for i in chunks.tensors]
+                over_all = list(map(arrays.over_all, zip(*old, strict=True), specs))
                 self._under_way = program(chunk, over_all)
-                each = (arrays.local_parts(x, P()) for x in self._under_way)
+                each = map(arrays.local_parts, self._under_way, specs)
                 found = [list(parts) for parts in zip(*each, strict=True)]
             for own_new, parts in zip(new, found, strict=True):
                 for i, part in zip(chunks.tensors, parts, strict=True):

@@ -158,7 +158,7 @@ class Store:
                 leaves = initial.leaves(arrays)
                 return [self._taken(self._first_leaf + k, leaves[k], copy, first) for k in chosen]
 
-            own = [specs[k] for k in chosen]
+            own = [self._held_spec(self._first_leaf + k, specs[k]) for k in chosen]
             return self._jit(i, init, own).lower(given[i], np.int32(0))
 
         states: list[list[Any]] = [[None] * len(specs) for _ in own]
@@ -194,6 +194,11 @@ class Store:
     def _taken(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole array of `Held.leaves`."""
         return x if self._own is None else self._own.take(k, x, copy, first)
+
+    def _held_spec(self, k: int, spec: P) -> P:
+        """How what a copy has of an array of `Held.leaves` lies on it, if the whole lies so."""
+        own = None if self._own is None else self._own.held_spec(k)
+        return spec if own is None else own
 
     def _owner(self, k: int) -> Any:
         """Which copies have what of an array of `Held.leaves`."""

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from .._core._types import DATA_AXIS
 from .._plan._ownership import Ownership, Shares
 from .._plan._stage_storage import piece_shape
 from ._across import Cut
@@ -122,7 +121,12 @@ class Reducer:
         self._at_once = range(len(self._buckets) if groups is None else 1)
         #: Tensors that are summed by one program, in the order of their vector.
         self.buckets = [[i for p in bucket for i in packs[p]] for bucket in self._buckets]
-        self._params, self._tensor_sizes = len(tensors.params), [x.size for x in tensors.floats]
+        self._params = len(tensors.params)
+        #: Of each on a device.
+        self._tensor_sizes = [
+            math.prod(piece_shape(x.shape, spec, dict(self._inner)))
+            for x, spec in zip(tensors.floats, specs, strict=True)
+        ]
         #: For each bucket how the sums of its parameters are shared out; none if they are not.
         self.chunks = [] if own is None else [self._chunks(k, own.shares) for k in self.buckets]
         self._cuts = cuts or [None] * len(packs)
@@ -209,8 +213,9 @@ class Reducer:
         if self._inner or num > 1:
             own, ints = self._small(k)
             arguments = self._arguments(k)
-            specs: Any = self._total_specs(k) if is_last else P(names)
-            made = own if is_last else [P(names)]
+            every = self.arrays.stacked(self.arrays.inner_spec)
+            specs: Any = self._total_specs(k) if is_last else every
+            made = own if is_last else [every]
             run = jax.shard_map(
                 hxla_sum,
                 mesh=self.arrays.mesh,
@@ -218,7 +223,7 @@ class Reducer:
                     *jax.tree.map(
                         self.arrays.stacked, arguments, is_leaf=lambda x: isinstance(x, P)
                     ),
-                    P(names),
+                    every,
                 ),
                 out_specs=(made, ints, specs),
                 check_vma=False,
@@ -232,12 +237,12 @@ class Reducer:
     def _total_specs(self, k: int) -> list[P]:
         """Of what `_build` returns as totals."""
         if self.chunks:
-            own = [P(DATA_AXIS)] if self.chunks[k].tensors else []
-            return own + ([P()] if self._others(k) else [])
+            own = [self.arrays.own_spec] if self.chunks[k].tensors else []
+            return own + ([self.arrays.inner_spec] if self._others(k) else [])
         return [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
-        """Elements of each on a local replica, where replicas have one device."""
+        """Elements of each on each device of a local replica."""
         if not self.chunks:
             return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
         others = sum(self._tensor_sizes[j] for j in self._others(k))
@@ -413,11 +418,11 @@ class Reducer:
         """What a bucket's program returns, on each local replica."""
         arrays, cut = self.arrays, self.chunks and self.chunks[k].lengths
         each = [
-            arrays.part(x, cut) if cut and spec == P(DATA_AXIS) else arrays.local_parts(x, spec)
+            arrays.part(x, cut) if cut and spec == arrays.own_spec else arrays.local_parts(x, spec)
             for x, spec in zip(found, self._total_specs(k), strict=True)
         ]
         every = [[parts[i] for parts in each] for i in range(len(self.local))]
-        if not self.chunks:
+        if not self.chunks or self._inner:
             return every
         # Without what fills a smaller chunk up to the longest.
         pairs = zip(every, (self._total_sizes(k, i) for i in range(len(every))), strict=True)
@@ -484,10 +489,11 @@ class Reducer:
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
 
-        if self._inner:
+        if self._inner and not self.chunks:
             pairs = zip(self._shapes, self._specs, strict=True)
             totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
         else:
             sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
-            totals = [like((n,), jnp.int32, P()) for n in sizes]
+            num, spec = self.arrays.num_inner, self.arrays.inner_spec
+            totals = [like((num * n,), jnp.int32, spec) for n in sizes]
         return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]

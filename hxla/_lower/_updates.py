@@ -13,6 +13,7 @@ from .._jax._independent import Independent
 from .._plan._ownership import Ownership
 from .._plan._plan_parts import Tier
 from ._array_sums import lowered_sums, sum_programs, summed
+from ._on_devices import OnDevices
 from ._options import extra_bytes, update_options
 from ._own_update import own_arguments, own_update_program
 from ._shelves import on_device
@@ -58,15 +59,24 @@ class Updates:
         )
         self._of_whole = ""
         chunks, local = reducer.chunks, reducer.local
+        #: Of each local copy, where copies of several devices share the state out.
+        self._on: list[OnDevices | None] = [None] * len(local)
+        if own is not None and own.axes:
+            state_specs = own.state_specs(opt_state)
+            self._on = [
+                OnDevices(own=own, replica=r, params=params, aux=aux, state=state_specs)
+                for r in local
+            ]
         self.programs: list[Any] = []  #: Of each local copy, before compilation.
         self._sums: list[list[tuple[Any, Any]]] = []
-        for replica in local:
+        for replica, on in zip(local, self._on, strict=True):
             if own is not None:
+                spec = self._spec if on is None else on.local(self._spec)
                 arguments: Any = functools.partial(
                     own_arguments, spec, own, chunks, own.member(replica.index)
                 )
                 if tier == "device":
-                    self.programs.append(own_update_program(spec, own, chunks, replica))
+                    self.programs.append(own_update_program(spec, own, chunks, replica, on))
             elif whole is not None:
                 arguments = functools.partial(whole_arguments, spec, whole)
                 self.programs.append(whole_update_program(spec, whole, replica))
@@ -74,7 +84,9 @@ class Updates:
                 self.programs.append(update_program(spec, replica, params, opt_state, aux))
             options = update_options(replica.devices[0].platform, spec.contribution.form)
             traced = self._traced
-            self._sums.append([] if traced is None else sum_programs(traced, arguments, options))
+            self._sums.append(
+                [] if traced is None else sum_programs(traced, arguments, options, on)
+            )
         firsts = [0 if own is None else own.shares.firsts[own.member(r.index)] for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
@@ -173,17 +185,14 @@ class Updates:
             for i, own in enumerate(local)
         ]
         if self._own is None:  # any copy has all terms
-            sums = summed(self._traced, self.compiled[:1], read[:1], lambda x: x, (0, 1))
+            sums = summed(self._traced, self.compiled[:1], read[:1], [True], lambda x: x, (0, 1))
         else:
-            rank, local_copies = (jax.process_index(), jax.process_count()), self._reducer.local
-            terms = [i for i, r in enumerate(local_copies) if self._own.is_counted(r.index)]
-            sums = summed(
-                self._traced,
-                [self.compiled[i] for i in terms],
-                [read[i] for i in terms],
-                self._reducer.host.exchange,
-                rank,
-            )
+            counted = [
+                self._own.is_counted(replica.index) and replica.is_led_here
+                for replica in self._reducer.local
+            ]
+            exchange, rank = self._reducer.host.exchange, (jax.process_index(), jax.process_count())
+            sums = summed(self._traced, self.compiled, read, counted, exchange, rank)
         run = [streamed.run for streamed in self._streamed] or last
         if not self._streamed:  # one program reads all parameters
             local = [([*map(on_device, own[0])], *own[1:]) for own in local]

@@ -40,11 +40,11 @@ def deciding(plan: Any) -> dict[str, Any]:
     if plan.chain is not None:  # whatever is recomputed, the programs are the same
         found["chain"] = plan.chain.points
     decides = plan.placement.whole or len(kinds) > 1
-    if plan.placement.zero and (decides or plan.sums.kind == "float"):
+    if plan.placement.zero and (decides or plan.axes or plan.sums.kind == "float"):
         # Sums over a whole tensor depend on the program around them.
         own = plan.granules if decides else ()
         found["zero"] = [plan.placement.whole, own, *plan.placement.tier_of_whole]
-        if plan.placement.shard_groups > 1:
+        if plan.placement.shard_groups > 1 and (decides or plan.sums.kind == "float"):
             found["shard_groups"] = plan.placement.shard_groups
     if plan.sums.kind == "float":
         found["sums"] = [plan.sums.model_dump(), plan.counts, plan.placement.waves]

@@ -12,6 +12,7 @@ References:
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._jax._independent import Independent, independent
 from .._model._optimizer import Optimizer
+from ._stage_storage import piece_shape
 
 #: Elements: arithmetic on a single number is compiled in another way than on several.
 LEAST_GRANULE = 8
@@ -103,6 +106,8 @@ class Ownership:
         owners: For each domain of the update the copy of a group that owns it; None: it is cut.
         num_params: Trained parameters.
         cuts_params: Whether each copy has only its share of the parameters, as of the state.
+        axes: Names and sizes of the mesh axes inside a copy: each device's part is cut then.
+        specs: For each domain how its arrays lie on them; empty: there are none.
     """
 
     update: Independent
@@ -110,6 +115,21 @@ class Ownership:
     owners: tuple[int | None, ...]
     num_params: int
     cuts_params: bool = False
+    axes: tuple[tuple[str, int], ...] = ()
+    specs: tuple[P, ...] = ()
+
+    def spec(self, domain: int) -> P:
+        """How the arrays of a domain lie on the axes inside a copy."""
+        return self.specs[domain] if self.specs else P()
+
+    def local_size(self, domain: int, shape: Sequence[int]) -> int:
+        """Elements of an array of a domain on each device of a copy."""
+        return math.prod(piece_shape(shape, self.spec(domain), dict(self.axes)))
+
+    @property
+    def parts_spec(self) -> P:
+        """How what each device of a copy has of its own lies, one after another."""
+        return P(tuple(name for name, _ in self.axes)) if self.axes else P()
 
     def member(self, copy: int) -> int:
         """The number in its group of one of all copies."""
@@ -146,7 +166,7 @@ class Ownership:
 
     def of_leaves(
         self, is_trained: Sequence[bool], num_aux: int
-    ) -> tuple[Shares, tuple[bool, ...]]:
+    ) -> tuple[Shares, tuple[int | None, ...]]:
         """Of all parameters, then other variables, then leaves of the optimizer's state.
 
         Args:
@@ -154,7 +174,7 @@ class Ownership:
             num_aux: Other variables.
 
         Returns:
-            The shares, and for each leaf whether all copies have the whole of it.
+            The shares, and for each leaf its domain; None: all copies have the whole of it.
         """
         trained = iter(self.update.domain_of[: self.num_params])
         domains = [
@@ -162,7 +182,18 @@ class Ownership:
             *[None] * num_aux,
             *self.update.domain_of[self.num_params : self.num_arrays],
         ]
-        return self._of(domains), tuple(d is None for d in domains)
+        return self._of(domains), tuple(domains)
+
+    def state_specs(self, tree: PyTree) -> PyTree:
+        """How what a copy of several devices has of the optimizer's state lies on them.
+
+        Args:
+            tree: Of the state, with any leaves.
+        """
+        domains = self.update.domain_of[self.num_params : self.num_arrays]
+        specs = [P() if d is None else self.parts_spec for d in domains]
+        is_leaf = lambda x: isinstance(x, P)  # noqa: E731
+        return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_leaf), specs)
 
     @property
     def num_arrays(self) -> int:

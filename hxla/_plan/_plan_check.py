@@ -236,11 +236,7 @@ def _of_shares(plan: Any) -> Iterator[str]:
     if num == 1 and placement.zero > 1:
         yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
     if plan.axes:
-        axes = ", ".join(axis.name for axis in plan.axes)
-        yield (
-            f"placement.zero: copies of one device share the optimizer's state, these are cut by "
-            f"{axes}: use 0"
-        )
+        yield from _of_shares_of_cut_copies(plan)
     if placement.zero > 1 and plan.chain is None:
         yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
     groups = placement.shard_groups
@@ -253,6 +249,28 @@ def _of_shares(plan: Any) -> Iterator[str]:
         yield (
             "placement.zero: rows of a gradient travel to every copy, leave sums.sparse empty or "
             "use 0"
+        )
+
+
+def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
+    placement, num = plan.placement, len(plan.replicas)
+    axes = ", ".join(axis.name for axis in plan.axes)
+    cut = f"copies of the model are cut by {axes}"
+    if num == 1:
+        yield f"placement.zero: {cut}, and one copy has nobody to share with: use 0"
+    if placement.zero > 1:
+        yield f"placement.zero: {cut}, which share out the optimizer's state only: use 1 or 0"
+    if plan.is_uneven:
+        yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
+    if placement.shares:
+        yield f"placement.shares: {cut}, which share the optimizer's state evenly: leave it empty"
+    if placement.optimizer != "device":
+        yield f"placement.optimizer: {cut}, whose state stays on their devices: use 'device'"
+    if placement.whole:
+        names = ", ".join(placement.whole[:4])
+        yield (
+            f"placement.zero: {cut}, and the optimizer treats {names} as a whole, which no device "
+            "has: use 0"
         )
 
 

@@ -94,7 +94,7 @@ def with_memory(
                 "the model has its share of them: set it, or leave it out"
             )
     if plan.axes:
-        return _of_cut_copies(job, plan, cluster, stages[0], tier)
+        return _of_cut_copies(job, plan, cluster, stages[0], tier, groups[0])
     _check_chain(job, plan)
     is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
     if asked == "auto" and not is_described:
@@ -155,7 +155,9 @@ def _compiled_lack(
     return max(map(float, job.gather("bytes of the programs", str(max(own)))))
 
 
-def _of_cut_copies(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier) -> Plan:
+def _of_cut_copies(
+    job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier, groups: int
+) -> Plan:
     """One whose copies are of several devices, which hold their own parts."""
     if job.settings.memory.recompute is not None or stage > 1:
         axes = ", ".join(axis.name for axis in plan.axes)
@@ -169,8 +171,14 @@ def _of_cut_copies(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tie
             f"memory.offload.stash='host': copies of the model are cut by {axes}, and only what "
             "waits in copies of one device can go to the host: leave it out"
         )
+    if stage and not isinstance(job.settings.memory.shares, str):
+        axes = ", ".join(axis.name for axis in plan.axes)
+        raise PlanError(
+            f"memory.shares: copies of the model are cut by {axes}, which share the optimizer's "
+            "state evenly: leave it out"
+        )
     _check_segments(job)
-    return with_shared_state(job, plan, cluster, stage, (), tier)
+    return with_shared_state(job, plan, cluster, stage, (), tier, shard_groups=groups)
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
