@@ -427,6 +427,7 @@ def _slowest_link(
     by_node: dict[int, list[int]] = {}
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
+    cards_of = {node: cluster.network_card(node) for node in by_node}
     found = []
     for i, j in itertools.product(
         dict.fromkeys(cluster.devices[r].node for r in a),
@@ -440,7 +441,7 @@ def _slowest_link(
         if link is None:
             reasons.append("some links are not described: their communication is not counted")
         else:
-            cards = [cluster.network_card(node) for node in (i, j) if i != j]
+            cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
             least = min((link.bytes_per_second, *shares))
             found.append(link.model_copy(update={"bytes_per_second": least}))
