@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
-from ._bound import Alive, Bound
+from ._bound import FINE, Alive, Bound
 from ._branch import Branching
 from ._chain import Chain, Staging
 from ._chain_tables import tables
@@ -225,6 +225,7 @@ class _Search:
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
         self._branchings: dict[int, Branching] = {}
+        self._bounded_for = math.inf  # seconds
         self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
         self._tried: set[tuple[int, ...]] = set()
         rates = 1 / self._t.seconds[:, 0, -1]
@@ -291,25 +292,29 @@ class _Search:
 
     def first_bounds(self) -> None:
         """Bounds for every number of stages at once, by levels below the best plan known."""
-        alive: dict[int, Alive] = {}
         # What was known is of plans that are faster than what is asked for now.
         self._known, self._branchings = {}, {}
         self._visits = dict.fromkeys(self._order, 0)
-        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
-        for level in (1.0 + self._goal.good_enough, *_LEVELS):
-            seconds = self._goal.fastest / level
-            if seconds <= self.bound.floor or not left:
-                break
-            if not self._known:
-                found = self.bound.refute(seconds, self._prices)
-                self._known = alive = {n: x for n, x in found.items() if n in self._bounds}
-            else:
-                alive = self.bound.refute(seconds, self._prices, alive, ratio=_ROUGH)
-            self._raise(left - set(alive), seconds)
-            left &= set(alive)
+        self._bound_by_levels()
         # By turns those of the best plans and those of the fewest stages.
         for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
+
+    def _bound_by_levels(self) -> None:
+        self._bounded_for = self._goal.worthwhile
+        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
+        alive = {num: x for num, x in self._known.items() if num in left}
+        for i, level in enumerate((1.0 + self._goal.good_enough, *_LEVELS)):
+            seconds = self._goal.fastest / level
+            if not left or seconds <= min(self._bounds[num] for num in left):
+                break
+            known, ratio = alive or None, _ROUGH if i else FINE
+            found = self.bound.refute(seconds, self._prices, known, ratio=ratio)
+            alive = {num: x for num, x in found.items() if num in left}
+            if not i:
+                self._known = alive
+            self._raise(left - set(alive), seconds)
+            left &= set(alive)
 
     def urgency(self) -> tuple[float, float]:
         """Which chain to work on: the one with the least first (infinity: none is needed)."""
@@ -334,6 +339,10 @@ class _Search:
         """Raise the bound, or better the plan, of the number of stages that needs it most."""
         num = self._next()
         assert num is not None
+        if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
+            # One pass for all is cheaper than one number after another.
+            self._bound_by_levels()
+            return
         visit = self._visits[num]
         self._visits[num] += 1
         if visit == 1:
@@ -373,6 +382,8 @@ class _Search:
                     least = fractional_seconds(pipelines, self._t.num_devices, self._num)
                     if least < worth:
                         self._build(pipelines, least)
+        self._prices = branching.prices
+        self._raise([num], min(branching.floor, self._goal.worthwhile))
         if branching.num_open:
             return
         self._raise([num], min(branching.least, self._goal.worthwhile))
