@@ -41,6 +41,11 @@ def work_bound(t: Tables, num_microbatches: int) -> float:
     return float(solved.fun) * (1 - 1e-9)
 
 
+def most_stages(t: Tables) -> int:
+    """Each has a layer and a device."""
+    return min(t.num_layers, sum(t.num_devices))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
     """What is known of all stagings of so many stages.
@@ -106,10 +111,16 @@ class Bound:
         SOSP 2025 (the search this is held against).
     """
 
-    def __init__(self, t: Tables, num_microbatches: int, check: Callable[[], None]):
+    def __init__(
+        self,
+        t: Tables,
+        num_microbatches: int,
+        check: Callable[[], None],
+        max_stages: int | None = None,
+    ):
         self.t = t
         self.relaxation = Relaxation(t, check)
-        self.max_stages = min(t.num_layers, sum(t.num_devices))
+        self.max_stages = max_stages or most_stages(t)
         self.num_microbatches = self._num = num_microbatches
         self._check = check
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]

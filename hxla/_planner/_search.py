@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
-from ._bound import FINE, Alive, Bound
+from ._bound import FINE, Alive, Bound, most_stages
 from ._branch import Branching
 from ._chain import Chain, Staging
 from ._chain_tables import tables
@@ -206,18 +206,18 @@ class _Search:
         self, chain: Chain, goal: _Goal, deadline: Deadline, can_run: Callable[[int], bool]
     ):
         self.chain = chain
-        self.bound = Bound(tables(chain), chain.num_microbatches, deadline.check)
+        t = tables(chain)
+        wanted = [num for num in range(1, most_stages(t) + 1) if can_run(num)]
+        most = max(wanted, default=None)
+        self.bound = Bound(t, chain.num_microbatches, deadline.check, most)
         self.plans: dict[int, Staging] = {}
-        self._t = self.bound.t
+        self._t = t
         self._goal = goal
         self._check = deadline.check
         self._num = chain.num_microbatches
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
         self._small = sum(self._t.num_devices) <= _SMALL_DEVICES
-        self._order = sorted(
-            filter(can_run, range(1, self.bound.max_stages + 1)),
-            key=lambda num: (self._estimate(num), num),
-        )
+        self._order = sorted(wanted, key=lambda num: (self._estimate(num), num))
         self.can_run = bool(self._order)
         self.estimate = self._estimate(self._order[0]) if self._order else math.inf
         self._bounds = dict.fromkeys(self._order, self.bound.floor)
