@@ -226,6 +226,7 @@ class _Search:
         self._known: dict[int, Alive] = {}
         self._branchings: dict[int, Branching] = {}
         self._bounded_for = math.inf  # seconds
+        self._is_priced = False
         self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
         self._tried: set[tuple[int, ...]] = set()
         rates = 1 / self._t.seconds[:, 0, -1]
@@ -340,7 +341,6 @@ class _Search:
         num = self._next()
         assert num is not None
         if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
-            # One pass for all is cheaper than one number after another.
             self._bound_by_levels()
             return
         visit = self._visits[num]
@@ -382,7 +382,10 @@ class _Search:
                     least = fractional_seconds(pipelines, self._t.num_devices, self._num)
                     if least < worth:
                         self._build(pipelines, least)
-        self._prices = branching.prices
+        # The first prices of a programme say more of all numbers than those of a plan did, and one
+        # pass for all is cheaper than one number after another.
+        self._bounded_for = math.inf if not self._is_priced else self._bounded_for
+        self._prices, self._is_priced = branching.prices, True
         self._raise([num], min(branching.floor, self._goal.worthwhile))
         if branching.num_open:
             return
