@@ -180,7 +180,7 @@ def _run(
     for key, s in sorted(searches.items(), key=lambda item: item[1].estimate):
         if not s.can_run or not s.bound.some_plan_fits():
             infeasible[key] = s.why_not()
-        elif s.bound.floor < goal.fastest:
+        elif s.bound.floor < goal.fastest and not s.is_refuted():
             s.first_plans(3 if goal.fastest == math.inf else 1)
             if not s.plans:
                 infeasible[key] = s.why_not()
@@ -248,6 +248,15 @@ class _Search:
         if not self.can_run:
             return "no number of stages with which it can be run"
         return explain_infeasible(self.chain)
+
+    def is_refuted(self) -> bool:
+        """Whether prices alone say that no plan of this chain need be found."""
+        level = self._goal.worthwhile
+        if level == math.inf:
+            return False
+        alive = self.bound.refute(level, self._prices)
+        self._raise(set(self._order) - set(alive), level)
+        return not any(num in alive for num in self._order)
 
     def first_plans(self, num_tried: int) -> None:
         """Plans of the most promising numbers of stages, of more where none fits."""
