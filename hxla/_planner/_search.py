@@ -224,6 +224,7 @@ class _Search:
         self._promise = {num: i for i, num in enumerate(self._order)}
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
+        self._known_for = 0.0  # seconds of the plans that it is about
         self._branchings: dict[int, Branching] = {}
         self._bounded_for = math.inf  # seconds
         self._is_priced = False
@@ -254,9 +255,10 @@ class _Search:
         level = self._goal.worthwhile
         if level == math.inf:
             return False
-        alive = self.bound.refute(level, self._prices)
-        self._raise(set(self._order) - set(alive), level)
-        return not any(num in alive for num in self._order)
+        found = self.bound.refute(level, self._prices)
+        self._known, self._known_for = {n: found[n] for n in self._order if n in found}, level
+        self._raise(set(self._order) - set(found), level)
+        return not self._known
 
     def first_plans(self, num_tried: int) -> None:
         """Plans of the most promising numbers of stages, of more where none fits."""
@@ -302,8 +304,9 @@ class _Search:
 
     def first_bounds(self) -> None:
         """Bounds for every number of stages at once, by levels below the best plan known."""
-        # What was known is of plans that are faster than what is asked for now.
-        self._known, self._branchings = {}, {}
+        if self._known_for < self._goal.worthwhile:
+            self._known = {}  # of plans that are faster than what is asked for now
+        self._branchings = {}
         self._visits = dict.fromkeys(self._order, 0)
         self._bound_by_levels()
         # By turns those of the best plans and those of the fewest stages.
@@ -314,15 +317,17 @@ class _Search:
         self._bounded_for = self._goal.worthwhile
         left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
         alive = {num: x for num, x in self._known.items() if num in left}
-        for i, level in enumerate((1.0 + self._goal.good_enough, *_LEVELS)):
-            seconds = self._goal.fastest / level
+        levels = (self._goal.fastest / level for level in _LEVELS)
+        for i, seconds in enumerate((self._goal.worthwhile, *levels)):
             if not left or seconds <= min(self._bounds[num] for num in left):
                 break
+            if not i and seconds == self._known_for:
+                continue
             known, ratio = alive or None, _ROUGH if i else FINE
             found = self.bound.refute(seconds, self._prices, known, ratio=ratio)
             alive = {num: x for num, x in found.items() if num in left}
             if not i:
-                self._known = alive
+                self._known, self._known_for = alive, seconds
             self._raise(left - set(alive), seconds)
             left &= set(alive)
 
