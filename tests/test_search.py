@@ -7,7 +7,7 @@ import scipy.optimize
 
 from hxla._core import _errors
 from hxla._planner import _best_pipeline as _stages
-from hxla._planner import _bound, _chain_tables, _packing, _search
+from hxla._planner import _bound, _branch, _chain_tables, _packing, _search
 
 
 def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):
@@ -149,6 +149,31 @@ def test_bounds_hold_where_devices_are_too_many_for_exact_packing(monkeypatch):
         assert found.ranked[0].staging.step_seconds >= best * (1 - 1e-9), seed
         assert not chains.faults(chain, found.ranked[0].staging), seed
     assert feasible > 25
+
+
+def test_what_prices_bound_holds_before_any_cut_is_parted():
+    """Asked for plans that take up to 1.3 times as long as the best."""
+    ratios = []
+    for seed in range(150):
+        rng = np.random.default_rng(9000 + seed)
+        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
+        best = chains.brute_search(chain)
+        if best is None:
+            continue
+        bound = _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
+        seconds, floors = best * rng.uniform(1.01, 1.3), []
+        for num in range(1, bound.max_stages + 1):
+            own = _branch.Branching(
+                bound, num, seconds, None, [1.0] * len(chain.groups), lambda: None
+            )
+            for _ in range(own.num_roots):
+                own.step(seconds)
+            floors.append(own.floor)
+        assert bound.refute(best * (1 + 1e-9), rng.uniform(0, 4, len(chain.groups))), seed
+        assert min(floors) <= best * (1 + 1e-9), seed
+        ratios.append(min(floors) / best)
+    assert len(ratios) > 60
+    assert np.median(ratios) > 0.65
 
 
 MIXED = {

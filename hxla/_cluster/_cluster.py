@@ -262,8 +262,11 @@ class Cluster(_Value):
         if not self.nodes or self.nodes[node].network_card is not None:
             return self.nodes[node].network_card if self.nodes else None
         name = self.nodes[node].name
-        others = {n.name for i, n in enumerate(self.nodes) if i != node}
-        found = [self._between(name, other) for other in others]
+        if self.links:
+            others = {n.name for i, n in enumerate(self.nodes) if i != node}
+            found = [self._between(name, other) for other in others]
+        else:  # large clusters have many nodes, and one link between all of them
+            found = [self.default_link][: len(self.nodes) - 1]
         fastest = max((link.bytes_per_second for link in found if link is not None), default=None)
         if fastest is None:
             return None

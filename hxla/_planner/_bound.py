@@ -14,7 +14,7 @@ from ._priced import priced
 from ._relaxed import Bands, Pipelines, Relaxation, bisected, subsets, suffixes
 
 _MAX_INTERVALS = 80
-_FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
+FINE, _MAX_FINE = 1.003, 4000  # intervals times stages
 _COARSE = 1.06
 Class = tuple[int, int, Array, Array]
 _TAILS, _TAIL_STEP = 12, 0.003  # most limits on the tail, and the least step, of the whole time
@@ -39,6 +39,11 @@ def work_bound(t: Tables, num_microbatches: int) -> float:
     )
     # The dual is a bound even where the solver stopped a little short.
     return float(solved.fun) * (1 - 1e-9)
+
+
+def most_stages(t: Tables) -> int:
+    """Each has a layer and a device."""
+    return min(t.num_layers, sum(t.num_devices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,10 +111,16 @@ class Bound:
         SOSP 2025 (the search this is held against).
     """
 
-    def __init__(self, t: Tables, num_microbatches: int, check: Callable[[], None]):
+    def __init__(
+        self,
+        t: Tables,
+        num_microbatches: int,
+        check: Callable[[], None],
+        max_stages: int | None = None,
+    ):
         self.t = t
         self.relaxation = Relaxation(t, check)
-        self.max_stages = min(t.num_layers, sum(t.num_devices))
+        self.max_stages = max_stages or most_stages(t)
         self.num_microbatches = self._num = num_microbatches
         self._check = check
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
@@ -127,7 +138,7 @@ class Bound:
         found = suffixes(self.max_stages, lambda _: own, np.maximum)
         self._least_tails = [float(rest[0]) for rest, _ in found]
         self._work = work_bound(t, num_microbatches)
-        self.floor = self._work + self.tails(self.max_stages)[0][2]
+        self.floor = self._work + self.least_tails(self.max_stages)[1]
 
     def some_plan_fits(self) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
@@ -139,7 +150,7 @@ class Bound:
         prices: Sequence[float],
         known: "dict[int, Alive] | None" = None,
         *,
-        ratio: float = _FINE,
+        ratio: float = FINE,
     ) -> dict[int, Alive]:
         """Numbers of stages that may take less than `seconds`, with what is known of them.
 
@@ -150,7 +161,7 @@ class Bound:
             ratio: Of the longest to the least period of an interval.
         """
         r = self.relaxation
-        left = seconds - self.tails(self.max_stages)[0][2]
+        left = seconds - self.least_tails(self.max_stages)[1]
         low = r.least_period()
         if known is None:
             whole = Alive(*r.periods(low, left, _COARSE), shallow=frozenset(self._depths()))
@@ -372,21 +383,26 @@ class Bound:
         several = max(self._least_tail, self._least_tails[num_stages - 1], update)
         return [(tuple(range(t.num_kinds)), several, update)]
 
+    def least_tails(self, num_stages: int) -> tuple[float, float]:
+        """The least reduction and update of several replicas of so many stages, and of one."""
+        cases = self.tails(num_stages)
+        return min(several for _, several, _ in cases), min(single for *_, single in cases)
+
     def alone(self, num_stages: int, seconds: float) -> bool:
         """Whether one replica of so many stages might run all microbatches in a time."""
-        left = seconds - self.tails(num_stages)[0][2]
+        left = seconds - self.least_tails(num_stages)[1]
         period = max(self.relaxation.least_period(), self._least / num_stages)
         return self._least + (self._num - 1) * period <= left * (1 + 1e-9)
 
     def _tail_of(self, num_stages: int, seconds: float) -> float:
         """The least tail of plans of so many stages that take no longer than a time."""
-        _, several, single = self.tails(num_stages)[0]
+        several, single = self.least_tails(num_stages)
         one = sum(self.t.num_devices) < 2 * num_stages or self.alone(num_stages, seconds)
         return single if one else several
 
     def limited(self, num_stages: int, seconds: float) -> "list[Bound]":
         """Parts of the plans of so many stages that take less than a time, by the largest stage."""
-        _, low, single = self.tails(num_stages)[0]
+        low, single = self.least_tails(num_stages)
         if self._tail_of(num_stages, seconds) == single:
             return [self]
         high = seconds - self._work

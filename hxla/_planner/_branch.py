@@ -86,11 +86,13 @@ class Branching:
         self.least = math.inf
         self._num = num_stages
         self._num_microbatches = bound.num_microbatches
+        self._wanted = bound.num_microbatches * (1 - 1e-9)
         self._known = known
         self._available = np.array(t.num_devices)
         self._nodes: list[tuple[float, int, Box, list[float], _Part]] = []
         self._made = 0
         self._parts: list[_Part] = []
+        self._floors: list[float] = []  # of each part: no plan of it is faster
         for limited in bound.limited(num_stages, seconds):
             r = limited.relaxation
             boxes, own = [], []
@@ -106,19 +108,19 @@ class Branching:
                     (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
                 ]
                 self._parts.append(part)
+                self._floors.append(0.0)
                 self._push(math.inf, root, self.prices, part)
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
         """The least tail of a plan: that of one replica only where one may do."""
-        _, several, single = bound.tails(self._num)[0]
+        several, single = bound.least_tails(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
         if not bound.alone(self._num, seconds):
             return several
         one = [0.0] * bound.t.num_kinds
         left = np.full(self._num, seconds - single)
-        wanted = self._num_microbatches * (1 - 1e-9)
-        alone = any(part.excess(self._num, one, left)[:, -1].max() >= wanted for part in parts)
+        alone = any(x.excess(self._num, one, left)[:, -1].max() >= self._wanted for x in parts)
         return single if alone else several
 
     @property
@@ -131,6 +133,30 @@ class Branching:
         """Nodes left that are whole parts of the plans."""
         return sum(most == -math.inf for most, *_ in self._nodes)
 
+    @property
+    def floor(self) -> float:
+        """No plan is faster, as far as the prices of the whole parts say."""
+        return min(self._floors, default=math.inf)
+
+    def _floor(self, part: _Part, upper: float, prices: Sequence[float]) -> float:
+        """A time below which no plan of a part can be, by prices that bound it at a longer one.
+
+        Args:
+            part: Of the plans.
+            upper: What all devices run at most in the longer time, by the prices.
+            prices: Of a device of each kind.
+        """
+        scale = self._num_microbatches * (1 - 1e-6) / upper
+        prices = [scale * price for price in prices]
+        replicas = int(self._available.sum()) // self._num
+        left = self._wanted - float(np.dot(prices, self._available))
+        worth, floor = left / replicas, math.inf  # of a replica beside its devices
+        for own in part.priced:
+            if own.most - self._num * min(prices) >= worth:
+                rest = own.rests(self._num, prices)[-1][:, 0]
+                floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
+        return part.tail + floor * (1 - 1e-9)
+
     def step(self, seconds: float) -> list[tuple[int, ...]]:
         """Refute or part one node.
 
@@ -140,10 +166,14 @@ class Branching:
         Returns:
             Cuts that may have such a plan.
         """
-        _, _, box, prices, part = heapq.heappop(self._nodes)
-        refuted, most, prices, shares = self._solve(part, box, seconds, prices)
-        if refuted:
-            self.prices = prices
+        before, _, box, prices, part = heapq.heappop(self._nodes)
+        upper, most, prices, shares = self._solve(part, box, seconds, prices)
+        self.prices = prices
+        is_refuted = upper < self._wanted
+        if before == -math.inf:
+            floor = seconds if is_refuted else self._floor(part, upper, prices)
+            self._floors[self._parts.index(part)] = floor
+        if is_refuted:
             return []
         single = all(high - low == 1 for low, high in box)
         work = math.inf if single else _FEW
@@ -179,7 +209,8 @@ class Branching:
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
         box = [(c, c + 1) for c in reversed(cuts)]
-        return any(not self._solve(x, box, seconds, self.prices)[0] for x in self._parts)
+        uppers = (self._solve(part, box, seconds, self.prices)[0] for part in self._parts)
+        return any(upper >= self._wanted for upper in uppers)
 
     def _push(self, most: float, box: Bands, prices: list[float], part: _Part) -> None:
         if all(low < high for low, high in box):
@@ -188,11 +219,10 @@ class Branching:
 
     def _solve(
         self, part: _Part, box: Bands, seconds: float, prices: list[float]
-    ) -> tuple[bool, float, list[float], list[tuple[float, _Column]]]:
-        """Whether it is refuted, the programme's maximum, prices, and the columns it uses."""
+    ) -> tuple[float, float, list[float], list[tuple[float, _Column]]]:
+        """What the best prices bound it by, its maximum, the prices, and the columns it uses."""
         left = seconds - part.tail
-        wanted = self._num_microbatches * (1 - 1e-9)
-        replicas = int(self._available.sum()) // self._num
+        wanted, replicas = self._wanted, int(self._available.sum()) // self._num
         mine = [
             column
             for column in part.columns
@@ -206,7 +236,7 @@ class Branching:
             if upper < best:
                 best, at = upper, prices
             if best < wanted:
-                return True, best, at, []
+                break
             new = [column for column in new if column not in mine]
             if not new and shares:
                 break
@@ -226,7 +256,7 @@ class Branching:
             if most >= wanted or best - most < 1e-4 * wanted:
                 break
             prices = [(a + b) / 2 for a, b in zip(at, map(float, dual), strict=True)]
-        return False, most, at, shares
+        return best, most, at, shares
 
     def _price(
         self, part: _Part, box: Bands, left: float, prices: list[float]
@@ -242,8 +272,7 @@ class Branching:
             top = max(top, float(excess.max()))
             for w in np.argsort(-excess, kind="stable")[:_NEW]:
                 if excess[w] > -np.inf:
-                    cuts, used, fill = own.pipeline(int(w), rests, prices)
-                    period = float(own.first[w])
+                    cuts, used, fill, period = own.pipeline(int(w), rests, prices)
                     new.append(
                         _Column(cuts=cuts, used=used, fill=fill, period=period, most=own.most)
                     )

@@ -151,9 +151,9 @@ class Priced:
 
     def pipeline(
         self, interval: int, rests: Sequence[Array], prices: Sequence[float]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], float]:
-        """Cuts, devices of each kind and fill of the pipeline behind `rests` in one interval."""
-        kinds, layer, fill = len(prices), 0, 0.0
+    ) -> tuple[tuple[int, ...], tuple[int, ...], float, float]:
+        """Cuts, devices of each kind, fill and period of the pipeline behind `rests`."""
+        kinds, layer, fill, period = len(prices), 0, 0.0, 0.0
         cuts, used = [], [0] * kinds
         for position in reversed(range(1, len(rests))):
             cuts.append(layer)
@@ -167,6 +167,8 @@ class Priced:
             )
             k, j = divmod(int(total.argmin()), self._width)
             used[k] += 1
-            fill += float(self._relaxation.cost[k, layer, layer + 1 + j])
+            at = k, layer, layer + 1 + j
+            fill += float(self._relaxation.cost[at])
+            period = max(period, float(self._relaxation.period[at]))
             layer += 1 + j
-        return tuple(cuts), tuple(used), fill
+        return tuple(cuts), tuple(used), fill, period

@@ -14,15 +14,9 @@ from ._chain import UNBOUNDED, Chain, Group, Staging
 from ._chain_tables import Tables, tables
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
+from ._placed import Placed, improved, placed
 from ._search import Found, search
-from ._shared_links import (
-    Copies,
-    Ranks,
-    Traffic,
-    placements,
-    shared_step_seconds,
-    traffic_of,
-)
+from ._shared_links import Copies, Ranks, placements
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
@@ -149,8 +143,8 @@ def propose(
     shared = _with_shared_links(work, ranked, chains, places, cluster, profile)
     best, staging = shared[0].found, shared[0].found.staging
     reasons += _about_cards(shared[0], ranked[0])
-    copies = shared[0].copies
-    cost = staging_cost(chains[best.alternative], staging, shared[0].traffic)
+    copies = shared[0].placed.copies
+    cost = staging_cost(chains[best.alternative], staging, shared[0].placed.traffic)
     replicas, counts, devices = _placed(work, best, cost, copies, cluster, profile, reasons)
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
@@ -160,12 +154,9 @@ def propose(
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    known = {id(own.found): own.step_seconds for own in shared}
-    others = [
-        _runner_up(f, known.get(id(f)))
-        for f in (*(own.found for own in shared[1:]), *found.ranked)
-        if f is not best
-    ]
+    origins = [id(own.origin) for own in shared]
+    others = [_runner_up(own.found, own.step_seconds) for own in shared[1:]]
+    others += [_runner_up(f) for f in found.ranked if id(f) not in origins]
     return (
         Proposal(
             alternative=best.alternative,
@@ -189,10 +180,18 @@ def propose(
 class _Shared:
     """A plan that the search found, as it is where its transfers share network cards."""
 
-    found: Found
-    copies: Copies
-    traffic: Traffic
-    step_seconds: float
+    origin: Found
+    placed: Placed
+
+    @property
+    def found(self) -> Found:
+        """The plan with the counts and the cut that suit its transfers."""
+        return dataclasses.replace(self.origin, staging=self.placed.staging)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the closed formula."""
+        return self.placed.step_seconds
 
 
 def _with_shared_links(
@@ -216,24 +215,18 @@ def _with_shared_links(
         chain = chains[found.alternative]
         if found.alternative not in known:
             known[found.alternative] = tables(chain)
-        best: _Shared | None = None
+        best: Placed | None = None
+        t = known[found.alternative]
         for copies in placements(found.staging, places[found.alternative], cluster):
-            traffic = traffic_of(chain, found.staging, copies, cluster, reduce_factor=factor)
-            seconds = shared_step_seconds(known[found.alternative], found.staging, traffic)
-            if best is None or seconds < best.step_seconds * (1 - 1e-9):
-                # A plan whose transfers share nothing is as fast as the search has it, to the last
-                # bit, and no other placement is faster.
-                is_slower = seconds > found.staging.step_seconds * (1 + 1e-9)
-                best = _Shared(
-                    found=found,
-                    copies=copies,
-                    traffic=traffic,
-                    step_seconds=seconds if is_slower else found.staging.step_seconds,
-                )
-                if not is_slower:
-                    break
+            own = placed(chain, t, found.staging, copies, cluster, reduce_factor=factor)
+            if best is None or own.step_seconds < best.step_seconds * (1 - 1e-9):
+                best = own
+                if best.step_seconds == found.staging.step_seconds:
+                    break  # no other placement is faster
         assert best is not None
-        out.append(best)
+        if best.step_seconds > found.staging.step_seconds:
+            best = improved(chain, t, best, cluster, reduce_factor=factor)
+        out.append(_Shared(origin=found, placed=best))
     return sorted(out, key=lambda own: own.step_seconds)
 
 
@@ -246,7 +239,7 @@ def _about_cards(best: _Shared, first: Found) -> list[str]:
             f"{best.step_seconds:.4g} s, {best.found.staging.step_seconds:.4g} s if each had its "
             "own; the bound is for the latter"
         )
-    if best.found is not first:
+    if best.origin is not first:
         other = _runner_up(first)
         reasons.append(
             f"{other.description} would be faster, {other.step_seconds:.4g} s, if its transfers "
@@ -427,6 +420,7 @@ def _slowest_link(
     by_node: dict[int, list[int]] = {}
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
+    cards_of = {node: cluster.network_card(node) for node in by_node}
     found = []
     for i, j in itertools.product(
         dict.fromkeys(cluster.devices[r].node for r in a),
@@ -440,7 +434,7 @@ def _slowest_link(
         if link is None:
             reasons.append("some links are not described: their communication is not counted")
         else:
-            cards = [cluster.network_card(node) for node in (i, j) if i != j]
+            cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
             least = min((link.bytes_per_second, *shares))
             found.append(link.model_copy(update={"bytes_per_second": least}))

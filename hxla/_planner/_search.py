@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
-from ._bound import Alive, Bound
+from ._bound import FINE, Alive, Bound, most_stages
 from ._branch import Branching
 from ._chain import Chain, Staging
 from ._chain_tables import tables
@@ -180,7 +180,7 @@ def _run(
     for key, s in sorted(searches.items(), key=lambda item: item[1].estimate):
         if not s.can_run or not s.bound.some_plan_fits():
             infeasible[key] = s.why_not()
-        elif s.bound.floor < goal.fastest:
+        elif s.bound.floor < goal.fastest and not s.is_refuted():
             s.first_plans(3 if goal.fastest == math.inf else 1)
             if not s.plans:
                 infeasible[key] = s.why_not()
@@ -206,25 +206,28 @@ class _Search:
         self, chain: Chain, goal: _Goal, deadline: Deadline, can_run: Callable[[int], bool]
     ):
         self.chain = chain
-        self.bound = Bound(tables(chain), chain.num_microbatches, deadline.check)
+        t = tables(chain)
+        wanted = [num for num in range(1, most_stages(t) + 1) if can_run(num)]
+        most = max(wanted, default=None)
+        self.bound = Bound(t, chain.num_microbatches, deadline.check, most)
         self.plans: dict[int, Staging] = {}
-        self._t = self.bound.t
+        self._t = t
         self._goal = goal
         self._check = deadline.check
         self._num = chain.num_microbatches
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
         self._small = sum(self._t.num_devices) <= _SMALL_DEVICES
-        self._order = sorted(
-            filter(can_run, range(1, self.bound.max_stages + 1)),
-            key=lambda num: (self._estimate(num), num),
-        )
+        self._order = sorted(wanted, key=lambda num: (self._estimate(num), num))
         self.can_run = bool(self._order)
         self.estimate = self._estimate(self._order[0]) if self._order else math.inf
         self._bounds = dict.fromkeys(self._order, self.bound.floor)
         self._promise = {num: i for i, num in enumerate(self._order)}
         self._visits = dict.fromkeys(self._order, 0)
         self._known: dict[int, Alive] = {}
+        self._known_for = 0.0  # seconds of the plans that it is about
         self._branchings: dict[int, Branching] = {}
+        self._bounded_for = math.inf  # seconds
+        self._is_priced = False
         self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
         self._tried: set[tuple[int, ...]] = set()
         rates = 1 / self._t.seconds[:, 0, -1]
@@ -246,6 +249,16 @@ class _Search:
         if not self.can_run:
             return "no number of stages with which it can be run"
         return explain_infeasible(self.chain)
+
+    def is_refuted(self) -> bool:
+        """Whether prices alone say that no plan of this chain need be found."""
+        level = self._goal.worthwhile
+        if level == math.inf:
+            return False
+        found = self.bound.refute(level, self._prices)
+        self._known, self._known_for = {n: found[n] for n in self._order if n in found}, level
+        self._raise(set(self._order) - set(found), level)
+        return not self._known
 
     def first_plans(self, num_tried: int) -> None:
         """Plans of the most promising numbers of stages, of more where none fits."""
@@ -291,25 +304,32 @@ class _Search:
 
     def first_bounds(self) -> None:
         """Bounds for every number of stages at once, by levels below the best plan known."""
-        alive: dict[int, Alive] = {}
-        # What was known is of plans that are faster than what is asked for now.
-        self._known, self._branchings = {}, {}
+        if self._known_for < self._goal.worthwhile:
+            self._known = {}  # of plans that are faster than what is asked for now
+        self._branchings = {}
         self._visits = dict.fromkeys(self._order, 0)
-        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
-        for level in (1.0 + self._goal.good_enough, *_LEVELS):
-            seconds = self._goal.fastest / level
-            if seconds <= self.bound.floor or not left:
-                break
-            if not self._known:
-                found = self.bound.refute(seconds, self._prices)
-                self._known = alive = {n: x for n, x in found.items() if n in self._bounds}
-            else:
-                alive = self.bound.refute(seconds, self._prices, alive, ratio=_ROUGH)
-            self._raise(left - set(alive), seconds)
-            left &= set(alive)
+        self._bound_by_levels()
         # By turns those of the best plans and those of the fewest stages.
         for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
+
+    def _bound_by_levels(self) -> None:
+        self._bounded_for = self._goal.worthwhile
+        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
+        alive = {num: x for num, x in self._known.items() if num in left}
+        levels = (self._goal.fastest / level for level in _LEVELS)
+        for i, seconds in enumerate((self._goal.worthwhile, *levels)):
+            if not left or seconds <= min(self._bounds[num] for num in left):
+                break
+            if not i and seconds == self._known_for:
+                continue
+            known, ratio = alive or None, _ROUGH if i else FINE
+            found = self.bound.refute(seconds, self._prices, known, ratio=ratio)
+            alive = {num: x for num, x in found.items() if num in left}
+            if not i:
+                self._known, self._known_for = alive, seconds
+            self._raise(left - set(alive), seconds)
+            left &= set(alive)
 
     def urgency(self) -> tuple[float, float]:
         """Which chain to work on: the one with the least first (infinity: none is needed)."""
@@ -334,6 +354,9 @@ class _Search:
         """Raise the bound, or better the plan, of the number of stages that needs it most."""
         num = self._next()
         assert num is not None
+        if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
+            self._bound_by_levels()
+            return
         visit = self._visits[num]
         self._visits[num] += 1
         if visit == 1:
@@ -373,6 +396,11 @@ class _Search:
                     least = fractional_seconds(pipelines, self._t.num_devices, self._num)
                     if least < worth:
                         self._build(pipelines, least)
+        # The first prices of a programme say more of all numbers than those of a plan did, and one
+        # pass for all is cheaper than one number after another.
+        self._bounded_for = math.inf if not self._is_priced else self._bounded_for
+        self._prices, self._is_priced = branching.prices, True
+        self._raise([num], min(branching.floor, self._goal.worthwhile))
         if branching.num_open:
             return
         self._raise([num], min(branching.least, self._goal.worthwhile))

@@ -175,6 +175,29 @@ def _per_copy(copies: Copies, cluster: Cluster, stage: int, num_bytes: float) ->
     return [max(next(times) or 0.0 for _ in own) for own in pairs]
 
 
+def shared_fill_and_period(
+    t: Tables, cuts: Sequence[int], kinds: Sequence[int], one_way: Sequence[float]
+) -> tuple[float, float]:
+    """Seconds of a copy's first microbatch and of each further one (`fill_and_period`).
+
+    Args:
+        t: Of the chain.
+        cuts: First layer of each stage.
+        kinds: Of each stage's device.
+        one_way: The least that a transfer over each boundary takes.
+    """
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    crossed = zip(cuts[1:], itertools.pairwise(kinds), one_way, strict=True)
+    edges = [
+        0.0,
+        *(max(float(t.cross[cut, *pair]), 2 * sent) for cut, pair, sent in crossed),
+        0.0,
+    ]
+    busy = [float(t.seconds[s]) for s in zip(kinds, cuts, ends, strict=True)]
+    period = max(busy[i] + edges[i] + edges[i + 1] for i in range(num))
+    return sum(busy) + sum(edges), period
+
+
 def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
     """The search's closed formula of a step (`step_seconds`), no transfer faster than is said.
 
@@ -183,25 +206,12 @@ def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
         staging: Its cut.
         traffic: Of the staging.
     """
-    cuts, num = staging.cuts, len(staging.cuts)
-    ends = (*cuts[1:], t.num_layers)
+    cuts, ends = staging.cuts, (*staging.cuts[1:], t.num_layers)
     slowest = reduce = update = 0.0
     several = sum(replica.count for replica in staging.replicas) > 1
     for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
         stages = list(zip(replica.groups, cuts, ends, strict=True))
-        edges = [
-            0.0,
-            *(
-                max(float(t.cross[cut, *pair]), 2 * sent)
-                for cut, pair, sent in zip(
-                    cuts[1:], itertools.pairwise(replica.groups), one_way, strict=True
-                )
-            ),
-            0.0,
-        ]
-        busy = [float(t.seconds[s]) for s in stages]
-        period = max(busy[i] + edges[i] + edges[i + 1] for i in range(num))
-        fill = sum(busy) + sum(edges)
+        fill, period = shared_fill_and_period(t, cuts, replica.groups, one_way)
         slowest = max(slowest, fill + (replica.num_microbatches - 1) * period)
         update = max(update, *(float(t.update[s]) for s in stages))
         if several:

@@ -1,0 +1,179 @@
+"""Plans on their devices, made faster where their transfers share network cards.
+
+The search knows kinds of devices and not their places: its cut and its counts are those that suit
+transfers which share nothing. Here the devices stay, and the rest follows their transfers.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .._cluster._cluster import Cluster
+from ._chain import Chain, ReplicaSort, Staging
+from ._chain_tables import Tables, fill_and_period, tail_seconds
+from ._counts import best_counts
+from ._shared_links import Copies, Traffic, shared_fill_and_period, shared_step_seconds, traffic_of
+
+_TRANSFERS = 20_000  # that are looked at: a plan on many devices is tried less often
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A plan on its devices.
+
+    Attributes:
+        staging: Cut, counts, and kinds of the stages.
+        copies: The devices of each copy of the model, in the order of the staging's replicas.
+        traffic: The least that its transfers take.
+        step_seconds: The closed formula of its step, no transfer faster than that.
+    """
+
+    staging: Staging
+    copies: Copies
+    traffic: Traffic
+    step_seconds: float
+
+
+def placed(
+    chain: Chain,
+    t: Tables,
+    staging: Staging,
+    copies: Copies,
+    cluster: Cluster,
+    *,
+    reduce_factor: float,
+) -> Placed:
+    """A plan on devices that are given.
+
+    Args:
+        chain: That is cut.
+        t: Of the chain.
+        staging: Its cut.
+        copies: Where it runs.
+        cluster: That the ranks are of.
+        reduce_factor: As for `traffic_of`.
+    """
+    traffic = traffic_of(chain, staging, copies, cluster, reduce_factor=reduce_factor)
+    seconds = shared_step_seconds(t, staging, traffic)
+    # A plan whose transfers share nothing is as fast as the search has it, to the last bit.
+    is_slower = seconds > staging.step_seconds * (1 + 1e-9)
+    return Placed(
+        staging=staging,
+        copies=copies,
+        traffic=traffic,
+        step_seconds=seconds if is_slower else staging.step_seconds,
+    )
+
+
+def improved(
+    chain: Chain, t: Tables, start: Placed, cluster: Cluster, *, reduce_factor: float
+) -> Placed:
+    """Counts and a cut that suit a plan's transfers, by descent; never a slower plan.
+
+    A move shifts one boundary between stages, or several neighbours together, by a layer; the
+    microbatches are then dealt out to the copies by what each takes among the transfers of all.
+
+    Args:
+        chain: That is cut.
+        t: Of the chain.
+        start: The plan; its devices stay as they are.
+        cluster: That the ranks are of.
+        reduce_factor: As for `traffic_of`.
+    """
+
+    def dealt(cuts: tuple[int, ...]) -> Placed | None:
+        return _dealt(chain, t, cuts, best, cluster, reduce_factor)
+
+    best = start
+    num_left = _TRANSFERS // (len(start.copies) * len(start.staging.cuts))
+    again = dealt(best.staging.cuts)
+    if again is not None and again.step_seconds < best.step_seconds:
+        best = again
+    is_better = True
+    while is_better:
+        is_better = False
+        for cuts in _neighbours(best.staging.cuts, t.num_layers):
+            if num_left <= 0:
+                return best
+            num_left -= 1
+            found = dealt(cuts)
+            if found is not None and found.step_seconds < best.step_seconds * (1 - 1e-9):
+                best, is_better = found, True
+                break
+    return best
+
+
+def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
+    """Cuts with some neighbouring boundaries shifted by a layer: few of them before many."""
+    for num in range(1, len(cuts)):
+        for first in range(1, len(cuts) - num + 1):
+            for step in (-1, 1):
+                moved = (c + step * (first <= i < first + num) for i, c in enumerate(cuts))
+                new = tuple(moved)
+                if all(a < b for a, b in itertools.pairwise((*new, num_layers))):
+                    yield new
+
+
+def _dealt(
+    chain: Chain,
+    t: Tables,
+    cuts: tuple[int, ...],
+    known: Placed,
+    cluster: Cluster,
+    reduce_factor: float,
+) -> Placed | None:
+    """The devices of a plan with a cut, and the counts that suit them; None: they do not fit."""
+    kinds = [r.groups for r in known.staging.replicas for _ in range(r.count)]
+    limits = {own: _most(t, cuts, own, chain.num_microbatches) for own in dict.fromkeys(kinds)}
+    if sum(limits[own] for own in kinds) < chain.num_microbatches:
+        return None
+    alone = [ReplicaSort(groups=own, count=1, num_microbatches=1) for own in kinds]
+    staging = Staging(cuts=cuts, replicas=tuple(alone), step_seconds=0.0)
+    traffic = traffic_of(chain, staging, known.copies, cluster, reduce_factor=reduce_factor)
+    times = [
+        shared_fill_and_period(t, cuts, own, sent)
+        for own, sent in zip(kinds, traffic.send_seconds, strict=True)
+    ]
+    counts = best_counts(
+        chain.num_microbatches,
+        [period for _, period in times],
+        [fill - period for fill, period in times],
+        [limits[own] for own in kinds],
+    )
+    if not all(counts):
+        return None  # a copy without work would leave its devices idle
+    order = sorted(range(len(kinds)), key=lambda i: (kinds[i], counts[i], traffic.send_seconds[i]))
+    sorts, sent = [], []
+    for key, same in itertools.groupby(
+        order, key=lambda i: (kinds[i], counts[i], traffic.send_seconds[i])
+    ):
+        sorts.append(ReplicaSort(groups=key[0], count=len(list(same)), num_microbatches=key[1]))
+        sent.append(key[2])
+    own_times = [(fill_and_period(t, cuts, r.groups), r.num_microbatches) for r in sorts]
+    seconds = max(fill + (num - 1) * period for (fill, period), num in own_times)
+    staging = Staging(
+        cuts=cuts,
+        replicas=tuple(sorts),
+        step_seconds=seconds + tail_seconds(t, cuts, sorts),
+    )
+    traffic = dataclasses.replace(traffic, send_seconds=tuple(sent))
+    return Placed(
+        staging=staging,
+        copies=[known.copies[i] for i in order],
+        traffic=traffic,
+        step_seconds=max(staging.step_seconds, shared_step_seconds(t, staging, traffic)),
+    )
+
+
+def _most(t: Tables, cuts: Sequence[int], kinds: Sequence[int], num_microbatches: int) -> int:
+    """The most microbatches that a copy can run, for its memory (0: none)."""
+    num, ends = len(cuts), (*cuts[1:], t.num_layers)
+    stages = tuple(np.array(x) for x in (kinds, cuts, ends))
+    after = np.arange(num, 0, -1)
+    for most in (num_microbatches, *range(min(num - 1, num_microbatches), 0, -1)):
+        held = t.state_bytes[stages] + np.minimum(after, most) * t.stash_bytes[stages]
+        if (held <= t.memory[stages[0]]).all():
+            return most
+    return 0
