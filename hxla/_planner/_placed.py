@@ -20,7 +20,7 @@ _TRANSFERS = 20_000  # that are looked at: a plan on many devices is tried less 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placed:
+class PlacedStaging:
     """A plan on its devices.
 
     Attributes:
@@ -44,7 +44,7 @@ def placed(
     cluster: Cluster,
     *,
     reduce_factor: float,
-) -> Placed:
+) -> PlacedStaging:
     """A plan on devices that are given.
 
     Args:
@@ -59,7 +59,7 @@ def placed(
     seconds = shared_step_seconds(t, staging, traffic)
     # A plan whose transfers share nothing is as fast as the search has it, to the last bit.
     is_slower = seconds > staging.step_seconds * (1 + 1e-9)
-    return Placed(
+    return PlacedStaging(
         staging=staging,
         copies=copies,
         traffic=traffic,
@@ -68,8 +68,8 @@ def placed(
 
 
 def improved(
-    chain: Chain, t: Tables, start: Placed, cluster: Cluster, *, reduce_factor: float
-) -> Placed:
+    chain: Chain, t: Tables, start: PlacedStaging, cluster: Cluster, *, reduce_factor: float
+) -> PlacedStaging:
     """Counts and a cut that suit a plan's transfers, by descent; never a slower plan.
 
     A move shifts one boundary between stages, or several neighbours together, by a layer; the
@@ -83,7 +83,7 @@ def improved(
         reduce_factor: As for `traffic_of`.
     """
 
-    def dealt(cuts: tuple[int, ...]) -> Placed | None:
+    def dealt(cuts: tuple[int, ...]) -> PlacedStaging | None:
         return _dealt(chain, t, cuts, best, cluster, reduce_factor)
 
     best = start
@@ -120,10 +120,10 @@ def _dealt(
     chain: Chain,
     t: Tables,
     cuts: tuple[int, ...],
-    known: Placed,
+    known: PlacedStaging,
     cluster: Cluster,
     reduce_factor: float,
-) -> Placed | None:
+) -> PlacedStaging | None:
     """The devices of a plan with a cut, and the counts that suit them; None: they do not fit."""
     kinds = [r.groups for r in known.staging.replicas for _ in range(r.count)]
     limits = {own: _most(t, cuts, own, chain.num_microbatches) for own in dict.fromkeys(kinds)}
@@ -159,7 +159,7 @@ def _dealt(
         step_seconds=seconds + tail_seconds(t, cuts, sorts),
     )
     traffic = dataclasses.replace(traffic, send_seconds=tuple(sent))
-    return Placed(
+    return PlacedStaging(
         staging=staging,
         copies=[known.copies[i] for i in order],
         traffic=traffic,

@@ -14,7 +14,7 @@ from ._chain import UNBOUNDED, Chain, Group, Staging
 from ._chain_tables import Tables, tables
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
-from ._placed import Placed, improved, placed
+from ._placed import PlacedStaging, improved, placed
 from ._search import Found, search
 from ._shared_links import Copies, Ranks, placements
 from ._staging import StepCost, staging_cost
@@ -181,7 +181,7 @@ class _Shared:
     """A plan that the search found, as it is where its transfers share network cards."""
 
     origin: Found
-    placed: Placed
+    placed: PlacedStaging
 
     @property
     def found(self) -> Found:
@@ -215,7 +215,7 @@ def _with_shared_links(
         chain = chains[found.alternative]
         if found.alternative not in known:
             known[found.alternative] = tables(chain)
-        best: Placed | None = None
+        best: PlacedStaging | None = None
         t = known[found.alternative]
         for copies in placements(found.staging, places[found.alternative], cluster):
             own = placed(chain, t, found.staging, copies, cluster, reduce_factor=factor)
