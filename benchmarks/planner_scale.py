@@ -7,8 +7,7 @@ and those of 1.3 to 173 billion for 768. A third of the devices each are A100 wi
 40 GB and V100 with 32 GB; speeds and links are those of data sheets. A batch has two sequences of
 2,048 tokens for each device, a microbatch one. Seconds are those that the processor spent, so that
 other work beside disturbs little; the search's own budget of time goes by the clock, and a plan
-whose search met it is marked; with --by-processor that budget too is of the processor's time, as on
-an idle machine. Writes benchmarks/results/planner_scale.json.
+whose search met it is marked. Writes benchmarks/results/planner_scale.json.
 """
 
 import os
@@ -19,7 +18,6 @@ import pathlib
 import resource
 import sys
 import time
-import types
 
 import jax
 import numpy as np
@@ -31,7 +29,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 import gpt
 
 import hxla
-from hxla._planner import _deadline
 
 LENGTH, VOCABULARY = 2048, 50304
 # Memory, its bandwidth, float32 rate, and the bandwidth between cards of a node.
@@ -106,10 +103,7 @@ def main() -> None:
     """Every decoder asked for."""
     parser = results.parser(__doc__, "planner_scale")
     parser.add_argument("--decoders", nargs="+", choices=list(DECODERS), default=list(DECODERS))
-    parser.add_argument("--by-processor", action="store_true")
     args = parser.parse_args()
-    if args.by_processor:
-        vars(_deadline)["time"] = types.SimpleNamespace(monotonic=time.process_time)
     rows = {}
     for name in args.decoders:
         devices = cluster(1, 3) if name == SMALL else cluster(32, 8)

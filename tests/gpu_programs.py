@@ -233,7 +233,9 @@ def compiled(programs: Programs) -> dict[str, Any]:
     programs.compile(over)
     sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
     own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
-    return dict(zip([*own, "empty", "update", *sums], made, strict=False))
+    [*terms, _] = programs._updates.names(0)
+    found = dict(zip([*own, "empty", *terms, "update", *sums], made, strict=False))
+    return {name: program for name, program in found.items() if name not in terms}
 
 
 def evaluation(programs: Programs) -> Any:

@@ -369,6 +369,8 @@ class Outcome:
 
 #: Sets of programs of each form, besides one on real processes; what costs time is to compile them.
 NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
+#: The forms that are run: two of three, and all of them if more sets are asked for.
+RUN_FORMS = [form for n, form in enumerate(FORMS) if NUM_SETS > 1 or n % 3]
 
 
 def trials(form, num_sets=NUM_SETS, each=5):

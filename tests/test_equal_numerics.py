@@ -17,9 +17,22 @@ import optax
 import pytest
 import random_plans
 from flax import nnx
-from random_plans import BATCH, FORMS, STEPS, Form, Outcome, Processes, Trial, job, run, trials
+from random_plans import (
+    BATCH,
+    FORMS,
+    RUN_FORMS,
+    STEPS,
+    Form,
+    Outcome,
+    Processes,
+    Trial,
+    job,
+    run,
+    trials,
+)
 
-import hxla
+from hxla._plan import _plan
+from hxla._plan._numerics import deciding
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -66,7 +79,7 @@ def check(ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", RUN_FORMS, ids=str)
 def test_plans_of_equal_numerics_give_equal_bits(form, tmp_path, processes):
     ended = []
     drawn = trials(form)
@@ -128,9 +141,8 @@ def test_bits_that_differ_are_found(monkeypatch):
     pair = [Trial(plan=Form(model="mlp", size=size).plan) for size in (1, 2)]
     ended = [Ended(trial, run(FORMS[0], trial)) for trial in pair]
     check(ended)
-    deciding = hxla.Plan._deciding
     less = lambda plan: deciding(plan) | {"microbatch_size": 0}  # noqa: E731
-    monkeypatch.setattr(hxla.Plan, "_deciding", less)
+    monkeypatch.setattr(_plan, "deciding", less)
     with pytest.raises(AssertionError, match="microbatch_size: 1 here, 2 there"):
         check(ended)
 

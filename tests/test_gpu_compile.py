@@ -71,7 +71,7 @@ EXPECTED = {
     },
     "tensor stages": {
         "fill": (CUT, set()),
-        "ticks": (INSIDE | PASSED, MORE),
+        "ticks": (INSIDE | PASSED | {"all-gather of u32 over tensor"}, MORE),
         "finish": (CUT, {"all-reduce of s32 over tensor"}),
         "update": (
             {"all-reduce of f32 over stage"},

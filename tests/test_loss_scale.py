@@ -297,8 +297,8 @@ def test_low_precision_learns_as_float32_does():
 
     full = final("fp32")
     assert full < 0.5 * np.log(models.VOCABULARY)  # it has learned
-    for word in ("bf16", "fp16", "fp8"):
-        assert abs(final(word) / full - 1) < 0.02, word
+    for word, most in (("bf16", 0.02), ("fp16", 0.02), ("fp8", 0.04)):
+        assert abs(final(word) / full - 1) < most, word
 
 
 def test_state_tells_the_scale_and_keeps_the_users_own_variables():

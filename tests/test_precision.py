@@ -19,6 +19,7 @@ from hxla._graph._precision_classes import class_of
 from hxla._graph._trace import trace_functional
 from hxla._jax._jaxpr import as_function
 from hxla._model._functional import functional
+from hxla._plan._numerics import deciding
 from hxla._plan._precision import as_precision
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -334,11 +335,11 @@ def test_the_plan_says_the_precision_and_its_numerics_know_it():
     again = hxla.Plan.from_json(plans["fp16"].to_json())
     assert again.precision == plans["fp16"].precision
     float_sums = plans["bf16"].replaced(sums=hxla.SumsForm(kind="float"))
-    assert (plans["bf16"]._deciding()["excess_precision"], plans["bf16"].sums.kind) == (
+    assert (deciding(plans["bf16"])["excess_precision"], plans["bf16"].sums.kind) == (
         False,
         "exact",
     )
-    assert float_sums._deciding()["excess_precision"]
+    assert deciding(float_sums)["excess_precision"]
 
 
 def test_the_configuration_and_the_argument_mean_the_same():

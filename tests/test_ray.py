@@ -211,7 +211,7 @@ def test_stop_writes_a_checkpoint_and_those_who_follow_end_with_75(tmp_path):
             "hxla: --attach another: no such run on the Ray cluster; there are job"
         )
         job.process.send_signal(signal.SIGINT)
-        assert job.process.wait(30) == 130
+        assert job.process.wait(120) == 130
         assert "run job goes on" in job.tail()
         stopped = job.ran(job.command("--stop", "job"))
         assert stopped.returncode == 0, stopped.stderr

@@ -106,7 +106,8 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
 
     Args:
         lowered: A `jax.stages.Lowered`.
-        devices: As many as the program's own, of the same kinds in the same order.
+        devices: As many as the program's own, else it is bound to these, of the same kinds in the
+            same order.
     """
     own = lowered._lowering
     args = own.compile_args
@@ -120,6 +121,7 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
         or args["mut"] is not None
         or own.const_args
         or own._device_list is None
+        or len(own._device_list) != len(devices)  # of some devices of several
         or not all(isinstance(s, known) for s in shardings)
     )
     if is_bound:

@@ -159,7 +159,13 @@ def _of_cut_copies(
     job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier, groups: int
 ) -> Plan:
     """One whose copies are of several devices, which hold their own parts."""
-    if job.settings.memory.recompute is not None or stage > 1:
+    if stage > 1:
+        axes = ", ".join(axis.name for axis in plan.axes)
+        raise PlanError(
+            f"memory.zero={stage}: copies of the model are cut by {axes}, which share out the "
+            "optimizer's state only: use 1 or 0"
+        )
+    if job.settings.memory.recompute is not None:
         axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
             f"memory.recompute: copies of the model are cut by {axes}; there, pipeline.recompute "
