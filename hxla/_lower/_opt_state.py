@@ -53,6 +53,8 @@ class InitialOptState:
         Args:
             in_groups: Whether few are to be on a device at once, for they wait elsewhere.
         """
+        if not self._sizes:
+            return []
         if not in_groups:
             return [[*range(len(self._sizes))]]
         found: list[list[int]] = [[]]
