@@ -1,14 +1,10 @@
 """Copies in groups that each have all of the state: hybrid sharding."""
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import optax
 import pytest
+from process_results import results_of
 from test_chain import job
 from test_layered import shared, trained
 
@@ -115,18 +111,7 @@ def test_parameters_are_gathered_inside_a_group(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_share_in_groups_end_with_the_same_bits():
-    tests = pathlib.Path(__file__).parent
-    ran = subprocess.run(
-        [sys.executable, "-m", "hxla", "run", "-n", "4", str(tests / "shard_groups_job.py")],
-        env=os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}", "NPROC": "1", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    lines = [line.split("RESULT ", 1)[1] for line in ran.stdout.splitlines() if "RESULT " in line]
-    told = [json.loads(line.split(" ", 1)[1]) for line in lines]
+    told = results_of("shard_groups_job.py", 4, timeout=600, XLA_FLAGS="")
     assert len(told) == 4
     for key in ("sha256", "numerics"):
         assert len({form[key] for own in told for form in own.values()}) == 1

@@ -1,46 +1,25 @@
 """Sums in host memory: the same bits, and no collective of the devices that train."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
 import test_zero
+from process_results import results_of
 
 import hxla
 from hxla._cluster._libraries import are_unlike, in_words, library_of
 from hxla._run._runnable import check_runnable
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each of two processes says, which have two devices each and train on one."""
     folder = tmp_path_factory.mktemp("host_sums")
-    settings = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "NPROC": "1",
-    }
-    script = str(ROOT / "tests" / "host_sums_job.py")
-    ran = subprocess.run(
-        [sys.executable, "-m", "hxla", "run", "-n", "2", script, str(folder)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    lines = [line.split("RESULT ", 1)[1] for line in ran.stdout.splitlines() if "RESULT " in line]
-    found = dict(line.split(" ", 1) for line in lines)
-    return [json.loads(found[rank]) for rank in sorted(found)]
+    flags = "--xla_force_host_platform_device_count=2"
+    return results_of("host_sums_job.py", 2, folder, timeout=300, XLA_FLAGS=flags)
 
 
 def test_bits_are_those_of_device_collectives(told):

@@ -21,6 +21,9 @@ from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.named_sharding import UnspecifiedValue
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+#: What of a program jax keeps for the devices that it was made for, if there is any.
+_BINDING = ("host_callbacks", "keepalive", "ordered_effects", "mut")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Portable:
@@ -83,10 +86,7 @@ def portable(compiled: Any) -> Portable | None:
     unloaded = compiled._executable._unloaded_executable
     shardings = (*unloaded.input_shardings, *unloaded.output_shardings)
     is_bound = (
-        unloaded.host_callbacks
-        or unloaded.keepalive
-        or unloaded.ordered_effects
-        or unloaded.mut is not None
+        any(getattr(unloaded, name) for name in _BINDING)
         or compiled._params.const_args
         or not isinstance(unloaded.xla_executable, xla_client.LoadedExecutable)
         or is_persistent_cache_enabled()
@@ -106,8 +106,7 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
 
     Args:
         lowered: A `jax.stages.Lowered`.
-        devices: As many as the program's own, else it is bound to these, of the same kinds in the
-            same order.
+        devices: As many as the program's own, of the same kinds in the same order.
     """
     own = lowered._lowering
     args = own.compile_args
@@ -115,13 +114,9 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
     shardings = [sharding for name in names for sharding in args[name] or ()]
     known = NamedSharding | SingleDeviceSharding | UnspecifiedValue
     is_bound = (
-        args["host_callbacks"]
-        or args["keepalive"]
-        or args["ordered_effects"]
-        or args["mut"] is not None
+        any(args[name] for name in _BINDING)
         or own.const_args
         or own._device_list is None
-        or len(own._device_list) != len(devices)  # of some devices of several
         or not all(isinstance(s, known) for s in shardings)
     )
     if is_bound:

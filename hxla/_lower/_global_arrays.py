@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._errors import MeshError, PlanError
 from .._core._types import DATA_AXIS, SHARD_GROUP_AXIS, PyTree
-from .._plan._layout import names_of
+from .._plan._layout import names_of, to_spec
 from ._replica import Replica
 
 
@@ -85,12 +85,12 @@ class GlobalArrays:
     @property
     def inner_spec(self) -> P:
         """Of what each device of a place has of its own, one after another."""
-        return P(tuple(name for name, _ in self.axes)) if self.axes else P()
+        return to_spec([[name for name, _ in self.axes]])
 
     @property
     def own_spec(self) -> P:
         """Of what each device of each place of a group has of its own, one after another."""
-        return P((DATA_AXIS, *(name for name, _ in self.axes))) if self.axes else P(DATA_AXIS)
+        return to_spec([[DATA_AXIS, *(name for name, _ in self.axes)]])
 
     @property
     def is_ring(self) -> bool:

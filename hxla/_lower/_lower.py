@@ -238,7 +238,8 @@ class Programs:
         state = jax.tree.leaves(jax.eval_shape(optimizer.init, model.trained))
         params, aux = jax.tree.leaves(model.params), jax.tree.leaves(model.aux)
         has = self.own.of_leaves(model.is_trained, len(aux))
-        return OwnState(self.own, self.reducer, [*params, *aux, *state], *has)
+        leaves = [*params, *aux, *state]
+        return OwnState(self.own, self.reducer, leaves, *has, self._specs.leaves())
 
     def _sharded_params(self) -> ShardedParams:
         own = self._own_state
@@ -374,13 +375,11 @@ class Programs:
         own = self._own_state
         if own is not None:
             num, num_aux = len(model.is_trained), len(jax.tree.leaves(model.aux))
-            leaves, treedef = jax.tree.flatten(opt_state)
+            treedef = jax.tree.structure(opt_state)
             parts = [
-                replica.like(own.like(k, replica.index), own.held_spec(k))
-                for k in range(num + num_aux + len(leaves))
+                replica.like(own.like(k, replica.index), spec)
+                for k, spec in enumerate(own.held_specs)
             ]
-            if self.own is not None and not self.own.cuts_params:
-                return *self._whole_shapes(i), jax.tree.unflatten(treedef, parts[num + num_aux :])
             return (
                 parts[:num],
                 parts[num : num + num_aux],

@@ -35,6 +35,7 @@ class OwnState:
         leaves: Shapes of all of them, whole.
         shares: What each copy has of each; see `Ownership.of_leaves`.
         domains: Of each; None: all copies have the whole of it.
+        specs: How the whole of each lies on the axes inside a copy.
     """
 
     def __init__(
@@ -44,9 +45,14 @@ class OwnState:
         leaves: Sequence[Any],
         shares: Shares,
         domains: Sequence[int | None],
+        specs: Sequence[P],
     ):
         self.own, self._reducer, self._leaves = own, reducer, list(leaves)
         self._shares, self.is_common = shares, tuple(d is None for d in domains)
+        #: How what a copy has of each lies on its devices.
+        self.held_specs = [
+            spec if d is None else own.parts_spec for spec, d in zip(specs, domains, strict=True)
+        ]
         #: How each leaf lies on the axes inside a copy, and the shape of a device's part.
         self._specs = [P() if d is None else own.spec(d) for d in domains]
         self._shapes = [
@@ -66,10 +72,6 @@ class OwnState:
 
     def _own_size(self, k: int, member: int) -> int:
         return self._shares.own_size(k, math.prod(self._shapes[k]), member)
-
-    def held_spec(self, k: int) -> P | None:
-        """How what a copy has of a leaf lies on its devices; None: as the whole leaf does."""
-        return None if self.is_common[k] else self._reducer.arrays.inner_spec
 
     def take(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole leaf.

@@ -149,7 +149,10 @@ class Store:
             self._shapes[self._first_leaf :],
             self._specs.padding,
         )
-        specs = jax.tree.leaves(self._specs.opt_state, is_leaf=lambda s: isinstance(s, P))
+        specs = self._specs.leaves()
+        if self._own is not None:
+            specs = self._own.held_specs
+        specs = specs[self._first_leaf :]
 
         def lowered(chosen: Sequence[int], i: int) -> Any:
             copy = self._reducer.local[i].index
@@ -158,7 +161,7 @@ class Store:
                 leaves = initial.leaves(arrays)
                 return [self._taken(self._first_leaf + k, leaves[k], copy, first) for k in chosen]
 
-            own = [self._held_spec(self._first_leaf + k, specs[k]) for k in chosen]
+            own = [specs[k] for k in chosen]
             return self._jit(i, init, own).lower(given[i], np.int32(0))
 
         states: list[list[Any]] = [[None] * len(specs) for _ in own]
@@ -188,17 +191,11 @@ class Store:
         """The first granule of a local copy."""
         if self._own is None:
             return np.int32(0)
-        own = self._own.own
-        return np.int32(own.shares.firsts[own.member(self._reducer.local[i].index)])
+        return np.int32(self._own.own.first(self._reducer.local[i].index))
 
     def _taken(self, k: int, x: jax.Array, copy: int, first: Any) -> jax.Array:
         """What a copy has of a whole array of `Held.leaves`."""
         return x if self._own is None else self._own.take(k, x, copy, first)
-
-    def _held_spec(self, k: int, spec: P) -> P:
-        """How what a copy has of an array of `Held.leaves` lies on it, if the whole lies so."""
-        own = None if self._own is None else self._own.held_spec(k)
-        return spec if own is None else own
 
     def _owner(self, k: int) -> Any:
         """Which copies have what of an array of `Held.leaves`."""

@@ -47,13 +47,14 @@ class StreamedUpdate:
         carries: bool,
     ):
         self._spec, self._own, self._chunks, self._replica = spec, own, chunks, replica
-        self.groups: UpdateGroups = update_groups(own, own.member(replica.index), state)
+        self._member = own.member(replica.index)
+        self.groups: UpdateGroups = update_groups(own, self._member, state)
         domains = own.update.domain_of[own.num_params : own.num_arrays]
         self._common = tuple(k for k, d in enumerate(domains) if d is None)
         self._away = self.groups.away
         self._carries = carries
         self._run = GroupUpdate(
-            spec=spec, own=own, chunks=chunks, copy=own.member(replica.index), common=self._common
+            spec=spec, own=own, chunks=chunks, copy=self._member, common=self._common
         )
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
         self._compiled: list[Any] = []
@@ -161,8 +162,7 @@ class StreamedUpdate:
         )
 
     def _last_program(self) -> Any:
-        spec, own = self._spec, self._own
-        copy = own.member(self._replica.index)
+        spec, own, copy = self._spec, self._own, self._member
         num, floats = own.num_params, spec.tensors.floats
         dtype = gathered_dtype(spec.tensors.params)
 

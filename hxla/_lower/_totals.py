@@ -146,15 +146,13 @@ class Totals:
     def _over_groups(self, chunks: Iterable[jax.Array]) -> list[jax.Array]:
         """This place's part of chunks of sums, added up over all groups."""
         num, ring, found = self._num_groups, self._arrays.is_ring, []
+        if num == 1:
+            return list(chunks)
         for x in chunks:
-            if num > 1:
-                lengths = [self.part_of(x.size)] * num
-                padded = jnp.pad(x, (0, sum(lengths) - x.size))
-                found.append(
-                    reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, self.travels_as(x), ring)
-                )
-            else:
-                found.append(x)
+            lengths = [self.part_of(x.size)] * num
+            padded = jnp.pad(x, (0, sum(lengths) - x.size))
+            sent = self.travels_as(x)
+            found.append(reduce_scatter(padded, lengths, SHARD_GROUP_AXIS, sent, ring))
         return found
 
     def shared_out(

@@ -59,24 +59,23 @@ class Updates:
         )
         self._of_whole = ""
         chunks, local = reducer.chunks, reducer.local
-        #: Of each local copy, where copies of several devices share the state out.
-        self._on: list[OnDevices | None] = [None] * len(local)
-        if own is not None and own.axes:
-            state_specs = own.state_specs(opt_state)
-            self._on = [
-                OnDevices(own=own, replica=r, params=params, aux=aux, state=state_specs)
-                for r in local
-            ]
         self.programs: list[Any] = []  #: Of each local copy, before compilation.
         self._sums: list[list[tuple[Any, Any]]] = []
-        for replica, on in zip(local, self._on, strict=True):
+        for replica in local:
+            on: OnDevices | None = None
             if own is not None:
-                spec = self._spec if on is None else on.local(self._spec)
+                of_device = spec
+                if own.axes:
+                    state_specs = own.state_specs(opt_state)
+                    on = OnDevices(
+                        own=own, replica=replica, params=params, aux=aux, state=state_specs
+                    )
+                    of_device = on.local(spec)
                 arguments: Any = functools.partial(
-                    own_arguments, spec, own, chunks, own.member(replica.index)
+                    own_arguments, of_device, own, chunks, own.member(replica.index)
                 )
                 if tier == "device":
-                    self.programs.append(own_update_program(spec, own, chunks, replica, on))
+                    self.programs.append(own_update_program(of_device, own, chunks, replica, on))
             elif whole is not None:
                 arguments = functools.partial(whole_arguments, spec, whole)
                 self.programs.append(whole_update_program(spec, whole, replica))
@@ -87,7 +86,7 @@ class Updates:
             self._sums.append(
                 [] if traced is None else sum_programs(traced, arguments, options, on)
             )
-        firsts = [0 if own is None else own.shares.firsts[own.member(r.index)] for r in local]
+        firsts = [0 if own is None else own.first(r.index) for r in local]
         self._where = [np.array([first, 0], np.int32) for first in firsts]
         self.compiled: list[list[Any]] = []  #: Of each local copy, the update last.
 

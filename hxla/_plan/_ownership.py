@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from .._core._types import PyTree
 from .._jax._independent import Independent, independent
 from .._model._optimizer import Optimizer
+from ._layout import to_spec
 from ._stage_storage import piece_shape
 
 #: Elements: arithmetic on a single number is compiled in another way than on several.
@@ -129,11 +130,15 @@ class Ownership:
     @property
     def parts_spec(self) -> P:
         """How what each device of a copy has of its own lies, one after another."""
-        return P(tuple(name for name, _ in self.axes)) if self.axes else P()
+        return to_spec([[name for name, _ in self.axes]])
 
     def member(self, copy: int) -> int:
         """The number in its group of one of all copies."""
         return copy % len(self.granules)
+
+    def first(self, copy: int) -> int:
+        """The first granule of one of all copies."""
+        return self.shares.firsts[self.member(copy)]
 
     def is_counted(self, copy: int) -> bool:
         """Whether one of all copies is of the first group, what others have being the same."""

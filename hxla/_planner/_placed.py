@@ -144,13 +144,12 @@ def _dealt(
     )
     if not all(counts):
         return None  # a copy without work would leave its devices idle
-    order = sorted(range(len(kinds)), key=lambda i: (kinds[i], counts[i], traffic.send_seconds[i]))
+    each = list(zip(kinds, counts, traffic.send_seconds, strict=True))
+    order = sorted(range(len(each)), key=each.__getitem__)
     sorts, sent = [], []
-    for key, same in itertools.groupby(
-        order, key=lambda i: (kinds[i], counts[i], traffic.send_seconds[i])
-    ):
-        sorts.append(ReplicaSort(groups=key[0], count=len(list(same)), num_microbatches=key[1]))
-        sent.append(key[2])
+    for (own, num, times_sent), same in itertools.groupby(order, key=each.__getitem__):
+        sorts.append(ReplicaSort(groups=own, count=len(list(same)), num_microbatches=num))
+        sent.append(times_sent)
     own_times = [(fill_and_period(t, cuts, r.groups), r.num_microbatches) for r in sorts]
     seconds = max(fill + (num - 1) * period for (fill, period), num in own_times)
     staging = Staging(

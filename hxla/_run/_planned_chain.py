@@ -104,13 +104,16 @@ def with_memory(
         )
     to_try = _to_try(job, plan, stages, is_described)
     model = _model_bytes(job, plan)
-    ways = [_forms(job, plan, cluster, model, tier, num) for num in groups]
-    forms = ways[0]
+    forms = _forms(job, plan, cluster, model, tier, groups[0])
     if to_try[0][1] is None and not (devices is None and is_described):
         sure = forms.surely(to_try[0][0])
         if sure.fits:
             return _in_form(job, plan, cluster, sure)
-    best, *others = best_of(ways, to_try) if is_described else ways[0].best(to_try[:1])
+    if is_described:
+        ways = [forms, *(_forms(job, plan, cluster, model, tier, num) for num in groups[1:])]
+        best, *others = best_of(ways, to_try)
+    else:
+        best, *others = forms.best(to_try[:1])
     if not best.fits and may_wait(job, plan, cluster, len(plan.replicas) // min(groups)):
         elsewhere = [_forms(job, plan, cluster, model, "host", num) for num in groups]
         shared = list(dict.fromkeys((max(s, 1), again) for s, again in to_try))
@@ -159,32 +162,27 @@ def _of_cut_copies(
     job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier, groups: int
 ) -> Plan:
     """One whose copies are of several devices, which hold their own parts."""
+    cut = f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
     if stage > 1:
-        axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
-            f"memory.zero={stage}: copies of the model are cut by {axes}, which share out the "
-            "optimizer's state only: use 1 or 0"
+            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
         )
     if job.settings.memory.recompute is not None:
-        axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
-            f"memory.recompute: copies of the model are cut by {axes}; there, pipeline.recompute "
+            f"memory.recompute: {cut}; there, pipeline.recompute "
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
     if job.settings.memory.offload.stash != "device":
-        axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
-            f"memory.offload.stash='host': copies of the model are cut by {axes}, and only what "
+            f"memory.offload.stash='host': {cut}, and only what "
             "waits in copies of one device can go to the host: leave it out"
         )
     if stage and not isinstance(job.settings.memory.shares, str):
-        axes = ", ".join(axis.name for axis in plan.axes)
         raise PlanError(
-            f"memory.shares: copies of the model are cut by {axes}, which share the optimizer's "
-            "state evenly: leave it out"
+            f"memory.shares: {cut}, which share the optimizer's state evenly: leave it out"
         )
     _check_segments(job)
-    return with_shared_state(job, plan, cluster, stage, (), tier, shard_groups=groups)
+    return with_shared_state(job, plan, cluster, stage, (), tier, groups)
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
@@ -269,7 +267,6 @@ def _forms(
 ) -> MemoryForms:
     shares = job.settings.memory.shares
     on_device = 1 if tier == "device" else PART_ON_DEVICE
-    travel = travel_of(plan, cluster, groups)
     compute = job.precision.compute
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
@@ -287,7 +284,7 @@ def _forms(
             for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
-        travel=travel if is_timed else None,
+        travel=travel_of(plan, cluster, groups) if is_timed else None,
         shard_groups=groups,
         tier=tier,
         stash=job.settings.memory.offload.stash,
@@ -299,9 +296,7 @@ def _forms(
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
     """The plan as a form has it."""
     shares = form.shares if could_share(plan) else ()
-    plan = with_shared_state(
-        job, plan, cluster, form.zero, shares, form.tier, shard_groups=form.shard_groups
-    )
+    plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier, form.shard_groups)
     if form.recompute is None:
         _check_segments(job)
         return plan

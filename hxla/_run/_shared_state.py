@@ -1,5 +1,6 @@
 """Where the optimizer's state is: whole on every copy of the model, or shared out between them."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -26,8 +27,7 @@ def with_shared_state(
     stage: int,
     shares: tuple[int, ...],
     tier: Tier,
-    *,
-    shard_groups: int = 1,
+    shard_groups: int,
 ) -> Plan:
     """The plan with the optimizer's state shared out, as all stages of ZeRO but 0 have it.
 
@@ -150,19 +150,18 @@ def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ..
                 "groups of equal size, of two or more: use another number, or leave it out"
             )
         found: tuple[int, ...] = (asked,)
-    elif asked is None and not (could_share(plan) and plan.sums.over == "device"):
-        found = (1,)
-    else:
+    elif asked == "nodes":
         try:
             found = (groups_of_nodes(plan, cluster),)
         except PlanError as error:
-            if asked is not None:
-                raise PlanError(
-                    f"memory.shard_groups='nodes': {error}: use a number, or leave it out"
-                ) from error
-            found = ()
-        if asked is None:
-            found = (1, *found) if isinstance(shares, str) else (1,)
+            raise PlanError(
+                f"memory.shard_groups='nodes': {error}: use a number, or leave it out"
+            ) from error
+    else:
+        found = (1,)
+        if could_share(plan) and plan.sums.over == "device" and isinstance(shares, str):
+            with contextlib.suppress(PlanError):  # nodes that make no groups
+                found = (1, groups_of_nodes(plan, cluster))
     if not isinstance(shares, str) and len(shares) != num // found[0]:
         of = f" in each of {found[0]} groups" if found[0] > 1 else ""
         raise PlanError(
