@@ -11,7 +11,7 @@ import hxla
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
-KNOWN = {name for name in vars(hxla) if not name.startswith("_")} | {"__file__"}
+KNOWN = {*hxla.__all__, "__file__"}
 
 
 def private_uses(text):

@@ -30,7 +30,8 @@ PAGES = {
 def public_objects():
     """Public functions and classes, the public methods of these, and `hxla.testing`."""
     for prefix, module in (("hxla", hxla), ("testing", testing)):
-        for name, value in vars(module).items():
+        for name in dir(module):
+            value = getattr(module, name)
             home = getattr(value, "__module__", "")
             own = name[0] != "_" and home.startswith("hxla" if module is hxla else "hxla.testing")
             if not own or not (inspect.isfunction(value) or inspect.isclass(value)):
@@ -75,7 +76,7 @@ def test_an_example_in_a_docstring_runs_and_prints_what_it_says(name, monkeypatc
 
 
 def test_every_public_function_has_an_example():
-    functions = [n for n, v in vars(hxla).items() if inspect.isfunction(v)]
+    functions = [n for n in hxla.__all__ if inspect.isfunction(getattr(hxla, n))]
     assert not [n for n in functions if f"hxla.{n}" not in EXAMPLES]
     assert {"hxla.Job", "hxla.Plan", "hxla.Session"} <= set(EXAMPLES)
 
@@ -156,7 +157,7 @@ def test_a_page_names_only_what_exists(page):
     """Names in backticks: `hxla.train(...)`, `Plan.diff`, `session.state`, `auto.num_stages`."""
     prose = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
     sections = hxla.Config.model_fields
-    classes = {n: v for n, v in vars(hxla).items() if inspect.isclass(v)}
+    classes = {n: v for n in hxla.__all__ if inspect.isclass(v := getattr(hxla, n))}
     for text in re.findall(r"`([^`\n]+)`", prose):
         for owner, name in re.findall(r"(?<![\w./])(\w+)\.([a-z_A-Z]\w*)", text):
             if owner == "hxla" and not re.match(r"hxla\.(toml|\w+\[)", text):

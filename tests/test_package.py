@@ -4,7 +4,6 @@ import ast
 import contextlib
 import graphlib
 import importlib
-import inspect
 import os
 import pathlib
 import re
@@ -101,10 +100,10 @@ def test_a_file_is_one_idea():
 
 
 def public_names():
-    """In the order of `hxla/__init__.py`, with the module that defines each and its node there."""
-    body = ast.parse(MODULES["__init__"].read_text()).body
-    names = [a.asname for node in body if isinstance(node, ast.ImportFrom) for a in node.names]
-    return {name: definition("__init__", name) for name in names}
+    """In the order of `hxla/__init__.pyi`, with the module that defines each and its node there."""
+    body = ast.parse((PACKAGE / "__init__.pyi").read_text()).body
+    parts = [node for node in body if isinstance(node, ast.ImportFrom)]
+    return {a.asname: definition(node.module, a.name) for node in parts for a in node.names}
 
 
 def definition(module, name):
@@ -132,9 +131,23 @@ PUBLIC = public_names()
 
 def test_the_public_names_are_the_documented_ones_in_their_order():
     documented = re.findall(r"^\| `hxla\.(\w+)`", (ROOT / "docs/api.md").read_text(), re.M)
-    present = {n for n, v in vars(hxla).items() if n[0] != "_" and not inspect.ismodule(v)}
     assert list(PUBLIC) == documented
-    assert present == set(PUBLIC)
+    assert set(hxla.__all__) == set(PUBLIC)
+    assert all(hasattr(hxla, name) for name in PUBLIC)
+
+
+def test_a_name_is_imported_when_it_is_used():
+    """And a process that trains imports neither the solvers of plans nor what reads dumps."""
+    code = """
+import sys, hxla
+assert "jax" not in sys.modules
+hxla.train
+assert "jax" in sys.modules
+unused = {"scipy.optimize", "orbax.checkpoint", "matplotlib", "hxla._inspect._inspection"}
+print(sorted(unused & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr
 
 
 def documentation(module, node):

@@ -1,6 +1,7 @@
 """What `hxla.inspect` returns: programs, their tables, pages and JSON."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterable
@@ -66,7 +67,7 @@ class Inspection:
 
     def to_json(self) -> str:
         """Write all of it as JSON."""
-        return _ADAPTER.dump_json(self, indent=1).decode()
+        return _adapter().dump_json(self, indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Inspection":
@@ -82,7 +83,7 @@ class Inspection:
             InspectError: If the text is no inspection.
         """
         try:
-            return _ADAPTER.validate_json(text)
+            return _adapter().validate_json(text)
         except pydantic.ValidationError as error:
             raise InspectError(f"this is no inspection: {error}") from error
 
@@ -175,4 +176,6 @@ def _names(programs: Iterable[Program]) -> str:
     return ", ".join(sorted({p.title for p in programs})) or "none"
 
 
-_ADAPTER = pydantic.TypeAdapter(Inspection)
+@functools.cache  # made when first asked for: it takes a tenth of a second
+def _adapter() -> pydantic.TypeAdapter[Inspection]:
+    return pydantic.TypeAdapter(Inspection)

@@ -16,5 +16,7 @@ from . import _join
 
 __all__ = ["_join", "flax", "hxla", "optax", "orbax"]
 
+_ = hxla.train  # a public name is imported when it is used
+
 for _number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)

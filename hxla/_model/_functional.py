@@ -6,6 +6,7 @@ microbatch's own key and from nothing else.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,6 +99,13 @@ class Functional:
 def is_abstract(x: Any) -> bool:
     """Whether a leaf is a shape only."""
     return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def plain_leaves(tree: PyTree) -> dict[str, Any]:
+    """Leaves by their path in the user's tree, as nested names joined by dots."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    separated = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {separated(path).replace("/", "_"): x for path, x in leaves}
 
 
 def tree_bytes(tree: PyTree) -> int:

@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.optimize
-import scipy.sparse
+import scipy
 
 from .._core._errors import PlanError
 

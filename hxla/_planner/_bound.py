@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import scipy.optimize
+import scipy
 
 from ._chain_tables import Array, Tables
 from ._packing import best_packing

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import scipy.optimize
+import scipy
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds

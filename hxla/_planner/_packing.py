@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.optimize
+import scipy
 
 from ._chain_tables import Array
 

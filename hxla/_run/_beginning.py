@@ -1,8 +1,9 @@
 """Where a session begins: with a state that a member left in memory, with a checkpoint, or anew."""
 
 import contextlib
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -10,12 +11,30 @@ from .._lower._store import Store
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._precision import Precision
-from ._checkpoints import Checkpoints
 from ._hand_over import facts_of_state, load_state
 from ._session_values import SessionOptions, check_resumed, plans_from_table
 from ._traced_job import TracedJob
 
+if TYPE_CHECKING:
+    from ._checkpoints import Checkpoints
+
 _FORMAT = 3  # of the checkpoint's own fields
+
+
+def _opened(
+    folder: str | os.PathLike[str], job: TracedJob, plan: Plan, *, is_tight: bool
+) -> "Checkpoints":
+    from ._checkpoints import Checkpoints  # with Orbax, which takes long to import
+
+    model = job.functional(plan.microbatch_size)
+    return Checkpoints(
+        folder,
+        keep=job.settings.checkpoint.keep,
+        largest_bytes=max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
+        if is_tight
+        else None,
+        gather=job.gather,
+    )
 
 
 class Beginning:
@@ -53,16 +72,8 @@ class Beginning:
         self._folders, self._gather = folders, job.gather
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
-            model = job.functional(plan.microbatch_size)
-            largest = max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
-            self.checkpoints = stack.enter_context(
-                Checkpoints(
-                    options.checkpoint_dir,
-                    keep=job.settings.checkpoint.keep,
-                    largest_bytes=largest if is_tight else None,
-                    gather=job.gather,
-                )
-            )
+            opened = _opened(options.checkpoint_dir, job, plan, is_tight=is_tight)
+            self.checkpoints = stack.enter_context(opened)
         self.step: int | None = self._latest(job)
         self.first_step = options.first_step if self.step is None else self.step
         facts = {} if self.step is None else self._facts(job, plan, options, self.step)

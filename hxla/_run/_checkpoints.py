@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
-from jax.tree_util import keystr
 
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
+from .._model._functional import plain_leaves
 from ._checkpoint_handlers import (
     MetaHandler,
     MetaRestore,
@@ -34,12 +34,6 @@ from ._checkpoint_seal import META, TREE, newest_intact, sealed_meta
 _CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
 _POLL_SECONDS = 0.005
 _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-
-
-def plain_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by their path in the user's tree, as nested names joined by dots."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {keystr(path, simple=True, separator=".").replace("/", "_"): x for path, x in leaves}
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from .._core._errors import CheckpointError
 from .._core._format import num_bytes
 from .._core._types import PyTree
-from ._checkpoints import plain_leaves
+from .._model._functional import plain_leaves
 from ._state_parts import Place, StatePart, place_of, slices_of, state_part
 
 _ALIGNMENT = 64  # bytes

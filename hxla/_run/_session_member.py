@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,11 +20,13 @@ from .._lower._store import Store
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from ._beginning import Beginning
-from ._checkpoints import Checkpoints
 from ._hand_over import leave_state
 from ._signals import Termination
 from ._state_parts import state_part
 from ._traced_job import TracedJob
+
+if TYPE_CHECKING:
+    from ._checkpoints import Checkpoints
 
 #: What a process may ask of all: to end the run; to leave it, once a checkpoint is written; or to
 #: leave it with the state in memory.
@@ -128,7 +130,7 @@ class SessionMember:
             yield
 
     @contextlib.contextmanager
-    def updating(self, checkpoints: Checkpoints | None, ran: Sequence[float]) -> Iterator[None]:
+    def updating(self, checkpoints: "Checkpoints | None", ran: Sequence[float]) -> Iterator[None]:
         """While the state is between two steps; then tells the authority.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._core._types import PyTree
-from ._checkpoints import plain_leaves
+from .._model._functional import plain_leaves
 
 #: Of a piece of an array: first and end of it, along each axis.
 Place = tuple[tuple[int, int], ...]

@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from .._core._errors import WeightsError
@@ -256,6 +255,8 @@ def _save_folder(target: pathlib.Path, tree: PyTree) -> None:
         tree = jax.tree.map(_on_host, tree)
 
     def save() -> None:
+        import orbax.checkpoint as ocp  # which takes long
+
         if 0 not in writers or jax.process_index() not in writers:
             return  # this process has a part of another copy of the model than process 0
         if target.exists() and not (target / _MARK).exists() and any(target.iterdir()):
