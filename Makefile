@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-WORKERS ?= 2
+# One more than cores: tests of throttled and of killed processes wait much.
+WORKERS ?= 3
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
 	pipeline_programs.py)

@@ -1,6 +1,7 @@
 """Elastic jobs on the nodes of a real local Ray cluster, with the bits of undisturbed ones."""
 
 import collections
+import logging
 import os
 import re
 import signal
@@ -91,6 +92,14 @@ class ScheduledOnRay(Scheduled):
     def where(self):
         return "--ray", self.cluster.address
 
+    def rival(self):
+        """One who asks Ray for a fast node as well; when it got one, in a list of Ray's."""
+        import ray
+
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        options = {"num_cpus": 1, "label_selector": {"core-share": "0.5"}}
+        return ray.remote(lambda: time.time()).options(**options).remote()
+
     def write_devices(self, shares):
         """Nodes are added until there are so many, or the first is drained."""
         if len(shares) < len(self.nodes):
@@ -100,23 +109,38 @@ class ScheduledOnRay(Scheduled):
 
 
 def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
-    """Nodes go from job to job; one is drained and another joins."""
+    """Nodes go from job to job; one is drained and another joins; who waits beside them waits."""
+    import ray
+
     run = ScheduledOnRay(tmp_path, [LONG], [0.4, 0.5, 0.5])
     try:
         run.wait("long.events", lambda e: e["what"] == "Completed", "a step on all nodes")
+        rival = run.rival()
         run.submit(THREE[1:2])
         run.wait("record.jsonl", has_ended("pair"), "its end")
         run.write_devices([0.5, 0.5])
         run.wait("record.jsonl", is_decided_on(2), "a decision on two nodes")
         run.submit(THREE[2:])
         run.wait("record.jsonl", has_ended("late"), "its end")
+        assert len(held_groups()) >= 2
         run.write_devices([0.5, 0.5, 0.4])
         run.end()
         check_three(run, [2, 1])  # the slow node beside the fast ones makes no step shorter
+        ended = max(path.stat().st_mtime for path in run.out.glob("*.log"))
+        assert ray.get(rival, timeout=60) > ended - 2
+        assert not held_groups()
     finally:
+        ray.shutdown()
         run.process.terminate()
         run.process.wait(60)
         run.cluster.shutdown()
+
+
+def held_groups():
+    """Placement groups that there are."""
+    from ray.util import placement_group_table
+
+    return [own for own in placement_group_table().values() if own["state"] != "REMOVED"]
 
 
 class DetachedJob(elastic_chaos.RayJob):

@@ -11,9 +11,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._core._errors import LaunchError
-from ._detached_run import NAMESPACE, DetachedActor, Followed
+from ._detached_run import DetachedActor, Followed
 from ._elastic_wishes import ElasticWishes
-from ._ray_cluster import connect
+from ._ray_cluster import NAMESPACE, connect
 from ._ray_host import START_SECONDS
 from ._workers import Streams
 

@@ -18,8 +18,6 @@ from ._kept_output import KeptOutput, OutputPart
 from ._ray_cluster import RayHosts
 from ._ray_host import leave_main_module
 
-#: What keeps the names of runs apart from those of other detached actors.
-NAMESPACE = "hxla"
 _UNREAD_SECONDS = 600.0
 _READ_SECONDS = 5.0  # for others who follow it as well
 _POLL_SECONDS = 0.1

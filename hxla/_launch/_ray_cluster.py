@@ -1,22 +1,23 @@
 """A Ray cluster as the hosts of an elastic run."""
 
+import contextlib
 import logging
 import pathlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import ray
 
-from .._cluster._cluster import Device
 from .._core._errors import HxlaError, LaunchError
 from ._host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
-from ._ray_host import CORE_SHARE, START_SECONDS, RayCarrying, RayHost
+from ._ray_host import START_SECONDS, RayCarrying, RayHost
+from ._ray_nodes import draining
 from ._workers import Streams
 
+#: What keeps the names of runs and of placement groups apart from those of others.
+NAMESPACE = "hxla"
 _REACH_SECONDS = 10.0
-_MODEL = "accelerator_type:"  # of a resource that Ray gives nodes with GPUs it knows
 
 
 class RayHosts:
@@ -29,7 +30,8 @@ class RayHosts:
         address: Of the cluster, as `ray.init` takes it; None: this is a process of it.
         command: A Python script and its arguments.
         streams: Where what is printed goes.
-        nodes: File of the IDs of the nodes that may be used, one a line, read again; None: all.
+        nodes: File of the IDs of the nodes that may be used, one a line, read again; behind one may
+            stand the name of the placement group that holds the node for this run. None: all.
 
     Raises:
         LaunchError: If there is no such cluster, or no such file.
@@ -47,7 +49,7 @@ class RayHosts:
             connect(address)
         self.address = ray.util.get_node_ip_address()
         self._command, self._streams, self._file = command, streams, nodes
-        self._allowed: frozenset[str] | None = None
+        self._allowed: Mapping[str, str] | None = None  # with the groups
         self._hosts: dict[str, RayHost] = {}
         self._known: set[str] = set()  # nodes, also those that gave nothing
         self._meet()
@@ -109,7 +111,8 @@ class RayHosts:
             host.is_lost = host.is_lost or name not in nodes
             if host.is_lost:
                 del self._hosts[name]
-                if host.began:  # its actor died, and perhaps the node is as good as before
+                # Its actor died, or its group was let go: perhaps the node is as good as before.
+                if host.began or host.group:
                     self._known.discard(name)
             elif not host.began and not self._allows(name):
                 self._leave(name)
@@ -117,8 +120,12 @@ class RayHosts:
             resources = node["Resources"]
             is_new = name not in self._known and self._allows(name)
             if is_new and (resources.get("CPU") or resources.get("GPU")):
-                self._known.add(name)
-                self._hosts[name] = RayHost(node, self._command, self._streams)
+                with contextlib.suppress(
+                    ValueError
+                ):  # its group was let go since: a new file comes
+                    group = self._allowed[name] if self._allowed is not None else ""
+                    self._hosts[name] = RayHost(node, self._command, self._streams, group)
+                    self._known.add(name)
         return draining()
 
     def _allows(self, node: str) -> bool:
@@ -137,7 +144,12 @@ def connect(address: str) -> None:
     """
     try:
         _reach(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         raise LaunchError(
@@ -145,24 +157,10 @@ def connect(address: str) -> None:
         ) from None
 
 
-def label_of(node: Mapping[str, Any]) -> tuple[str, int]:
-    """The kind of a node's devices, as `Device.label` has it, and how many it has.
-
-    Args:
-        node: Of `ray.nodes()`.
-    """
-    resources = node["Resources"]
-    if resources.get("GPU"):
-        models = [key.partition(":")[2] for key in resources if key.startswith(_MODEL)]
-        return (models or ["GPU"])[0], int(resources["GPU"])
-    share = node.get("Labels", {}).get(CORE_SHARE)
-    device = Device(kind="cpu", core_share=float(share) if share else None)
-    return device.label, int(resources.get("CPU", 0))
-
-
-def _read_nodes(path: str) -> frozenset[str]:
+def _read_nodes(path: str) -> dict[str, str]:
     try:
-        return frozenset(pathlib.Path(path).read_text().split())
+        lines = [line.split() for line in pathlib.Path(path).read_text().splitlines()]
+        return {words[0]: "".join(words[1:2]) for words in lines if words}
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--nodes {path} cannot be read: {error}") from None
 
@@ -172,13 +170,3 @@ def _reach(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), _REACH_SECONDS).close()
-
-
-def draining() -> dict[str, int]:
-    """Nodes that Ray drains, and until when in milliseconds since 1970; 0: it did not say.
-
-    No public call tells; this is the one that Ray's own trainer asks.
-    """
-    from ray._private.state import state
-
-    return dict(state.get_draining_nodes())

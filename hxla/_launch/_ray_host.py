@@ -17,7 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util import get_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from .._cluster._cluster import Device
 from ._board import Post
@@ -25,14 +29,13 @@ from ._environment import describe, elastic_environment, num_gpus
 from ._host import NOTICE_SECONDS, KeptFolder, LocalHost
 from ._mailbox import Report, left_folder
 from ._output import Logs, Output
+from ._ray_nodes import CORE_SHARE, devices_of, name_of
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
 #: Of actors, and of the process from which others are forked.
 START_SECONDS = 120.0
 _END_SECONDS = 10.0
 _KILLED = -9
-#: Label of a node: what of a core each of its CPU devices may use.
-CORE_SHARE = "core-share"
 # The concurrency groups of what may take long, beside which an agent is heard: reading waits for
 # nobody, so hosts that take states from each other never wait in a circle.
 _READ, _STATE, _COPY = "read", "state", "copy"
@@ -301,11 +304,6 @@ class RayWorkers:
         return self._host.heard.workers.get(self.generation, {}).get(rank, (Report(), Post(), None))
 
 
-def name_of(node: str) -> str:
-    """What a run calls a node, of its ID."""
-    return f"node {node[:8]}"
-
-
 class RayHost:
     """A node of a Ray cluster, by the actor on it.
 
@@ -313,21 +311,29 @@ class RayHost:
         node: Of `ray.nodes()`.
         command: A Python script and its arguments.
         streams: Where what is printed goes.
+        group: Name of the placement group that holds the node for it; empty: nobody does.
 
     Attributes:
         heard: The newest of it.
+        group: As above.
+
+    Raises:
+        ValueError: If there is no such group.
     """
 
-    def __init__(self, node: Mapping[str, Any], command: Sequence[str], streams: Streams):
-        resources = node["Resources"]
+    def __init__(
+        self, node: Mapping[str, Any], command: Sequence[str], streams: Streams, group: str = ""
+    ):
+        devices = devices_of(node)
         self.name, self.machine = name_of(node["NodeID"]), str(node["NodeManagerHostname"])
         self.is_lost, self.notice_seconds = False, NOTICE_SECONDS
-        self.heard, self._streams = Heard(), streams
-        num_cpus, share = int(resources.get("CPU", 0)), node.get("Labels", {}).get(CORE_SHARE)
+        self.heard, self._streams, self.group = Heard(), streams, group
+        num_cpus, share = int(devices.get("CPU", 0)), node.get("Labels", {}).get(CORE_SHARE)
+        strategy: Any = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        if group:
+            strategy = PlacementGroupSchedulingStrategy(get_placement_group(group))
         self._agent: Any = _Agent.options(
-            num_cpus=num_cpus,
-            num_gpus=resources.get("GPU", 0),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            num_cpus=num_cpus, num_gpus=devices.get("GPU", 0), scheduling_strategy=strategy
         ).remote(list(command), os.getcwd(), num_cpus, float(share) if share else None)
         self.asked = self._agent.facts.remote()
         self._facts: Facts | None = None

@@ -7,7 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from .._cluster._cluster import Cluster, Device
@@ -63,6 +63,9 @@ class MeshFleet:
                 self._wrong = str(error)
                 self._say(f"devices stay as they are: {error}")
         return {label: (label, num) for label, num in self._num.items()}
+
+    def keep(self, names: Collection[str]) -> None:
+        """Nothing: a mesh file's devices are the jobs' alone."""
 
     def options(self, path: str) -> Sequence[str]:
         """Options of `hxla run` for a job whose devices a file says."""

@@ -1,13 +1,17 @@
 """The nodes of a Ray cluster, shared out among elastic jobs."""
 
+import contextlib
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
-from .._launch._ray_cluster import connect, draining, label_of
-from .._launch._ray_host import name_of
+from .._launch._ray_cluster import connect
+from .._launch._ray_nodes import devices_of, draining, label_of, name_of
 from ._live_run import Places
 
 _LOOK_SECONDS = 0.5  # between questions to the cluster
@@ -17,7 +21,9 @@ class RayFleet:
     """The nodes of a Ray cluster that have one device each.
 
     A node that Ray drains is taken from its job, as one that died. Others are told once and left
-    out: a node is given as a whole, and policies count devices.
+    out: a node is given as a whole, and policies count devices. Each node that a job has is held by
+    a placement group, in which that job's actor runs and then the next one's, so that nobody comes
+    in between; they end with this process.
 
     Args:
         address: Of the cluster, as `ray.init` takes it.
@@ -33,6 +39,8 @@ class RayFleet:
         self._address, self._kinds, self._say = address, tuple(kinds), say
         self._looked_at = float("-inf")
         self._ids: dict[str, str] = {}  # of all nodes that were ever used, by their names
+        self._devices: dict[str, dict[str, float]] = {}  # of these, as Ray counts them
+        self._groups: dict[str, tuple[str, PlacementGroup]] = {}  # and what they are called
         self._left_out: set[str] = set()
         self._there: dict[str, tuple[str, int]] = {}
 
@@ -47,13 +55,28 @@ class RayFleet:
             self._looked_at = time.monotonic()
         return self._there
 
+    def keep(self, names: Collection[str]) -> None:
+        """A placement group for each of these nodes, and for no others."""
+        for name in self._groups.keys() - set(names):
+            _, group = self._groups.pop(name)
+            with contextlib.suppress(ray.exceptions.RayError):  # it is gone with the cluster
+                remove_placement_group(group)
+        for name in set(names) - self._groups.keys():
+            called = f"hxla-{self._ids[name]}-{secrets.token_hex(4)}"
+            group = placement_group(
+                [self._devices[name]],
+                name=called,
+                bundle_label_selector=[{"ray.io/node-id": self._ids[name]}],
+            )
+            self._groups[name] = called, group
+
     def options(self, path: str) -> Sequence[str]:
         """Options of `hxla run` for a job whose nodes a file says."""
         return "--ray", self._address, "--nodes", path
 
     def text(self, places: Places) -> str:
-        """The IDs of nodes."""
-        return "".join(f"{self._ids[name]}\n" for name in places)
+        """The IDs of nodes, and the placement groups there."""
+        return "".join(f"{self._ids[name]} {self._groups[name][0]}\n" for name in places)
 
     def place(self, event: Mapping[str, Any]) -> str:
         """The name of the device's node."""
@@ -77,6 +100,6 @@ class RayFleet:
                         f"{', one '.join(self._kinds)}"
                     )
                 continue
-            self._ids[name] = node["NodeID"]
+            self._ids[name], self._devices[name] = node["NodeID"], devices_of(node)
             found[name] = kind, 1
         return found

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from .._core._types import EXIT_PREEMPTED
@@ -27,6 +27,12 @@ class Fleet(Protocol):
         """The devices that are there, now: the kind, and how many, of each that has a name.
 
         Devices that nobody can tell apart have one name, a node of a cluster has one of its own.
+        """
+
+    def keep(self, names: Collection[str]) -> None:
+        """Jobs have devices of these names, and of no others: nobody else may take them.
+
+        One that a job gives up for another is among them all the while.
         """
 
 
@@ -285,6 +291,7 @@ class LiveSchedule:
             self._hand_out(live)
         if not self._is_asked_to_end:
             self._untie(now, before)
+        self._fleet.keep({p for p in self._kind_of if any(x.occupied(p) for x in self._active)})
         for live in self._active:
             if live.process is None:
                 if any(live.wanted) and self._nums(live.own) == live.wanted:
