@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 # One more than cores: tests of throttled and of killed processes wait much.
 WORKERS ?= 3
+# With 2 the tests run all sets of parameters and more random plans.
+export TEST_SETS ?= 1
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
 	pipeline_programs.py)

@@ -1,5 +1,6 @@
 """Settings that every test shares: eight fake devices, and programs compiled once for all."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -21,6 +22,20 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of tests with the mark `thinned` each n-th set of parameters, but those that were named."""
+    if int(os.environ.get("TEST_SETS", "1")) > 1 or any("[" in name for name in config.args):
+        return
+    seen, kept, left = collections.Counter(), [], []
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        name = item.nodeid.partition("[")[0]
+        (left if mark and seen[name] % mark.args[0] else kept).append(item)
+        seen[name] += 1
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -377,6 +377,7 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "generator"])
+@pytest.mark.thinned(2)
 def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
     """Whoever reads is killed, then whoever does not; then a device joins."""
     told, steps = tmp_path / "told", 300

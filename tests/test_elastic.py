@@ -141,7 +141,8 @@ def test_of_devices_that_are_alike_the_one_that_left_is_the_one_that_is_gone(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["stages", "tensor"])
+@pytest.mark.parametrize("cut", ["tensor", "stages"])
+@pytest.mark.thinned(2)
 def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     """Two devices, four, and one of them asked back: three cannot be used, so two are."""
     options = ("--batch-size", "16", f"--{cut}", "2")

@@ -128,6 +128,7 @@ def compiled(plan, *card):
 
 
 @pytest.mark.parametrize("plan", EXPECTED)
+@pytest.mark.thinned(2)
 def test_programs_compile_for_h100(plan):
     found = compiled(plan)
     programs = found["programs"]
@@ -161,6 +162,7 @@ def test_programs_compile_for_h100(plan):
 
 
 @pytest.mark.parametrize("card", OLDER)
+@pytest.mark.thinned(3)
 def test_low_programs_compile_for_older_cards(card):
     if not ASSEMBLER.exists():
         pytest.skip(f"nothing was compiled for older cards: there is no {ASSEMBLER}")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-WIDTH, LAYERS = 3072, 5
+WIDTH, LAYERS = 2560, 5
 NUM_PARAMS = LAYERS * 8 * WIDTH**2
 WHOLE_BYTES = 20 * NUM_PARAMS  # parameters 4, two limbs of gradients' sums 8, Adam's state 8
 LIMIT = WHOLE_BYTES // 3

@@ -327,6 +327,30 @@ def test_a_throttled_process_gets_its_share(kind):
         throttle.close()
 
 
+def test_jobs_beside_each_other_hold_cores_of_their_own(monkeypatch):
+    place = _throttle.cgroup_parent()
+    if place is None:
+        pytest.skip("no cgroup may be written here")
+    version, parent = place
+    alone = parent / f"alone-{os.getpid()}"  # where no job of another test is
+    alone.mkdir()
+    child = busy_child()
+    try:
+        if not (alone / ("cpu.max" if version == 2 else "cpu.cfs_quota_us")).exists():
+            pytest.skip("cgroups in cgroups have no quota here")
+        monkeypatch.setattr(_throttle, "cgroup_parent", lambda: (version, alone))
+        cores = _throttle.own_cores()
+        assert cores == sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(child.pid, {cores[0]})
+        throttle, _ = _throttle.make_throttle(child.pid, 98, 0.7)
+        assert _throttle.own_cores() == [*cores[1:], cores[0]]
+    finally:
+        child.kill()
+        child.wait()
+        throttle.close()
+        alone.rmdir()
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.04, 0.001])
 def test_every_share_of_a_mesh_file_is_a_quota_that_linux_takes(share):
     quota, period = _throttle.quota_and_period(share)

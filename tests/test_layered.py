@@ -90,6 +90,7 @@ def bytes_of_devices():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.thinned(2)
 def test_each_device_has_its_share_and_no_more(stage, num):
     """AdamW: 4 bytes a parameter, 8 of moments; int32 sums of two limbs while they are kept."""
     own = shared(stage) if stage else job(Layers, {}, optax.adamw(1e-2))

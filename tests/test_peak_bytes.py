@@ -60,6 +60,7 @@ def peak(monkeypatch):
     ],
     ids=str,
 )
+@pytest.mark.thinned(2)
 def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
     gpt = families.example("gpt")
     data = {"text": np.zeros((8 * num, 65), np.uint8)}

@@ -279,6 +279,7 @@ def check(name, stages, tolerance=2e-4, **options):
         ("gpt", 2, {"schedule": "zb-h1"}),
     ],
 )
+@pytest.mark.thinned(2)
 def test_a_pipeline_trains_as_one_device_does(name, stages, options):
     result = check(name, stages, **options)
     num = stages if isinstance(stages, int) else len(stages)

@@ -56,6 +56,7 @@ def whole(clip):
     ],
     ids=str,
 )
+@pytest.mark.thinned(2)
 def test_no_bit_depends_on_the_groups(stage, memory):
     """A global norm, too, counts each element of the state once."""
     numerics, wanted = whole(0.3)

@@ -42,6 +42,7 @@ def make(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.thinned(2)
 def test_every_spread_gives_the_same_bits(kind):
     results = {counts: fit(make(kind), counts) for counts in SPREADS}
     assert len({r.sha256 for r in results.values()}) == 1

@@ -45,6 +45,7 @@ def test_parts_of_unlike_sizes_train_as_one_device_does(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 20 + int(os.environ.get("TEST_SIZES", "1"))))
 @pytest.mark.parametrize("name", UNITS)
+@pytest.mark.thinned(2)
 def test_any_sizes_train_as_one_device_does(name, seed):
     compare(name, seed)
 

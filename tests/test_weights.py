@@ -445,6 +445,7 @@ except hxla.WeightsError as error:
     ],
     ids=["cut by rules", "copies"],
 )
+@pytest.mark.thinned(2)
 def test_two_processes_read_and_write_their_own_slices(spread, tmp_path, torch_weights):
     script = tmp_path / "script.py"
     script.write_text(

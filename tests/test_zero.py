@@ -299,6 +299,7 @@ def sent_elements(closed):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.thinned(3)
 def test_chunks_of_any_length_are_summed_and_gathered(seed):
     rng = random.Random(seed)
     num = rng.randint(2, 6)
@@ -329,6 +330,7 @@ def test_chunks_of_any_length_are_summed_and_gathered(seed):
 
 
 @pytest.mark.parametrize("lengths", [[5, 2, 9, 1], [1, 9, 2, 0, 3], [7, 1, 1, 8]])
+@pytest.mark.thinned(3)
 def test_chunks_of_more_lengths_than_ranges_keep_to_themselves(lengths, monkeypatch):
     monkeypatch.setattr(_chunks, "ring_layers", functools.partial(_chunks.ring_layers, most=2))
     num, total = len(lengths), sum(lengths)

@@ -12,7 +12,7 @@ from .._cluster._cluster import Device
 from ._janitor import start_janitor
 from ._mailbox import left_folder
 from ._member import PINNED
-from ._throttle import pack
+from ._throttle import own_cores, pack
 from ._warm import warm_up
 from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
@@ -130,7 +130,7 @@ class LocalHost:
 
     def __init__(self, command: Sequence[str], environment: Environment, streams: Streams):
         self._command, self._environment, self._streams = command, environment, streams
-        self.cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+        self.cores: Sequence[int] = own_cores()
         self._janitor = start_janitor()
         parent = _MEMORY if os.path.isdir(_MEMORY) else None
         self.memory = tempfile.mkdtemp(prefix=f"hxla-elastic-{os.getpid()}-", dir=parent)

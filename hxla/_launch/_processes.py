@@ -16,7 +16,7 @@ from ._board import BOARD_VARIABLE, LOGS_VARIABLE, Post, new_board
 from ._janitor import start_janitor
 from ._output import Forwarder, Logs, Output
 from ._process_group import end_group
-from ._throttle import Cgroup, Throttle, make_throttle, pack
+from ._throttle import Cgroup, Throttle, make_throttle, own_cores, pack
 from ._verdict import Standing, Verdict, judge
 
 _POLL_SECONDS = 0.05
@@ -79,9 +79,8 @@ class Processes:
         lock = threading.Lock()
         self._out = Output(sys.stdout.buffer, lock, self._stop_unread)
         self._err = Output(sys.stderr.buffer, lock, lambda _: None)
-        cores = sorted(os.sched_getaffinity(0))
         shares = [start.core_share for start in starts if start.core_share is not None]
-        packed = iter(pack(shares, cores)) if shares else iter(())
+        packed = iter(pack(shares, own_cores())) if shares else iter(())
         self._janitor = start_janitor()
         self._children: list[_Child] = []
         self._before = self._handle_signals()

@@ -36,6 +36,15 @@ class Cgroup:
         else:
             (self.folder / "cpu.max").write_text(f"{'max' if quota < 0 else quota} {period}")
 
+    @staticmethod
+    def share_of(folder: pathlib.Path, version: int) -> float:
+        """The share of one that is there."""
+        if version == 1:
+            quota, period = ((folder / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+        else:
+            quota, period = (folder / "cpu.max").read_text().split()
+        return 1.0 if quota.strip() in ("-1", "max") else int(quota) / int(period)
+
     def close(self) -> None:
         """Remove the cgroup; its processes may take a moment to be gone."""
         for _ in range(50):
@@ -150,6 +159,22 @@ def make_throttle(pid: int, rank: int, share: float) -> tuple[Throttle, str]:
         how = f"a cgroup v{version} quota"
     throttle.set_share(share)
     return throttle, how
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use, those first of which other jobs hold the least."""
+    taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
+    place = cgroup_parent()
+    if place is not None:
+        version, parent = place
+        for folder in parent.glob(f"{_PREFIX}*-*"):
+            # Whatever is gone by now holds nothing.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                pid = int((folder / "cgroup.procs").read_text().split()[0])
+                cores = os.sched_getaffinity(pid) & taken.keys()
+                for core in cores:
+                    taken[core] += Cgroup.share_of(folder, version) / len(cores)
+    return sorted(taken, key=lambda core: taken[core])
 
 
 def pack(shares: Sequence[float], cores: Sequence[int]) -> list[int]:
