@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import tempfile
+import time
 
 import psutil
 import pytest
@@ -22,6 +23,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30
+
+
+# Workers have it from the process that starts them.
+os.environ.setdefault("TEST_BEGAN", str(time.time()))
+
+
+def pytest_runtest_setup(item):
+    """Once the minutes of `TEST_MINUTES` are spent, slow tests are left out, aloud."""
+    most = float(os.environ.get("TEST_MINUTES", "0"))
+    minutes = (time.time() - float(os.environ["TEST_BEGAN"])) / 60
+    if most and minutes > most and item.get_closest_marker("slow"):
+        pytest.skip(f"the {most:g} minutes of TEST_MINUTES are spent: run it by itself")
 
 
 def pytest_collection_modifyitems(config, items):

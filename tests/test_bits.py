@@ -100,6 +100,7 @@ def with_planted(name, off, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.thinned(3)
 def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(name, monkeypatch):
     _, caller, call, after = PLANTED[name]
     found = with_planted(name, off_forward, monkeypatch)

@@ -128,7 +128,7 @@ def compiled(plan, *card):
 
 
 @pytest.mark.parametrize("plan", EXPECTED)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_programs_compile_for_h100(plan):
     found = compiled(plan)
     programs = found["programs"]

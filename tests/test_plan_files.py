@@ -217,6 +217,7 @@ def test_stages_are_cut_by_a_profile_and_run_as_written_and_as_edited(measured):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["annotated", "rules", "mesh"])
+@pytest.mark.thinned(3)
 def test_a_tensor_parallel_plan_runs_as_written(tmp_path, way):
     mesh_file(tmp_path, 1.0, 1.0)
     file, plan = planned(tmp_path, way)

@@ -102,6 +102,7 @@ SHARES = [[1, 1, 1], [1, 2, 3], [4, 2, 1], [1, 1, 9]]
 
 
 @pytest.mark.parametrize("name", BY_ELEMENT)
+@pytest.mark.thinned(2)
 def test_bits_do_not_depend_on_who_owns_what(name):
     make, clip = BY_ELEMENT[name], {"clip_norm": 0.3} if name in ("adamw", "lion") else {}
     plain = job(make(), communication=clip)

@@ -61,6 +61,7 @@ def as_plain(name, result):
 
 
 @pytest.mark.parametrize("name", zoo.ROWS)
+@pytest.mark.thinned(2)
 def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     row = zoo.ROWS[name]
     one = train(row, checkpoint_dir=tmp_path, checkpoint_every=2)
