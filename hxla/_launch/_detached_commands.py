@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from ._detached_run import DetachedActor, Followed
 from ._elastic_wishes import ElasticWishes
 from ._ray_cluster import NAMESPACE, connect
 from ._ray_host import START_SECONDS
+from ._user_signals import handing_on_signals
 from ._workers import Streams
 
 _POLL_SECONDS = 0.2
@@ -106,9 +108,18 @@ def _follow(
     address: str, name: str, actor: Any, streams: Streams, is_unread: Callable[[], bool]
 ) -> int:
     since, again = 0, f"hxla run --ray {address} --attach {name}"
-    try:
-        while not is_unread():
-            heard: Followed = _asked(name, actor.follow.remote(since))
+    left = threading.Event()
+    # A KeyboardInterrupt may be raised where Ray calls Python and lets no exception out.
+    with handing_on_signals(lambda _: left.set(), [signal.SIGINT]):
+        while not is_unread() and not left.is_set():
+            answer = actor.follow.remote(since)
+            until = time.monotonic() + START_SECONDS
+            while not left.is_set() and time.monotonic() < until:
+                if ray.wait([answer], timeout=_POLL_SECONDS)[0]:
+                    break
+            if left.is_set():
+                break
+            heard: Followed = _asked(name, answer)
             if heard.output.first > since:
                 streams.err.write(b"hxla: what the run printed before is no longer kept\n")
             for is_error, text in heard.output.pieces:
@@ -118,12 +129,12 @@ def _follow(
                 continue
             if heard.code is not None:
                 return heard.code
-            time.sleep(_POLL_SECONDS)
-    except KeyboardInterrupt:
-        words = f"hxla: run {name} goes on: {again} follows it, with --stop it ends\n"
-        streams.err.write(words.encode())
-        return 128 + signal.SIGINT
-    return 128 + signal.SIGPIPE
+            left.wait(_POLL_SECONDS)
+    if not left.is_set():
+        return 128 + signal.SIGPIPE
+    words = f"hxla: run {name} goes on: {again} follows it, with --stop it ends\n"
+    streams.err.write(words.encode())
+    return 128 + signal.SIGINT
 
 
 def _actor(option: str, name: str) -> Any:
