@@ -1,15 +1,20 @@
 """Elastic jobs on the nodes of a real local Ray cluster, with the bits of undisturbed ones."""
 
 import collections
+import contextlib
+import io
 import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import elastic_chaos
+import left_behind
+import psutil
 import pytest
 from ray_clusters import add_node, drain, started_cluster
 from scheduled_runs import LONG, THREE, Scheduled, check_three, has_ended, is_decided_on
@@ -55,6 +60,70 @@ def test_a_node_that_dies_takes_no_more_steps_than_since_its_part_was_copied(tmp
     assert [one["part"] for one in form["sources"]] == [0, 1]
     assert len({(one["device"], one["host"]) for one in form["sources"]}) == 1
     assert "is gone with its host" in job.printed_text()
+
+
+SAYS_LAST = """
+import pathlib, sys, time
+print("one", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("two", flush=True)
+"""
+
+
+def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path):
+    """An answer under way has it, and nobody has read that answer when its host is closed."""
+    import ray
+
+    from hxla._cluster._cluster import Cluster, Device
+    from hxla._cluster._mesh_file import dump_cluster
+    from hxla._launch._output import Logs, Output
+    from hxla._launch._ray_cluster import connect
+    from hxla._launch._ray_host import RayHost
+    from hxla._launch._workers import Seat, Streams, WorkersStart
+
+    script, go, printed = tmp_path / "job.py", tmp_path / "go", io.BytesIO()
+    script.write_text(SAYS_LAST)
+    lock = threading.Lock()
+    out, err = (Output(printed, lock, lambda _: None) for _ in range(2))
+    device = Device(kind="cpu")
+    start = WorkersStart(
+        generation=1,
+        num_processes=1,
+        address="127.0.0.1:1",
+        seats={0: Seat(device=device, place=0, core=None)},
+        mesh=dump_cluster(Cluster(name="elastic", devices=(device,))),
+        pinned="",
+    )
+    cluster = started_cluster()
+    try:
+        node_id = add_node(cluster, 0.5).node_id
+        connect(cluster.address)
+        [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]
+        streams = Streams(out=out, err=err, logs=Logs())
+        host = RayHost(node, [str(script), str(go)], streams, None)
+        wait_until(lambda: host.devices)
+        workers = host.start(start)
+        [pid] = workers.pids.values()
+        workers.order(begins=True, state=[])
+        wait_until(lambda: host.poll() or b"one" in printed.getvalue())
+        go.touch()
+        left_behind.wait_until_gone([pid], 60)
+        host.poll()
+        time.sleep(1)
+        assert b"two" not in printed.getvalue()
+        host.close()
+        assert b"two" in printed.getvalue()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def wait_until(is_so):
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_without_a_cluster_it_is_said_what_to_do():
@@ -168,9 +237,23 @@ class DetachedJob(elastic_chaos.RayJob):
 
     def follow(self):
         """Attach to it."""
-        self.process = subprocess.Popen(
-            self.command("--attach", "job"),
-            stdout=self.printed,
+        self.process = self.began(self.command("--attach", "job"), self.printed)
+
+    @contextlib.contextmanager
+    def attached(self, path, command=()):
+        """Another command that follows it, whose output is in a file."""
+        with path.open("wb") as printed:
+            process = self.began(command or self.command("--attach", "job"), printed)
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
+
+    def began(self, command, printed):
+        return subprocess.Popen(
+            command,
+            stdout=printed,
             stderr=subprocess.STDOUT,
             env=elastic_chaos.own_environment(),
             start_new_session=True,
@@ -221,6 +304,75 @@ def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tm
         assert told == elastic_chaos.undisturbed_line(job.ledger()["runs"][-1]["end"], "-n", "1")
     finally:
         job.stop()
+
+
+def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_path):
+    """The actor is killed as with the head node; a new run goes on from the checkpoint."""
+    saved, last = tmp_path / "saved", tmp_path / "stop"
+    options = ("--checkpoints", str(saved), "--checkpoint-every", "5", "--stop-when", str(last))
+    job = DetachedJob(tmp_path, 4000, 0.05, [0.4], options, launcher=("--detach", "job"))
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 10, 120, "steps")
+        pids = list(job.pids().values())
+        with job.attached(tmp_path / "first.txt") as first:
+            wait_until(lambda: "] step " in (tmp_path / "first.txt").read_text())
+            [actor] = [p for p in psutil.process_iter() if p.name().startswith("ray::Detached")]
+            actor.kill()
+            for process in (job.process, first):
+                assert process.wait(60) == 2
+        for text in (job.printed_text(), (tmp_path / "first.txt").read_text()):
+            assert "generation 1 from the beginning" in text
+            assert text.splitlines()[-1].startswith("hxla: run job is gone, and its processes with")
+        left_behind.wait_until_gone(pids, 60)
+        again = [
+            *job.command("--elastic", "--detach", "job"),
+            str(elastic_chaos.JOB),
+            "--steps",
+            "4000",
+        ]
+        with job.attached(tmp_path / "second.txt", [*again, "--slow", "0.05", *options]) as second:
+            wait_until(lambda: "] step " in (tmp_path / "second.txt").read_text())
+            with job.attached(tmp_path / "third.txt") as third:
+                last.touch()
+                assert (second.wait(120), third.wait(60)) == (0, 0)
+        texts = [(tmp_path / f"{name}.txt").read_text() for name in ("second", "third")]
+        assert texts[0] == texts[1]
+        assert "resumed from step" in texts[0]
+        [told] = [line.split("] ")[-1] for line in texts[0].splitlines() if "sha256" in line]
+        assert told == elastic_chaos.undisturbed_line(int(told.split()[-2]), "-n", "1")
+        wait_until(lambda: not left_behind.left_in_memory())
+    finally:
+        job.stop()
+
+
+def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path):
+    """And keeps its name until then, unless someone reads it."""
+    import ray
+
+    from hxla._launch._detached_run import DetachedActor
+    from hxla._launch._elastic_wishes import ElasticWishes
+    from hxla._launch._ray_cluster import connect
+
+    cluster = started_cluster()
+    try:
+        connect(cluster.address)
+        options = DetachedActor.options(name="job", lifetime="detached", num_cpus=0)
+        wishes = ElasticWishes(command=["job.py"])
+        began = time.monotonic()
+        actor = options.remote(wishes, str(tmp_path / "missing"), unread_seconds=5.0)
+        wait_until(lambda: ray.get(actor.standing.remote()) == (2, False))
+        assert ray.get_actor("job")
+        wait_until(lambda: not ray.util.list_named_actors())
+        assert time.monotonic() - began >= 5
+        actor = options.remote(wishes, str(tmp_path / "missing"), unread_seconds=3600.0)
+        wait_until(lambda: ray.get(actor.standing.remote())[0] == 2)
+        heard = ray.get(actor.follow.remote(0))
+        assert b"is not on the head node" in b"".join(text for _, text in heard.output.pieces)
+        assert not ray.get(actor.follow.remote(heard.output.end)).output.pieces
+        wait_until(lambda: not ray.util.list_named_actors())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def test_stop_writes_a_checkpoint_and_those_who_follow_end_with_75(tmp_path):

@@ -18,7 +18,6 @@ from ._kept_output import KeptOutput, OutputPart
 from ._ray_cluster import RayHosts
 from ._ray_host import leave_main_module
 
-_UNREAD_SECONDS = 600.0
 _READ_SECONDS = 5.0  # for others who follow it as well
 _POLL_SECONDS = 0.1
 
@@ -45,9 +44,10 @@ class DetachedRun:
     Args:
         wishes: What is asked of the run.
         folder: Its working directory.
+        unread_seconds: How long it is there after its end if nobody reads what it printed.
     """
 
-    def __init__(self, wishes: ElasticWishes, folder: str):
+    def __init__(self, wishes: ElasticWishes, folder: str, unread_seconds: float = 600.0):
         leave_main_module()
         self._output = KeptOutput()
         self._run: ElasticRun | None = None
@@ -55,7 +55,7 @@ class DetachedRun:
         self._lock = threading.Lock()
         self._code: int | None = None
         self._goes_at = float("inf")
-        self._is_read = False
+        self._is_read, self._unread_seconds = False, unread_seconds
         self._own: Any = ray.get_runtime_context().current_actor
         threading.Thread(target=self._live, args=(wishes, folder), daemon=True).start()
 
@@ -90,7 +90,7 @@ class DetachedRun:
             code = self._fail(2, str(error))
         except Exception:  # nobody else would see it
             code = self._fail(1, f"the run failed:\n{traceback.format_exc()}")
-        self._goes_at, self._code = time.monotonic() + _UNREAD_SECONDS, code
+        self._goes_at, self._code = time.monotonic() + self._unread_seconds, code
         while time.monotonic() < self._goes_at:
             time.sleep(_POLL_SECONDS)
         ray.kill(self._own)

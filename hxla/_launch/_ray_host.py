@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from ray.util import get_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -34,7 +34,7 @@ from ._workers import Environment, LocalWorkers, Streams, Workers, WorkersStart
 
 #: Of actors, and of the process from which others are forked.
 START_SECONDS = 120.0
-_END_SECONDS = 10.0
+_END_SECONDS = 30.0
 _KILLED = -9
 # The concurrency groups of what may take long, beside which an agent is heard: reading waits for
 # nobody, so hosts that take states from each other never wait in a circle.
@@ -311,18 +311,19 @@ class RayHost:
         node: Of `ray.nodes()`.
         command: A Python script and its arguments.
         streams: Where what is printed goes.
-        group: Name of the placement group that holds the node for it; empty: nobody does.
+        group: The placement group that holds the node for it; None: nobody does.
 
     Attributes:
         heard: The newest of it.
         group: As above.
-
-    Raises:
-        ValueError: If there is no such group.
     """
 
     def __init__(
-        self, node: Mapping[str, Any], command: Sequence[str], streams: Streams, group: str = ""
+        self,
+        node: Mapping[str, Any],
+        command: Sequence[str],
+        streams: Streams,
+        group: PlacementGroup | None,
     ):
         devices = devices_of(node)
         self.name, self.machine = name_of(node["NodeID"]), str(node["NodeManagerHostname"])
@@ -330,8 +331,8 @@ class RayHost:
         self.heard, self._streams, self.group = Heard(), streams, group
         num_cpus, share = int(devices.get("CPU", 0)), node.get("Labels", {}).get(CORE_SHARE)
         strategy: Any = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        if group:
-            strategy = PlacementGroupSchedulingStrategy(get_placement_group(group))
+        if group is not None:
+            strategy = PlacementGroupSchedulingStrategy(group)
         self._agent: Any = _Agent.options(
             num_cpus=num_cpus, num_gpus=devices.get("GPU", 0), scheduling_strategy=strategy
         ).remote(list(command), os.getcwd(), num_cpus, float(share) if share else None)
@@ -423,9 +424,18 @@ class RayHost:
             getattr(self._agent, method).remote(*arguments)
 
     def close(self) -> None:
-        """Let go of all, also of what was left in memory."""
+        """Let go of all, also of what was left in memory; what it still has to say is heard."""
         with self.losing():
-            self._hear(ray.get(self._agent.close.remote(), timeout=_END_SECONDS))
+            # Being asked already, it has perhaps told what the next answer will not say again.
+            asked = [] if self._hearing is None else [self._hearing]
+            try:
+                for heard in ray.get([*asked, self._agent.close.remote()], timeout=_END_SECONDS):
+                    self._hear(heard)
+            except ray.exceptions.GetTimeoutError:
+                self._streams.err.write(
+                    f"hxla: {self.name} has not ended its processes within {_END_SECONDS:g} s; "
+                    "what they printed last may be missing\n".encode()
+                )
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._agent)
 
