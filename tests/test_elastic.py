@@ -68,9 +68,28 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     assert elastic_chaos.undisturbed_line(steps, "-n", "1") in job.tail()
 
 
+def compiled_in_pauses(job):
+    """What was compiled after a generation took over the state of another, before its first step.
+
+    Of a job that says what it compiles; its processes have other things to do then.
+    """
+    found, is_pause = [], False
+    for line in job.printed_text().splitlines():
+        if line.startswith("hxla: generation"):
+            is_pause = "state left by" in line
+        elif "] step " in line:
+            is_pause = False
+        elif is_pause and "Compiling" in line:
+            found.append(line)
+    return found
+
+
 @pytest.mark.slow
-def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tmp_path):
+def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(
+    tmp_path, monkeypatch
+):
     """ZeRO 1: whole on nobody, so a kill goes back to the checkpoint, and says so."""
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
     saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5", "--zero", "1")
     job = elastic_chaos.Job(tmp_path, 400, 0.05, [0.4, 0.4], saves)
     try:
@@ -88,6 +107,8 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(tm
     assert "if a process is killed, the steps since the last checkpoint" in job.printed_text()
     left = [e for e in events if e["what"] == "LeftState"]
     assert {(e["part"], e["num_parts"]) for e in left} == {(0, 2), (1, 2)}
+    assert "Compiling" in job.printed_text()
+    assert not compiled_in_pauses(job)
     assert elastic_chaos.undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
 
 

@@ -64,6 +64,11 @@ class Member:
         """Whether to ask all for a last step, and then to write a checkpoint."""
         return self._order.ends
 
+    @property
+    def begins(self) -> bool:
+        """Whether its generation is formed: the others of it wait for nobody else."""
+        return self._order.begins
+
     def tell(self, **changes: object) -> None:
         """Change fields of this process's `Report`."""
         with self._change:

@@ -150,6 +150,9 @@ class Session:
                     )
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
+                if not all(job.gather("who waits", "x" * member.begins)):
+                    # What leaves and takes over a state is compiled while others still train.
+                    self._store.load(self._store.saved())
                 told.tell("waiting for the generation to be formed")
                 beginning = begin(folders=member.wait_for_the_others())
                 if beginning.load(self._store):
