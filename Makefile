@@ -4,10 +4,6 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
-# With 2 the tests run all sets of parameters and more random plans.
-export TEST_SETS ?= 1
-# After so many, tests that are marked slow are left out, and said to be; 0: never.
-export TEST_MINUTES ?= 0
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
 	pipeline_programs.py)

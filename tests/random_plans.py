@@ -369,13 +369,8 @@ class Outcome:
 
 #: Sets of programs of each form, besides one on real processes; what costs time is to compile them.
 NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
-_CUT_BOTH_WAYS = {"mlp-tensor=2-stages=2-keep=inputs-limbs=1"}
-#: The forms that are run: every third and one cut both ways; all, if more sets are asked for.
-RUN_FORMS = [
-    form
-    for n, form in enumerate(FORMS)
-    if NUM_SETS > 1 or n % 3 == 2 or str(form) in _CUT_BOTH_WAYS
-]
+#: The forms that are run: every third, one cut both ways among them; all, if more sets are wanted.
+RUN_FORMS = FORMS if NUM_SETS > 1 else FORMS[2::3]
 
 
 def trials(form, num_sets=NUM_SETS, each=5):

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._core._errors import LaunchError
 from ._detached_run import DetachedActor, Followed
 from ._elastic_wishes import ElasticWishes
-from ._ray_cluster import NAMESPACE, connect
+from ._ray_cluster import connect
 from ._ray_host import START_SECONDS
 from ._user_signals import handing_on_signals
 from ._workers import Streams
@@ -53,7 +53,6 @@ def detach(
     try:
         actor = DetachedActor.options(
             name=name,
-            namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
             scheduling_strategy=where,
@@ -109,17 +108,17 @@ def _follow(
 ) -> int:
     since, again = 0, f"hxla run --ray {address} --attach {name}"
     left = threading.Event()
+    answer: Any = None
     # A KeyboardInterrupt may be raised where Ray calls Python and lets no exception out.
     with handing_on_signals(lambda _: left.set(), [signal.SIGINT]):
         while not is_unread() and not left.is_set():
-            answer = actor.follow.remote(since)
-            until = time.monotonic() + START_SECONDS
-            while not left.is_set() and time.monotonic() < until:
-                if ray.wait([answer], timeout=_POLL_SECONDS)[0]:
-                    break
-            if left.is_set():
-                break
-            heard: Followed = _asked(name, answer)
+            if answer is None:
+                answer, asked_at = actor.follow.remote(since), time.monotonic()
+            ready, _ = ray.wait([answer], timeout=_POLL_SECONDS)
+            if not ready and time.monotonic() < asked_at + START_SECONDS:
+                continue
+            heard: Followed = _asked(name, answer, timeout=0)
+            answer = None
             if heard.output.first > since:
                 streams.err.write(b"hxla: what the run printed before is no longer kept\n")
             for is_error, text in heard.output.pieces:
@@ -139,10 +138,9 @@ def _follow(
 
 def _actor(option: str, name: str) -> Any:
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return ray.get_actor(name)
     except ValueError:
-        actors = ray.util.list_named_actors(all_namespaces=True)
-        names = sorted(own["name"] for own in actors if own["namespace"] == NAMESPACE)
+        names = sorted(ray.util.list_named_actors())
         there = f"there are {', '.join(names)}" if names else "there is none"
         raise LaunchError(f"{option} {name}: no such run on the Ray cluster; {there}") from None
 
@@ -154,7 +152,7 @@ def _free(name: str) -> None:
         LaunchError: If there is another.
     """
     try:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
+        actor = ray.get_actor(name)
     except ValueError:
         return
     with contextlib.suppress(ray.exceptions.RayActorError):  # it has just gone by itself
@@ -165,7 +163,7 @@ def _free(name: str) -> None:
     until = time.monotonic() + _FREE_SECONDS
     with contextlib.suppress(ValueError):
         while time.monotonic() < until:
-            ray.get_actor(name, namespace=NAMESPACE)
+            ray.get_actor(name)
             time.sleep(_POLL_SECONDS)
 
 
@@ -177,14 +175,14 @@ def _in_use(name: str, code: int | None = None) -> LaunchError:
     )
 
 
-def _asked(name: str, answer: Any) -> Any:
+def _asked(name: str, answer: Any, timeout: float = START_SECONDS) -> Any:
     """What a run's actor answers.
 
     Raises:
         LaunchError: If it is gone.
     """
     try:
-        return ray.get(answer, timeout=START_SECONDS)
+        return ray.get(answer, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise LaunchError(f"run {name} has not answered for {START_SECONDS:g} s") from None
     except ray.exceptions.RayActorError:

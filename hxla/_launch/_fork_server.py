@@ -9,14 +9,16 @@ import flax.linen
 import flax.nnx
 import optax
 import orbax.checkpoint
+import scipy.optimize
 
 import hxla
 
 from . import _join
 
-__all__ = ["_join", "flax", "hxla", "optax", "orbax"]
+__all__ = ["_join", "flax", "optax", "orbax", "scipy"]
 
-_ = hxla.train  # a public name is imported when it is used
+for _name in dir(hxla):  # which is imported when it is used, and then by each process
+    getattr(hxla, _name)
 
 for _number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)

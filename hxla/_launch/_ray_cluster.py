@@ -1,6 +1,5 @@
 """A Ray cluster as the hosts of an elastic run."""
 
-import contextlib
 import logging
 import pathlib
 import socket
@@ -8,15 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 
 import ray
+from ray.util import get_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from .._core._errors import HxlaError, LaunchError
 from ._host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
 from ._ray_host import START_SECONDS, RayCarrying, RayHost
-from ._ray_nodes import draining
+from ._ray_nodes import devices_of, draining
 from ._workers import Streams
 
-#: What keeps the names of runs and of placement groups apart from those of others.
-NAMESPACE = "hxla"
+# What keeps the names of runs and of placement groups apart from those of others.
+_NAMESPACE = "hxla"
 _REACH_SECONDS = 10.0
 
 
@@ -112,20 +113,22 @@ class RayHosts:
             if host.is_lost:
                 del self._hosts[name]
                 # Its actor died, or its group was let go: perhaps the node is as good as before.
-                if host.began or host.group:
+                if host.began or host.group is not None:
                     self._known.discard(name)
             elif not host.began and not self._allows(name):
                 self._leave(name)
         for name, node in nodes.items():
-            resources = node["Resources"]
             is_new = name not in self._known and self._allows(name)
-            if is_new and (resources.get("CPU") or resources.get("GPU")):
-                with contextlib.suppress(
-                    ValueError
-                ):  # its group was let go since: a new file comes
-                    group = self._allowed[name] if self._allowed is not None else ""
-                    self._hosts[name] = RayHost(node, self._command, self._streams, group)
-                    self._known.add(name)
+            if not is_new or not devices_of(node):
+                continue
+            group: PlacementGroup | None = None
+            if called := (self._allowed or {}).get(name):
+                try:
+                    group = get_placement_group(called)
+                except ValueError:  # it was let go since: the file will say what comes next
+                    continue
+            self._hosts[name] = RayHost(node, self._command, self._streams, group)
+            self._known.add(name)
         return draining()
 
     def _allows(self, node: str) -> bool:
@@ -146,7 +149,7 @@ def connect(address: str) -> None:
         _reach(address)
         ray.init(
             address=address,
-            namespace=NAMESPACE,
+            namespace=_NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )

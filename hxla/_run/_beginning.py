@@ -27,12 +27,11 @@ def _opened(
     from ._checkpoints import Checkpoints  # with Orbax, which takes long to import
 
     model = job.functional(plan.microbatch_size)
+    largest = max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
     return Checkpoints(
         folder,
         keep=job.settings.checkpoint.keep,
-        largest_bytes=max(map(tree_bytes, jax.tree.leaves((model.params, model.aux))), default=0)
-        if is_tight
-        else None,
+        largest_bytes=largest if is_tight else None,
         gather=job.gather,
     )
 

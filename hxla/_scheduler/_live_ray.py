@@ -38,8 +38,8 @@ class RayFleet:
         connect(address)
         self._address, self._kinds, self._say = address, tuple(kinds), say
         self._looked_at = float("-inf")
-        self._ids: dict[str, str] = {}  # of all nodes that were ever used, by their names
-        self._devices: dict[str, dict[str, float]] = {}  # of these, as Ray counts them
+        # As Ray tells of them, by their names: all that were ever used.
+        self._nodes: dict[str, Mapping[str, Any]] = {}
         self._groups: dict[str, tuple[str, PlacementGroup]] = {}  # and what they are called
         self._left_out: set[str] = set()
         self._there: dict[str, tuple[str, int]] = {}
@@ -62,11 +62,12 @@ class RayFleet:
             with contextlib.suppress(ray.exceptions.RayError):  # it is gone with the cluster
                 remove_placement_group(group)
         for name in set(names) - self._groups.keys():
-            called = f"hxla-{self._ids[name]}-{secrets.token_hex(4)}"
+            node = self._nodes[name]
+            called = f"hxla-{node['NodeID']}-{secrets.token_hex(4)}"
             group = placement_group(
-                [self._devices[name]],
+                [devices_of(node)],
                 name=called,
-                bundle_label_selector=[{"ray.io/node-id": self._ids[name]}],
+                bundle_label_selector=[{"ray.io/node-id": node["NodeID"]}],
             )
             self._groups[name] = called, group
 
@@ -76,7 +77,7 @@ class RayFleet:
 
     def text(self, places: Places) -> str:
         """The IDs of nodes, and the placement groups there."""
-        return "".join(f"{self._ids[name]} {self._groups[name][0]}\n" for name in places)
+        return "".join(f"{self._nodes[p]['NodeID']} {self._groups[p][0]}\n" for p in places)
 
     def place(self, event: Mapping[str, Any]) -> str:
         """The name of the device's node."""
@@ -100,6 +101,6 @@ class RayFleet:
                         f"{', one '.join(self._kinds)}"
                     )
                 continue
-            self._ids[name], self._devices[name] = node["NodeID"], devices_of(node)
+            self._nodes[name] = node
             found[name] = kind, 1
         return found

@@ -255,14 +255,14 @@ def _save_folder(target: pathlib.Path, tree: PyTree) -> None:
         tree = jax.tree.map(_on_host, tree)
 
     def save() -> None:
-        import orbax.checkpoint as ocp  # which takes long
-
         if 0 not in writers or jax.process_index() not in writers:
             return  # this process has a part of another copy of the model than process 0
         if target.exists() and not (target / _MARK).exists() and any(target.iterdir()):
             raise WeightsError(
                 f"{target} is there and no folder of weights; name another, or remove it first"
             )
+        import orbax.checkpoint as ocp  # which takes long
+
         options = ocp.options.MultiprocessingOptions(
             active_processes=writers if several else None, barrier_sync_key_prefix="hxla-weights"
         )
