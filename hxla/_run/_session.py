@@ -46,7 +46,7 @@ from ._nonfinite import left_out
 from ._pipeline_watch import PipelineWatch
 from ._recorder import Recorder, step_record
 from ._runnable import agree_on_asked, check_runnable
-from ._session_member import LEAVE, MOVE, STOP, SessionMember, ran
+from ._session_member import LEAVE, MOVE, STOP, SessionMember, ran, rehearse
 from ._session_values import (
     Result,
     SessionOptions,
@@ -150,15 +150,12 @@ class Session:
                     )
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
-                if not all(job.gather("who waits", "x" * member.begins)):
-                    # What leaves and takes over a state is compiled while others still train.
-                    self._store.load(self._store.saved())
+                rehearse(member, self._store, job)
                 told.tell("waiting for the generation to be formed")
                 beginning = begin(folders=member.wait_for_the_others())
                 if beginning.load(self._store):
                     self._stepper.restored()
-                seat = member, self._store, self._termination
-                self._member = SessionMember(*seat, job, beginning)
+                self._member = SessionMember(member, self._store, self._termination, job, beginning)
             assert beginning is not None  # one of the two branches made it
             self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
             self.step_number = self._first_step = start = beginning.first_step

@@ -39,6 +39,18 @@ _WAIT_SECONDS = 0.01
 _NOTE_CHARACTERS = 300
 
 
+def rehearse(member: Member, store: Store, job: TracedJob) -> None:
+    """Compile what leaves and takes over a state, if others still train; all processes call this.
+
+    Args:
+        member: This process in its generation.
+        store: Holds a state, which stays as it is.
+        job: That is trained.
+    """
+    if not all(job.gather("who waits", "x" * member.begins)):
+        store.load(store.saved())
+
+
 class SessionMember:
     """What a session of an elastic job does besides training.
 
