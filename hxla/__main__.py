@@ -1,16 +1,19 @@
-"""The command line."""
+"""The command line; what a command needs is imported when it runs, for a launcher needs no jax."""
 
 import argparse
 import json
 import os
+import signal
 import sys
+from typing import TYPE_CHECKING
 
-from ._cluster import _detect
 from ._core._errors import HxlaError, InspectError, LaunchError, ScheduleError
-from ._inspect._inspection import Inspection
 from ._launch import _launcher
+from ._launch._batch_tasks import cluster_in_sight
 from ._launch._elastic_wishes import ElasticWishes
-from ._launch._join import cluster_in_sight, run_joined, run_script
+
+if TYPE_CHECKING:
+    from ._inspect._inspection import Inspection
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -27,12 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--nodes", metavar="FILE", help="of --ray: IDs of those that may be used")
     kept = run.add_mutually_exclusive_group()
     kept.add_argument("--detach", metavar="NAME", help="of --ray: goes on when this command ends")
-    kept.add_argument(
-        "--attach", metavar="NAME", action=_InsteadOfAScript, help="follow a detached run"
-    )
-    kept.add_argument(
-        "--stop", metavar="NAME", action=_InsteadOfAScript, help="end one, after a checkpoint"
-    )
+    kept.add_argument("--attach", metavar="NAME", help="follow a detached run")
+    kept.add_argument("--stop", metavar="NAME", help="end one, after a checkpoint")
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -90,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--ray", metavar="ADDRESS", help="of run: a Ray cluster, or auto")
     schedule.add_argument("--out", metavar="DIR", help="of run: for the record and what jobs print")
     for command in (run, profile, plan):
-        command.add_argument("script", help="Python script, followed by its own arguments")
+        nargs = "?" if command is run else None  # a detached run that is there has its own
+        words = "Python script, followed by its own arguments"
+        command.add_argument("script", nargs=nargs, help=words)
         command.add_argument("arguments", nargs=argparse.REMAINDER)
     inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
     inspect.add_argument(
@@ -118,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.command == "devices":
+            from ._cluster import _detect
+
             _detect.command(measured=args.measure, write=args.write)
             return 0
         if args.command == "inspect":
@@ -129,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if args.command == "run" and (args.attach is not None or args.stop is not None):
             return _detached(args)
+        if args.script is None:
+            raise LaunchError("run needs a script: hxla run [options] SCRIPT [its arguments]")
         script = [args.script, *args.arguments]
         if not os.path.isfile(args.script):
             raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
@@ -148,6 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
                 os.environ |= _launcher.dumping(os.environ, os.path.abspath(args.dump), rank)
             if args.plan is not None:
                 os.environ["HXLA_PLAN"] = os.path.abspath(args.plan)
+            from ._launch._join import run_script
+
             run_script(script)  # one task per accelerator is running already
             return 0
         if args.elastic:
@@ -170,6 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     except HxlaError as error:
         print(f"hxla: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("hxla: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
@@ -217,22 +227,6 @@ def _detached(args: argparse.Namespace) -> int:
     return command(args.ray, name)
 
 
-class _InsteadOfAScript(argparse.Action):
-    """Stores the name of a run that is there; then no script is needed."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        for action in parser._actions:
-            if not action.option_strings:
-                action.required = False
-
-
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -271,7 +265,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _inspect_dump(args: argparse.Namespace) -> None:
     from ._inspect._inspect import inspect
 
-    def read(dump: str) -> Inspection:
+    def read(dump: str) -> "Inspection":
         return inspect(dump, mesh=args.axes, cluster=args.mesh, rules=args.rules)
 
     if args.html is None and args.predicted:
@@ -293,7 +287,7 @@ def _inspect_dump(args: argparse.Namespace) -> None:
     print(json.dumps(lines, indent=1) if args.json else "\n".join(lines) or "nothing changed")
 
 
-def _text(found: Inspection, args: argparse.Namespace) -> str:
+def _text(found: "Inspection", args: argparse.Namespace) -> str:
     return found.text(limit=args.limit, plan=args.plan, profile=args.profile)
 
 
@@ -362,6 +356,7 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
         if args.microbatch_sizes:
             own += ["--microbatch-sizes", ",".join(map(str, args.microbatch_sizes))]
         return _launcher.run(command, mesh=args.mesh, program=("hxla", "profile", *own))
+    from ._launch._join import run_joined
     from ._run._capture import job_of
     from ._run._profiling import profile
 

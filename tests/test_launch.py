@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hxla import LaunchError, MeshError, load_cluster
+from hxla.__main__ import main
 from hxla._core._catalogue import names
 from hxla._launch import _launcher as _run
 from hxla._launch import _throttle
@@ -431,3 +432,38 @@ def test_a_full_output_loses_lines_and_no_job(tmp_path):
     assert ran.returncode == 0
     assert "hxla: the output is lost from here on: [Errno 28] No space left" in ran.stderr
     assert (tmp_path / "done").exists()
+
+
+DETACHED = {
+    "no script": ([], "run needs a script"),
+    "no cluster": (["--attach", "job"], "--attach job: say on which Ray cluster"),
+    "its own script": (["--ray", "auto", "--stop", "job", "x.py"], "leave out x.py"),
+    "there already": (["--ray", "auto", "--stop", "job", "--min", "2"], "leave out --min"),
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_wrong_options_of_a_run_that_is_there_are_refused(name, capsys):
+    options, words = DETACHED[name]
+    assert main(["run", *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_command_that_is_interrupted_says_so_in_a_line(tmp_path):
+    script, begun = tmp_path / "job.py", tmp_path / "begun"
+    lines = "import pathlib, time", f"pathlib.Path({str(begun)!r}).touch()", "time.sleep(99)"
+    script.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "hxla", "plan", "--mesh", "cpu-1.0-0.5", str(script)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, said) == (130, "hxla: interrupted\n")

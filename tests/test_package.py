@@ -150,6 +150,12 @@ print(sorted(unused & sys.modules.keys()))
     assert result.stdout == "[]\n", result.stderr
 
 
+def test_a_launcher_starts_without_jax():
+    code = "import sys, hxla.__main__; print('jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
 def documentation(module, node):
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return ast.get_docstring(node)

@@ -16,6 +16,7 @@ from .._core._errors import LaunchError
 from .._core._types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from .._jax import _coordination
 from .._jax._lost_peers import is_lost_peer
+from ._batch_tasks import cluster_in_sight
 from ._board import LOGS_VARIABLE, Board, Post, own_board, say
 from ._last_words import last_words, show
 from ._mailbox import MAILBOX_VARIABLE
@@ -23,24 +24,9 @@ from ._mailbox import MAILBOX_VARIABLE
 _STAY_SECONDS = 2.0  # for others that end by themselves
 _LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
 
-_TASK_COUNTS = {
-    "Slurm": "SLURM_NTASKS",
-    "Open MPI": "OMPI_COMM_WORLD_SIZE",
-}
-
 
 def _joined() -> bool:
     return _coordination.client() is not None
-
-
-def cluster_in_sight() -> str | None:
-    """A batch system's job of several processes that this one is part of, in words."""
-    if "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        for name, variable in _TASK_COUNTS.items():
-            number = os.environ.get(variable, "1")
-            if number.isdigit() and int(number) > 1:
-                return f"{name} with {number} tasks"
-    return None
 
 
 def uninitialised_cluster() -> str | None:

@@ -7,11 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import LaunchError
-from .._plan._plan import Plan
 from ._elastic_run import ElasticRun
 from ._elastic_wishes import ElasticWishes, free_port
 from ._environment import describe, elastic_environment, process_environment
@@ -21,6 +21,9 @@ from ._output import Logs, Output
 from ._processes import Processes, Start
 from ._user_signals import handing_on_signals
 from ._workers import Streams
+
+if TYPE_CHECKING:
+    from .._plan._plan import Plan
 
 
 def run(
@@ -52,7 +55,11 @@ def run(
     Raises:
         LaunchError: If the devices share no library for collectives, and as `describe`.
     """
-    asked = Plan.read(plan) if plan is not None else None
+    asked = None
+    if plan is not None:
+        from .._plan._plan import Plan  # with jax, which a launcher does without
+
+        asked = Plan.read(plan)
     if asked is not None and mesh is None and number is None:
         mesh, number = asked.cluster or None, len(asked.devices)
     devices = describe(mesh, None if mesh is not None else number)
@@ -202,7 +209,7 @@ def _streams() -> tuple[Streams, list[Callable[[], None]]]:
     ), closed
 
 
-def _planned_ranks(plan: Plan, num_devices: int) -> Sequence[int]:
+def _planned_ranks(plan: "Plan", num_devices: int) -> Sequence[int]:
     """The devices of a plan, by their numbers in the cluster.
 
     Where some are not there, a process may have several of them, and if none has, the job says

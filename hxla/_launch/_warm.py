@@ -10,8 +10,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from .._jax import _coordination
-
 #: Set where another process uses the device still, so that nothing may touch it.
 WAITS_VARIABLE = "HXLA_WAITS"
 #: It imports what a script does anyway, which initialises no backend.
@@ -96,6 +94,8 @@ def _context() -> Any:
 
 
 def _serve(address: str, num_processes: int, launcher: Connection) -> None:
+    from .._jax import _coordination  # with jax, which its fork server has and a launcher needs not
+
     os.setsid()
     nowhere = os.open(os.devnull, os.O_WRONLY)  # whatever it says of members is known already
     os.dup2(nowhere, 2)

@@ -1,0 +1,18 @@
+"""Tasks that a batch system started: each is a process of a job already."""
+
+import os
+
+_TASK_COUNTS = {
+    "Slurm": "SLURM_NTASKS",
+    "Open MPI": "OMPI_COMM_WORLD_SIZE",
+}
+
+
+def cluster_in_sight() -> str | None:
+    """A batch system's job of several processes that this one is part of, in words."""
+    if "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        for name, variable in _TASK_COUNTS.items():
+            number = os.environ.get(variable, "1")
+            if number.isdigit() and int(number) > 1:
+                return f"{name} with {number} tasks"
+    return None
