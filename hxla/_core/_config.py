@@ -157,6 +157,16 @@ class CommunicationConfig(_Section):
     devices need no library in common; null: over the host where devices share no such library, a
     GPU and a CPU or cards of two makers, else over the devices."""
 
+    @property
+    def microbatch_clip_norm(self) -> float | None:
+        """To which each microbatch's own gradient is clipped; None: not at all."""
+        return self.clip_norm if self.clip == "before" else None
+
+    @property
+    def update_clip_norm(self) -> float | None:
+        """To which the gradient of a step is clipped; None: not at all."""
+        return self.clip_norm if self.clip == "after" else None
+
 
 class OptimizerConfig(_Section):
     """The section `optimizer`: how parameters are updated (EPL's)."""

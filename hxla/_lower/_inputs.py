@@ -30,8 +30,9 @@ class Training:
         optimizer: The user's own.
         seed: Root of all random keys.
         mean: Whether the update sees the gradient of the batch's mean loss, or of its sum.
-        clip_norm: Global norm to which gradients are clipped; None: not at all.
-        clip_before: Whether each microbatch's own gradient is clipped, or the batch's.
+        microbatch_clip_norm: Global norm to which each microbatch's own gradient is clipped; None:
+            not at all.
+        update_clip_norm: That to which the gradient of a step is; None: likewise.
         num_groups: Parts in which parameters are updated one after another.
         offload_directory: Folder for state that waits on a disk; None: the system's own.
     """
@@ -40,8 +41,8 @@ class Training:
     optimizer: Optimizer
     seed: int
     mean: bool = True
-    clip_norm: float | None = None
-    clip_before: bool = False
+    microbatch_clip_norm: float | None = None
+    update_clip_norm: float | None = None
     num_groups: int = 1
     offload_directory: str | None = None
 
@@ -49,11 +50,6 @@ class Training:
     def update_of(self) -> tuple[Optimizer, Any]:
         """The optimizer and the shapes of what it trains."""
         return self.optimizer, jax.eval_shape(lambda tree: tree, self.model.trained)
-
-    @property
-    def update_clip_norm(self) -> float | None:
-        """Global norm to which the update clips the gradient of a step."""
-        return None if self.clip_before else self.clip_norm
 
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:

@@ -61,7 +61,7 @@ def microbatches(
         num_columns=num_columns(graph.metrics),
         seed=training.seed,
         mean=training.mean,
-        clip_norm=training.clip_norm if training.clip_before else None,
+        clip_norm=training.microbatch_clip_norm,
         sharded=inner.sharded if isinstance(inner, Uneven) else inner,
         uneven=inner if isinstance(inner, Uneven) else None,
     )
@@ -81,7 +81,7 @@ def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
     """
     chain = plan.chain
     assert chain is not None
-    if training.clip_before:
+    if training.microbatch_clip_norm is not None:
         raise PlanError(
             "chain: each microbatch's own gradient is clipped, which needs all of it at once: "
             "leave memory.recompute out, or set communication.clip to 'after'"

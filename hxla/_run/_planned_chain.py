@@ -189,7 +189,7 @@ def _check_chain(job: TracedJob, plan: Plan) -> None:
     """Refuse a stash on the host of what cannot be a chain of segments."""
     if job.settings.memory.offload.stash == "device":
         return
-    clips = job.settings.communication.clip == "before"
+    clips = job.settings.communication.microbatch_clip_norm is not None
     if clips or plan.sums.sparse:
         why = (
             "each microbatch's own gradient is clipped (communication.clip)"
@@ -222,7 +222,7 @@ def _to_try(
     found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
     if job.settings.memory.offload.stash != "device":  # of one program nothing can be moved
         found = [] if is_described else [(s, "boundaries") for s in stages if s < 2]
-    is_chain = not plan.sums.sparse and job.settings.communication.clip != "before"
+    is_chain = not plan.sums.sparse and job.settings.communication.microbatch_clip_norm is None
     if is_chain and is_described:
         found += [(s, "auto") for s in stages if s < 2]
     words: tuple[Recompute, ...] = ("none", "boundaries") if is_described else ("boundaries",)

@@ -360,7 +360,7 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
 
 def _check_clip(job: TracedJob) -> None:
     communication = job.settings.communication
-    if communication.clip_norm is not None and communication.clip == "before":
+    if communication.microbatch_clip_norm is not None:
         raise ConfigError(
             "communication.clip='before' needs the whole gradient of a microbatch, which no "
             "stage of a pipeline has: use clip='after'"

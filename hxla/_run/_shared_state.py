@@ -97,7 +97,9 @@ def with_shared_state(
 def _ownership(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
-    return ownership(Optimizer(job.optimizer), params, granules, _clip_norm(job))
+    return ownership(
+        Optimizer(job.optimizer), params, granules, job.settings.communication.update_clip_norm
+    )
 
 
 def may_wait(job: TracedJob, plan: Plan, cluster: Cluster, num_copies: int) -> bool:
@@ -118,11 +120,6 @@ def may_wait(job: TracedJob, plan: Plan, cluster: Cluster, num_copies: int) -> b
         and fits_host(job, plan, cluster, num_shared)
         and not _ownership(job, plan, (1,) * num_shared).summed_state
     )
-
-
-def _clip_norm(job: TracedJob) -> float | None:
-    communication = job.settings.communication
-    return None if communication.clip == "before" else communication.clip_norm
 
 
 def could_share(plan: Plan) -> bool:

@@ -311,7 +311,7 @@ class TracedJob:
             example = self.first_batch(start, size)
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
-        is_clipped = communication.clip_norm is not None and communication.clip == "before"
+        is_clipped = communication.microbatch_clip_norm is not None
         if is_clipped and self.precision.loss_scale is not None:
             raise ConfigError(
                 "communication.clip='before' would clip gradients of a scaled loss: use "
@@ -331,8 +331,8 @@ class TracedJob:
             optimizer=optimizer,
             seed=self.seed,
             mean=communication.gradient == "mean",
-            clip_norm=communication.clip_norm,
-            clip_before=communication.clip == "before",
+            microbatch_clip_norm=communication.microbatch_clip_norm,
+            update_clip_norm=communication.update_clip_norm,
             num_groups=num_groups,
             offload_directory=self.settings.memory.offload.directory,
         )
