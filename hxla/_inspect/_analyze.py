@@ -41,7 +41,12 @@ _ROLES = {
 }
 _OWNERS = {
     "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
-    "jit_hxla_update": {"totals": "gradient", "ints": "gradient", "aux": "parameter"},
+    "jit_hxla_update": {
+        "given": "batch",
+        "given.totals": "gradient",
+        "given.ints": "gradient",
+        "aux": "parameter",
+    },
     "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
 }
 

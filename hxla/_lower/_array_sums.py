@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core._powers_of_two import times_power_of_two
+from .._core._types import PyTree
 from .._jax._independent import MISSING, Independent, Part
 from ._contribution import largest
 from ._on_devices import OnDevices
+from ._update import Given
 
 _LIMB_BITS, _NUM_LIMBS = 15, 4
 _ROW = 1 << 12  # so many limbs add up below 2**27
@@ -84,8 +86,8 @@ def sum_programs(
 ) -> list[tuple[Any, Any]]:
     """For each level of an update's sums the programs of their largest terms, and of their digits.
 
-    `(*of the update, sums) -> float32[K]`, and `(*of the update, sums, exponents) ->
-    int32[K, 4, 4]`, for the K sums of the level.
+    `(params, opt_state, Given) -> float32[K]`, and `(params, opt_state, Given, exponents) ->
+    int32[K, 4, 4]`, for the K sums of the level; `Given.sums` are those of earlier levels.
 
     Args:
         update: Traced.
@@ -95,17 +97,19 @@ def sum_programs(
     """
 
     def programs(level: int) -> tuple[Any, Any]:
-        def terms(given: Sequence[Any], sums: jax.Array) -> list[Any]:
-            own, part = arguments(*given)
-            return update.summed(level, own, part, given[-1][1], sums)
+        def terms(params: Sequence[jax.Array], opt_state: PyTree, given: Given) -> list[Any]:
+            own, part = arguments(params, opt_state, given)
+            found = update.summed(level, own, part, given.where[1], given.sums)
+            return [jnp.zeros(0) if x is MISSING else x for x in found]
 
-        def hxla_largest(given: Sequence[Any], sums: jax.Array) -> jax.Array:
-            found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
-            here = jnp.stack([largest(x) for x in found])
+        def hxla_largest(params: Sequence[jax.Array], opt_state: PyTree, given: Given) -> jax.Array:
+            here = jnp.stack([largest(x) for x in terms(params, opt_state, given)])
             return here if on is None else on.largest(here)
 
-        def hxla_digits(given: Sequence[Any], sums: jax.Array, exponents: jax.Array) -> jax.Array:
-            found = [jnp.zeros(0) if x is MISSING else x for x in terms(given, sums)]
+        def hxla_digits(
+            params: Sequence[jax.Array], opt_state: PyTree, given: Given, exponents: jax.Array
+        ) -> jax.Array:
+            found = terms(params, opt_state, given)
             digits = [digits_of(x, exponents[k]) for k, x in enumerate(found)]
             if on is not None:
                 digits = list(map(on.added, digits, update.summed_domains(level)))
@@ -115,7 +119,7 @@ def sum_programs(
         first, second = (
             (hxla_largest, hxla_digits)
             if on is None
-            else (on.sums(hxla_largest, 1), on.sums(hxla_digits, 2))
+            else (on.sums(hxla_largest, 0), on.sums(hxla_digits, 1))
         )
         return jax.jit(first, compiler_options=own), jax.jit(second, compiler_options=own)
 
@@ -130,19 +134,19 @@ def lowered_sums(
     Args:
         update: Traced.
         programs: From `sum_programs`.
-        given: Shapes of the arguments of the update's program.
+        given: Shapes of their arguments.
     """
-    sums, out = np.zeros(len(update.sums), np.float32), []
+    out = []
     for level, (first, second) in zip(update.levels, programs, strict=True):
-        out.append(first.lower(list(given), sums))
-        out.append(second.lower(list(given), sums, np.zeros(len(level), np.int32)))
+        out.append(first.lower(*given))
+        out.append(second.lower(*given, np.zeros(len(level), np.int32)))
     return out
 
 
 def summed(
     update: Independent,
     compiled: Sequence[Sequence[Any]],
-    given: Sequence[Sequence[Any]],
+    given: Sequence[tuple[Any, PyTree, Given]],
     counted: Sequence[bool],
     exchange: Callable[[np.ndarray], np.ndarray],
     rank: tuple[int, int],
@@ -152,7 +156,7 @@ def summed(
     Args:
         update: Traced.
         compiled: For each local copy the programs of `lowered_sums`.
-        given: For each local copy the arguments of the update's program.
+        given: For each local copy the arguments of these, but for the sums.
         counted: For each local copy whether its terms are none that another process or copy adds.
         exchange: Adds the bits of numbers over all processes.
         rank: Number of this process, and of all.
@@ -164,15 +168,16 @@ def summed(
     start = 0
     for k, level in enumerate(update.levels):
         here = range(len(given))
+        read = [(params, state, own._replace(sums=sums)) for params, state, own in given]
         rows = np.zeros((rank[1], len(level)), np.float32)
         for i in here:
-            found = np.abs(np.asarray(compiled[i][2 * k](given[i], sums)))
+            found = np.abs(np.asarray(compiled[i][2 * k](*read[i])))
             rows[rank[0]] = np.maximum(rows[rank[0]], found)
         most = exchange(rows).max(axis=0)
         exponents = exponents_for(np.where(np.isfinite(most), most, 0))
         digits = np.zeros((len(level), _NUM_LIMBS, 4), np.int32)
         for i in here:
-            own = np.asarray(compiled[i][2 * k + 1](given[i], sums, exponents))
+            own = np.asarray(compiled[i][2 * k + 1](*read[i], exponents))
             digits += own * counted[i]
         digits = exchange(digits)
         for n in range(len(level)):

@@ -41,7 +41,7 @@ from ._sharded_params import ShardedParams, param_groups
 from ._store import Store
 from ._sum import Reducer
 from ._uneven import Uneven
-from ._update import UpdateSpec
+from ._update import Given, UpdateSpec
 from ._updates import Updates
 
 
@@ -395,7 +395,8 @@ class Programs:
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
         totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        own = self._of_trained(params), opt_state, aux, totals, ints, exponents
+        given = Given(totals, ints, exponents, weight=np.float32(1), value=np.float32(1))
+        own = self._of_trained(params), opt_state, aux, given
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),
             *self._updates.lower(i, *own),

@@ -22,7 +22,7 @@ from .._plan._layout import names_of
 from .._plan._ownership import Ownership
 from .._plan._stage_storage import piece_shape
 from ._replica import Replica
-from ._update import UpdateSpec
+from ._update import Given, UpdateSpec
 
 
 def local_part(x: jax.Array, spec: P, sizes: dict[str, int]) -> jax.Array:
@@ -77,16 +77,19 @@ class OnDevices:
 
     def update(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`own_update_program`'s function on the arrays of the copy."""
-        parts, none = self.own.parts_spec, P()
         params, aux = list(self.params), list(self.aux)
-        given = (params, self.state, aux, parts, none, none, none, none, none, none)
-        return self._mapped(run, given, (parts, self.state, aux, none))
+        results = self.own.parts_spec, self.state, aux, P()
+        return self._mapped(run, (params, self.state, aux, self._given), results)
 
     def sums(self, run: Callable[..., Any], num: int) -> Callable[..., Any]:
         """A function of the arguments of `own_arguments`, and of so many numbers more."""
-        parts, none = self.own.parts_spec, P()
-        given = [list(self.params), self.state, parts, none, none, none, none]
-        return self._mapped(run, (given, *[none] * num), none)
+        arguments = list(self.params), self.state, self._given
+        return self._mapped(run, (*arguments, *[P()] * num), P())
+
+    @property
+    def _given(self) -> Given:
+        """PartitionSpecs of what an update reads besides; what is whole is so everywhere."""
+        return Given(self.own.parts_spec, *[P()] * (len(Given._fields) - 1))
 
     def largest(self, found: jax.Array) -> jax.Array:
         """The largest of what the devices have."""

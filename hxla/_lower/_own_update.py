@@ -30,7 +30,7 @@ from ._own_part import OwnPart
 from ._per_kind import for_each
 from ._replica import Replica
 from ._sum import Reducer
-from ._update import UpdateSpec, new_aux
+from ._update import Given, UpdateSpec, new_aux
 
 
 def own_arguments(
@@ -40,11 +40,7 @@ def own_arguments(
     copy: int,
     params: Sequence[jax.Array],
     opt_state: PyTree,
-    totals: Sequence[jax.Array],
-    exponents_T: jax.Array,
-    weight: jax.Array,
-    value: jax.Array,
-    where: jax.Array,
+    given: Given,
 ) -> tuple[list[Any], OwnPart]:
     """Those of the traced update that a copy has.
 
@@ -55,18 +51,14 @@ def own_arguments(
         copy: Number of the copy.
         params: Whole, or its own parts of them.
         opt_state: Its own.
-        totals: Its own.
-        exponents_T: Of the sums.
-        weight: Of the examples.
-        value: The loss.
-        where: int32[2], its first granule and a zero.
+        given: What else is read.
     """
-    sums = own_sums(spec, chunks, copy, totals, exponents_T)
-    part, leaves = OwnPart(own, copy, where[0]), jax.tree.leaves(opt_state, is_leaf=is_away)
+    sums = own_sums(spec, chunks, copy, given)
+    part, leaves = OwnPart(own, copy, given.where[0]), jax.tree.leaves(opt_state, is_leaf=is_away)
     pieces = params if own.cuts_params else [part.of(i, p) for i, p in enumerate(params)]
-    grads = [mean_of(sums[i], weight, where[1]).astype(p.dtype) for i, p in enumerate(params)]
+    grads = [mean_of(sums[i], given).astype(p.dtype) for i, p in enumerate(params)]
     grads = [g if part.cuts(i) else _of_shape(g, params[i].shape) for i, g in enumerate(grads)]
-    return [*pieces, *leaves, *grads, value], part
+    return [*pieces, *leaves, *grads, given.value], part
 
 
 def own_update_program(
@@ -78,11 +70,10 @@ def own_update_program(
 ) -> Any:
     """The program of a copy's own update: its state and other variables are donated.
 
-    The arguments are those of `update_program`, `opt_state` and `totals` the copy's own part, and
-    two more: `where`, int32[2], its first granule and a zero, and `sums`, what `summed` gave. The
-    results are chunks of its new parameters, for each bucket, and as there its state, the other
-    variables, and a tick. Where it has only its own parts of the parameters, or is the only copy,
-    they are donated, and the results are these parts, or all.
+    The arguments are those of `update_program`, `opt_state` the copy's own part. The results are
+    chunks of its new parameters, for each bucket, and as there its state, the other variables, and
+    a tick. Where it has only its own parts of the parameters, or is the only copy, they are
+    donated, and the results are these parts, or all.
 
     Args:
         spec: What the update is made from.
@@ -99,17 +90,10 @@ def own_update_program(
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        ints: Sequence[jax.Array],
-        exponents_T: jax.Array,
-        weight: jax.Array,
-        value: jax.Array,
-        where: jax.Array,
-        sums: jax.Array,
+        given: Given,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        given = params, opt_state, totals, exponents_T, weight, value, where
-        arguments, part = own_arguments(spec, own, chunks, copy, *given)
-        results = own.update.run(arguments, part, where[1], sums)
+        arguments, part = own_arguments(spec, own, chunks, copy, params, opt_state, given)
+        results = own.update.run(arguments, part, given.where[1], given.sums)
         leaves, state_tree = jax.tree.flatten(opt_state)
         empty = [
             jnp.zeros(1, x.dtype) if new is MISSING else new
@@ -126,10 +110,10 @@ def own_update_program(
                 for chunk in chunks
                 if chunk.tensors
             ]
-        values = own_sums(spec, chunks, copy, totals, exponents_T)
+        values = own_sums(spec, chunks, copy, given)
         changed = [values[i].reshape(floats[i].shape) for i in range(num, len(floats))]
         state = jax.tree.unflatten(state_tree, empty[num:])
-        return sent, state, new_aux(spec, aux, changed, ints), weight + 0
+        return sent, state, new_aux(spec, aux, changed, given.ints), given.weight + 0
 
     return jax.jit(
         hxla_update if on is None else on.update(hxla_update),
@@ -143,23 +127,22 @@ def is_away(leaf: Any) -> bool:
     return leaf is None
 
 
-def mean_of(x: jax.Array, weight: jax.Array, zero: jax.Array) -> jax.Array:
+def mean_of(x: jax.Array, given: Given) -> jax.Array:
     """A gradient from its sum, rounded: what follows must not join the division.
 
     Args:
         x: The sum.
-        weight: Of the examples.
-        zero: See `rounded`.
+        given: To the update.
     """
-    return rounded(divided(x, weight, zero), zero)
+    zero = given.where[1]
+    return rounded(divided(x, given.weight, zero), zero)
 
 
 def own_sums(
     spec: UpdateSpec,
     chunks: Sequence[Chunks],
     copy: int,
-    totals: Sequence[jax.Array],
-    exponents_T: jax.Array,
+    given: Given,
     wanted: Collection[int] | None = None,
 ) -> dict[int, jax.Array]:
     """A copy's own pieces of the sums, flat.
@@ -168,12 +151,11 @@ def own_sums(
         spec: What the update is made from.
         chunks: For each bucket of the sums.
         copy: Number of the copy.
-        totals: Those of `Reducer.reduce`.
-        exponents_T: Of the sums.
+        given: To the update.
         wanted: Numbers of the tensors whose sums are; None: of all.
     """
     floats, num = spec.tensors.floats, len(spec.tensors.params)
-    found = iter(totals)
+    found = iter(given.totals)
     sums: dict[int, jax.Array] = {}
     for bucket, chunk in zip(spec.buckets, chunks, strict=True):
         if chunk.tensors:
@@ -185,7 +167,7 @@ def own_sums(
             ends = np.cumsum([floats[i].size for i in others])
             sums |= dict(zip(others, jnp.split(total, ends[:-1]), strict=True))
     return {
-        i: spec.contribution.value(x, exponents_T[i])
+        i: spec.contribution.value(x, given.exponents_T[i])
         for i, x in sums.items()
         if wanted is None or i in wanted
     }

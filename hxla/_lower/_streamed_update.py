@@ -21,7 +21,7 @@ from ._options import update_options
 from ._own_update import gathered_dtype, own_sums
 from ._replica import Replica
 from ._shelves import DEVICE, HOST, Away, Shelf, in_memory, is_on_host, on_device, on_host
-from ._update import UpdateSpec, new_aux
+from ._update import Given, UpdateSpec, new_aux
 from ._update_groups import Group, GroupUpdate, UpdateGroups, update_groups
 
 
@@ -67,13 +67,7 @@ class StreamedUpdate:
     # -- before compilation ----------------------------------------------------------------------
 
     def lower(
-        self,
-        params: Sequence[Any],
-        opt_state: PyTree,
-        aux: Sequence[Any],
-        totals: Sequence[Any],
-        ints: Sequence[Any],
-        read: Sequence[Any],
+        self, params: Sequence[Any], opt_state: PyTree, aux: Sequence[Any], given: Given
     ) -> list[Any]:
         """The programs before compilation, in order.
 
@@ -81,9 +75,7 @@ class StreamedUpdate:
             params: Shapes of the trained parameters, as they lie.
             opt_state: Of the optimizer's state.
             aux: Of other variables.
-            totals: Of the sums.
-            ints: Of the summed integers.
-            read: Of what else all read: scales, weight, value, place and sums.
+            given: Of what else is read.
         """
         leaves = jax.tree.leaves(opt_state)
         common = [leaves[k] for k in self._common]
@@ -97,11 +89,10 @@ class StreamedUpdate:
             own = {i: params[i] for unit in group for i in unit.params}
             [state] = [self._like((group,), DEVICE)]
             program = self._group_program(group)
-            lowered.append(program.lower(own, state, common, totals, *read, *moved))
+            lowered.append(program.lower(own, state, common, given._replace(ints=[]), *moved))
         rest = {i: params[i] for unit in self.groups.rest for i in unit.params}
         made = {i: self._made_shapes(i, params[i].dtype) for i in self._streamed_params}
-        given = rest, made, common, aux, totals, ints, *read
-        lowered.append(self._last_program().lower(*given))
+        lowered.append(self._last_program().lower(rest, made, common, aux, given))
         return lowered
 
     def _like(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
@@ -138,17 +129,11 @@ class StreamedUpdate:
             params: dict[int, jax.Array],
             state: list[list[jax.Array]],
             common: list[jax.Array],
-            totals: list[jax.Array],
-            exponents_T: jax.Array,
-            weight: jax.Array,
-            value: jax.Array,
-            where: jax.Array,
-            sums: jax.Array,
+            given: Given,
             coming: list[list[jax.Array]],
             going: list[list[jax.Array]],
         ) -> Any:
-            read = common, totals, exponents_T, weight, value, where, sums
-            new, state, _ = self._run.run(group, params, state, *read)
+            new, state, _ = self._run.run(group, params, state, common, given)
             # Without these two nothing would be copied, whatever the shardings say.
             brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
             taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
@@ -171,17 +156,10 @@ class StreamedUpdate:
             made: dict[int, list[jax.Array]],
             common: list[jax.Array],
             aux: list[jax.Array],
-            totals: list[jax.Array],
-            ints: list[jax.Array],
-            exponents_T: jax.Array,
-            weight: jax.Array,
-            value: jax.Array,
-            where: jax.Array,
-            sums: jax.Array,
+            given: Given,
         ) -> Any:
             group = self.groups.rest
-            read = common, totals, exponents_T, weight, value, where, sums
-            new, _, common = self._run.run(group, params, [[] for _ in group], *read)
+            new, _, common = self._run.run(group, params, [[] for _ in group], common, given)
             sent: Any = new
             if own.sends_params:
                 every = {i: jnp.concatenate(parts) for i, parts in made.items() if parts} | new
@@ -192,9 +170,9 @@ class StreamedUpdate:
                     if chunk.tensors
                 ]
             others = range(num, len(floats))
-            values = own_sums(spec, self._chunks, copy, totals, exponents_T, others)
+            values = own_sums(spec, self._chunks, copy, given, others)
             changed = [values[i].reshape(floats[i].shape) for i in others]
-            return sent, common, new_aux(spec, aux, changed, ints), weight + 0
+            return sent, common, new_aux(spec, aux, changed, given.ints), given.weight + 0
 
         return jax.jit(
             hxla_update_rest,
@@ -213,9 +191,7 @@ class StreamedUpdate:
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        ints: Sequence[jax.Array],
-        *read: Any,
+        given: Given,
     ) -> Any:
         """Update; the results are those of `own_update_program`.
 
@@ -223,9 +199,7 @@ class StreamedUpdate:
             params: The trained parameters; those that wait on the host go back there.
             opt_state: The optimizer's state, leaves of which are `Away`.
             aux: Other variables.
-            totals: Of the sums.
-            ints: Summed integers.
-            read: Scales, weight, value, place and sums.
+            given: What else is read.
         """
         leaves, treedef = jax.tree.flatten(opt_state)
         common, params = [leaves[k] for k in self._common], list(params)
@@ -245,7 +219,7 @@ class StreamedUpdate:
                 own = {i: params[i] for unit in group for i in unit.params}
                 moved = (shelf.coming(g + 1), going) if self._carries else ([], [])
                 new, state, brought, gone = self._compiled[g](
-                    own, state, common, totals, *read, *moved
+                    own, state, common, given._replace(ints=[]), *moved
                 )
                 shelf.gone(g - 1, gone)
                 going = shelf.going(g, state)
@@ -256,7 +230,7 @@ class StreamedUpdate:
                         params[i] = on_host(x) if away[i] and last[i] == g else x
             shelf.end()
         rest = {i: on_device(params[i]) for unit in self.groups.rest for i in unit.params}
-        sent, common, aux, tick = self._compiled[-1](rest, made, common, aux, totals, ints, *read)
+        sent, common, aux, tick = self._compiled[-1](rest, made, common, aux, given)
         for k, x in zip(self._common, common, strict=True):
             leaves[k] = x
         if not self._own.sends_params:

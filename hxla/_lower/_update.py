@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,29 @@ class UpdateSpec:
     num_groups: int = 1
     buckets: Sequence[Sequence[int]]
     padding: StatePadding
+
+
+class Given(NamedTuple):
+    """What an update reads and does not change.
+
+    Attributes:
+        totals: Those of `Reducer.reduce`; where copies own parts, those of the copy's parts.
+        ints: Summed integers of other variables.
+        exponents_T: Of the sums.
+        weight: What the sums are divided by.
+        value: The loss.
+        where: int32[2], the copy's first granule and a zero that no compiler knows; None, with
+            `sums`: the one program decides how it rounds.
+        sums: float32[S], of the update's sums over whole arrays, what `summed` gave.
+    """
+
+    totals: Any
+    ints: Any
+    exponents_T: Any
+    weight: Any
+    value: Any
+    where: Any = None
+    sums: Any = None
 
 
 def _updated(
@@ -109,19 +132,16 @@ def _is_by_element(
     return keeps_padding(run, plain, [*each, *of_params, *of_state])
 
 
-def whole_sums(
-    spec: UpdateSpec, has_axes: bool, totals: Sequence[jax.Array], exponents_T: jax.Array
-) -> list[jax.Array]:
+def whole_sums(spec: UpdateSpec, has_axes: bool, given: Given) -> list[jax.Array]:
     """The sums of all tensors, in their own shapes.
 
     Args:
         spec: What the update is made from.
         has_axes: Whether a copy has several devices: then its totals are not one vector a bucket.
-        totals: Those of `Reducer.reduce`.
-        exponents_T: Of the sums.
+        given: To the update.
     """
     floats = spec.tensors.floats
-    found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in totals]
+    found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
     combined = dict(enumerate(found))
     if not has_axes:
         for flat, bucket in zip(found, spec.buckets, strict=True):
@@ -129,7 +149,7 @@ def whole_sums(
             for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
                 combined[i] = own
     return [
-        spec.contribution.value(combined[i], exponents_T[i]).reshape(x.shape)
+        spec.contribution.value(combined[i], given.exponents_T[i]).reshape(x.shape)
         for i, x in enumerate(floats)
     ]
 
@@ -167,9 +187,7 @@ def update_program(
 ) -> Any:
     """The program of an update, whose first three arguments are donated.
 
-    `(params, opt_state, aux, totals, ints, exponents, weight, value) -> (the first three, tick)`:
-    `totals` are those of `Reducer.reduce`, `ints` the summed integers of other variables, `weight`
-    what the sums are divided by, `value` the loss.
+    `(params, opt_state, aux, Given) -> (the first three, tick)`.
 
     Args:
         spec: What the update is made from.
@@ -217,19 +235,15 @@ def update_function(
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        ints: Sequence[jax.Array],
-        exponents_T: jax.Array,
-        weight: jax.Array,
-        value: jax.Array,
+        given: Given,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = whole_sums(spec, has_axes, totals, exponents_T)
-        grads = [(found[i] / weight).astype(p.dtype) for i, p in enumerate(params)]
+        found = whole_sums(spec, has_axes, given)
+        grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
-        new_params, opt_state = updated(spec, params, grads, opt_state, value)
-        others = new_aux(spec, aux, found[num_params:], ints)
-        return new_params, opt_state, others, weight + 0
+        new_params, opt_state = updated(spec, params, grads, opt_state, given.value)
+        others = new_aux(spec, aux, found[num_params:], given.ints)
+        return new_params, opt_state, others, given.weight + 0
 
     return hxla_update
 
@@ -267,17 +281,18 @@ def _on_own_parts(
     )
 
     def hxla_update(*arguments: Any) -> Any:
-        params, opt_state, aux, *_, weight, value = arguments
-        if not _is_by_element(spec, params, opt_state, value):
+        params, opt_state, aux, given = arguments
+        if not _is_by_element(spec, params, opt_state, given.value):
             return on_padded(*arguments)
-        given, structure = jax.tree.flatten(arguments)
+        leaves, structure = jax.tree.flatten(arguments)
 
         def flat(*arrays: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(on_own(*jax.tree.unflatten(structure, arrays)))
 
         lies = [*held, *of_sums]
-        lies += [Lies(P(), NOT_PADDED)] * (len(given) - len(lies))
-        found = own_device.run(flat, given, lies, [*range(len(held)), None])
-        return jax.tree.unflatten(jax.tree.structure((params, opt_state, aux, weight)), found)
+        lies += [Lies(P(), NOT_PADDED)] * (len(leaves) - len(lies))
+        found = own_device.run(flat, leaves, lies, [*range(len(held)), None])
+        results = params, opt_state, aux, given.weight
+        return jax.tree.unflatten(jax.tree.structure(results), found)
 
     return hxla_update

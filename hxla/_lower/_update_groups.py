@@ -20,7 +20,7 @@ from .._plan._ownership import Ownership
 from ._chunks import Chunks
 from ._own_part import OwnPart
 from ._own_update import mean_of, own_sums
-from ._update import UpdateSpec
+from ._update import Given, UpdateSpec
 
 _NUM_GROUPS = 24  # three of them are on a device: an eighth of the state
 _LEAST_BYTES = 1 << 20  # of a group
@@ -196,12 +196,7 @@ class GroupUpdate:
         params: Mapping[int, jax.Array],
         state: Sequence[Sequence[jax.Array]],
         common: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        exponents_T: jax.Array,
-        weight: jax.Array,
-        value: jax.Array,
-        where: jax.Array,
-        sums: jax.Array,
+        given: Given,
     ) -> tuple[dict[int, jax.Array], list[list[jax.Array]], list[jax.Array]]:
         """The new parameters of a group, its state, and the leaves that all copies have.
 
@@ -213,19 +208,14 @@ class GroupUpdate:
             params: By number, as the copy has them.
             state: Of each unit.
             common: The leaves that all copies have.
-            totals: Those of `Reducer.reduce`.
-            exponents_T: Of the sums.
-            weight: What the sums are divided by.
-            value: The loss.
-            where: int32[2], the copy's first granule and a zero.
-            sums: What `summed` gave.
+            given: What else is read.
         """
         own, update, num = self.own, self.own.update, self.own.num_params
-        part = GroupPart(own, self.copy, where[0], group)
+        part = GroupPart(own, self.copy, given.where[0], group)
         arguments: list[Any] = [MISSING] * len(update.closed.jaxpr.invars)
-        arguments[-1] = value
+        arguments[-1] = given.value
         wanted = {i for unit in group for i in unit.params}
-        found = own_sums(self.spec, self.chunks, self.copy, totals, exponents_T, wanted)
+        found = own_sums(self.spec, self.chunks, self.copy, given, wanted)
         for unit, arrays in zip(group, state, strict=True):
             for i in unit.params:
                 p = params[i]
@@ -235,13 +225,12 @@ class GroupUpdate:
                 else:
                     piece = p if own.cuts_params else part.of(i, p)
                     arguments[i], grad = piece[cut], grad[cut]
-                mean = mean_of(grad, weight, where[1])
-                arguments[own.num_arrays + i] = mean.astype(p.dtype)
+                arguments[own.num_arrays + i] = mean_of(grad, given).astype(p.dtype)
             for k, x in zip(unit.leaves, arrays, strict=True):
                 arguments[num + k] = x
         for k, x in zip(self.common, common, strict=True):
             arguments[num + k] = x
-        results = update.run(arguments, part, where[1], sums)
+        results = update.run(arguments, part, given.where[1], given.sums)
         new = {i: self._placed(unit, params[i], results[i]) for unit in group for i in unit.params}
         after = [[results[num + k] for k in unit.leaves] for unit in group]
         return new, after, [results[num + k] for k in self.common]

@@ -19,7 +19,7 @@ from ._own_update import own_arguments, own_update_program
 from ._shelves import on_device
 from ._streamed_update import StreamedUpdate
 from ._sum import Reducer
-from ._update import UpdateSpec, update_function, update_program
+from ._update import Given, UpdateSpec, update_function, update_program
 from ._whole_update import whole_arguments, whole_update_program
 
 
@@ -117,9 +117,7 @@ class Updates:
         """What stands for the update where copies or their devices have unlike programs of it."""
         return self._of_whole if self._own is None else str(self._own.update.closed)
 
-    def lower(
-        self, i: int, params: Any, opt_state: Any, aux: Any, totals: Any, ints: Any, exponents: Any
-    ) -> list[Any]:
+    def lower(self, i: int, params: Any, opt_state: Any, aux: Any, given: Given) -> list[Any]:
         """A local copy's programs before compilation, in the order of `names`.
 
         Args:
@@ -127,26 +125,21 @@ class Updates:
             params: Shapes of the trained parameters, as they lie.
             opt_state: Of the optimizer's state.
             aux: Of other variables.
-            totals: Of the sums.
-            ints: Of the summed integers.
-            exponents: Of the scales.
+            given: Of what else is read.
         """
-        numbers = np.float32(1), np.float32(1)
-        given = (params, opt_state, aux, totals, ints, exponents, *numbers)
         if self._traced is None:
+            whole = params, opt_state, aux, given
             if self._is_of_one_device:
                 run = update_function(self._spec, has_axes=True)
-                self._of_whole = str(jax.make_jaxpr(run)(*given))
-            return [self.programs[i].lower(*given)]
-        traced, where = self._traced, self._where[i]
-        here = self._here(i, opt_state)
-        read = (params, here, totals, exponents, *numbers, where)
-        sums = np.zeros(len(traced.sums), np.float32)
-        before = lowered_sums(traced, self._sums[i], read)
+                self._of_whole = str(jax.make_jaxpr(run)(*whole))
+            return [self.programs[i].lower(*whole)]
+        sums = np.zeros(len(self._traced.sums), np.float32)
+        given = given._replace(where=self._where[i], sums=sums)
+        read = params, self._here(i, opt_state), given._replace(ints=[])
+        before = lowered_sums(self._traced, self._sums[i], read)
         if self._streamed:
-            own = params, opt_state, aux, totals, ints, (exponents, *numbers, where, sums)
-            return [*before, *self._streamed[i].lower(*own)]
-        return [*before, self.programs[i].lower(*given, where, sums)]
+            return [*before, *self._streamed[i].lower(params, opt_state, aux, given)]
+        return [*before, self.programs[i].lower(params, opt_state, aux, given)]
 
     def _here(self, i: int, opt_state: PyTree) -> PyTree:
         """The leaves of a local copy's optimizer state that are on the device, None for others."""
@@ -162,26 +155,23 @@ class Updates:
         if self._streamed:
             self._streamed[i].adopt(compiled[-self._streamed[i].num_programs :])
 
-    def run(
-        self, local: Sequence[tuple[Any, ...]], weight: np.float32, value: np.float32
-    ) -> list[Any]:
+    def run(self, local: Sequence[tuple[Any, Any, Any, Given]]) -> list[Any]:
         """Update: see `update_program` and `own_update_program`.
 
         Args:
-            local: For each local copy its parameters, state, other variables, totals, integers and
-                scales.
-            weight: What the sums are divided by.
-            value: The loss.
+            local: For each local copy its parameters, state, other variables, and what else is
+                read.
         """
         last = [programs[-1] for programs in self.compiled]
         if self._traced is None:
-            return [update(*own, weight, value) for update, own in zip(last, local, strict=True)]
+            return [update(*own) for update, own in zip(last, local, strict=True)]
         read = [
-            [
-                [on_device(x) if k in self._read_by_sums else x for k, x in enumerate(own[0])],
-                *(self._here(i, own[1]), own[3], own[5], weight, value, self._where[i]),
-            ]
-            for i, own in enumerate(local)
+            (
+                [on_device(x) if k in self._read_by_sums else x for k, x in enumerate(params)],
+                self._here(i, state),
+                given._replace(ints=[], where=self._where[i]),
+            )
+            for i, (params, state, _, given) in enumerate(local)
         ]
         if self._own is None:  # any copy has all terms
             sums = summed(self._traced, self.compiled[:1], read[:1], [True], lambda x: x, (0, 1))
@@ -196,8 +186,10 @@ class Updates:
         if not self._streamed:  # one program reads all parameters
             local = [([*map(on_device, own[0])], *own[1:]) for own in local]
         return [
-            update(*own, weight, value, where, sums)
-            for update, own, where in zip(run, local, self._where, strict=True)
+            update(params, state, aux, given._replace(where=where, sums=sums))
+            for update, where, (params, state, aux, given) in zip(
+                run, self._where, local, strict=True
+            )
         ]
 
     def params_at_once(self, params: Sequence[Any]) -> int:

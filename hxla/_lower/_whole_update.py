@@ -20,7 +20,7 @@ from .._plan._ownership import LEAST_GRANULE
 from ._options import update_options
 from ._own_update import mean_of
 from ._replica import Replica
-from ._update import UpdateSpec, new_aux, whole_sums
+from ._update import Given, UpdateSpec, new_aux, whole_sums
 
 
 class WholePart(Part):
@@ -71,11 +71,7 @@ def whole_arguments(
     update: Independent,
     params: Sequence[jax.Array],
     opt_state: PyTree,
-    totals: Sequence[jax.Array],
-    exponents_T: jax.Array,
-    weight: jax.Array,
-    value: jax.Array,
-    where: jax.Array,
+    given: Given,
 ) -> tuple[list[Any], WholePart]:
     """Those of the traced update.
 
@@ -84,27 +80,17 @@ def whole_arguments(
         update: Traced.
         params: The trained parameters.
         opt_state: The optimizer's state.
-        totals: Those of `Reducer.reduce`.
-        exponents_T: Of the sums.
-        weight: Of the examples.
-        value: The loss.
-        where: int32[2], zeros that no compiler knows.
+        given: What else is read.
     """
-    found, part = whole_sums(spec, False, totals, exponents_T), WholePart(update)
+    found, part = whole_sums(spec, False, given), WholePart(update)
     leaves, num = jax.tree.leaves(opt_state), len(params)
-    means = [
-        mean_of(x, weight, where[1]).astype(p.dtype)
-        for x, p in zip(found[:num], params, strict=True)
-    ]
+    means = [mean_of(x, given).astype(p.dtype) for x, p in zip(found[:num], params, strict=True)]
     arrays = [*params, *leaves, *means]
-    return [*(part.of(k, x) for k, x in enumerate(arrays)), value], part
+    return [*(part.of(k, x) for k, x in enumerate(arrays)), given.value], part
 
 
 def whole_update_program(spec: UpdateSpec, update: Independent, replica: Replica) -> Any:
-    """The program of an update, whose first three arguments are donated.
-
-    Arguments and results are those of `update_program`, and two arguments more: `where`, int32[2],
-    zeros that no compiler knows, and `sums`, what `summed` gave.
+    """The program of an update, whose first three arguments are donated; see `update_program`.
 
     Args:
         spec: What the update is made from.
@@ -117,26 +103,21 @@ def whole_update_program(spec: UpdateSpec, update: Independent, replica: Replica
         params: Sequence[jax.Array],
         opt_state: PyTree,
         aux: Sequence[jax.Array],
-        totals: Sequence[jax.Array],
-        ints: Sequence[jax.Array],
-        exponents_T: jax.Array,
-        weight: jax.Array,
-        value: jax.Array,
-        where: jax.Array,
-        sums: jax.Array,
+        given: Given,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        given = params, opt_state, totals, exponents_T, weight, value, where
-        arguments, part = whole_arguments(spec, update, *given)
+        arguments, part = whole_arguments(spec, update, params, opt_state, given)
         leaves, state_tree = jax.tree.flatten(opt_state)
         results = [
             new if new.shape == x.shape else new[: x.size].reshape(x.shape)
             for new, x in zip(
-                update.run(arguments, part, where[1], sums), (*params, *leaves), strict=True
+                update.run(arguments, part, given.where[1], given.sums),
+                (*params, *leaves),
+                strict=True,
             )
         ]
-        others = whole_sums(spec, False, totals, exponents_T)[num:]
+        others = whole_sums(spec, False, given)[num:]
         state = jax.tree.unflatten(state_tree, results[num:])
-        return results[:num], state, new_aux(spec, aux, others, ints), weight + 0
+        return results[:num], state, new_aux(spec, aux, others, given.ints), given.weight + 0
 
     run: Any = hxla_update
     if spec.num_groups > 1:

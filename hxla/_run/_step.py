@@ -22,6 +22,7 @@ from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._runners import Runner
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
+from .._lower._update import Given
 from .._model._loss import means, num_columns
 from .._model._loss_scale import ScaleState, sum_exponent
 from .._plan._plan_parts import ReplicaWork
@@ -388,16 +389,13 @@ class Stepper:
         begun = time.perf_counter()
         places, gather = self._programs.trained, self._programs.gather
         old = [[held.params[k] for k in places] for held in self._store.held]
-        local = [
-            (old[i], held.opt_state, held.aux, totals, ints, self._exponents(i, scaled=False))
-            for i, (held, totals, ints) in enumerate(
-                zip(self._store.held, *self._totals, strict=True)
-            )
-        ]
+        local = []
+        each = zip(self._store.held, *self._totals, strict=True)
+        for i, (held, totals, ints) in enumerate(each):
+            given = Given(totals, ints, self._exponents(i, scaled=False), weight, value)
+            local.append((old[i], held.opt_state, held.aux, given))
         found = []  # of each copy its parameters, or the part of them that it updated
-        for held, result in zip(
-            self._store.held, self._programs.update(local, weight, value), strict=True
-        ):
+        for held, result in zip(self._store.held, self._programs.update(local), strict=True):
             own, held.opt_state, held.aux, tick = result
             found.append(own)
             ticks.append(tick)
