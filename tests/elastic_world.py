@@ -367,6 +367,7 @@ class World:
         kinds = {
             "offer": 4,
             "ask back": 2,
+            "exchange": 1,
             "vanish": 1,
             "kill": 2,
             "freeze": 1,
@@ -379,14 +380,16 @@ class World:
         device = self.random.choice(self.here) if self.here else None
         self.counts[kind] += 1
         if kind == "offer" and self.away:
-            new = self.random.choice(self.away)
-            self.away.remove(new)
-            self.here.append(new)
-            self.hear(m.Offered(at_seconds=self.at, device=new))
+            self.hear(self.offer())
         elif kind == "ask back" and device:
-            notice = self.random.choice([2.0, 20.0, 200.0])
-            self.promised[device] = self.at + notice
-            self.hear(m.AskedBack(at_seconds=self.at, device=device, notice_seconds=notice))
+            self.hear(self.ask_back(device))
+        elif kind == "exchange" and device and self.away:
+            first, last = self.random.sample([self.offer(), self.ask_back(device)], 2)
+            if self.known.can_note(first):
+                self.known = self.known.noted(first)
+            else:
+                self.hear(first)
+            self.hear(last)
         elif kind == "vanish" and device:
             self.lose(device)
         elif kind == "kill" and process:
@@ -407,6 +410,19 @@ class World:
                 shares[self.random.randrange(num)] += 1
             number = self.known.generation.number
             self.hear(m.SharesAsked(at_seconds=self.at, generation=number, shares=tuple(shares)))
+
+    def offer(self):
+        """A device is here."""
+        new = self.random.choice(self.away)
+        self.away.remove(new)
+        self.here.append(new)
+        return m.Offered(at_seconds=self.at, device=new)
+
+    def ask_back(self, device):
+        """One is to go, before it is taken."""
+        notice = self.random.choice([2.0, 20.0, 200.0])
+        self.promised[device] = self.at + notice
+        return m.AskedBack(at_seconds=self.at, device=device, notice_seconds=notice)
 
     def deliver(self):
         queue = self.random.choice([q for q in self.queues.values() if q])

@@ -252,6 +252,19 @@ def test_asking_back_and_new_shares_are_planned_changes():
     assert wrong(SharesAsked, generation=0, shares=(4, 2, 2)) == ()
 
 
+def test_a_device_that_takes_another_place_is_prepared_for_while_both_are_there():
+    """With minP members, one of whom is asked back: without the new one they would end at once."""
+    run = training(2)
+    new = Offered(at_seconds=run.at, device="gpu9")
+    assert run.known.can_note(new)
+    run.known = run.known.noted(new)
+    assert run.phase == "running"
+    [prepare] = run(AskedBack, "gpu0", notice_seconds=100.0)
+    assert prepare.generation.members == ("gpu1", "gpu9")
+    assert run.phase == "preparing"
+    assert not run.known.can_note(AskedBack(at_seconds=run.at, device="who", notice_seconds=1.0))
+
+
 def test_a_short_notice_does_not_wait_for_what_is_not_prepared():
     run = training(3)
     run(AskedBack, "gpu1", notice_seconds=8.0)
@@ -324,7 +337,7 @@ def test_every_event_is_handled_and_every_phase_can_be_late():
     }
     assert events - {_membership.Happened, _membership.Wrote} == set(_authority._HANDLERS)
     phases = set(_membership.RunPhase.__args__)
-    assert phases == set(_authority._LATE) | set(_authority._ENDED)
+    assert phases == set(_authority._LATE) | set(_membership.ENDED)
 
 
 def part(device, step, which, *, generation=1, host="", spread=1, digest="x", num_parts=2):

@@ -112,6 +112,31 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(
     assert elastic_chaos.undisturbed_line(400, "-n", "2", "--zero", "1") in job.tail()
 
 
+@pytest.mark.slow
+def test_of_the_devices_that_a_job_needs_one_is_exchanged_and_nobody_waits(tmp_path):
+    """The one that goes trains until processes are ready for the one that comes."""
+    ends = ("--stop-when", str(tmp_path / "last"), "--zero", "1")
+    job = elastic_chaos.Job(tmp_path, 100_000, 0.05, [0.4, 0.4], ends, launcher=("--min", "2"))
+    try:
+        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 3, 60, "steps")
+        job.remove(0)
+        job.add(0.45)
+        job.write_mesh()
+        job.wait(lambda e: len(formed(e)) == 2 and elastic_chaos.runs(e), 120, "the second one")
+        job.last.touch()
+        assert job.end(60) == 0, job.tail()
+    finally:
+        job.stop()
+    events = job.events()
+    decided = [e["what"] for e in events if e["what"] in ("Prepare", "Stop", "Save", "Form")]
+    assert decided == ["Form", "Prepare", "Stop", "Form"]
+    left = [e for e in events if e["what"] == "LeftState"]
+    assert {(e["device"], e["part"]) for e in left} == {("device 0", 0), ("device 1", 1)}
+    steps = job.ledger()["runs"][-1]["end"]
+    assert elastic_chaos.undisturbed_line(steps, "-n", "2", "--zero", "1") in job.tail()
+
+
 def generations_in_memory(job):
     """Those of which states are kept, whole or half written."""
     [folder] = left_behind.folders_of(job.process.pid)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import hxla
 from hxla._jax._grouping import balanced, in_groups
+from hxla._lower._update import Given
 
 NUM, SIDE = 12, 64
 TENSOR_BYTES = SIDE * SIDE * 4
@@ -69,9 +70,9 @@ def lowered(optimizer, num_groups, reduction="float", **options):
         **options,
     )
     sums = np.random.default_rng(0).normal(size=NUM * SIDE * SIDE).astype(np.float32)
-    others = [sums], [], np.zeros(NUM, np.int32), np.float32(2), np.float32(1)
-    arguments = params, optimizer.init(params), [], *others
-    return made._updates.lower(0, *arguments[:6]), arguments
+    read = Given([sums], [], np.zeros(NUM, np.int32), np.float32(2), np.float32(1))
+    arguments = params, optimizer.init(params), [], read
+    return made._updates.lower(0, *arguments), arguments
 
 
 def temporary_tensors(optimizer, num_groups, *form, **options):
@@ -90,12 +91,12 @@ def test_an_update_that_no_norm_couples_holds_two_tensors_at_most(num_groups):
 def test_a_norm_that_is_made_of_integers_couples_nothing(num_groups):
     for name in ("adam", "clipped", "clipped last", "lamb", "masked"):
         own = OPTIMIZERS[name], num_groups, "exact"
-        assert temporary_tensors(*own, clip_norm=0.1) <= 3.1, name
+        assert temporary_tensors(*own, update_clip_norm=0.1) <= 3.1, name
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("clipped", {}), ("clipped last", {}), ("adam", {"clip_norm": 0.1})],
+    [("clipped", {}), ("clipped last", {}), ("adam", {"update_clip_norm": 0.1})],
 )
 def test_groups_make_again_what_a_global_norm_would_have_kept(name, options):
     whole = temporary_tensors(OPTIMIZERS[name], 1, **options)
@@ -108,7 +109,7 @@ def test_groups_make_again_what_a_global_norm_would_have_kept(name, options):
 def test_groups_keep_donation_and_the_arithmetic(name):
     results, donated = [], set()
     for num_groups in (1, 3, NUM):
-        [program], arguments = lowered(OPTIMIZERS[name], num_groups, clip_norm=0.5)
+        [program], arguments = lowered(OPTIMIZERS[name], num_groups, update_clip_norm=0.5)
         compiled = program.compile()
         donated.add(compiled.memory_analysis().alias_size_in_bytes)
         copies = jax.tree.map(lambda x: jnp.array(np.array(x)), arguments[:3])

@@ -319,7 +319,7 @@ def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_
             [actor] = [p for p in psutil.process_iter() if p.name().startswith("ray::Detached")]
             actor.kill()
             for process in (job.process, first):
-                assert process.wait(60) == 2
+                assert process.wait(120) == 2
         for text in (job.printed_text(), (tmp_path / "first.txt").read_text()):
             assert "generation 1 from the beginning" in text
             assert text.splitlines()[-1].startswith("hxla: run job is gone, and its processes with")
@@ -334,7 +334,7 @@ def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_
             wait_until(lambda: "] step " in (tmp_path / "second.txt").read_text())
             with job.attached(tmp_path / "third.txt") as third:
                 last.touch()
-                assert (second.wait(120), third.wait(60)) == (0, 0)
+                assert (second.wait(120), third.wait(120)) == (0, 0)
         texts = [(tmp_path / f"{name}.txt").read_text() for name in ("second", "third")]
         assert texts[0] == texts[1]
         assert "resumed from step" in texts[0]

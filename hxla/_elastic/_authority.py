@@ -46,7 +46,6 @@ from ._membership import (
 
 _Done = tuple[Membership, tuple[ToDo, ...]]
 _TRAINS = ("running", "preparing")
-_ENDED = ("failed", "finished")
 
 
 def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
@@ -73,7 +72,7 @@ def advance(known: Membership, event: Happened) -> _Done:
     Returns:
         What is known now, and what is to be done, in this order.
     """
-    if known.phase in _ENDED:
+    if known.is_over:
         return known, (Release(device=event.device),) if isinstance(event, AskedBack) else ()
     return _HANDLERS[type(event)](known, event)
 
@@ -93,19 +92,13 @@ def _then(done: _Done, step: Callable[[Membership], _Done]) -> _Done:
 
 
 def _offered(known: Membership, event: Offered) -> _Done:
-    leaving = tuple(pair for pair in known.leaving if pair[0] != event.device)
-    devices = known.devices if event.device in known.devices else (*known.devices, event.device)
-    known = dataclasses.replace(known, devices=devices, leaving=leaving)
-    return _reconsidered(known, event.at_seconds)
+    return _reconsidered(known.noted(event), event.at_seconds)
 
 
 def _asked_back(known: Membership, event: AskedBack) -> _Done:
     if event.device not in known.devices:
         return known, (Release(device=event.device),)
-    until = event.at_seconds + event.notice_seconds
-    others = tuple(pair for pair in known.leaving if pair[0] != event.device)
-    known = dataclasses.replace(known, leaving=(*others, (event.device, until)))
-    return _then(_reconsidered(known, event.at_seconds), _released)
+    return _then(_reconsidered(known.noted(event), event.at_seconds), _released)
 
 
 def _vanished(known: Membership, event: Vanished) -> _Done:

@@ -5,7 +5,7 @@ message that carries an older number is about processes that are no members any 
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from ._commits import Ledger
 from ._kept_state import KeptState, newest
@@ -22,6 +22,7 @@ RunPhase = Literal[
     "failed",
     "finished",
 ]
+ENDED: tuple[RunPhase, ...] = ("failed", "finished")  #: Nothing follows them.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,25 @@ class Membership:
             return self
         until = min(self.until_seconds, at_seconds + self.rules.collect_seconds)
         return dataclasses.replace(self, until_seconds=until)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows."""
+        return self.phase in ENDED
+
+    def can_note(self, event: "Happened") -> TypeGuard["Offered | AskedBack"]:
+        """Whether an event may wait for the next one before anything is decided."""
+        is_known = isinstance(event, AskedBack) and event.device in self.devices
+        return not self.is_over and (is_known or isinstance(event, Offered))
+
+    def noted(self, event: "Offered | AskedBack") -> "Membership":
+        """What is known of devices with an event of one, before anything is decided."""
+        leaving = tuple(pair for pair in self.leaving if pair[0] != event.device)
+        if isinstance(event, AskedBack):
+            until = event.at_seconds + event.notice_seconds
+            return dataclasses.replace(self, leaving=(*leaving, (event.device, until)))
+        new = () if event.device in self.devices else (event.device,)
+        return dataclasses.replace(self, devices=(*self.devices, *new), leaving=leaving)
 
     def without(self, device: str) -> "Membership":
         """A device is gone, and with it the state that its member left."""

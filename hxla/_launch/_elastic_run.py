@@ -149,15 +149,20 @@ class ElasticRun:
             return not self._teams
         return self._known.phase == "failed"
 
-    def _happens(self, event: Happened) -> None:
-        if self._asked is not None or self._failure is not None:
-            return
-        if type(event) not in (Told, Passed):
-            self._events.write(event)
-        self._known, todo = advance(self._known, event)
-        for what in todo:
-            self._events.write(what)
-            self._do(what)
+    def _happens(self, *events: Happened) -> None:
+        """One decision for all that happen together."""
+        for k, event in enumerate(events):
+            if self._asked is not None or self._failure is not None:
+                return
+            if type(event) not in (Told, Passed):
+                self._events.write(event)
+            if k + 1 < len(events) and self._known.can_note(event):
+                self._known = self._known.noted(event)
+                continue
+            self._known, todo = advance(self._known, event)
+            for what in todo:
+                self._events.write(what)
+                self._do(what)
         self._left.keep({*self._known.kept, *self._known.sources})
 
     def _reread(self) -> None:
@@ -188,19 +193,21 @@ class ElasticRun:
             self._events.write(met)
             self._numbers[name] = next(k for k in itertools.count() if k not in taken)
             new.append(name)
-        if new and not self._known.devices:  # all that are there at the start begin together
-            self._known = dataclasses.replace(self._known, devices=tuple(new[:-1]))
-            new = new[-1:]
         for name in self._given_back.keys() & gone.keys():
             del self._given_back[name], gone[name]
-        for name, place in gone.items():
-            if place.host.is_lost:
-                self._lose(name)
-            elif name not in self._asked_back:
-                self._asked_back.add(name)
-                self._ask_back(name, place.host.notice_seconds)
-        for name in new:
-            self._happens(Offered(at_seconds=time.monotonic(), device=name))
+        for name in [name for name, place in gone.items() if place.host.is_lost]:
+            del gone[name]
+            self._lose(name)
+        at = time.monotonic()
+        offered = [Offered(at_seconds=at, device=name) for name in new]
+        asked = [
+            AskedBack(at_seconds=at, device=name, notice_seconds=place.host.notice_seconds)
+            for name, place in gone.items()
+            if name not in self._asked_back
+        ]
+        self._asked_back |= {event.device for event in asked}
+        # A device that takes another's place comes with its leaving.
+        self._happens(*offered, *asked)
 
     def _lose(self, name: str) -> None:
         """A device's host is gone."""
