@@ -39,6 +39,7 @@ KINDS = (
     "kill while it prepares",
     "kill while it saves",
 )
+PLANNED = ("join", "leave", "other share")
 #: On a Ray cluster: `leave` drains a node.
 RAY_KINDS = (
     "kill",
@@ -265,8 +266,8 @@ def send(pid, number):
     return True
 
 
-def disturb(job, kind, rng):
-    """One event; returns whether a generation must follow it."""
+def possible(job, kind):
+    """What of a kind of event can be done now, and what is done where it cannot."""
     pids = job.pids()
     for name in [name for name in job.names if name not in pids]:  # it could not be prepared
         job.remove(job.names.index(name))
@@ -274,6 +275,17 @@ def disturb(job, kind, rng):
     takes_away = kind in ("SIGTERM", "node death") if job.is_copied else kind != "other share"
     if is_least and takes_away:
         kind = "join"  # whoever holds the only state is not to be lost
+    if kind not in PLANNED:
+        return kind
+    has_room, may_leave = len(job.shares) < job.most, len(job.shares) > job.fewest
+    if (kind == "join" and has_room) or (kind == "leave" and may_leave):
+        return kind
+    return "other share" if job.is_held else "join" if has_room else "leave"
+
+
+def disturb(job, kind, rng):
+    """One event; returns whether a generation must follow it."""
+    pids = job.pids()
     victim = rng.choice(sorted(pids))
     if kind in ("kill", "kill the first", "kill while it saves"):
         return send(pids[min(pids) if kind == "kill the first" else victim], signal.SIGKILL)
@@ -298,19 +310,16 @@ def disturb(job, kind, rng):
         started = [e for e in job.events() if e["what"] == "Started"][-1]
         time.sleep(rng.uniform(0, 2))
         return send(rng.choice(sorted(started["pids"].values())), signal.SIGKILL)
-    if kind == "join" and len(job.shares) < job.most:
+    change = kind if kind in PLANNED else possible(job, "other share")
+    if change == "join":
         job.add(rng.choice(SHARES) if job.is_held else 1.0)
-    elif kind == "leave" and len(job.shares) > job.fewest:
+    elif change == "leave":
         job.remove(rng.randrange(len(job.shares)))
-    elif job.is_held:
+    else:
         k = rng.randrange(len(job.shares))
         share = rng.choice([s for s in OTHER_SHARES if s != job.shares[k]])
         job.remove(k)
         job.add(share)
-    elif len(job.shares) < job.most:
-        job.add(1.0)
-    else:
-        job.remove(rng.randrange(len(job.shares)))
     job.write_mesh()
     if kind == "kill while it prepares":
         before = len([e for e in job.events() if e["what"] == "Started"])
@@ -351,7 +360,7 @@ def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
                 step, _ = last_step(job.events())
                 wanted = step + rng.randint(1, steps_between)
                 job.wait(lambda e, n=wanted: last_step(e)[0] >= n, 60, "steps before an event")
-                row = {"seed": seed, "kind": kind, "held": is_held, "copied": is_copied}
+                row = {"seed": seed, "held": is_held, "copied": is_copied}
                 row["num"] = len(job.shares)
                 rows.append(row | one(job, kind, rng))
             if is_copied:
@@ -366,7 +375,8 @@ def disturbed(seed, num_events, kinds=KINDS, steps_between=8, make=Job):
 
 
 def one(job, kind, rng):
-    """One event, until a step is completed by all that are then members."""
+    """One event, until a step is completed by all that are then members; returns what it was."""
+    kind = possible(job, kind)
     before = job.events()
     number = len([e for e in before if e["what"] == "Form"])
     step, _ = last_step(before)
@@ -384,7 +394,7 @@ def one(job, kind, rng):
 
     job.wait(again, MOST_SECONDS * (2 if "twice" in kind or "prepares" in kind else 1), kind)
     seconds = time.monotonic() - at
-    return {"seconds": round(seconds, 2), "pause": round(pause(job.events()), 3)}
+    return {"kind": kind, "seconds": round(seconds, 2), "pause": round(pause(job.events()), 3)}
 
 
 def pause(events):
@@ -462,7 +472,7 @@ def main():
         sys.path.insert(0, str(ROOT / "benchmarks"))
         import results
 
-        results.write(pathlib.Path(args.out), {"seed": args.seed, **tables})
+        results.write(pathlib.Path(args.out), {"seed": args.seed, **tables, "rows": rows})
 
 
 def table(rows, kinds):

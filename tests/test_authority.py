@@ -265,6 +265,27 @@ def test_a_device_that_takes_another_place_is_prepared_for_while_both_are_there(
     assert not run.known.can_note(AskedBack(at_seconds=run.at, device="who", notice_seconds=1.0))
 
 
+def test_a_late_device_is_waited_for_where_without_it_there_are_too_few():
+    """It comes in another's place, at a notice that is shorter than it takes to be prepared."""
+    run = training(2)
+    run.known = run.known.noted(Offered(at_seconds=run.at, device="gpu9"))
+    run(AskedBack, "gpu0", notice_seconds=8.0)
+    assert kinds(run(Passed, after=3.5)) == [Stop]
+    coming = run.known.coming.members
+    run(LeftState, "gpu0", "gpu1", step=run.known.ledger.end + 1, digest="x")
+    [form, _] = kinds(run(Exited, "gpu0", "gpu1"))
+    assert form is Form
+    assert run.known.generation.members == coming == ("gpu1", "gpu9")
+
+
+def test_an_offer_is_not_forgotten_behind_a_device_that_is_gone_already():
+    run = Run()
+    run(Offered, "gpu0")
+    run.known = run.known.noted(Offered(at_seconds=run.at, device="gpu1"))
+    assert kinds(run(AskedBack, "gpu7", notice_seconds=9.0)) == [Release, Form]
+    assert run.known.generation.members == ("gpu0", "gpu1")
+
+
 def test_a_short_notice_does_not_wait_for_what_is_not_prepared():
     run = training(3)
     run(AskedBack, "gpu1", notice_seconds=8.0)

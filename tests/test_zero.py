@@ -4,6 +4,7 @@ import fractions
 import functools
 import json
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla._core._config import MemoryConfig
+from hxla._jax._compilation_events import num_compilations
 from hxla._jax._independent import independent
 from hxla._lower import _chunks
 from hxla._lower._array_sums import digits_of, exponents_for, value_of
 from hxla._lower._chunks import Chunks, all_gather, reduce_scatter
 from hxla._plan._ownership import Shares
+from hxla._run._session_member import rehearse
 
 STEPS, BATCH = 3, 24
 
@@ -175,6 +178,25 @@ def test_each_copy_holds_its_share_of_the_state():
             moments = [x.size for x in jax.tree.leaves(held.opt_state) if x.ndim]
             granules = [max(-(-size // sum(shares)), 8) for size in sizes]  # 8: the least
             assert sorted(moments) == sorted(2 * [shares[copy] * g for g in granules])
+
+
+def test_a_state_that_was_taken_apart_once_is_so_again_without_compiling():
+    """As in a change of members: what is rehearsed while one is prepared pauses nobody later."""
+    own = job(optax.adam(1e-2), memory={"zero": 1, "shares": [1, 2, 5]})
+    plan = planned(own, 3)
+    with own.open(plan, steps=STEPS) as session:
+        next(iter(session))
+        store, begun = session._store, num_compilations()
+        rehearse(types.SimpleNamespace(is_waited_for=True), store, session._job)
+        assert num_compilations() == begun
+        rehearse(types.SimpleNamespace(is_waited_for=False), store, session._job)
+        compiled = num_compilations()
+        assert compiled > begun
+        store.load(store.saved())
+        assert num_compilations() == compiled
+        for _ in session:
+            pass
+        assert session.result().sha256 == trained(own, plan).sha256
 
 
 def test_a_checkpoint_goes_on_with_other_shares(tmp_path):

@@ -97,7 +97,8 @@ def _offered(known: Membership, event: Offered) -> _Done:
 
 def _asked_back(known: Membership, event: AskedBack) -> _Done:
     if event.device not in known.devices:
-        return known, (Release(device=event.device),)
+        done = known, (Release(device=event.device),)
+        return _then(done, lambda k: _reconsidered(k, event.at_seconds))
     return _then(_reconsidered(known.noted(event), event.at_seconds), _released)
 
 
@@ -291,8 +292,8 @@ def _late_preparing(known: Membership, at: float) -> _Done:
     """Go on with those that are ready: members may start anew, others are not waited for."""
     assert known.coming is not None
     late = [d for d in known.coming.members if d not in known.ready | set(known.generation.members)]
-    if not late:
-        return _stopped(known, at)
+    if not late or len(set(chosen(known)) - set(late)) < known.rules.min_devices:
+        return _stopped(known, at)  # without the late ones there would be too few
     words = f"{', '.join(late)} took longer than asked for and is not used"
     known = _given_up(known, late, at)
     done = _then((known, (Tell(words=words),)), lambda k: _reconsidered(k, at))

@@ -39,14 +39,20 @@ _ROLES = {
     "jit_hxla_sum": "sum over the replicas",
     "jit_hxla_evaluate": "evaluation of one microbatch",
 }
+_OF_UPDATE = {
+    "given": "batch",
+    "given.totals": "gradient",
+    "given.ints": "gradient",
+    "given.sums": "gradient",
+    "aux": "parameter",
+}
 _OWNERS = {
     "jit_hxla_sum": {"values": "gradient", "ints": "gradient", "own": "temporary"},
-    "jit_hxla_update": {
-        "given": "batch",
-        "given.totals": "gradient",
-        "given.ints": "gradient",
-        "aux": "parameter",
-    },
+    "jit_hxla_update": _OF_UPDATE,
+    "jit_hxla_update_group": _OF_UPDATE,
+    "jit_hxla_update_rest": _OF_UPDATE,
+    "jit_hxla_largest": _OF_UPDATE,
+    "jit_hxla_digits": _OF_UPDATE,
     "jit_hxla_micro": {"sums": "gradient", "aux": "parameter"},
 }
 

@@ -203,7 +203,7 @@ class ElasticRun:
         asked = [
             AskedBack(at_seconds=at, device=name, notice_seconds=place.host.notice_seconds)
             for name, place in gone.items()
-            if name not in self._asked_back
+            if name in self._places and name not in self._asked_back
         ]
         self._asked_back |= {event.device for event in asked}
         # A device that takes another's place comes with its leaving.
@@ -211,7 +211,8 @@ class ElasticRun:
 
     def _lose(self, name: str) -> None:
         """A device's host is gone."""
-        del self._places[name]
+        if self._places.pop(name, None) is None:  # it was released when another was lost
+            return
         self._say(f"{name} is gone with its host")
         self._happens(Vanished(at_seconds=time.monotonic(), device=name))
 

@@ -65,9 +65,9 @@ class Member:
         return self._order.ends
 
     @property
-    def begins(self) -> bool:
-        """Whether its generation is formed: the others of it wait for nobody else."""
-        return self._order.begins
+    def is_waited_for(self) -> bool:
+        """Whether nobody trains meanwhile, and a state in memory waits for its generation."""
+        return self._order.begins and bool(self._order.state)
 
     def tell(self, **changes: object) -> None:
         """Change fields of this process's `Report`."""

@@ -425,16 +425,22 @@ class RayHost:
 
     def close(self) -> None:
         """Let go of all, also of what was left in memory; what it still has to say is heard."""
-        with self.losing():
-            # Being asked already, it has perhaps told what the next answer will not say again.
-            asked = [] if self._hearing is None else [self._hearing]
+        until = time.monotonic() + _END_SECONDS
+        # Being asked already, it has perhaps told what the next answer will not say again.
+        answers = [] if self._hearing is None else [self._hearing]
+        if self.began:
+            with self.losing():
+                answers.append(self._agent.close.remote())
+        for answer in answers:
             try:
-                for heard in ray.get([*asked, self._agent.close.remote()], timeout=_END_SECONDS):
-                    self._hear(heard)
-            except ray.exceptions.GetTimeoutError:
+                self._hear(ray.get(answer, timeout=max(until - time.monotonic(), 0)))
+            except ray.exceptions.RayActorError:
+                self.is_lost = True
+            except ray.exceptions.RayError as error:
+                why = str(error).strip().splitlines()[-1]
                 self._streams.err.write(
-                    f"hxla: {self.name} has not ended its processes within {_END_SECONDS:g} s; "
-                    "what they printed last may be missing\n".encode()
+                    f"hxla: {self.name} has not ended its processes within {_END_SECONDS:g} s, and "
+                    f"what they printed last may be missing: {why}\n".encode()
                 )
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._agent)

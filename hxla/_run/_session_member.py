@@ -40,14 +40,14 @@ _NOTE_CHARACTERS = 300
 
 
 def rehearse(member: Member, store: Store, job: TracedJob) -> None:
-    """Compile what leaves and takes over a state, if others still train; all processes call this.
+    """Compile what leaves and takes over a state, if nobody waits; all processes call this.
 
     Args:
         member: This process in its generation.
         store: Holds a state, which stays as it is.
         job: That is trained.
     """
-    if not all(job.gather("who waits", "x" * member.begins)):
+    if not any(job.gather("who waits", "x" * member.is_waited_for)):
         store.load(store.saved())
 
 
