@@ -39,6 +39,7 @@ from hxla._graph._trace import trace_functional
 from hxla._jax._jaxpr import as_function
 from hxla._lower import _streamed_update
 from hxla._lower._lower import Programs, lower
+from hxla._lower._update import Given
 from hxla._model._functional import functional
 from hxla._plan._precision import as_precision
 
@@ -363,10 +364,11 @@ def offloaded() -> dict[str, Any]:
     params, aux, opt_state = programs._shapes(0)
     tensors = programs.tensors
     scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
-    own = programs._of_trained(params), opt_state, aux
     sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
+    exponents, one = programs.reducer.local[0].like(scales), np.float32(1)
+    given = Given(*sums, exponents_T=exponents, weight=one, value=one)
     updates = programs._updates
-    every = updates.lower(0, *own, *sums, programs.reducer.local[0].like(scales))
+    every = updates.lower(0, programs._of_trained(params), opt_state, aux, given)
     groups = updates._streamed[0].groups
     sizes = [sum(unit.num_bytes for unit in group) for group in groups.groups]
     found = []

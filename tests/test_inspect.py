@@ -164,6 +164,15 @@ def test_parameters_lie_on_the_mesh_as_they_were_given():
     assert inspected("fsdp_and_tensor").main.mesh == (("fsdp", 2), ("tensor", 2))
 
 
+def test_none_among_the_arguments_hides_no_layout():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    run = jax.jit(lambda state, rest: (state["a"].sum(), rest[0]))
+    found = hxla.inspect(run.lower({"a": rows, "b": None}, (rows, None)).compile()).main
+    assert [a.spec for a in found.arrays] == [(("data",), ())] * 2
+    assert {c.over for c in found.collectives} == {"data"}
+
+
 def test_arguments_that_the_program_does_not_read_are_left_out():
     where = programs.mesh(data=4)
     step = programs.jitted(

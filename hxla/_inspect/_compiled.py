@@ -41,11 +41,9 @@ def read_compiled(compiled: Any, hints: Hints) -> Program:
 
 def _kept(compiled: Any) -> list[tuple[Any, Any]]:
     """Arguments that the program reads, and their shardings."""
-    infos = jax.tree.leaves(compiled.args_info)
-    is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)  # noqa: E731
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=is_leaf)
-    if len(infos) != len(shardings):
-        return []
+    infos, structure = jax.tree.flatten(compiled.args_info)
+    # There None stands for what is not read; but the arguments may have None in places, too.
+    shardings = structure.flatten_up_to(compiled.input_shardings)
     both = zip(infos, shardings, strict=True)
     return [(info, sharding) for info, sharding in both if sharding is not None]
 
