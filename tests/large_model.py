@@ -113,4 +113,4 @@ with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as sessio
     print("told", json.dumps(told), flush=True)
     for record in session:
         print(f"loss {record.step} {record.loss:.6f}", flush=True)
-print("ended", flush=True)
+print(f"ended with {peak_bytes()}", flush=True)

@@ -41,7 +41,8 @@ def read_compiled(compiled: Any, hints: Hints) -> Program:
 
 def _kept(compiled: Any) -> list[tuple[Any, Any]]:
     """Arguments that the program reads, and their shardings."""
-    infos, structure = jax.tree.flatten(compiled.args_info)
+    infos = jax.tree.leaves(compiled.args_info)
+    structure: Any = jax.tree.structure(compiled.args_info)
     # There None stands for what is not read; but the arguments may have None in places, too.
     shardings = structure.flatten_up_to(compiled.input_shardings)
     both = zip(infos, shardings, strict=True)
