@@ -49,7 +49,7 @@ def detach(
     connect(address)
     _free(name)
     heads = [n["NodeID"] for n in ray.nodes() if n["Alive"] and _HEAD in n["Resources"]]
-    where = NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
+    where = NodeAffinitySchedulingStrategy(heads[0], soft=False) if heads else "DEFAULT"
     try:
         actor = DetachedActor.options(
             name=name,
