@@ -12,7 +12,8 @@ from ray.util.placement_group import PlacementGroup
 
 from .._core._errors import HxlaError, LaunchError
 from ._host import NOTICE_SECONDS, Host, KeptFolder, OfferedDevice
-from ._ray_host import START_SECONDS, RayCarrying, RayHost
+from ._ray_carrying import RayCarrying
+from ._ray_host import START_SECONDS, RayHost
 from ._ray_nodes import devices_of, draining
 from ._workers import Streams
 
