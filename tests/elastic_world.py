@@ -59,12 +59,13 @@ class World:
 
     # The authority
 
-    def hear(self, event):
+    def hear(self, *events):
         while self.unread:
             self.answer(m.Saved(at_seconds=self.at, step=self.unread.pop(0)))
-        self.answer(event)
-        if isinstance(event, m.Copied) and self.spread > 1:
-            self.copy_to_neighbour(event)
+        self.answer(*events)
+        for event in events:
+            if isinstance(event, m.Copied) and self.spread > 1:
+                self.copy_to_neighbour(event)
 
     def copy_to_neighbour(self, event):
         """What carries out the authority's decisions also carries parts from host to host."""
@@ -84,8 +85,8 @@ class World:
         kept = wrote.kept
         self.memory.setdefault(kept.device, {})[kept.state, kept.part] = kept.num_parts
 
-    def answer(self, event):
-        self.known, todo = advance(self.known, event)
+    def answer(self, *events):
+        self.known, todo = advance(self.known, *events)
         self.free()
         for one in todo:
             self.do(one)
@@ -384,12 +385,7 @@ class World:
         elif kind == "ask back" and device:
             self.hear(self.ask_back(device))
         elif kind == "exchange" and device and self.away:
-            first, last = self.random.sample([self.offer(), self.ask_back(device)], 2)
-            if self.known.can_note(first):
-                self.known = self.known.noted(first)
-            else:
-                self.hear(first)
-            self.hear(last)
+            self.hear(*self.random.sample([self.offer(), self.ask_back(device)], 2))
         elif kind == "vanish" and device:
             self.lose(device)
         elif kind == "kill" and process:

@@ -62,19 +62,26 @@ def begin(rules: MembershipRules, saved_step: int = 0) -> Membership:
     )
 
 
-def advance(known: Membership, event: Happened) -> _Done:
+def advance(known: Membership, *events: Happened) -> _Done:
     """What is known after something happened, and what is to be done about it.
 
     Args:
         known: What was known.
-        event: What happened; that of an older generation changes nothing.
+        events: What happened together; that of an older generation changes nothing.
 
     Returns:
         What is known now, and what is to be done, in this order.
     """
-    if known.is_over:
-        return known, (Release(device=event.device),) if isinstance(event, AskedBack) else ()
-    return _HANDLERS[type(event)](known, event)
+    todo: tuple[ToDo, ...] = ()
+    for k, event in enumerate(events):
+        if k + 1 < len(events) and known.can_note(event):
+            known = known.noted(event)
+        elif not known.is_over:
+            known, own = _HANDLERS[type(event)](known, event)
+            todo += own
+        elif isinstance(event, AskedBack):
+            todo += (Release(device=event.device),)
+    return known, todo
 
 
 def chosen(known: Membership) -> tuple[str, ...]:

@@ -151,18 +151,15 @@ class ElasticRun:
 
     def _happens(self, *events: Happened) -> None:
         """One decision for all that happen together."""
-        for k, event in enumerate(events):
-            if self._asked is not None or self._failure is not None:
-                return
+        if self._asked is not None or self._failure is not None:
+            return
+        for event in events:
             if type(event) not in (Told, Passed):
                 self._events.write(event)
-            if k + 1 < len(events) and self._known.can_note(event):
-                self._known = self._known.noted(event)
-                continue
-            self._known, todo = advance(self._known, event)
-            for what in todo:
-                self._events.write(what)
-                self._do(what)
+        self._known, todo = advance(self._known, *events)
+        for what in todo:
+            self._events.write(what)
+            self._do(what)
         self._left.keep({*self._known.kept, *self._known.sources})
 
     def _reread(self) -> None:
