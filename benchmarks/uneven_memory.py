@@ -88,7 +88,7 @@ def trained(layers: int, shares: str, mesh: pathlib.Path, counts: list[int]) -> 
         print(done.stdout[-1500:], done.stderr[-500:], flush=True)
         return None
     stage = re.findall(r"stage (\d)", done.stdout)[0]
-    planned = [own["predicted"] - own["interpreter"] for own in told]
+    planned = [own["predicted"] - own["of process"] for own in told]
     peaks = [own["peak"] for own in told]
     return {"stage": int(stage), "bytes planned": planned, "peak bytes of the processes": peaks}
 

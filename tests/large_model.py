@@ -45,19 +45,29 @@ rank = int(os.environ["HXLA_PROCESS_ID"])
 (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from large_net import Net, loss  # noqa: E402
 
 import hxla  # noqa: E402
+from hxla._lower._lower import Programs  # noqa: E402
 
 
-def peak_bytes():
-    """The most memory that this process had at a time."""
+def bytes_of_process(what):
+    """Memory of this process: `VmHWM` is the most that it had at a time, `VmRSS` what it has."""
     status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return 1024 * int(status.split(f"{what}:")[1].split()[0])
+
+
+def store_when_measured(programs):
+    """The place for the state; before there is any, the process has itself and its programs."""
+    own_bytes.append(bytes_of_process("VmRSS"))
+    return make_store(programs)
+
+
+own_bytes = []
+make_store, Programs.store = Programs.store, store_when_measured
 
 
 CUT = hxla.RuleSet(
@@ -81,8 +91,6 @@ job = hxla.Job(
     config={"memory": {"shares": args.shares}} if args.shares != "auto" else None,
 )
 
-jnp.zeros(1).block_until_ready()
-interpreter = peak_bytes()
 if args.axis == "tensor":
     plan = job.plan(mesh={"data": 1, "tensor": args.devices}, rules=CUT, microbatch_size=2)
 else:  # nothing says how it is to fit
@@ -104,13 +112,13 @@ with job.open(plan, steps=args.steps, checkpoint_dir=args.checkpoints) as sessio
     predicted = session.plan.prediction.devices[rank].memory_bytes
     told = {
         "rank": rank,
-        "peak": peak_bytes(),
+        "peak": bytes_of_process("VmHWM"),
         "of limit": int((cgroup / most).read_text()),
-        "predicted": predicted + interpreter,
-        "interpreter": interpreter,
+        "predicted": predicted + own_bytes[-1],
+        "of process": own_bytes[-1],
         "sums": plan.placement.sums,
     }
     print("told", json.dumps(told), flush=True)
     for record in session:
         print(f"loss {record.step} {record.loss:.6f}", flush=True)
-print(f"ended with {peak_bytes()}", flush=True)
+print(f"ended with {bytes_of_process('VmHWM')}", flush=True)

@@ -15,7 +15,6 @@ WIDTH, LAYERS = 2560, 5
 NUM_PARAMS = LAYERS * 8 * WIDTH**2
 WHOLE_BYTES = 20 * NUM_PARAMS  # parameters 4, two limbs of gradients' sums 8, Adam's state 8
 LIMIT = WHOLE_BYTES // 3
-BESIDE = 500_000_000  # while a checkpoint is written beside the next step, of which no plan tells
 
 
 def start(tmp_path, num_devices, limit, **others):
@@ -66,8 +65,7 @@ def test_a_model_that_no_device_holds_trains_is_killed_and_resumes_on_fewer(tmp_
     losses = [float(text) for text in re.findall(r"\[0\] loss \d+ ([\d.]+)", out)]
     assert losses[7] < losses[0]
 
-    limit = 2 * LIMIT + BESIDE
-    out, _ = start(tmp_path, 2, limit, steps=12, save_at=10).communicate(timeout=900)
+    out, _ = start(tmp_path, 2, 2 * LIMIT, steps=12, save_at=10).communicate(timeout=900)
     check(out, 2)
     [resumed] = re.findall(r"\[0\] resumed 8 ([\d.]+)", out)
     assert float(resumed) == pytest.approx(float(saved), rel=1e-4)
@@ -102,4 +100,4 @@ def check(out, num_devices):
     print(json.dumps({"whole": WHOLE_BYTES, "limit": LIMIT, "told": told}))
     assert len(told) == num_devices, out[-6000:]
     for process in told:
-        assert process["peak"] == pytest.approx(process["predicted"], rel=0.1)
+        assert process["peak"] == pytest.approx(process["predicted"], rel=0.05)

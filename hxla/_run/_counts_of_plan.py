@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .._cluster._cluster import Cluster
+from .._cluster._job_devices import Devices
 from .._core._errors import ConfigError, PlanError
 from .._core._format import num_bytes
 from .._core._types import PyTree
@@ -87,6 +88,12 @@ def count_limits(
             )
         limits.append(free // each)
     return tuple(limits)
+
+
+def lack(devices: Devices, cluster: Cluster, num: int) -> bool:
+    """Whether one of the devices here is known to have less than so many bytes."""
+    known = [own.memory_bytes for own, d in zip(cluster.devices, devices, strict=True) if d]
+    return any(own is not None and own < num for own in known)
 
 
 def asked_counts(counts: Counts, num_microbatches: int, num_replicas: int) -> tuple[int, ...]:

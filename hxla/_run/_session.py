@@ -34,6 +34,7 @@ from ._copies import CopiesCheck
 from ._counts_of_plan import (
     check_limits,
     count_limits,
+    lack,
     own_ids,
     pooled,
     predicted,
@@ -111,13 +112,11 @@ class Session:
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
-            self._is_tight = on_cpu and plan.placement.sums == "released"
-            if self._is_tight:
+            is_tight = on_cpu and plan.placement.sums == "released"
+            if is_tight:
                 keep_heap_small()
             member = own_member() if not options.is_trial and options.steps is not None else None
-            begin = functools.partial(
-                Beginning, job, plan, options, self._stack, is_tight=self._is_tight
-            )
+            begin = functools.partial(Beginning, job, plan, options, self._stack, is_tight=is_tight)
             beginning = begin() if member is None else None
             start = options.first_step if beginning is None else beginning.first_step
             resumed = None if beginning is None else beginning.step
@@ -160,7 +159,9 @@ class Session:
             self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
             self.step_number = self._first_step = start = beginning.first_step
             self._plans, self._note = beginning.plans, beginning.note
-            self.memory_bytes = self._programs.memory_bytes(self._store.num_bytes())
+            held = self._store.num_bytes()
+            self.memory_bytes = self._programs.memory_bytes(held)
+            self._saves_alone = on_cpu and lack(devices, self._cluster, held + self.memory_bytes)
             own = [self.memory_bytes] * len(self._reducer.local)
             self._bytes_of_copies = shared_numbers(self._reducer, own)
             limits = count_limits(plan, self._cluster, self._bytes_of_copies, self._batch)
@@ -184,9 +185,8 @@ class Session:
                 facts = self._meta() | {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
             opening.pop_all()
-        for damage in self._checkpoints.damaged if self._checkpoints is not None else ():
-            self._recorder.log(damage)
-        for words in self._member.told() if self._member is not None else ():
+        damaged = self._checkpoints.damaged if self._checkpoints is not None else ()
+        for words in (*damaged, *(self._member.told() if self._member is not None else ())):
             self._recorder.log(words)
         if self._saved is not None:
             self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
@@ -463,7 +463,7 @@ class Session:
                 self._stepper.wait()
                 self._checkpoints.save(self.step_number, self._store.saved(), self._meta())
                 self._saved = self.step_number
-                if self._is_tight:
+                if self._saves_alone:
                     self._checkpoints.wait()
 
     def result(self) -> Result:
