@@ -194,6 +194,7 @@ class Form:
         counts: Of float sums, which depend on them; none: sums are exact.
         limbs: The integers of an exact sum's element.
         chain: Segments of a microbatch that are programs of their own; 0: it is one program.
+        shared: Whether copies that are cut share their state out, which rounds an update otherwise.
         precision: The dtypes of the computation.
         seed: Of the cut.
     """
@@ -208,6 +209,7 @@ class Form:
     counts: tuple[int, ...] = ()
     limbs: int = 2
     chain: int = 0
+    shared: bool = False
     precision: str = "model"
     seed: int = 0
 
@@ -331,9 +333,18 @@ def forms():
         ("mlp", "fp16", {}),
         ("gpt", "fp8", {"chain": 3}),
     ]
-    return found + [
+    found += [
         Form(model=model, precision=word, **fields, seed=rng.randrange(1 << 30))
         for model, word, fields in low
+    ]
+    cut = {"tensor": 2, "size": 2}
+    return found + [
+        Form(model=model, **cut, **fields, seed=rng.randrange(1 << 30))
+        for model, fields in (
+            ("mlp", {"chain": 4}),
+            ("mlp", {"chain": 3, "shared": True}),
+            ("gpt", {"chain": 3, "shared": True}),
+        )
     ]
 
 
@@ -410,6 +421,8 @@ def _draw_set(form, rng, number, processes):
     pipeline = plan.pipeline
     most = min(MOST_DEVICES // width, form.num_microbatches)
     stage = (number + form.seed // 2) % (4 if form.chain else 2) if form.could_share else 0
+    if form.shared:
+        stage = 1 + (number + form.seed // 2) % 3
     copies = rng.randint(min(2, most) if stage else 1, most)
     copies = len(form.counts) or (most if processes > 1 else copies)
     ranks = rng.sample(range(copies * width), copies * width)
@@ -464,8 +477,11 @@ def _draw_set(form, rng, number, processes):
         if stage > 1:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         where = random.Random(f"{form} {number} where")
-        zero["optimizer"] = where.choice(("device", "host", "disk"))
-        zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
+        if form.shared:
+            zero["shares"] = ()
+        else:
+            zero["optimizer"] = where.choice(("device", "host", "disk"))
+            zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
         placed = placed.model_copy(update=zero)
         sums.pop("sparse", None)
     counts, executors = draw(), 1

@@ -222,7 +222,7 @@ def watched(own, plan):
             return run
 
         at_rest = sum(x.nbytes for x in jax.live_arrays())
-        for programs in chain._compiled.values():
+        for programs in chain._programs._compiled.values():
             for name in programs:
                 programs[name] = watch(programs[name])
         next(steps)

@@ -74,6 +74,11 @@ def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
     )
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
     plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+def bytes_of_a_step(own, plan, peak):
+    """What the second step of a plan takes at most, in that which its session says."""
     gc.collect()
     before = live_bytes()
     with own.open(plan, steps=2) as session:
@@ -82,4 +87,37 @@ def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
         gc.collect()
         peak[0] = 0
         next(steps)
-        assert session.memory_bytes == pytest.approx(peak[0] - before, rel=0.03)
+        return (peak[0] - before) / session.memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"zero": 0, "recompute": "none"},
+        {"zero": 1, "recompute": "boundaries"},
+        {"zero": 2, "recompute": "none"},
+        {"zero": 3, "recompute": "boundaries"},
+        {"zero": 3, "recompute": "boundaries", "waves": 2},
+    ],
+    ids=str,
+)
+def test_a_step_of_copies_that_are_cut_does_too(memory, peak):
+    gpt = families.example("gpt")
+    own = hxla.Job(
+        gpt.GPT(nnx.Rngs(0), width=128, length=64, layers=3),
+        {"text": np.zeros((16, 65), np.uint8)},
+        gpt.loss,
+        optax.adamw(1e-3),
+        batch_size=16,
+        config={"memory": memory},
+    )
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
+    plan = own.plan(
+        cluster,
+        microbatch_size=2,
+        mesh={"data": 2, "tensor": 2},
+        rules="decoder",
+        counts="even",
+    )
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)

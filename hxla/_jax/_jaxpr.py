@@ -209,8 +209,8 @@ _CHEAP = frozenset({
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
     "div", "eq", "erf", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
     "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
-    "rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square", "squeeze", "sub", "tanh",
-    "transpose", "xor",
+    "rsqrt", "select_n", "sharding_constraint", "sign", "slice", "split", "sqrt", "square",
+    "squeeze", "sub", "tanh", "transpose", "xor",
 })
 # fmt: on
 #: Of these what XLA calls expensive.

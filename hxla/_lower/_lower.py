@@ -107,6 +107,10 @@ class Programs:
             aux=tuple(p.like(x) for p, x in zip(padding.aux, self.tensors.aux, strict=True)),
         )
         rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
+        lie = [
+            *self._of_trained(specs),
+            *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f),
+        ]
         is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
         # Whether rows travel alone must not move a bit.
         by_rows = rows_read(graph)
@@ -119,7 +123,14 @@ class Programs:
         groups = None
         if plan.chain is not None:
             chain = segmented_spec(
-                graph, plan, self.tensors, self.trained, could_be_rows, training.seed
+                graph,
+                plan,
+                self.tensors,
+                self.trained,
+                could_be_rows if is_whole else range(len(lie)),
+                training.seed,
+                lie,
+                sharded,
             )
             self.packs = [list(pack) for pack in chain.packs]
             self.contribution, runner = segmented(training, plan, chain)
@@ -137,10 +148,7 @@ class Programs:
             replicas,
             self.contribution,
             self.tensors,
-            [
-                *self._of_trained(specs),
-                *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f),
-            ],
+            lie,
             row_shape=(plan.num_microbatches, num_columns(graph.metrics)),
             packs=self.packs,
             rows=rows,
@@ -252,6 +260,7 @@ class Programs:
             self.reducer,
             self.own,
             self.tensors.params,
+            self._of_trained(self._specs.params),
             lambda t, copy: own.like(self.trained[t], copy),
             groups,
             low,

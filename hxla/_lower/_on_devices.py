@@ -77,14 +77,21 @@ class OnDevices:
 
     def update(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`own_update_program`'s function on the arrays of the copy."""
-        params, aux = list(self.params), list(self.aux)
+        params, aux = self._params, list(self.aux)
         results = self.own.parts_spec, self.state, aux, P()
         return self._mapped(run, (params, self.state, aux, self._given), results)
 
     def sums(self, run: Callable[..., Any], num: int) -> Callable[..., Any]:
         """A function of the arguments of `own_arguments`, and of so many numbers more."""
-        arguments = list(self.params), self.state, self._given
+        arguments = self._params, self.state, self._given
         return self._mapped(run, (*arguments, *[P()] * num), P())
+
+    @property
+    def _params(self) -> list[P]:
+        """PartitionSpecs of the parameters, or of a copy's own parts of them."""
+        if self.own.cuts_params:
+            return [self.own.parts_spec] * len(self.params)
+        return list(self.params)
 
     @property
     def _given(self) -> Given:

@@ -21,7 +21,8 @@ from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec
 from ._replica import Replica
 from ._segment_part import SegmentedSpec
-from ._segmented import Segmented, parts_for
+from ._segment_programs import parts_for
+from ._segmented import Segmented
 from ._slots import make_slots
 from ._uneven import Uneven
 
@@ -91,7 +92,8 @@ def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
     parts = functools.cache(functools.partial(parts_for, spec))
 
     def runner(replica: Replica) -> Segmented:
-        return Segmented(spec, parts(replica.devices[0].platform), sequence, replica, by_part)
+        own = parts(replica.devices[0].platform, replica if replica.axes else None)
+        return Segmented(spec, own, sequence, replica, by_part)
 
     return spec.contribution, runner
 

@@ -1,11 +1,12 @@
 """What the programs of a chain take: bytes of what crosses, of residuals, of temporaries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._graph._graph import Graph
-from .._graph._operations import bytes_of
+from .._graph._operations import leaves
 from .._graph._parts import ChainPart
+from .._plan._sharding import Sharded
 from .._schedule._segment_sequence import CUT, INPUT
 from .._schedule._sequence_replay import Residuals, SegmentCost
 from ._stage import StagePart
@@ -30,6 +31,8 @@ def segment_costs(
     *,
     fused: bool = False,
     offloads: bool = False,
+    sharded: Sharded | None = None,
+    residuals: Sequence[int] | None = None,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
@@ -41,23 +44,36 @@ def segment_costs(
             backward reads and makes.
         fused: Whether all parts and their backwards are one program, which keeps more.
         offloads: Whether what waits may go to host memory, by copies that no program waits for.
+        sharded: How the devices of a copy cut the graph, of which one's part counts; None: it has
+            one device.
+        residuals: For each part the bytes of what its forward leaves besides its inputs and
+            outputs; None: not known before compilation, and those in the midst of a part are taken
+            to be cut as what else has their shape there.
     """
+
+    def bytes_here(v: int) -> int:
+        return graph.values[v].num_bytes // (1 if sharded is None else sharded.num_parts(v))
+
+    def waiting_bytes(v: int) -> int:
+        return graph.values[v].num_bytes if sharded is None else sharded.waiting_bytes(v)
+
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     out = []
     for i, stage in enumerate(stages):
-        own = stage.own_residual_bytes(fused=fused)
-        values = [graph.values[v] for v in crossing[i]]
+        parts = _parts_of_shapes(graph, stage, sharded)
+        own = stage.own_residual_bytes(parts, fused=fused) if residuals is None else residuals[i]
         floats = {v for later in stages[i:] for v in later.above_floats}
-        grads = sum(graph.values[v].num_bytes for v in crossing[i] if v in floats)
+        grads = sum(bytes_here(v) for v in crossing[i] if v in floats)
         if temporary is None:
             forward = 0
-            backward = own + sum(bytes_of(x.shape, x.dtype) for x in stage.trained_shapes)
+            trained = [graph.param_values[stage.params[k]] for k in stage.trained]
+            backward = own + sum(map(bytes_here, trained))
         else:
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
         both = known[i] * (1 + _BACKWARD_WORK) if stage.part.is_last else known[i] * _BACKWARD_WORK
-        residuals = Residuals(
+        left = Residuals(
             name=name,
             # Not none: only the last starts from its input alone.
             num_bytes=0 if stage.part.is_last else max(own, 1),
@@ -70,16 +86,29 @@ def segment_costs(
         out.append(
             SegmentCost(
                 name=stage.part.segment.name,
-                input_bytes=sum(v.num_bytes for v in values),
+                input_bytes=sum(map(waiting_bytes, crossing[i])),
                 input_gradient_bytes=grads,
                 forward_seconds=known[i],
-                residuals=(residuals,),
+                residuals=(left,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + own,
                 offload_seconds=0.0 if offloads else None,
             )
         )
     return out
+
+
+def _parts_of_shapes(
+    graph: Graph, stage: StagePart, sharded: Sharded | None
+) -> Callable[[Sequence[int]], int]:
+    """From a shape to how many parts arrays of it are cut into in a part, the fewest of all."""
+    found: dict[tuple[int, ...], int] = {}
+    if sharded is not None:
+        for op in leaves(stage.part.segment.ops):
+            for v in op.outputs:
+                shape, num = tuple(graph.values[v].shape), sharded.num_parts(v)
+                found[shape] = min(found.get(shape, num), num)
+    return lambda shape: found.get(tuple(shape), 1)
 
 
 def temporary_bytes(compiled: Any) -> int:

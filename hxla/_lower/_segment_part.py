@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE, Env
@@ -20,6 +21,8 @@ from .._graph._segments import segments_at
 from .._jax._cpu_dots import row_major
 from .._model._loss import num_columns
 from .._plan._plan import Plan
+from .._plan._sharding import Sharded, place_in
+from .._planner._complete import check_layers_whole
 from ._contribution import (
     Contribution,
     Tensors,
@@ -27,10 +30,12 @@ from ._contribution import (
     first_only,
     local_largest,
     microbatch_key,
+    pack_specs,
     packs_of,
     row_bits,
 )
 from ._num_terms import num_terms
+from ._replica import Replica
 from ._stage import StagePart
 
 Rows = tuple[int, int, int]  # the dimension, the first row, the one after the last
@@ -50,6 +55,8 @@ class SegmentedSpec:
         num_microbatches: M, of a step.
         num_columns: S, sums of a microbatch.
         seed: Root of all random keys.
+        specs: How each float tensor lies on the axes inside a copy.
+        sharded: How these cut the graph; None: a copy has one device.
     """
 
     graph: Graph
@@ -61,6 +68,25 @@ class SegmentedSpec:
     num_microbatches: int
     num_columns: int
     seed: int
+    specs: tuple[P, ...]
+    sharded: Sharded | None = None
+
+    def lie(self, values: Sequence[int]) -> list[P]:
+        """How values of the graph lie on the axes inside a copy."""
+        if self.sharded is None:
+            return [P()] * len(values)
+        return [self.sharded.spec_of(v) for v in values]
+
+    def lie_waiting(self, values: Sequence[int]) -> list[P]:
+        """How values lie that wait for a later program."""
+        if self.sharded is None:
+            return [P()] * len(values)
+        return [self.sharded.waiting_spec(v) for v in values]
+
+    def lie_sums(self, packs: Sequence[int] | None = None) -> list[tuple[P, ...]]:
+        """How the parts of the sums of packs do; None: of all."""
+        each, num = pack_specs(self.specs, self.packs), self.contribution.form.num_parts
+        return [(each[k],) * num for k in (range(len(each)) if packs is None else packs)]
 
 
 def segmented_spec(
@@ -70,6 +96,8 @@ def segmented_spec(
     trained: tuple[int, ...],
     alone: Collection[int],
     seed: int,
+    specs: Sequence[P],
+    sharded: Sharded | None,
 ) -> SegmentedSpec:
     """What the chain of a plan is made from.
 
@@ -80,9 +108,13 @@ def segmented_spec(
         trained: Places of the parameters that are trained.
         alone: Tensors that are packed with none.
         seed: Root of all random keys.
+        specs: How each float tensor lies on the axes inside a copy.
+        sharded: What these cut; None: there are none.
     """
     assert plan.chain is not None
     ordered, points = graph_at(graph, "work", plan.chain.points)
+    if sharded is not None:
+        check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)
     owners = parts_of_tensors(ordered, parts, tensors, trained)
     num = plan.num_microbatches
@@ -96,6 +128,8 @@ def segmented_spec(
         num_microbatches=num,
         num_columns=num_columns(ordered.metrics),
         seed=seed,
+        specs=tuple(specs),
+        sharded=None if sharded is None else sharded.over(ordered),
     )
 
 
@@ -201,6 +235,7 @@ class SegmentPart:
         shared: See `shared_tensors`.
         wanted: See `wanted_values`.
         on_cpu: Whether arrays are laid out as a CPU likes them.
+        replica: The copy whose devices run it, if there are several.
 
     Attributes:
         stage: The part's own mathematics.
@@ -221,14 +256,16 @@ class SegmentPart:
         shared: Collection[int],
         wanted: Collection[int],
         on_cpu: bool,
+        replica: Replica | None = None,
     ):
         graph, part = spec.graph, spec.parts[index]
         param_of = params_of(graph)
         entries = [i for i, p in enumerate(param_of) if p in spec.trained]
-        self._spec, self._on_cpu = spec, on_cpu
-        self.stage = StagePart(
-            graph, part, AS_THEY_ARE, trained=entries, on_cpu=on_cpu, wanted=wanted
-        )
+        self._spec, self._on_cpu, self._replica = spec, on_cpu, replica
+        lie = AS_THEY_ARE
+        if replica is not None and spec.sharded is not None:
+            lie = spec.sharded.placement(replica.mesh)
+        self.stage = StagePart(graph, part, lie, trained=entries, on_cpu=on_cpu, wanted=wanted)
         self.is_last = part.is_last
         self.params = tuple(param_of[entry] for entry in self.stage.params)
         self._rows = [graph.values[graph.param_values[entry]].rows for entry in self.stage.params]
@@ -362,15 +399,13 @@ class SegmentPart:
                 values[t].append((jnp.zeros(spec.tensors.floats[t].shape), None))
         if not self.packs:
             return sums, peaks_T
-        lay_out = row_major if self._on_cpu else lambda x: x
         exponent = {t: exponents_T[i] for i, t in enumerate(self.tensors)}
         out, peaks = [], dict[int, jax.Array]()
+        readied = iter(self._readied(values))
         for k, old in zip(self.packs, sums, strict=True):
             pack = spec.packs[k]
             if self._shared.isdisjoint(pack):
-                [found], own = local_largest(
-                    [values[t][0][0] for t in pack], lay_out, [list(range(len(pack)))]
-                )
+                found, own = next(readied)
                 scale = exponent[pack[0]]
                 if len(pack) > 1:
                     scale = jnp.stack([exponent[t] for t in pack])[:, None]
@@ -378,12 +413,46 @@ class SegmentPart:
                 peaks |= dict(zip(pack, own, strict=True))
                 continue
             [t] = pack
-            for grad, at in values[t]:
-                [found], [own] = local_largest([grad], lay_out, [[0]])
+            for _, at in values[t]:
+                found, [own] = next(readied)
                 old = self._added_to(old, found, at, exponent[t])
                 peaks[t] = jnp.maximum(peaks.get(t, 0), own)
             out.append(old)
         return out, jnp.maximum(peaks_T * keep, jnp.stack([peaks[t] for t in self.tensors]))
+
+    def _readied(
+        self, values: dict[int, list[tuple[jax.Array, Any]]]
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """What joins the sums, pack by pack, and the bits of the largest magnitudes in it."""
+        packs = [self._spec.packs[k] for k in self.packs]
+        terms = []
+        for pack in packs:
+            if self._shared.isdisjoint(pack):
+                terms.append([values[t][0][0] for t in pack])
+            else:
+                terms += [[x] for x, _ in values[pack[0]]]
+        lay_out = row_major if self._on_cpu else lambda x: x
+
+        def ready(terms: list[list[jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+            found = [local_largest(own, lay_out, [list(range(len(own)))]) for own in terms]
+            return [(x, bits) for [x], bits in found]
+
+        if self._replica is None:
+            return ready(terms)
+        mesh = self._replica.mesh  # whose packs have one tensor each
+        specs = [self._spec.specs[pack[0]] for pack in packs for _ in values[pack[0]]]
+
+        def local(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            found = ready([[x] for x in arrays])
+            bits = jnp.concatenate([own for _, own in found])
+            return [x for x, _ in found], jax.lax.pmax(bits, mesh.axis_names)
+
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
+        )
+        placed = [place_in(mesh, x, s) for [x], s in zip(terms, specs, strict=True)]
+        found, bits_T = mapped(placed)
+        return [(x, bits_T[i : i + 1]) for i, x in enumerate(found)]
 
     def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
         """A sum that began at zero, with a term for all of it or for some rows."""
@@ -408,4 +477,8 @@ class SegmentPart:
         shapes = [spec.tensors.floats[t].shape for t in self.tensors]
         whole = [spec.graph.param_shapes[p] for p in self.params]
         pending = [self.floats.index(v) for v in self.pending]
-        return self.stage.signature(), str((packs, grads, shapes, whole, pending))
+        part, graph = self.stage.part, spec.graph
+        read = [graph.param_values[p] for p in self.stage.params], part.inputs, part.outputs
+        waiting = [spec.lie_waiting(values) for values in read[1:]]
+        lie = [spec.specs[t] for t in self.tensors], [*map(spec.lie, read), *waiting]
+        return self.stage.signature(), str((packs, grads, shapes, whole, pending, lie))

@@ -8,34 +8,24 @@ Legend of shape suffixes: M microbatches of a step, T float tensors.
 """
 
 import dataclasses
-import functools
-import itertools
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._core._types import PyTree
-from .._graph._graph import shapes_of
 from .._graph._low_params import low_params
 from .._schedule._schedules import FORWARD
 from .._schedule._segment_sequence import FETCH, OFFLOAD, SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import SegmentCost, replay_sequence
-from ._contribution import DeviceSums, empty_sums, pack_shapes
-from ._options import update_options
-from ._per_kind import firsts_alike
+from ._contribution import DeviceSums
 from ._replica import Replica
-from ._segment_costs import crossing_values, segment_costs, temporary_bytes
+from ._segment_costs import crossing_values, segment_costs
 from ._segment_part import (
     SegmentedSpec,
-    SegmentPart,
-    first_packs,
-    shared_tensors,
-    wanted_values,
 )
+from ._segment_programs import ChainParts, SegmentPrograms
 from ._stash import Known, Stash, nothing_known
 
 
@@ -90,34 +80,6 @@ class Running:
     microbatches: list[_Microbatch]
 
 
-class ChainParts(NamedTuple):
-    """The parts of a chain on some kind of device: tracing them takes longest.
-
-    Attributes:
-        each: In order.
-        same: For each the first that has the same programs.
-    """
-
-    each: tuple[SegmentPart, ...]
-    same: tuple[int, ...]
-
-
-def parts_for(spec: SegmentedSpec, platform: str) -> ChainParts:
-    """Make the parts.
-
-    Args:
-        spec: What to run.
-        platform: Of the devices.
-    """
-    shared = shared_tensors(spec.graph, spec.parts, spec.trained)
-    wanted = wanted_values(spec.graph, spec.trained)
-    parts = [
-        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=platform == "cpu")
-        for i in range(len(spec.parts))
-    ]
-    return ChainParts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
-
-
 class Segmented:
     """See the module; it is used as `Microbatches` is.
 
@@ -125,7 +87,7 @@ class Segmented:
         spec: What to run.
         parts: Made of it for the platform of the device.
         sequence: What runs for a microbatch.
-        replica: Its device.
+        replica: Its devices.
         by_part: Whether sums are there only while their part runs; see `Layered`.
     """
 
@@ -142,131 +104,19 @@ class Segmented:
         by_part: bool = False,
     ):
         self._spec, self.sequence, self._replica = spec, sequence, replica
-        self._by_part = by_part
         self._stash = Stash(replica) if sequence.offloads else None
-        platform = replica.devices[0].platform
-        shared = shared_tensors(spec.graph, spec.parts, spec.trained)
-        self._shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
-        if by_part:  # their zeros are made when they are needed
-            self._shared = []
-        self._parts, self._same = parts
+        self._parts = parts.each
         self._crossing = crossing_values([part.stage.part for part in self._parts])
-        jit = functools.partial(
-            jax.jit, compiler_options=update_options(platform, spec.contribution.form)
-        )
-        self._jitted = {}
-        for i in sorted(set(self._same)):
-            part = self._parts[i]
-            self._jitted[i] = (
-                {"loss": jit(part.loss, donate_argnums=(6, 7, 8, 9))}
-                if part.is_last
-                else {
-                    "forward": jit(part.forward),
-                    "backward": jit(part.backward, donate_argnums=(8, 9)),
-                }
-            )
-        self._begin = jit(self._begun, donate_argnums=1)
-        self._end = jit(self._whole_peaks)
-
-        def zeros(make: Any) -> Any:
-            empty = jax.tree.map(replica.like, jax.eval_shape(make))
-            return jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, empty))
-
-        self._zeros = zeros(self._empty)
-        #: For each part the sums that begin with it, and what they begin with, by their shapes.
-        self._first_packs = first_packs(spec) if by_part else []
-        shapes = pack_shapes(spec.tensors, spec.packs)
-        self._first_shapes = [tuple(shapes[k] for k in own) for own in self._first_packs]
-        self._fresh = {
-            own: zeros(lambda own=own: [spec.contribution.zeros(shape) for shape in own])
-            for own in dict.fromkeys(self._first_shapes)
-        }
-        self.names = (
-            *(
-                f"the {which} of {spec.parts[i].segment.name}"
-                for i, own in self._jitted.items()
-                for which in own
-            ),
-            "the scales of all parts",
-            "the peaks of all parts",
-            "empty sums",
-            *["empty sums of a part"] * len(self._fresh),
-        )
-        self._compiled: dict[int, dict[str, Any]] = {}
+        self._batch_specs = spec.lie(spec.graph.batch_values)
+        self._programs = programs = SegmentPrograms(spec, parts, replica, by_part)
+        self.names, self.lower, self.adopt = programs.names, programs.lower, programs.adopt
         self._peaks: list[jax.Array] = []
-
-    # -- small programs --------------------------------------------------------------------------
-
-    def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
-        """The scales of each part, and zeros for sums to which several parts add."""
-        scales = [exponents_T[np.array(part.tensors, np.int32)] for part in self._parts]
-        return scales, jax.tree.map(jnp.zeros_like, shared)
-
-    def _whole_peaks(self, peaks: Sequence[jax.Array]) -> jax.Array:
-        """Of all tensors, from those of the parts."""
-        places = np.array([t for part in self._parts for t in part.tensors], np.int32)
-        zeros = jnp.zeros(len(self._spec.tensors.floats), jnp.int32)
-        return zeros.at[places].max(jnp.concatenate(list(peaks)))
-
-    def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
-        sums = empty_sums(self._spec)
-        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
-        return sums._replace(values=[]) if self._by_part else sums, peaks
-
-    # -- compilation -----------------------------------------------------------------------------
-
-    def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
-        """The programs before compilation: of each part that is like no earlier one; the rest."""
-        spec, like = self._spec, self._replica.like
-        batch = [like(x) for x in shapes_of(spec.graph, spec.graph.batch_values)]
-        sums, peaks = jax.tree.map(like, jax.eval_shape(self._empty))
-        values = jax.tree.map(like, jax.eval_shape(lambda: empty_sums(spec).values))
-        shared = [values[k] for k in self._shared]
-        scales, _ = jax.tree.map(like, jax.eval_shape(self._begun, exponents, shared))
-        where = np.zeros(3, np.int32)
-
-        def arrays(values: Sequence[int]) -> list[Any]:
-            return [like(x) for x in shapes_of(spec.graph, values)]
-
-        out = []
-        for i, programs in self._jitted.items():
-            part = self._parts[i]
-            stage = part.stage
-            own = [params[p] for p in part.params], part.starts
-            given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
-            joined = [values[k] for k in part.packs], peaks[i], scales[i]
-            inputs = arrays(stage.part.inputs)
-            if part.is_last:
-                small = sums.small_MS, sums.ints
-                out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
-                continue
-            out.append(programs["forward"].lower(*own, inputs, *given))
-            saved = [like(x) for x in stage.residuals]
-            grads = arrays(stage.below_floats)
-            late = arrays(part.pending)
-            out.append(programs["backward"].lower(*own, saved, *given, grads, late, *joined))
-        return [
-            *out,
-            self._begin.lower(exponents, shared),
-            self._end.lower(peaks),
-            self._zeros.lower(),
-            *(program.lower() for program in self._fresh.values()),
-        ]
-
-    def adopt(self, compiled: Sequence[Any]) -> None:
-        """Take over the programs of `lower`, compiled."""
-        flat = iter(compiled)
-        self._compiled = {
-            i: {name: next(flat) for name in programs} for i, programs in self._jitted.items()
-        }
-        self._begin, self._end, self._zeros = itertools.islice(flat, 3)
-        self._fresh = dict(zip(self._fresh, flat, strict=True))
 
     # -- running ---------------------------------------------------------------------------------
 
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
-        sums, self._peaks = self._zeros()
+        sums, self._peaks = self._programs.zeros()
         return sums  # type: ignore[no-any-return]
 
     def run(
@@ -313,14 +163,18 @@ class Segmented:
         """What the operations of a step begin with; see `run`."""
         sums = sums or self.empty()
         values: list[Any] = list(sums.values) or [None] * len(self._spec.packs)
-        scales, zeros = self._begin(exponents, [values[k] for k in self._shared])
-        for k, x in zip(self._shared, zeros, strict=True):
+        shared = self._programs.shared
+        scales, zeros = self._programs.begin(exponents, [values[k] for k in shared])
+        for k, x in zip(shared, zeros, strict=True):
             values[k] = x
         of_aux = [[aux[k] for k in part.aux] for part in self._parts]
         microbatches = []
         for n, (index, batch) in enumerate(zip(ids, batches, strict=True)):
             where = np.array([step, index, n > 0], np.int32)
             leaves = jax.tree.leaves(batch)
+            # A program of one device takes host arrays itself.
+            if self._replica.axes:
+                leaves = self._replica.put_tree(leaves, self._batch_specs)
             given = [
                 (x, [leaves[k] for k in part.batch], where)
                 for part, x in zip(self._parts, of_aux, strict=True)
@@ -342,7 +196,7 @@ class Segmented:
         assert not any({**m.away_inputs, **m.away_saved} for m in running.microbatches)
         self.wait()
         self._peaks = running.peaks
-        peaks_T = self._end(self._peaks)
+        peaks_T = self._programs.end(self._peaks)
         values = [x for x in running.values if x is not None]
         return DeviceSums(running.small_MS, peaks_T, values, running.ints), peaks_T
 
@@ -368,9 +222,9 @@ class Segmented:
 
     def make_sums(self, running: Running, i: int) -> None:
         """Zeros for the sums that begin with a part."""
-        if self._first_packs[i]:
-            zeros = self._fresh[self._first_shapes[i]]()
-            for k, x in zip(self._first_packs[i], zeros, strict=True):
+        packs = self._programs.first_packs[i]
+        if packs:
+            for k, x in zip(packs, self._programs.fresh(i), strict=True):
                 running.values[k] = x
 
     def mark(self, running: Running, i: int, is_backward: bool, last: int) -> jax.Array | None:
@@ -429,7 +283,7 @@ class Segmented:
         i, part, inputs = op.segment, self._parts[op.segment], own.inputs
         before = inputs[i] if op.keeps_input else inputs.pop(i)
         read = [before[v] for v in part.stage.part.inputs]
-        program = self._compiled[self._same[i]]["forward"]
+        program = self._programs.of(i)["forward"]
         made, kept = program(*running.own[i], read, *own.given[i])
         if op.residuals:
             own.saved[i] = part.stage.all_residuals(read, made, kept)
@@ -440,7 +294,7 @@ class Segmented:
     def _backward(self, running: Running, own: _Microbatch, op: SegmentOperation) -> None:
         i, part = op.segment, self._parts[op.segment]
         own.top = i - 1
-        programs, values = self._compiled[self._same[i]], running.values
+        programs, values = self._programs.of(i), running.values
         before = own.inputs.pop(i, {})
         own.away_inputs.pop(i, None)
         own.away_saved.pop(i, None)
@@ -472,14 +326,16 @@ class Segmented:
 
     def costs(self) -> list[SegmentCost]:
         """What the programs of each part take, once they are compiled."""
-        temporary = [
-            tuple(temporary_bytes(program) for program in self._compiled[i].values())
-            for i in self._same
-        ]
-        stages = [part.stage for part in self._parts]
-        return segment_costs(self._spec.graph, stages, temporary, offloads=self._stash is not None)
+        places = range(self.num_parts)
+        return segment_costs(
+            self._spec.graph,
+            [part.stage for part in self._parts],
+            list(map(self._programs.temporary_bytes, places)),
+            offloads=self._stash is not None,
+            sharded=self._spec.sharded,
+            residuals=list(map(self._programs.residual_bytes, places)),
+        )
 
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if made by part."""
-        each = 4 * self._spec.contribution.form.num_parts
-        return [each * sum(map(math.prod, shapes)) for shapes in self._first_shapes]
+        return self._programs.sums_bytes()

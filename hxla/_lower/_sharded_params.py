@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
 from .._plan._ownership import Ownership
+from .._plan._stage_storage import piece_shape
 from ._chunks import Chunks, all_gather
 from ._options import extra_bytes
 from ._own_update import gathered_dtype, unflat
@@ -57,6 +58,7 @@ class ShardedParams:
         reducer: Knows all copies.
         own: Who has what.
         params: Shapes of the trained parameters, whole.
+        specs: How they lie on the axes inside a copy.
         like: From a trained parameter and a copy to the shape of what it has.
         groups: The parameters of each group, by their numbers; one may be in several.
         low: For each group those that are read in a dtype of 16 bits only, with the dtype.
@@ -68,13 +70,19 @@ class ShardedParams:
         reducer: Reducer,
         own: Ownership,
         params: Sequence[jax.ShapeDtypeStruct],
+        specs: Sequence[P],
         like: Callable[[int, int], jax.ShapeDtypeStruct],
         groups: Sequence[Sequence[int]],
         low: Sequence[Mapping[int, str]],
         options: dict[str, Any],
     ):
-        self._reducer, self._own, self._params, self._like = reducer, own, list(params), like
+        self._reducer, self._own, self._like, self._specs = reducer, own, like, list(specs)
         self._options, shares = options, own.shares
+        #: Shapes of a device's parts, whole but for what the axes cut.
+        self._params = params = [
+            jax.ShapeDtypeStruct(piece_shape(x.shape, spec, dict(own.axes)), x.dtype)
+            for x, spec in zip(params, specs, strict=True)
+        ]
         units: list[_Unit] = []
         #: For each group its units, and those that bring the same as it is.
         self._of_group: list[tuple[list[int], list[int]]] = []
@@ -94,7 +102,10 @@ class ShardedParams:
         self._same = firsts_alike(
             (
                 unit.dtype,
-                tuple((params[t].shape, params[t].dtype, shares.owners[t]) for t in unit.tensors),
+                tuple(
+                    (params[t].shape, params[t].dtype, shares.owners[t], specs[t])
+                    for t in unit.tensors
+                ),
             )
             for unit in units
         )
@@ -139,10 +150,20 @@ class ShardedParams:
                 flat = [jax.lax.bitcast_convert_type(x, sent) for x in flat]
             return chunks.chunk(flat, copy)
 
-        like = [replica.like(self._like(t, copy)) for t in unit.tensors]
+        lie = self._own.parts_spec
+        like = [replica.like(self._like(t, copy), lie) for t in unit.tensors]
+        run: Any = hxla_pack
+        if replica.axes:
+            run = jax.shard_map(
+                run,
+                mesh=replica.mesh,
+                in_specs=([lie] * len(like),),
+                out_specs=lie,
+                check_vma=False,
+            )
         # A copy that owns nothing of the unit makes zeros, and makes them where it is.
-        where = replica.sharding(P())
-        return jax.jit(hxla_pack, out_shardings=where, compiler_options=self._options).lower(like)
+        where = replica.sharding(lie)
+        return jax.jit(run, out_shardings=where, compiler_options=self._options).lower(like)
 
     def _gather_program(self, u: int) -> Any:
         chunks, unit = self._chunks[u], self._units[u]
@@ -154,16 +175,16 @@ class ShardedParams:
                 flat = jax.lax.bitcast_convert_type(flat, jnp.dtype(unit.dtype))
             return unflat(chunks, flat, own)
 
-        mesh = self._reducer.arrays.mesh
+        arrays = self._reducer.arrays
         mapped = jax.shard_map(
             hxla_gather,
-            mesh=mesh,
-            in_specs=P(DATA_AXIS),
-            out_specs=[P()] * len(own),
+            mesh=arrays.mesh,
+            in_specs=arrays.own_spec,
+            out_specs=[self._specs[t] for t in unit.tensors],
             check_vma=False,
         )
-        size = chunks.longest * len(chunks.lengths)
-        sharding = NamedSharding(mesh, P(DATA_AXIS))
+        size = chunks.longest * len(chunks.lengths) * arrays.num_inner
+        sharding = NamedSharding(arrays.mesh, arrays.own_spec)
         return jax.jit(mapped, donate_argnums=0, compiler_options=self._options).lower(
             jax.ShapeDtypeStruct((size,), sent, sharding=sharding)
         )
@@ -202,7 +223,8 @@ class ShardedParams:
         packed = [pack([on_device(own[t]) for t in unit.tensors]) for pack, own in packs]
         chunk = self._reducer.arrays.join(packed, self._chunks[u].lengths)
         found = self._gathers[same](chunk)
-        each = [self._reducer.arrays.local_parts(x, P()) for x in found]
+        lie = [self._specs[t] for t in unit.tensors]
+        each = list(map(self._reducer.arrays.local_parts, found, lie))
         return [
             {t: parts[i] for t, parts in zip(unit.tensors, each, strict=True)}
             for i in range(len(pieces))
@@ -222,12 +244,13 @@ class ShardedParams:
         return sum(x.size * x.dtype.itemsize for x in own)
 
     def piece_bytes(self, g: int) -> int:
-        """Bytes of what the first local copy has of a group."""
+        """Bytes of what a device of the first local copy has of a group."""
         copy, tensors = self._reducer.local[0].index, set[int]()
         for u in self._of_group[g][0]:
             tensors.update(self._units[u].tensors)
         own = [self._like(t, copy) for t in tensors]
-        return sum(x.size * jnp.dtype(x.dtype).itemsize for x in own)
+        num = self._reducer.arrays.num_inner
+        return sum(x.size * jnp.dtype(x.dtype).itemsize for x in own) // num
 
     def gather_bytes(self, g: int) -> int:
         """Bytes of one device while a group's parameters are made whole, once it is compiled."""

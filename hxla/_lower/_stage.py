@@ -168,16 +168,20 @@ class StagePart:
                 own += 1
         return out
 
-    def own_residual_bytes(self, *, fused: bool = False) -> int:
+    def own_residual_bytes(
+        self, parts: Callable[[Sequence[int]], int] = lambda _: 1, *, fused: bool = False
+    ) -> int:
         """Of what a forward leaves for its backward besides its inputs and outputs.
 
         Args:
+            parts: From the shape of an array to how many parts it is cut into, of which one counts.
             fused: Whether both are one program with those of the other parts, in which XLA runs
                 again only what it fuses into its readers.
         """
         halves = self._halved(is_fused) if fused else self._passes
         pairs = zip(self._places(halves), halves.kept, strict=True)
-        return sum(bytes_of(x.shape, x.dtype) for (where, _), x in pairs if where == "own")
+        own = [x for (where, _), x in pairs if where == "own"]
+        return sum(bytes_of(x.shape, x.dtype) // parts(x.shape) for x in own)
 
     @property
     def below_floats(self) -> tuple[int, ...]:
@@ -188,11 +192,6 @@ class StagePart:
     def above_floats(self) -> tuple[int, ...]:
         """Values that it reads of whose gradient it makes a part."""
         return tuple(self.above.values[i] for i in self.above.floats)
-
-    @property
-    def trained_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the gradients of its parameters."""
-        return [self._shapes[0][i] for i in self.trained]
 
     @property
     def reads_its_input(self) -> bool:

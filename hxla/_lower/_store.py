@@ -76,6 +76,8 @@ class Store:
             *jax.tree.leaves(self._opt_shapes),
         ]
         self._first_leaf = len(specs.params) + len(specs.aux)  # of the optimizer's state
+        #: How what each copy has of each leaf lies on its devices.
+        self._lie = specs.leaves() if own is None else own.held_specs
         places = range(self._first_leaf, len(self._shapes))
         self._elsewhere = Elsewhere(
             own, reducer.local, len(specs.params), places, make_shelf, params_on_host
@@ -106,7 +108,7 @@ class Store:
             gather: Name and text to the texts of all processes.
             weights: For each array what reads it from a file; None for one that is the model's own.
         """
-        specs = [*self._specs.params, *self._specs.aux]
+        specs = self._lie[: self._first_leaf]
         given = list(weights) if weights is not None else [None] * len(specs)
         if None not in given:
             own: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
@@ -141,7 +143,8 @@ class Store:
                 whole = self._own.evenly(places[t], parts)
                 whole = self._reducer.host.whole(whole)
             for arrays, replica in zip(given, self._reducer.local, strict=True):
-                arrays[t] = None if whole is None else replica.put(whole)
+                spec = self._specs.params[places[t]]
+                arrays[t] = None if whole is None else replica.put(whole, spec)
         initial = InitialOptState(
             self._optimizer,
             self._trained_def,
@@ -149,10 +152,7 @@ class Store:
             self._shapes[self._first_leaf :],
             self._specs.padding,
         )
-        specs = self._specs.leaves()
-        if self._own is not None:
-            specs = self._own.held_specs
-        specs = specs[self._first_leaf :]
+        specs = self._lie[self._first_leaf :]
 
         def lowered(chosen: Sequence[int], i: int) -> Any:
             copy = self._reducer.local[i].index
@@ -218,7 +218,7 @@ class Store:
 
     def _made(self, given: Sequence[Read | None]) -> list[list[Any]]:
         """The model's own arrays, each made where it lies; None where there is another."""
-        specs = [*self._specs.params, *self._specs.aux]
+        specs = self._lie[: self._first_leaf]
         paddings = self._specs.padding.leaves()
         own: list[list[Any]] = [[None] * len(specs) for _ in self._reducer.local]
         inits: dict[Any, list[Any]] = {}
@@ -250,7 +250,7 @@ class Store:
         own = [None if read else x for x, read in zip(leaves, given, strict=True)]
         digests = " ".join("-" if x is None else f"{zlib.crc32(array_bytes(x)):08x}" for x in own)
         found = [text.split() for text in gather("initial arrays", digests)]
-        specs = [*self._specs.params, *self._specs.aux]
+        specs = self._lie[: self._first_leaf]
         paddings = self._specs.padding.leaves()
         placed: list[list[Any]] = [[] for _ in self._reducer.local]
         for i, (x, spec) in enumerate(zip(own, specs, strict=True)):

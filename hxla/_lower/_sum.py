@@ -110,12 +110,14 @@ class Reducer:
         self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
         told = len(self.replicas), NUM_TOLD
         self._small_shapes = [told, row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
-        sizes = [
-            math.prod(piece_shape(shape, spec, dict(self._inner)))
-            for shape, spec in zip(self._shapes, self._specs, strict=True)
+        axes = dict(self._inner)
+        #: Of the sums of each pack on a device.
+        self._sizes = [
+            math.prod(piece_shape(*own, axes))
+            for own in zip(self._shapes, self._specs, strict=True)
         ]
         if groups is None:
-            self._buckets = buckets(sizes, contribution.form.bucket_mib << 18, self._rows)
+            self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
         else:
             self._buckets = [[], *map(list, groups)]  # the first has the small arrays
         self._at_once = range(len(self._buckets) if groups is None else 1)
@@ -124,7 +126,7 @@ class Reducer:
         self._params = len(tensors.params)
         #: Of each on a device.
         self._tensor_sizes = [
-            math.prod(piece_shape(x.shape, spec, dict(self._inner)))
+            math.prod(piece_shape(x.shape, spec, axes))
             for x, spec in zip(tensors.floats, specs, strict=True)
         ]
         #: For each bucket how the sums of its parameters are shared out; none if they are not.
@@ -291,7 +293,7 @@ class Reducer:
             ([owners[i] for i in own if i < self._params], len(own), own[0] < self._params)
             for own in (self._packs[p] for p in self._buckets[k])
         ]
-        return str((packs, [self._shapes[p] for p in self._buckets[k]]))
+        return str((packs, [(self._shapes[p], self._specs[p]) for p in self._buckets[k]]))
 
     def lower(self) -> list[Any]:
         """The programs of all buckets before compilation; of like groups there is one."""
@@ -325,7 +327,8 @@ class Reducer:
         sizes = [longest] if self.chunks[k].tensors else []
         sizes += [self._totals.even_length(others)] if others else []
         parts = map(self._totals.part_of, sizes)
-        return [(self._shape((size,), P(), dtype),) * num for size in parts]
+        inner, spec = self.arrays.num_inner, self.arrays.inner_spec
+        return [(self._shape((inner * size,), spec, dtype),) * num for size in parts]
 
     @property
     def text(self) -> str:
@@ -403,7 +406,7 @@ class Reducer:
 
     def group_bytes(self, k: int) -> GroupBytes:
         """What a group takes, once it is compiled; `k` is its number."""
-        sums = sum(math.prod(self._shapes[i]) for i in self._buckets[k + 1])
+        sums = sum(self._sizes[i] for i in self._buckets[k + 1])
         waiting = sum(4 * x.size for own in self._waiting(k + 1) for x in own)
         programs = [self.programs[k + 1], self._early.get(self._same[k + 1])]
         here = [p for p in programs if p is not None and self.arrays.is_in_place]
@@ -411,7 +414,7 @@ class Reducer:
             sums=4 * self._contribution.form.num_parts * sums,
             adding=max(map(extra_bytes, here), default=0),
             totals=4 * sum(self._total_sizes(k + 1)),
-            waiting=waiting // len(self.arrays.places),
+            waiting=waiting // len(self.arrays.devices),
         )
 
     def _totals_of(self, k: int, found: Sequence[jax.Array]) -> list[list[jax.Array]]:

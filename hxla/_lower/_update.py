@@ -1,6 +1,7 @@
 """The program that updates a replica's state from the sums of a step."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -142,8 +143,10 @@ def whole_sums(spec: UpdateSpec, has_axes: bool, given: Given) -> list[jax.Array
     """
     floats = spec.tensors.floats
     found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
-    combined = dict(enumerate(found))
-    if not has_axes:
+    if has_axes:
+        combined = dict(zip(itertools.chain(*spec.buckets), found, strict=True))
+    else:
+        combined = {}
         for flat, bucket in zip(found, spec.buckets, strict=True):
             ends = np.cumsum([floats[i].size for i in bucket])
             for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):

@@ -258,8 +258,11 @@ def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
     cut = f"copies of the model are cut by {axes}"
     if num == 1:
         yield f"placement.zero: {cut}, and one copy has nobody to share with: use 0"
-    if placement.zero > 1:
-        yield f"placement.zero: {cut}, which share out the optimizer's state only: use 1 or 0"
+    if placement.zero > 1 and plan.pipeline is not None:
+        yield (
+            f"placement.zero: {cut}, and those in stages share out the optimizer's state only: use "
+            "1 or 0"
+        )
     if plan.is_uneven:
         yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
     if placement.shares:
@@ -342,10 +345,15 @@ def _of_chain(plan: Any) -> Iterator[str]:
     chain = plan.chain
     if plan.axes:
         axes = ", ".join(axis.name for axis in plan.axes)
-        yield (
-            f"chain: segments are programs of one device, the copies are cut by {axes}: leave it "
-            "out"
-        )
+        cut = f"the copies are cut by {axes}"
+        if plan.pipeline is not None:
+            yield f"chain: {cut}, and stages are segments of their own: leave it out"
+        elif plan.is_uneven:
+            yield f"chain: {cut} in unlike parts, in which no segment can wait: leave it out"
+        if plan.placement.stash != "device":
+            yield f"placement.stash: {cut}, whose values stay on their devices: use 'device'"
+        if plan.placement.parameters != "device":
+            yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
     firsts = [segment.first for segment in chain.segments]
     if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
         yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"

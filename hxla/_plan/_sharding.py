@@ -138,6 +138,25 @@ class Sharded:
         """For each mesh axis the dimension of a value that it cuts, as its maker leaves it."""
         return {name: axis.made.get(value) for name, axis in self.axes.items()}
 
+    def waiting_spec(self, value: int) -> P:
+        """How a value lies on the mesh while it waits for a later program.
+
+        What is whole on every device is cut over all of them, in the first dimension that divides:
+        ZeRO-R's partitioned activations (Rajbhandari et al., SC 2020, section 6.1).
+        """
+        own, known = self.spec_of(value), self.graph.values[value]
+        if any(own) or not known.differentiable:
+            return own
+        num = math.prod(axis.num_devices for axis in self.axes.values())
+        dim = next((d for d, n in enumerate(known.shape) if n and n % num == 0), None)
+        return own if dim is None else to_spec([*[()] * dim, tuple(self.axes)])
+
+    def waiting_bytes(self, value: int) -> int:
+        """Bytes on one device of a value that waits for a later program."""
+        is_cut = self.waiting_spec(value) != self.spec_of(value)
+        num = math.prod(axis.num_devices for axis in self.axes.values())
+        return self.graph.values[value].num_bytes // (num if is_cut else self.num_parts(value))
+
     def param_specs(self) -> list[P]:
         """PartitionSpec of every parameter, in the order of the leaves."""
         return [self.spec_of(v) for v in self.graph.param_values]

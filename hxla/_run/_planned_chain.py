@@ -14,6 +14,7 @@ from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE
 from .._graph._parts import graph_at, graph_of
+from .._lower._inputs import sharded_of
 from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
 from .._lower._stage import StagePart
@@ -26,6 +27,7 @@ from .._plan._plan_parts import (
     RunnerUp,
     Tier,
 )
+from .._plan._sharding import Sharded
 from .._planner._inner_split import described_speed
 from .._planner._memory_forms import MemoryForms, best_of
 from .._planner._memory_values import (
@@ -37,7 +39,7 @@ from .._planner._memory_values import (
 )
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
-from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
+from ._segments_of_job import gathered_bytes, param_bytes, piece_of, segments_of_job
 from ._shared_state import (
     could_share,
     group_options,
@@ -93,8 +95,10 @@ def with_memory(
                 "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of "
                 "the model has its share of them: set it, or leave it out"
             )
+    if plan.pipeline is not None or plan.is_uneven:
+        return _of_whole_programs(job, plan, cluster, stages[0], tier, groups[0])
     if plan.axes:
-        return _of_cut_copies(job, plan, cluster, stages[0], tier, groups[0])
+        _check_cut_copies(job, plan, stages)
     _check_chain(job, plan)
     is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
     if asked == "auto" and not is_described:
@@ -158,31 +162,39 @@ def _compiled_lack(
     return max(map(float, job.gather("bytes of the programs", str(max(own)))))
 
 
-def _of_cut_copies(
+def _of_whole_programs(
     job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier, groups: int
 ) -> Plan:
-    """One whose copies are of several devices, which hold their own parts."""
-    cut = f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
+    """One whose copies are pipelines, or cut into unlike parts: nothing there is segments."""
+    cut = _cut(plan)
     if stage > 1:
         raise PlanError(
-            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
+            f"memory.zero={stage}: {cut} in stages or in unlike parts, which share out the "
+            "optimizer's state only: use 1 or 0"
         )
     if job.settings.memory.recompute is not None:
         raise PlanError(
-            f"memory.recompute: {cut}; there, pipeline.recompute "
+            f"memory.recompute: {cut} in stages or in unlike parts; there, pipeline.recompute "
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
-    if job.settings.memory.offload.stash != "device":
-        raise PlanError(
-            f"memory.offload.stash='host': {cut}, and only what "
-            "waits in copies of one device can go to the host: leave it out"
-        )
-    if stage and not isinstance(job.settings.memory.shares, str):
-        raise PlanError(
-            f"memory.shares: {cut}, which share the optimizer's state evenly: leave it out"
-        )
+    _check_cut_copies(job, plan, (stage,))
     _check_segments(job)
     return with_shared_state(job, plan, cluster, stage, (), tier, groups)
+
+
+def _cut(plan: Plan) -> str:
+    return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
+
+
+def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None:
+    """Refuse what only copies of one device can have."""
+    if job.settings.memory.offload.stash != "device":
+        raise PlanError(
+            f"memory.offload.stash='host': {_cut(plan)}, and only what "
+            "waits in copies of one device can go to the host: leave it out"
+        )
+    if any(stages) and not isinstance(job.settings.memory.shares, str):
+        raise PlanError(f"memory.shares: {_cut(plan)}, which share the state evenly: leave it out")
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
@@ -235,29 +247,34 @@ def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
     """What a copy takes, with the optimizer's state on the device."""
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
+    sharded = sharded_of(graph, plan)
 
     @functools.cache
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
         away = job.settings.memory.offload.stash != "device"
-        costs, fused = costs_of(graph, points, model.trained_places, offloads=away)
+        costs, fused = costs_of(graph, points, model.trained_places, offloads=away, sharded=sharded)
         is_exact = plan.sums.kind == "exact"
         return ChainBytes(
             costs=costs,
             fused=fused,
-            parameter_bytes=tuple(param_bytes(job, size)),
-            gathered_bytes=tuple(gathered_bytes(job, size, keeps_roundings=is_exact)),
+            parameter_bytes=tuple(param_bytes(job, plan)),
+            gathered_bytes=tuple(gathered_bytes(job, plan, keeps_roundings=is_exact)),
         )
 
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
+    own = sum(math.prod(piece_of(plan, p)) for p in model.trained_places)
+    values = graph_of(graph).values
+    parts = [1] * len(values) if sharded is None else map(sharded.num_parts, range(len(values)))
     return ModelBytes(
-        parameters=plan.parameter_bytes,
-        trained=4 * sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained)),
+        parameters=plan.device_parameter_bytes,
+        trained=4 * own,
         num_sums=plan.sums.num_parts,
-        optimizer=job.optimizer_bytes(size),
+        optimizer=job.optimizer_bytes(size) * own / max(whole, 1),
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
         inputs=job.batch_bytes(size),
-        values=sum(value.num_bytes for value in graph_of(graph).values),
+        values=sum(value.num_bytes // num for value, num in zip(values, parts, strict=True)),
         chain=chain,
     )
 
@@ -265,13 +282,16 @@ def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
 def _forms(
     job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, tier: Tier, groups: int
 ) -> MemoryForms:
-    shares = job.settings.memory.shares
+    # What each device of a copy has is shared out evenly.
+    shares = "even" if plan.axes else job.settings.memory.shares
     on_device = 1 if tier == "device" else PART_ON_DEVICE
     compute = job.precision.compute
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
-    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
-    speeds = [described_speed(device, compute) for device in devices]
+    copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
+    # Of several alike devices the one that has least memory; they work at the pace of the slowest.
+    devices = [min(own, key=lambda d: d.memory_bytes or math.inf) for own in copies]
+    speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
     return MemoryForms(
         dataclasses.replace(model, optimizer=model.optimizer * on_device),
         [
@@ -365,9 +385,9 @@ def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
         remedy = "a smaller microbatch_size, or more or larger devices"
     else:
         remedy = "a smaller microbatch_size, a larger device, or several that share the state"
-    if form.tier == "device" and held.optimizer:
+    if form.tier == "device" and held.optimizer and not plan.axes:
         remedy += ", or memory.offload.optimizer = 'host'"
-    if form.stash == "device" and held.activations > held.optimizer:
+    if form.stash == "device" and held.activations > held.optimizer and not plan.axes:
         remedy += ", or memory.offload.stash = 'host'"
     return (
         f"a microbatch does not fit beside the state: of all that may be done, {form} lacks "
@@ -382,6 +402,7 @@ def costs_of(
     trained: Collection[int],
     *,
     offloads: bool = False,
+    sharded: Sharded | None = None,
 ) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
     """What each segment takes before it is compiled, as programs of its own and as a part of one.
 
@@ -390,6 +411,7 @@ def costs_of(
         points: Where it is cut.
         trained: Places of the parameters that are trained.
         offloads: Whether what waits may go to host memory.
+        sharded: How the devices of a copy cut it; None: it has one device.
     """
     ordered, own = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
@@ -398,7 +420,9 @@ def costs_of(
         StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
         for part in direct_parts(ordered, own)
     ]
+    cut = None if sharded is None else sharded.over(ordered)
     alone, fused = (
-        segment_costs(ordered, stages, fused=one, offloads=offloads) for one in (False, True)
+        segment_costs(ordered, stages, fused=one, offloads=offloads, sharded=cut)
+        for one in (False, True)
     )
     return tuple(alone), tuple(fused)

@@ -8,6 +8,7 @@ from .._graph._operations import bytes_of
 from .._graph._parts import graph_of
 from .._graph._repeats import layer_points, module_points
 from .._graph._segments import Segment, segments_at
+from .._plan._plan import Plan
 from ._traced_job import TracedJob
 
 
@@ -27,26 +28,34 @@ def segments_of_job(job: TracedJob, size: int) -> tuple[tuple[int, ...], tuple[S
     return points, tuple(segments_at(opened, points))
 
 
-def param_bytes(job: TracedJob, size: int) -> list[int]:
-    """Bytes of the parameters that each segment reads, as float32."""
-    graph, read = _read_by_segments(job, size)
-    return [4 * sum(math.prod(graph.param_shapes[p]) for p in own) for _, own in read]
+def param_bytes(job: TracedJob, plan: Plan) -> list[int]:
+    """Bytes of a device's parts of the parameters that each segment reads, as float32."""
+    shapes = [piece_of(plan, p) for p in range(len(plan.parameters))]
+    _, read = _read_by_segments(job, plan.microbatch_size)
+    return [4 * sum(math.prod(shapes[p]) for p in own) for _, own in read]
 
 
-def gathered_bytes(job: TracedJob, size: int, *, keeps_roundings: bool) -> list[int]:
+def piece_of(plan: Plan, p: int) -> tuple[int, ...]:
+    """The shape of a device's part of a parameter."""
+    own = plan.parameters[p]
+    cuts = own.cuts(plan.axis_sizes)
+    return tuple(n // num for n, num in zip(own.padded_shape, cuts, strict=True))
+
+
+def gathered_bytes(job: TracedJob, plan: Plan, *, keeps_roundings: bool) -> list[int]:
     """The same as stage 3 of ZeRO gathers them.
 
     Args:
         job: That is planned.
-        size: Examples of a microbatch.
+        plan: Of it.
         keeps_roundings: Whether what is only read in 16 bits travels so, as with exact sums.
     """
-    graph, read = _read_by_segments(job, size)
+    graph, read = _read_by_segments(job, plan.microbatch_size)
     out = []
     for segment, own in read:
         low = low_params(graph, segment) if keeps_roundings else {}
         dtypes = {p: low.get(p, graph.values[graph.param_values[p]].dtype) for p in own}
-        out.append(sum(bytes_of(graph.param_shapes[p], dtype) for p, dtype in dtypes.items()))
+        out.append(sum(bytes_of(piece_of(plan, p), dtype) for p, dtype in dtypes.items()))
     return out
 
 

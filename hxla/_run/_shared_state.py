@@ -127,6 +127,19 @@ def could_share(plan: Plan) -> bool:
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
 
 
+def _may_share(job: TracedJob, plan: Plan) -> bool:
+    """Whether copies may share state out although nobody asked for it.
+
+    What the optimizer treats as a whole, no device has of copies that are cut.
+    """
+    if not plan.axes:
+        return could_share(plan)
+    if len(plan.replicas) == 1 or plan.pipeline is not None or plan.is_uneven or plan.sums.sparse:
+        return False
+    owners = _ownership(job, plan, (1,) * len(plan.replicas)).shares.owners
+    return all(owner is None for owner in owners)
+
+
 def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     """The numbers of groups of copies, sharing the state out, that the settings leave open.
 
@@ -156,7 +169,7 @@ def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ..
             ) from error
     else:
         found = (1,)
-        if could_share(plan) and plan.sums.over == "device" and isinstance(shares, str):
+        if _may_share(job, plan) and plan.sums.over == "device" and isinstance(shares, str):
             with contextlib.suppress(PlanError):  # nodes that make no groups
                 found = (1, groups_of_nodes(plan, cluster))
     if not isinstance(shares, str) and len(shares) != num // found[0]:
@@ -194,7 +207,7 @@ def stages_to_try(job: TracedJob, plan: Plan) -> tuple[int, ...]:
             f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
             "and the copies of the model drift apart: leave it out or set it to 1"
         )
-    if asked is not None or not could_share(plan):
+    if asked is not None or not _may_share(job, plan):
         return (asked or least,)
     return STAGES[least:] if plan.sums.over == "device" else STAGES[least:-1]
 

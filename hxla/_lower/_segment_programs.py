@@ -1,0 +1,273 @@
+"""The programs of a chain: of its parts, and the small ones around them.
+
+Legend of shape suffixes: T float tensors.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._core._types import PyTree
+from .._graph._graph import shapes_of
+from .._graph._operations import bytes_of
+from .._plan._stage_storage import piece_shape
+from ._contribution import DeviceSums, empty_sums, pack_shapes
+from ._options import update_options
+from ._per_kind import firsts_alike
+from ._replica import Replica
+from ._segment_costs import temporary_bytes
+from ._segment_part import (
+    SegmentedSpec,
+    SegmentPart,
+    first_packs,
+    shared_tensors,
+    wanted_values,
+)
+
+
+class ChainParts(NamedTuple):
+    """The parts of a chain on some kind of device: tracing them takes longest.
+
+    Attributes:
+        each: In order.
+        same: For each the first that has the same programs.
+    """
+
+    each: tuple[SegmentPart, ...]
+    same: tuple[int, ...]
+
+
+def parts_for(spec: SegmentedSpec, platform: str, replica: Replica | None) -> ChainParts:
+    """Make the parts.
+
+    Args:
+        spec: What to run.
+        platform: Of the devices.
+        replica: These, if there are several; None: a single one, whichever it is.
+    """
+    shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+    wanted, on_cpu = wanted_values(spec.graph, spec.trained), platform == "cpu"
+    parts = [
+        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=on_cpu, replica=replica)
+        for i in range(len(spec.parts))
+    ]
+    return ChainParts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
+
+
+class SegmentPrograms:
+    """What a copy of the model runs of a chain.
+
+    Args:
+        spec: Of the chain.
+        parts: Made of it.
+        replica: The copy.
+        by_part: Whether sums are there only while their part runs; see `Layered`.
+
+    Attributes:
+        names: Of all programs, in the order of `lower`.
+        shared: Packs to which several parts add, whose sums begin with a step.
+        first_packs: For each part the packs whose sums begin with its backward; none if not by
+            part.
+        begin: `(exponents, shared sums)` to the scales of each part, and zeros for these sums.
+        end: The peaks of all tensors, from those of the parts.
+        zeros: Empty sums, and peaks of each part.
+    """
+
+    def __init__(self, spec: SegmentedSpec, parts: ChainParts, replica: Replica, by_part: bool):
+        self._spec, self._replica, self._by_part = spec, replica, by_part
+        self._parts, self._same = parts
+        shared = shared_tensors(spec.graph, spec.parts, spec.trained)
+        of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
+        self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
+        self._options = update_options(replica.devices[0].platform, spec.contribution.form)
+        self._jitted = {i: self._of_part(self._parts[i]) for i in sorted(set(self._same))}
+        scales = [P()] * len(self._parts), spec.lie_sums(self.shared)
+        self.begin = self._jit(self._begun, scales, donate_argnums=1)
+        self.end = self._jit(self._whole_peaks, P())
+        values = [] if by_part else spec.lie_sums()
+        lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.others)]
+        self.zeros = self._made(self._empty, (DeviceSums(*lie), [P()] * len(self._parts)))
+        self.first_packs = first_packs(spec) if by_part else []
+        shapes = pack_shapes(spec.tensors, spec.packs)
+        self._first_shapes = [
+            tuple(zip((shapes[k] for k in own), spec.lie_sums(own), strict=True))
+            for own in self.first_packs
+        ]
+        self._fresh = {
+            own: self._made(
+                lambda own=own: [spec.contribution.zeros(shape) for shape, _ in own],
+                [lie for _, lie in own],
+            )
+            for own in dict.fromkeys(filter(None, self._first_shapes))
+        }
+        self.names = (
+            *(
+                f"the {which} of {spec.parts[i].segment.name}"
+                for i, own in self._jitted.items()
+                for which in own
+            ),
+            "the scales of all parts",
+            "the peaks of all parts",
+            "empty sums",
+            *["empty sums of a part"] * len(self._fresh),
+        )
+        #: For each distinct part the shapes of its residuals, once it is lowered.
+        self._residuals: dict[int, list[Any]] = {}
+        self._compiled: dict[int, dict[str, Any]] = {}
+
+    def _jit(self, run: Any, lie: PyTree, **options: Any) -> Any:
+        """A program; `lie` are the PartitionSpecs of its results, None where XLA decides."""
+        if self._replica.axes:
+            return self._made(run, lie, **options)
+        return jax.jit(run, compiler_options=self._options, **options)
+
+    def _made(self, run: Any, lie: PyTree, **options: Any) -> Any:
+        """The same, also of a program that reads nothing which says where it runs."""
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        where = jax.tree.map(self._replica.sharding, lie, is_leaf=is_spec)
+        return jax.jit(run, compiler_options=self._options, out_shardings=where, **options)
+
+    def _of_part(self, part: SegmentPart) -> dict[str, Any]:
+        """Those of a part."""
+        lie = self._spec.lie
+        joined = lie(part.floats), self._spec.lie_sums(part.packs), P()
+        if part.is_last:
+            ints = [P()] * len(self._spec.tensors.others)
+            run = self._jit(part.loss, (*joined, P(), ints), donate_argnums=(6, 7, 8, 9))
+            return {"loss": run}
+        made = (
+            self._spec.lie_waiting(part.stage.part.outputs),
+            [None] * len(part.stage.own_residuals),
+        )
+        return {
+            "forward": self._jit(part.forward, made),
+            "backward": self._jit(part.backward, joined, donate_argnums=(8, 9)),
+        }
+
+    # -- small programs --------------------------------------------------------------------------
+
+    def _begun(self, exponents_T: jax.Array, shared: Any) -> Any:
+        """The scales of each part, and zeros for sums to which several parts add."""
+        scales = [exponents_T[np.array(part.tensors, np.int32)] for part in self._parts]
+        return scales, jax.tree.map(jnp.zeros_like, shared)
+
+    def _whole_peaks(self, peaks: Sequence[jax.Array]) -> jax.Array:
+        """Of all tensors, from those of the parts."""
+        places = np.array([t for part in self._parts for t in part.tensors], np.int32)
+        zeros = jnp.zeros(len(self._spec.tensors.floats), jnp.int32)
+        return zeros.at[places].max(jnp.concatenate(list(peaks)))
+
+    def _empty(self) -> tuple[DeviceSums, list[jax.Array]]:
+        sums = empty_sums(self._spec)
+        peaks = [jnp.zeros(len(part.tensors), jnp.int32) for part in self._parts]
+        return sums._replace(values=[]) if self._by_part else sums, peaks
+
+    # -- compilation -----------------------------------------------------------------------------
+
+    def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
+        """The programs before compilation: of each part that is like no earlier one; the rest."""
+        spec, like = self._spec, self._replica.like
+        batch = self._arrays(spec.graph.batch_values)
+        sums, peaks = jax.tree.map(like, jax.eval_shape(self._empty))
+        empty = jax.eval_shape(lambda: empty_sums(spec).values)
+        values = [
+            tuple(map(like, parts, lie)) for parts, lie in zip(empty, spec.lie_sums(), strict=True)
+        ]
+        shared = [values[k] for k in self.shared]
+        scales, _ = jax.eval_shape(self._begun, exponents, shared)
+        scales = jax.tree.map(like, scales)
+        where = np.zeros(3, np.int32)
+        out = []
+        for i, programs in self._jitted.items():
+            part = self._parts[i]
+            stage = part.stage
+            own = [params[p] for p in part.params], part.starts
+            given = [aux[k] for k in part.aux], [batch[k] for k in part.batch], where
+            joined = [values[k] for k in part.packs], peaks[i], scales[i]
+            inputs = self._arrays(stage.part.inputs, spec.lie_waiting)
+            if part.is_last:
+                small = sums.small_MS, sums.ints
+                out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
+                continue
+            out.append(programs["forward"].lower(*own, inputs, *given))
+            self._residuals[i] = self._kept(part, inputs, out[-1])
+            grads = self._arrays(stage.below_floats)
+            late = self._arrays(part.pending)
+            saved = self._residuals[i]
+            out.append(programs["backward"].lower(*own, saved, *given, grads, late, *joined))
+        return [
+            *out,
+            self.begin.lower(exponents, shared),
+            self.end.lower(peaks),
+            self.zeros.lower(),
+            *(program.lower() for program in self._fresh.values()),
+        ]
+
+    def _arrays(self, values: Sequence[int], lie: Any = None) -> list[Any]:
+        """Shapes of values of the graph, as `SegmentedSpec.lie` or another of its methods says."""
+        shapes = shapes_of(self._spec.graph, values)
+        return list(map(self._replica.like, shapes, (lie or self._spec.lie)(values)))
+
+    def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
+        """Shapes of the residuals of a part, those of its own as XLA's partitioner leaves them.
+
+        Nobody else knows where what lies in the midst of a part is cut.
+        """
+        stage = part.stage
+        own: list[Any] = [stage.residuals[i] for i in stage.own_residuals]
+        if self._replica.axes and own:
+            _, where = forward.compile().output_shardings
+            own = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for x, sharding in zip(own, where, strict=True)
+            ]
+        else:
+            own = list(map(self._replica.like, own))
+        outputs = self._arrays(stage.part.outputs, self._spec.lie_waiting)
+        return stage.all_residuals(inputs, outputs, own)
+
+    def adopt(self, compiled: Sequence[Any]) -> None:
+        """Take over the programs of `lower`, compiled."""
+        flat = iter(compiled)
+        self._compiled = {
+            i: {name: next(flat) for name in programs} for i, programs in self._jitted.items()
+        }
+        self.begin, self.end, self.zeros = itertools.islice(flat, 3)
+        self._fresh = dict(zip(self._fresh, flat, strict=True))
+
+    # -- what they are ---------------------------------------------------------------------------
+
+    def of(self, i: int) -> dict[str, Any]:
+        """Those of a part, compiled: `forward` and `backward`, or `loss`."""
+        return self._compiled[self._same[i]]
+
+    def fresh(self, i: int) -> Any:
+        """Zeros for the sums that begin with a part."""
+        return self._fresh[self._first_shapes[i]]()
+
+    def temporary_bytes(self, i: int) -> tuple[int, ...]:
+        """Bytes of the programs of a part beside their arguments and results."""
+        return tuple(map(temporary_bytes, self.of(i).values()))
+
+    def residual_bytes(self, i: int) -> int:
+        """Bytes on a device of what the forward of a part leaves besides its inputs and outputs."""
+        part = self._parts[i]
+        if part.is_last:
+            return 0
+        found = self._residuals[self._same[i]]
+        own = [found[k] for k in part.stage.own_residuals]
+        return sum(bytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in own)
+
+    def sums_bytes(self) -> list[int]:
+        """For each part the bytes of the sums that begin with its backward, if made by part."""
+        each, sizes = 4 * self._spec.contribution.form.num_parts, dict(self._replica.axes)
+        return [
+            each * sum(math.prod(piece_shape(shape, lie[0], sizes)) for shape, lie in own)
+            for own in self._first_shapes
+        ]
