@@ -302,10 +302,6 @@ def test_what_cannot_be_a_chain_is_refused():
         (refusal({"memory": {"segments": 3}}), "memory.segments needs memory.recompute"),
         (refusal({"memory": {"recompute": "some"}}), "memory.recompute"),
         (refusal(with_recompute("none", segments=0)), "memory.segments"),
-        (
-            refusal(with_recompute("none"), cluster=four, mesh={"tensor": 4}, rules="decoder"),
-            "cut by tensor",
-        ),
         (refusal(with_recompute("none"), cluster=four, stages=2), "cut by stage"),
         (refusal(with_recompute("auto")), "no device is described with its memory"),
         (

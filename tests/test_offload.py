@@ -1,7 +1,9 @@
 """The optimizer's state in host memory or on a disk: the same bits, fewer bytes on the device."""
 
+import contextlib
 import functools
 import gc
+import itertools
 import mmap
 import os
 import pathlib
@@ -9,11 +11,13 @@ import re
 import subprocess
 import sys
 
+import families
 import jax
 import numpy as np
 import optax
 import pytest
 import test_layered
+from flax import nnx
 from test_zero import BY_ELEMENT, BY_PARAMETER, STEPS, close, job, planned, trained
 
 import hxla
@@ -225,7 +229,8 @@ def plan_for(num, room, host=1 << 20, optimizer=optax.adam):
     device = hxla.Device(kind="cpu", **known)
     cluster = hxla.Cluster(name="", devices=(device,) * num)
     options = {"mesh": {"data": num}, "microbatch_size": 2, "counts": "even"}
-    return job(optimizer(1e-2)).plan(cluster, auto=False, **options)
+    alone = {"offload": {"stash": "device", "parameters": "device"}}
+    return job(optimizer(1e-2), memory=alone).plan(cluster, auto=False, **options)
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -260,3 +265,54 @@ def test_what_the_host_lacks_is_said():
     options = {"mesh": {"data": 1}, "microbatch_size": 2}
     with pytest.raises(hxla.PlanError, match=r"would keep 1,268 bytes .* in the 1,000 of its host"):
         own.plan(hxla.Cluster(name="", devices=(device,)), **options)
+
+
+def test_what_else_may_wait_is_tried_where_nothing_fits():
+    """The choice is among what fits by the user's word, and nothing is moved needlessly."""
+    gpt = families.example("gpt")
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=6))
+    data = {"text": jax.ShapeDtypeStruct((64, 33), np.uint8)}
+    rates = (hxla.Rate(dtype="float32", flops_per_second=1e12),)
+
+    def plan(room, **offload):
+        own = hxla.Job(
+            model,
+            data,
+            gpt.loss,
+            optax.adam(1e-3),
+            batch_size=64,
+            config={"memory": {"offload": offload}},
+        )
+        device = hxla.Device(
+            kind="a card",
+            memory_bytes=room,
+            rates=rates,
+            host_memory_bytes=1 << 30,
+            host_bytes_per_second=1e9,
+        )
+        cluster = hxla.Cluster(name="", devices=(device,) * 2)
+        options = {"mesh": {"data": 2}, "microbatch_size": 4, "counts": "even"}
+        return own.plan(cluster, auto=False, **options)
+
+    def places(plan):
+        return plan.placement.optimizer, plan.placement.stash, plan.placement.parameters
+
+    tiers = [*itertools.product(("device", "host"), repeat=3)]
+    found = set()
+    for room in (5_000_000, 4_000_000, 3_300_000, 3_000_000, 2_000_000):
+        fit = []
+        for optimizer, stash, parameters in tiers:
+            with contextlib.suppress(hxla.PlanError):
+                own = plan(room, optimizer=optimizer, stash=stash, parameters=parameters)
+                fit.append(places(own))
+        if not fit:
+            with pytest.raises(hxla.PlanError, match="does not fit"):
+                plan(room)
+            continue
+        own = plan(room)
+        assert places(own) in fit
+        assert own.prediction.devices[0].memory_bytes <= room
+        if ("device",) * 3 in fit:
+            assert places(own) == ("device",) * 3
+        found.add(places(own))
+    assert len(found) == 4

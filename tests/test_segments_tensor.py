@@ -212,7 +212,7 @@ def test_a_process_for_each_device(tmp_path):
     [
         ({"stash": "host"}, "whose values stay on their devices"),
         ({"parameters": "host"}, "whose parts stay on their devices"),
-        ({"shares": (1, 2)}, "share the optimizer's state evenly"),
+        ({"shares": (1, 2)}, "share the state evenly"),
     ],
     ids=str,
 )

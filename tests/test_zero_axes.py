@@ -108,17 +108,20 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("memory", "optimizer", "copies", "said"),
+    ("memory", "optimizer", "copies", "axes", "said"),
     [
-        ({"zero": 1, "shares": [1, 2]}, None, 2, "share the optimizer's state evenly"),
-        ({"zero": 1, "offload": {"optimizer": "host"}}, None, 2, "state stays on their devices"),
-        ({"zero": 1}, None, 1, "nobody to share with"),
-        ({"zero": 2}, None, 2, "copies of the model are cut by tensor"),
-        ({"zero": 1}, optax.contrib.muon, 2, "as a whole, which no device has"),
+        ({"zero": 1, "shares": [1, 2]}, None, 2, "tensor", "share the state evenly"),
+        (
+            {"zero": 1, "offload": {"optimizer": "host"}},
+            *(None, 2, "tensor", "state stays on their devices"),
+        ),
+        ({"zero": 1}, None, 1, "tensor", "nobody to share with"),
+        ({"zero": 2}, None, 2, "stage", "cut by stage, which share out"),
+        ({"zero": 1}, optax.contrib.muon, 2, "tensor", "as a whole, which no device has"),
     ],
     ids=["shares", "offload", "alone", "stage 2", "whole parameters"],
 )
-def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, said):
+def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes, said):
     own = job(optimizer and optimizer(1e-2), **memory)
     with pytest.raises(hxla.PlanError, match=said):
-        planned(own, copies, FORMS["tensor"])
+        planned(own, copies, FORMS[axes])

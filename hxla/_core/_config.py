@@ -184,15 +184,15 @@ class OffloadConfig(_Section):
     `host`, in pinned memory of the host; `disk`, in a file below `directory`. Between the three no
     bit moves. Null: on the device, or where it does not fit, in host memory if the devices are
     described with the host's."""
-    stash: Literal["device", "host"] = "device"
+    stash: Literal["device", "host"] | None = None
     """Where that is which waits between forward and backward of a chain of segments (`recompute`,
     stages 2 and 3 of `zero`): `host`, in pinned memory of the host, to which it goes while the next
     program runs, and comes back while one runs before its backward. A microbatch then is such a
-    chain. No bit moves."""
-    parameters: Literal["device", "host"] = "device"
+    chain. No bit moves. Null: as for `optimizer`."""
+    parameters: Literal["device", "host"] | None = None
     """With `zero` of 3, where each copy's own share of the parameters is: `host`, in pinned memory
     of the host, from which it comes for the gather of its segment and for its update. No bit
-    moves."""
+    moves. Null: as for `optimizer`."""
     directory: str | None = None
     """With `disk`, the folder in which each process has a file of its own, on a disk of this
     machine; null: the system's own for temporary files."""

@@ -111,11 +111,8 @@ class Reducer:
         told = len(self.replicas), NUM_TOLD
         self._small_shapes = [told, row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
         axes = dict(self._inner)
-        #: Of the sums of each pack on a device.
-        self._sizes = [
-            math.prod(piece_shape(*own, axes))
-            for own in zip(self._shapes, self._specs, strict=True)
-        ]
+        pieces = [piece_shape(*own, axes) for own in zip(self._shapes, self._specs, strict=True)]
+        self._sizes = list(map(math.prod, pieces))  #: Of the sums of each pack on a device.
         if groups is None:
             self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
         else:

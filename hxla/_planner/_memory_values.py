@@ -158,6 +158,21 @@ class CopyDevice:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where that waits which may be outside the devices' memory.
+
+    Attributes:
+        optimizer: The optimizer's state.
+        stash: What waits for backwards of a chain.
+        parameters: Each copy's own share of the parameters, in stage 3.
+    """
+
+    optimizer: Tier = "device"
+    stash: HostTier = "device"
+    parameters: HostTier = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryForm:
     """One way.
 

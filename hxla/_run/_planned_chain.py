@@ -25,7 +25,6 @@ from .._plan._plan_parts import (
     PlannedChain,
     Prediction,
     RunnerUp,
-    Tier,
 )
 from .._plan._sharding import Sharded
 from .._planner._inner_split import described_speed
@@ -35,19 +34,20 @@ from .._planner._memory_values import (
     CopyDevice,
     MemoryForm,
     ModelBytes,
+    Places,
     Recompute,
 )
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
+from ._host_places import asked_places, could_be_chain, more_on_hosts
 from ._segments_of_job import gathered_bytes, param_bytes, piece_of, segments_of_job
 from ._shared_state import (
     could_share,
     group_options,
-    may_wait,
     stages_to_try,
     with_shared_state,
 )
-from ._state_elsewhere import PART_ON_DEVICE, on_hosts
+from ._state_elsewhere import PART_ON_DEVICE, fits_hosts, moving_seconds, on_hosts
 from ._traced_job import TracedJob
 
 _MOST_RUNNERS_UP = 5
@@ -72,7 +72,7 @@ def with_memory(
         PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
     """
     stages, asked = stages_to_try(job, plan), job.settings.memory.recompute
-    tier: Tier = job.settings.memory.offload.optimizer or "device"
+    places = asked_places(job)
     groups = group_options(job, plan, cluster)
     if 1 not in groups:
         stages = tuple(stage for stage in stages if stage)
@@ -88,7 +88,7 @@ def with_memory(
                 "memory.waves needs memory.zero of 2 or 3, which run segment by segment: set it, "
                 "or leave them out"
             )
-    if job.settings.memory.offload.parameters != "device":
+    if places.parameters != "device":
         stages = tuple(stage for stage in stages if stage > 2)
         if not stages:
             raise PlanError(
@@ -96,7 +96,7 @@ def with_memory(
                 "the model has its share of them: set it, or leave it out"
             )
     if plan.pipeline is not None or plan.is_uneven:
-        return _of_whole_programs(job, plan, cluster, stages[0], tier, groups[0])
+        return _of_whole_programs(job, plan, cluster, stages[0], places, groups[0])
     if plan.axes:
         _check_cut_copies(job, plan, stages)
     _check_chain(job, plan)
@@ -106,25 +106,23 @@ def with_memory(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    to_try = _to_try(job, plan, stages, is_described)
-    model = _model_bytes(job, plan)
-    forms = _forms(job, plan, cluster, model, tier, groups[0])
+    to_try = _to_try(job, plan, stages, is_described, places)
+    model = _model_bytes(job, plan, places)
+    forms = _forms(job, plan, cluster, model, places, groups[0])
     if to_try[0][1] is None and not (devices is None and is_described):
         sure = forms.surely(to_try[0][0])
         if sure.fits:
             return _in_form(job, plan, cluster, sure)
     if is_described:
-        ways = [forms, *(_forms(job, plan, cluster, model, tier, num) for num in groups[1:])]
+        ways = [forms, *(_forms(job, plan, cluster, model, places, num) for num in groups[1:])]
         best, *others = best_of(ways, to_try)
     else:
         best, *others = forms.best(to_try[:1])
-    if not best.fits and may_wait(job, plan, cluster, len(plan.replicas) // min(groups)):
-        elsewhere = [_forms(job, plan, cluster, model, "host", num) for num in groups]
-        shared = list(dict.fromkeys((max(s, 1), again) for s, again in to_try))
-        on_host = best_of(elsewhere, shared)
-        if on_host[0].fits:
-            forms, others = elsewhere[0], [*on_host[1:], best, *others]
-            best = on_host[0]
+    if is_described and not best.fits:
+        on_hosts = _best_on_hosts(job, plan, cluster, stages, groups)
+        if on_hosts:
+            others = [*on_hosts[1:], best, *others]
+            best = on_hosts[0]
     found = _in_form(job, plan, cluster, best)
     if best.recompute is None and devices is not None and best.fits:
         lack = _compiled_lack(job, found, best, cluster, devices)
@@ -163,23 +161,22 @@ def _compiled_lack(
 
 
 def _of_whole_programs(
-    job: TracedJob, plan: Plan, cluster: Cluster, stage: int, tier: Tier, groups: int
+    job: TracedJob, plan: Plan, cluster: Cluster, stage: int, places: Places, groups: int
 ) -> Plan:
     """One whose copies are pipelines, or cut into unlike parts: nothing there is segments."""
-    cut = _cut(plan)
+    cut = _cut(plan) + ", in unlike parts" * plan.is_uneven
     if stage > 1:
         raise PlanError(
-            f"memory.zero={stage}: {cut} in stages or in unlike parts, which share out the "
-            "optimizer's state only: use 1 or 0"
+            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
         )
     if job.settings.memory.recompute is not None:
         raise PlanError(
-            f"memory.recompute: {cut} in stages or in unlike parts; there, pipeline.recompute "
+            f"memory.recompute: {cut}; there, pipeline.recompute "
             "is the setting of stages, and XLA decides else: leave memory.recompute out"
         )
     _check_cut_copies(job, plan, (stage,))
     _check_segments(job)
-    return with_shared_state(job, plan, cluster, stage, (), tier, groups)
+    return with_shared_state(job, plan, cluster, stage, (), places.optimizer, groups)
 
 
 def _cut(plan: Plan) -> str:
@@ -188,7 +185,7 @@ def _cut(plan: Plan) -> str:
 
 def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None:
     """Refuse what only copies of one device can have."""
-    if job.settings.memory.offload.stash != "device":
+    if asked_places(job).stash != "device":
         raise PlanError(
             f"memory.offload.stash='host': {_cut(plan)}, and only what "
             "waits in copies of one device can go to the host: leave it out"
@@ -199,7 +196,7 @@ def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
     """Refuse a stash on the host of what cannot be a chain of segments."""
-    if job.settings.memory.offload.stash == "device":
+    if asked_places(job).stash == "device":
         return
     clips = job.settings.communication.microbatch_clip_norm is not None
     if clips or plan.sums.sparse:
@@ -222,7 +219,7 @@ def _check_segments(job: TracedJob) -> None:
 
 
 def _to_try(
-    job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool
+    job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool, places: Places
 ) -> list[tuple[int, Recompute | None]]:
     """Stages of ZeRO with what is recomputed, as far as the settings leave it open.
 
@@ -232,9 +229,9 @@ def _to_try(
     if asked is not None:
         return [(stage, asked) for stage in stages]
     found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
-    if job.settings.memory.offload.stash != "device":  # of one program nothing can be moved
+    if places.stash != "device":  # of one program nothing can be moved
         found = [] if is_described else [(s, "boundaries") for s in stages if s < 2]
-    is_chain = not plan.sums.sparse and job.settings.communication.microbatch_clip_norm is None
+    is_chain = could_be_chain(job, plan)
     if is_chain and is_described:
         found += [(s, "auto") for s in stages if s < 2]
     words: tuple[Recompute, ...] = ("none", "boundaries") if is_described else ("boundaries",)
@@ -243,7 +240,35 @@ def _to_try(
     return found
 
 
-def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
+def _best_on_hosts(
+    job: TracedJob, plan: Plan, cluster: Cluster, stages: Sequence[int], groups: Sequence[int]
+) -> list[MemoryForm]:
+    """The forms that fit with more in host memory than was asked for, the fastest first.
+
+    What is moved counts whole, though some of it hides behind programs.
+    """
+    models: dict[str, ModelBytes] = {}
+    found = []
+    for places in more_on_hosts(job, plan, cluster):
+        if places.stash not in models:
+            models[places.stash] = _model_bytes(job, plan, places)
+        model = models[places.stash]
+        ways = [_forms(job, plan, cluster, model, places, num) for num in groups]
+        own = [max(s, int(places.optimizer != "device")) for s in stages]
+        if places.parameters != "device":
+            own = [s for s in own if s > 2]
+        to_try = _to_try(job, plan, tuple(dict.fromkeys(own)), True, places) if own else []
+        for form in best_of(ways, to_try):
+            if form.fits and fits_hosts(job, plan, cluster, form):
+                found.append((moving_seconds(job, plan, cluster, form), form))
+    is_timed = all(
+        cluster.devices[d.rank].product_rate(job.precision.compute) for d in plan.devices
+    )  # else the others' seconds are operations
+    found.sort(key=lambda own: own[0] + own[1].extra_seconds * is_timed)
+    return [form for _, form in found]
+
+
+def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
     """What a copy takes, with the optimizer's state on the device."""
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
@@ -252,7 +277,7 @@ def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
     @functools.cache
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
-        away = job.settings.memory.offload.stash != "device"
+        away = places.stash != "device"
         costs, fused = costs_of(graph, points, model.trained_places, offloads=away, sharded=sharded)
         is_exact = plan.sums.kind == "exact"
         return ChainBytes(
@@ -280,11 +305,11 @@ def _model_bytes(job: TracedJob, plan: Plan) -> ModelBytes:
 
 
 def _forms(
-    job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, tier: Tier, groups: int
+    job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, places: Places, groups: int
 ) -> MemoryForms:
     # What each device of a copy has is shared out evenly.
     shares = "even" if plan.axes else job.settings.memory.shares
-    on_device = 1 if tier == "device" else PART_ON_DEVICE
+    on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
     compute = job.precision.compute
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
@@ -306,9 +331,9 @@ def _forms(
         shares=shares if isinstance(shares, str) else tuple(shares),
         travel=travel_of(plan, cluster, groups) if is_timed else None,
         shard_groups=groups,
-        tier=tier,
-        stash=job.settings.memory.offload.stash,
-        parameters=job.settings.memory.offload.parameters,
+        tier=places.optimizer,
+        stash=places.stash,
+        parameters=places.parameters,
         waves=job.settings.memory.waves,
     )
 

@@ -16,7 +16,7 @@ from .._plan._plan_parts import Tier
 from .._planner._complete import placement_for
 from .._planner._shard_groups import groups_of_nodes
 from .._planner._state_bytes import STAGES
-from ._state_elsewhere import PART_ON_DEVICE, check_host, fits_host, words
+from ._state_elsewhere import PART_ON_DEVICE, check_host, words
 from ._traced_job import TracedJob
 
 
@@ -55,7 +55,7 @@ def with_shared_state(
     model = job.functional(plan.microbatch_size)
     members = len(plan.replicas) // shard_groups
     granules = shares or (1,) * members
-    own = _ownership(job, plan, granules)
+    own = ownership_of(job, plan, granules)
     if tier != "device" and own.summed_state:
         raise PlanError(f"memory.offload.optimizer={tier!r}: {SUMMED_STATE}: use 'device'")
     names = leaf_names(model.trained)
@@ -94,31 +94,11 @@ def with_shared_state(
     return found.replaced(reasons=(*found.reasons, words(job, found, cluster, tier)))
 
 
-def _ownership(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
+def ownership_of(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
     return ownership(
         Optimizer(job.optimizer), params, granules, job.settings.communication.update_clip_norm
-    )
-
-
-def may_wait(job: TracedJob, plan: Plan, cluster: Cluster, num_copies: int) -> bool:
-    """Whether the optimizer's state may wait in host memory although nobody asked for it.
-
-    Args:
-        job: That is planned.
-        plan: Of it, with the state whole on every copy.
-        cluster: Its devices, and what their hosts have.
-        num_copies: That would share it out, if they can.
-    """
-    memory, num_shared = job.settings.memory, num_copies if could_share(plan) else 1
-    return (
-        memory.offload.optimizer is None
-        and memory.zero != 0
-        and (could_share(plan) or len(plan.replicas) == 1)
-        and not plan.sums.sparse
-        and fits_host(job, plan, cluster, num_shared)
-        and not _ownership(job, plan, (1,) * num_shared).summed_state
     )
 
 
@@ -136,7 +116,7 @@ def _may_share(job: TracedJob, plan: Plan) -> bool:
         return could_share(plan)
     if len(plan.replicas) == 1 or plan.pipeline is not None or plan.is_uneven or plan.sums.sparse:
         return False
-    owners = _ownership(job, plan, (1,) * len(plan.replicas)).shares.owners
+    owners = ownership_of(job, plan, (1,) * len(plan.replicas)).shares.owners
     return all(owner is None for owner in owners)
 
 

@@ -21,25 +21,6 @@ _FLOPS_OF_FORWARD = 3  # of a step: the backward is two more
 PART_ON_DEVICE = 1 / 8
 
 
-def fits_host(job: TracedJob, plan: Plan, cluster: Cluster, num_shared: int) -> bool:
-    """Whether all devices are described with their hosts, and these hold the optimizer's state.
-
-    Args:
-        job: That is planned.
-        plan: Of it.
-        cluster: Its devices.
-        num_shared: Copies of the model that share the state.
-    """
-    devices = [cluster.devices[d.rank] for d in plan.devices]
-    needed = job.optimizer_bytes(plan.microbatch_size) / num_shared
-    return needed > 0 and all(
-        d.host_memory_bytes is not None
-        and d.host_bytes_per_second is not None
-        and needed <= d.host_memory_bytes
-        for d in devices
-    )
-
-
 def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
     """Refuse state in host memory that is described as too small for it.
 
@@ -155,6 +136,42 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
     flops = _FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
     part = efficiency(flops / (2 * state), rate, products.flops_per_second)
     return f"{said}; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
+
+
+def fits_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> bool:
+    """Whether the hosts hold what a form puts there, and there is something.
+
+    Args:
+        job: That is planned.
+        plan: Of it; all its devices are described with their hosts.
+        cluster: Its devices.
+        form: What it could become.
+    """
+    of_state = _state_on_hosts(job, plan, form)
+    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
+    return any(form.on_host.get("stash", [1])) and all(
+        sum(own[i] for own in form.on_host.values()) + of_state[i] <= (d.host_memory_bytes or 0)
+        for i, d in enumerate(devices)
+    )
+
+
+def moving_seconds(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> float:
+    """Of what the device that moves longest moves in a step to its host and back."""
+    of_state = _state_on_hosts(job, plan, form)
+    devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
+    return max(
+        (sum(own[i] for own in form.moved.values()) + 2 * of_state[i])
+        / (d.host_bytes_per_second or 1.0)
+        for i, d in enumerate(devices)
+    )
+
+
+def _state_on_hosts(job: TracedJob, plan: Plan, form: MemoryForm) -> list[float]:
+    """For each copy the bytes of the optimizer's state that a form puts on its host."""
+    num = len(plan.replicas)
+    granules = form.shares or (1,) * (num // form.shard_groups if form.zero else 1)
+    total = job.optimizer_bytes(plan.microbatch_size) * (form.tier == "host")
+    return [total * granules[i % len(granules)] / sum(granules) for i in range(num)]
 
 
 def _rate(device: Device, tier: Tier) -> float | None:

@@ -1,0 +1,64 @@
+"""What may wait in host memory although nobody asked for it, where nothing else fits."""
+
+import itertools
+from collections.abc import Iterator
+
+from .._cluster._cluster import Cluster
+from .._plan._plan import Plan
+from .._planner._memory_values import Places
+from ._shared_state import could_share, ownership_of
+from ._traced_job import TracedJob
+
+
+def asked_places(job: TracedJob) -> Places:
+    """Where the settings put what waits; on the device where they leave it open."""
+    asked = job.settings.memory.offload
+    return Places(
+        optimizer=asked.optimizer or "device",
+        stash=asked.stash or "device",
+        parameters=asked.parameters or "device",
+    )
+
+
+def could_be_chain(job: TracedJob, plan: Plan) -> bool:
+    """Whether a microbatch may be a chain of segments."""
+    return not plan.sums.sparse and job.settings.communication.microbatch_clip_norm is None
+
+
+def more_on_hosts(job: TracedJob, plan: Plan, cluster: Cluster) -> Iterator[Places]:
+    """All ways to have more in host memory than the settings say, as far as they leave it open.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices, and what their hosts have; nothing is moved to a host of which that,
+            or how fast it is reached, is not known.
+    """
+    devices = [cluster.devices[d.rank] for d in plan.devices]
+    known = all(d.host_memory_bytes and d.host_bytes_per_second for d in devices)
+    if not known or plan.axes:
+        return
+    asked, memory = job.settings.memory.offload, job.settings.memory
+    shares, has_one = could_share(plan), len(plan.replicas) == 1
+    may_optimizer = (
+        asked.optimizer is None
+        and memory.zero != 0
+        and (shares or has_one)
+        and not plan.sums.sparse
+        and job.optimizer_bytes(plan.microbatch_size) > 0
+        and not ownership_of(job, plan, (1,) * (1 if has_one else 2)).summed_state
+    )
+    may_stash = asked.stash is None and could_be_chain(job, plan)
+    may_parameters = asked.parameters is None and shares and memory.zero in (None, 3)
+    now = asked_places(job)
+    for optimizer, stash, parameters in itertools.product((False, True), repeat=3):
+        wanted = (optimizer, stash, parameters)
+        if any(wanted) and all(
+            may or not own
+            for own, may in zip(wanted, (may_optimizer, may_stash, may_parameters), strict=True)
+        ):
+            yield Places(
+                optimizer="host" if optimizer else now.optimizer,
+                stash="host" if stash else now.stash,
+                parameters="host" if parameters else now.parameters,
+            )
