@@ -65,7 +65,7 @@ def test_what_travels_halves():
                 for u in own_units:
                     total += gathered_bytes(sharded._gathers[sharded._same[u]])
             sent[word] = total
-            planned[word] = sum(planned_bytes(own._traced, 1, keeps_roundings=True))
+            planned[word] = sum(planned_bytes(own._traced, over(own, 2), keeps_roundings=True))
             norms = 4 * 2 * WIDTH
     assert set(sent["fp32"]) == {"f32"}
     embedding, unused = 11 * WIDTH, 3
