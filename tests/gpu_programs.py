@@ -420,6 +420,32 @@ def waiting() -> dict[str, int]:
     return found
 
 
+def cut_segments() -> dict[str, dict[str, Any]]:
+    """What the programs of stage 3 hold, of two copies that two cards each cut."""
+    job = small_gpt(config={"memory": {"zero": 3, "recompute": "boundaries"}})
+    mesh = {"data": 2, "tensor": 2}
+    programs = lowered(job, {"mesh": mesh, "rules": "decoder"})
+    made: dict[str, list[Any]] = {"segments": [], "updates": [], "sums": [], "gathers": []}
+
+    def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
+        found = []
+        for name, program in lowered:
+            found.append(compile_one((name, program)))
+            kinds = {"the update": "updates", "a sum in the update": "updates"}
+            kinds |= {"the sum of gradients": "sums", "the gather of parameters": "gathers"}
+            made[kinds.get(name, "segments")].append(found[-1])
+        return found
+
+    programs.compile(over)
+    return {
+        kind: {
+            "collectives": sorted({c for program in own for c in told(program)["collectives"]}),
+            "problems": [problem for program in own for problem in told(program)["problems"]],
+        }
+        for kind, own in made.items()
+    }
+
+
 def scanned() -> Any:
     """A model with its layers as one scan, its loss and its data."""
     return scanned_models.LinenNet(dropout=0.1), scanned_models.loss, scanned_models.data()
@@ -450,7 +476,12 @@ def products_of_families() -> dict[str, dict[str, int]]:
     return found
 
 
-ALONE = {"offload": offloaded, "waiting": waiting, "families": products_of_families}
+ALONE = {
+    "offload": offloaded,
+    "waiting": waiting,
+    "families": products_of_families,
+    "cut segments": cut_segments,
+}
 
 
 def main() -> None:

@@ -477,9 +477,7 @@ def _draw_set(form, rng, number, processes):
         if stage > 1:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         where = random.Random(f"{form} {number} where")
-        if form.shared:
-            zero["shares"] = ()
-        else:
+        if not form.shared:
             zero["optimizer"] = where.choice(("device", "host", "disk"))
             zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
         placed = placed.model_copy(update=zero)

@@ -191,6 +191,18 @@ def test_what_waits_for_the_backward_of_a_layer_halves():
         assert found[word] <= 0.55 * found["fp32"], found
 
 
+def test_segments_of_cut_copies_send_between_copies_what_is_shared_out():
+    """A segment's programs send inside a copy; gathers and sums send parts between copies."""
+    found = compiled("cut segments")
+    assert not any(own["problems"] for own in found.values())
+    kinds = {name: set(own["collectives"]) for name, own in found.items()}
+    assert kinds["segments"] >= INSIDE
+    assert all(kind.endswith("over tensor") for kind in kinds["segments"]), kinds
+    assert kinds["gathers"] == {"all-gather of f32 over data"}
+    assert "reduce-scatter of s32 over data" in kinds["sums"]
+    assert kinds["sums"] <= SUM | {ASKED + "tensor"}
+
+
 def test_a_streamed_update_moves_the_state_and_keeps_little_of_it():
     """Copies to and from the host are real, run beside the arithmetic, and are no more than asked.
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from test_chain import Scanned, loss
 from test_launch import start
+from test_pipeline_tensor import text
 from test_zero_axes import FORMS, job, planned, trained
 
 import hxla
@@ -41,24 +42,41 @@ def test_no_bit_depends_on_the_stage(tmp_path):
     own = job(zero=1, recompute="none")
     plan = planned(own, 2, TENSOR)
     wanted, most = trained(own, plan)
-    for memory, copies, counts in (
-        ({"zero": 2}, 2, (7, 1)),
-        ({"zero": 2, "recompute": "none", "shard_groups": 2}, 4, (3, 0, 2, 3)),
-        ({"zero": 3, "waves": 2}, 4, (1, 2, 2, 3)),
+    for memory, copies, counts, first in (
+        ({"zero": 2, "shares": [3, 1]}, 2, (7, 1), 3 / 4),
+        ({"zero": 2, "recompute": "none", "shard_groups": 2}, 4, (3, 0, 2, 3), 1 / 2),
+        ({"zero": 3, "waves": 2, "shares": [2, 1, 1, 4]}, 4, (1, 2, 2, 3), 1 / 4),
     ):
         own = job(**memory)
         plan_of = planned(own, copies, TENSOR, counts)
         assert plan_of.numerics == plan.numerics
         found, held = trained(own, plan_of)
         assert found.sha256 == wanted.sha256, memory
-        members = copies // memory.get("shard_groups", 1)
-        assert held == pytest.approx(2 * most / members, rel=0.05)  # with what pads the granules
-    three = job(zero=3)
+        assert held == pytest.approx(2 * most * first, rel=0.05)  # with what pads the granules
+    three = job(zero=3, shares=[1, 2])
     trained(three, planned(three, 2, TENSOR), steps=2, checkpoint_dir=tmp_path)
     two = job(zero=2)
     found, _ = trained(two, planned(two, 4, TENSOR), checkpoint_dir=tmp_path)
     assert found.history.steps[0].step == 2
     assert found.sha256 == wanted.sha256
+
+
+@pytest.mark.slow
+def test_low_precision_and_evaluations():
+    """Half of the bytes travel where kernels are read in 16 bits; evaluations read what is held."""
+    sha256, losses = set(), set()
+    for memory in ({"zero": 1, "recompute": "none"}, {"zero": 3, "shares": [1, 3]}):
+        own = job(precision="bf16", **memory)
+        with own.open(planned(own, 2, TENSOR), steps=2) as session:
+            for _ in session:
+                pass
+            losses.add(session.evaluate(jax.tree.map(lambda x: x[:16], text())).loss)
+            sharded = session._programs.sharded_params
+            if sharded is not None:
+                sent = {np.dtype(sharded._sent_dtype(u)).name for u in sharded._distinct}
+                assert sent == {"uint16", "float32"}
+            sha256.add(session.result().sha256)
+    assert len(sha256) == len(losses) == 1
 
 
 def layers(recompute, **memory):
@@ -192,19 +210,27 @@ import hxla
 hxla.join()
 import jax
 from test_zero_axes import job, planned, trained
-own = job(zero=3)
-found, _ = trained(own, planned(own, 2, {{"tensor": 2}}, (5, 3)))
-if jax.process_index() == 0:
-    print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
+for weights in (None, "first.safetensors"):
+    own = job(zero=3, shares=[1, 2], weights=weights)
+    found, _ = trained(own, planned(own, 2, {{"tensor": 2}}, (5, 3)))
+    if jax.process_index() == 0:
+        print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
 """
 
 
 def test_a_process_for_each_device(tmp_path):
+    """What is made where it lies, and what is read from a file."""
+    path, wanted = tmp_path / "first.safetensors", []
+    for weights in (None, path):
+        own = job(zero=3, weights=weights)
+        found, _ = trained(own, planned(own, 2, TENSOR, (5, 3)))
+        wanted.append([found.sha256, [r.loss for r in found.history.steps]])
+        if weights is None:
+            hxla.save_weights(path, found.state)
+    assert wanted[0] != wanted[1]
     out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=300)
-    [told] = re.findall(r"\[0\] RESULT (.*)", out) or pytest.fail(out[-3000:] + err[-3000:])
-    own = job(zero=3)
-    found, _ = trained(own, planned(own, 2, TENSOR, (5, 3)))
-    assert json.loads(told) == [found.sha256, [r.loss for r in found.history.steps]]
+    told = re.findall(r"\[0\] RESULT (.*)", out)
+    assert [json.loads(text) for text in told] == wanted, out[-3000:] + err[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +238,6 @@ def test_a_process_for_each_device(tmp_path):
     [
         ({"stash": "host"}, "whose values stay on their devices"),
         ({"parameters": "host"}, "whose parts stay on their devices"),
-        ({"shares": (1, 2)}, "share the state evenly"),
     ],
     ids=str,
 )
@@ -221,3 +246,31 @@ def test_what_only_copies_of_one_device_have_is_refused(placement, said):
     plan = planned(own, 2, TENSOR)
     with pytest.raises(hxla.PlanError, match=said):
         plan.replaced(placement=plan.placement.model_copy(update=placement))
+
+
+def test_later_generations_keep_what_bits_depend_on(monkeypatch):
+    """A chain stays one where there is room for one program, and copies that are cut share nothing
+    by themselves."""
+    from hxla._launch._member import Pinned
+    from hxla._run import _planned_chain, _shared_state
+
+    roomy = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=1 << 30),) * 2)
+    own = job()
+    plan = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
+    assert plan.chain is None
+    for is_chain in (False, True):
+        monkeypatch.setattr(_planned_chain, "pinned", lambda c=is_chain: Pinned(is_chain=c))
+        again = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
+        assert (again.chain is not None) == is_chain
+    cut = own.plan(roomy, microbatch_size=4, mesh={"data": 1, **TENSOR}, rules="decoder")
+    tight = int(0.9 * cut.prediction.devices[0].memory_bytes)
+    small = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=tight),) * 4)
+
+    def stage():
+        mesh = {"data": 2, **TENSOR}
+        return own.plan(small, microbatch_size=4, mesh=mesh, rules="decoder").placement.zero
+
+    assert stage() > 0
+    monkeypatch.setattr(_shared_state, "own_member", lambda: "a member")
+    with pytest.raises(hxla.PlanError, match="does not fit"):
+        stage()

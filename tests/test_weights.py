@@ -75,6 +75,11 @@ SPREADS = {
     "one device": {},
     "copies": {"mesh": {"data": 2}, "counts": [3, 1]},
     "cut by rules": {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"},
+    "cut and shared out": {
+        "mesh": {"data": 2, "tensor": 2},
+        "rules": "decoder",
+        "config": {"memory": {"zero": 3}},
+    },
     "a pipeline": {"mesh": {"stage": 2}, "stages": 2},
 }
 

@@ -18,13 +18,15 @@ FORMS = {
 }
 
 
-def job(optimizer=None, **memory):
+def job(optimizer=None, precision="model", weights=None, **memory):
     return hxla.Job(
         functools.partial(gpt, layers=1),
         text(),
         families.token_loss,
         optimizer or optax.adamw(1e-2),
         batch_size=BATCH,
+        precision=precision,
+        weights=weights,
         config={"memory": memory, "communication": {"clip_norm": 0.5}},
     )
 
@@ -110,10 +112,10 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
 @pytest.mark.parametrize(
     ("memory", "optimizer", "copies", "axes", "said"),
     [
-        ({"zero": 1, "shares": [1, 2]}, None, 2, "tensor", "share the state evenly"),
+        ({"zero": 1, "shares": [1, 2]}, None, 2, "stage", "share the state evenly"),
         (
             {"zero": 1, "offload": {"optimizer": "host"}},
-            *(None, 2, "tensor", "state stays on their devices"),
+            *(None, 2, "tensor", "only what copies of one device have can wait elsewhere"),
         ),
         ({"zero": 1}, None, 1, "tensor", "nobody to share with"),
         ({"zero": 2}, None, 2, "stage", "cut by stage, which share out"),

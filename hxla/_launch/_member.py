@@ -175,11 +175,13 @@ class Pinned:
         microbatch_size: The examples of a microbatch; None: nothing is pinned.
         cut: The segments of each stage of a pipeline.
         shares: The ratio in which the devices of a copy share what is cut.
+        is_chain: Whether a microbatch is a chain of segments, or one program; None: either.
     """
 
     microbatch_size: int | None = None
     cut: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
+    is_chain: bool | None = None
 
 
 def pin(choices: Pinned) -> None:
@@ -199,5 +201,9 @@ def pinned() -> Pinned:
         found = json.loads(pathlib.Path(folder, PINNED).read_text())
     except FileNotFoundError:
         return Pinned()
-    size = found["microbatch_size"]
-    return Pinned(microbatch_size=size, cut=tuple(found["cut"]), shares=tuple(found["shares"]))
+    return Pinned(
+        microbatch_size=found["microbatch_size"],
+        cut=tuple(found["cut"]),
+        shares=tuple(found["shares"]),
+        is_chain=found["is_chain"],
+    )

@@ -177,12 +177,13 @@ class GlobalArrays:
 
         Args:
             pieces: The first `lengths[copy]` elements of each count.
-            lengths: Of all copies of a group; those of others have the same. Of copies of several
-                devices, which have as many each, of each device.
+            lengths: Of all copies of a group, in others it is the same; of copies of several
+                devices, what each device has.
         """
         longest = max(self.lengths(lengths))
         if self.axes:
-            return self._one(pieces, self.own_spec)
+            pairs = zip(self.local, pieces, strict=True)
+            return self._one([self._of_size(r, x, longest) for r, x in pairs], self.own_spec)
         if not self.over_hosts:
             return self._one([widened(x, longest) for x in pieces], P(DATA_AXIS))
         own = [self._on_host(x) for x in pieces]
@@ -221,6 +222,12 @@ class GlobalArrays:
     def _on_host(self, x: jax.Array) -> jax.Array:
         return jax.device_put(x if self.is_in_place else np.asarray(x), self._host)
 
+    def _of_size(self, replica: Replica, x: jax.Array, size: int) -> jax.Array:
+        """A flat piece of each device of a copy, cut or filled up with zeros to a size."""
+        if x.shape == (size * self.num_inner,):
+            return x
+        return _widened_each(replica, size)(x)  # type: ignore[no-any-return]
+
     # -- and back --------------------------------------------------------------------------------
 
     def local_parts(
@@ -251,15 +258,17 @@ class GlobalArrays:
         ]
 
     def part(self, x: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
-        """From what `join` made to the piece of each local copy, filled up to the longest.
+        """From what `join` made to the piece of each local copy, filled up to the longest; of a
+        copy of several devices the pieces without that.
 
         Args:
             x: Over all places.
             lengths: Of all copies of a group.
         """
         if self.axes:
-            shape = (max(lengths) * self.num_inner,)
-            return self.local_parts(x, self.inner_spec, shape)
+            parts = self.local_parts(x, self.inner_spec, (max(lengths) * self.num_inner,))
+            own = [max(lengths[r.index % len(lengths)], 1) for r in self.local]
+            return list(map(self._of_size, self.local, parts, own))
         if len(self.places) == len(self.replicas):
             return self.local_parts(x, P(DATA_AXIS))
         [shard] = x.addressable_shards
@@ -275,7 +284,22 @@ def widened(x: jax.Array, size: int) -> jax.Array:
     return x if x.shape == (size,) else _widened(x, size)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.cache
+def _widened_each(replica: Replica, size: int) -> Any:
+    """`widened` on each device of a copy."""
+    lie = to_spec([[name for name, _ in replica.axes]])
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(_widened, size=size),
+            mesh=replica.mesh,
+            in_specs=lie,
+            out_specs=lie,
+            check_vma=False,
+        )
+    )
+
+
+@functools.partial(jax.jit, static_argnames="size")
 def _widened(x: jax.Array, size: int) -> jax.Array:
     flat = x.reshape(-1)[:size]
     return jnp.pad(flat, (0, size - flat.size))

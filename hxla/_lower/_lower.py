@@ -19,8 +19,9 @@ from .._model._functional import leaf_names
 from .._model._loss import num_columns
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
+from .._plan._stage_storage import piece_shape
 from ._across import Cut
-from ._contribution import pack_shapes, packs_of, tensors_of
+from ._contribution import pack_shapes, pack_specs, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
 from ._held import StateSpecs
@@ -135,8 +136,11 @@ class Programs:
             self.packs = [list(pack) for pack in chain.packs]
             self.contribution, runner = segmented(training, plan, chain)
             if plan.placement.zero > 1:
-                elements = list(map(math.prod, pack_shapes(self.tensors, self.packs)))
-                groups = sum_groups(last_packs(chain), elements)
+                shapes = zip(
+                    pack_shapes(self.tensors, self.packs), pack_specs(lie, self.packs), strict=True
+                )
+                pieces = [piece_shape(*own, plan.axis_sizes) for own in shapes]
+                groups = sum_groups(last_packs(chain), list(map(math.prod, pieces)))
         else:
             given = training, graph, plan, self.tensors, self.trained
             self.contribution, runner = (
@@ -289,7 +293,8 @@ class Programs:
         Args:
             over: Like `map`, perhaps on several threads.
             tell: Called with what is being done.
-            check: Is given the text of each program by its name, before any is compiled.
+            check: Is given the text of each program by its name, before any is compiled; but for
+                the forwards of copies that are cut, which say how what they keep lies.
         """
         if self._updates.compiled:
             return

@@ -21,7 +21,7 @@ from ._pipeline import Pipeline
 from ._pipeline_program import PipelineSpec
 from ._replica import Replica
 from ._segment_part import SegmentedSpec
-from ._segment_programs import parts_for
+from ._segment_programs import ChainParts, parts_for
 from ._segmented import Segmented
 from ._slots import make_slots
 from ._uneven import Uneven
@@ -89,11 +89,13 @@ def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
         )
     sequence = sequence_from_texts(len(spec.parts), chain.sequence)
     by_part = plan.placement.zero > 1
-    parts = functools.cache(functools.partial(parts_for, spec))
+    parts: dict[str, ChainParts] = {}  # by platform
 
     def runner(replica: Replica) -> Segmented:
-        own = parts(replica.devices[0].platform, replica if replica.axes else None)
-        return Segmented(spec, own, sequence, replica, by_part)
+        platform = replica.devices[0].platform
+        if platform not in parts:
+            parts[platform] = parts_for(spec, replica)
+        return Segmented(spec, parts[platform], sequence, replica, by_part)
 
     return spec.contribution, runner
 

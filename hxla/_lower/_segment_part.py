@@ -134,7 +134,7 @@ def segmented_spec(
 
 
 def direct_parts(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:
-    """The parts of a chain that one device runs: each reads what any earlier one made.
+    """The parts of a chain that one copy runs by itself: each reads what any earlier one made.
 
     Args:
         graph: Traced.

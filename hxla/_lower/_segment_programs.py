@@ -3,6 +3,7 @@
 Legend of shape suffixes: T float tensors.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -37,27 +38,34 @@ class ChainParts(NamedTuple):
     Attributes:
         each: In order.
         same: For each the first that has the same programs.
+        replica: Whose devices are named in what they trace; None: no device is.
     """
 
     each: tuple[SegmentPart, ...]
     same: tuple[int, ...]
+    replica: Replica | None
 
 
-def parts_for(spec: SegmentedSpec, platform: str, replica: Replica | None) -> ChainParts:
+def parts_for(spec: SegmentedSpec, replica: Replica) -> ChainParts:
     """Make the parts.
 
     Args:
         spec: What to run.
-        platform: Of the devices.
-        replica: These, if there are several; None: a single one, whichever it is.
+        replica: Where; copies on like devices have parts that are the same but for their devices.
     """
+    parts = _parts(spec, replica)
+    same = firsts_alike(part.key for part in parts)
+    return ChainParts(parts, tuple(same), replica if replica.axes else None)
+
+
+def _parts(spec: SegmentedSpec, replica: Replica) -> tuple[SegmentPart, ...]:
     shared = shared_tensors(spec.graph, spec.parts, spec.trained)
-    wanted, on_cpu = wanted_values(spec.graph, spec.trained), platform == "cpu"
-    parts = [
-        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=on_cpu, replica=replica)
+    wanted = wanted_values(spec.graph, spec.trained)
+    on_cpu, several = replica.devices[0].platform == "cpu", replica if replica.axes else None
+    return tuple(
+        SegmentPart(spec, i, shared=shared, wanted=wanted, on_cpu=on_cpu, replica=several)
         for i in range(len(spec.parts))
-    ]
-    return ChainParts(tuple(parts), tuple(firsts_alike(part.key for part in parts)))
+    )
 
 
 class SegmentPrograms:
@@ -81,12 +89,11 @@ class SegmentPrograms:
 
     def __init__(self, spec: SegmentedSpec, parts: ChainParts, replica: Replica, by_part: bool):
         self._spec, self._replica, self._by_part = spec, replica, by_part
-        self._parts, self._same = parts
+        self._parts, self._same, self._whose = parts
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
-        self._jitted = {i: self._of_part(self._parts[i]) for i in sorted(set(self._same))}
         scales = [P()] * len(self._parts), spec.lie_sums(self.shared)
         self.begin = self._jit(self._begun, scales, donate_argnums=1)
         self.end = self._jit(self._whole_peaks, P())
@@ -109,8 +116,8 @@ class SegmentPrograms:
         self.names = (
             *(
                 f"the {which} of {spec.parts[i].segment.name}"
-                for i, own in self._jitted.items()
-                for which in own
+                for i in sorted(set(self._same))
+                for which in self._kinds(i)
             ),
             "the scales of all parts",
             "the peaks of all parts",
@@ -143,12 +150,22 @@ class SegmentPrograms:
             return {"loss": run}
         made = (
             self._spec.lie_waiting(part.stage.part.outputs),
-            [None] * len(part.stage.own_residuals),
+            None,
         )
         return {
             "forward": self._jit(part.forward, made),
             "backward": self._jit(part.backward, joined, donate_argnums=(8, 9)),
         }
+
+    @functools.cached_property
+    def _jitted(self) -> dict[int, dict[str, Any]]:
+        """The programs of distinct parts; they are traced again where they name other devices."""
+        is_traced = self._whose in (None, self._replica)
+        parts = self._parts if is_traced else _parts(self._spec, self._replica)
+        return {i: self._of_part(parts[i]) for i in sorted(set(self._same))}
+
+    def _kinds(self, i: int) -> tuple[str, ...]:
+        return ("loss",) if self._parts[i].is_last else ("forward", "backward")
 
     # -- small programs --------------------------------------------------------------------------
 
@@ -236,7 +253,7 @@ class SegmentPrograms:
         """Take over the programs of `lower`, compiled."""
         flat = iter(compiled)
         self._compiled = {
-            i: {name: next(flat) for name in programs} for i, programs in self._jitted.items()
+            i: {name: next(flat) for name in self._kinds(i)} for i in sorted(set(self._same))
         }
         self.begin, self.end, self.zeros = itertools.islice(flat, 3)
         self._fresh = dict(zip(self._fresh, flat, strict=True))

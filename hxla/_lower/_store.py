@@ -206,7 +206,12 @@ class Store:
         shape, padding = self._shapes[i].shape, self._specs.padding.leaves()[i]
         plain = filled(shape, replica.sharding(self._even[i]), read)
         if self._own is not None and self._is_own(i):
-            return replica.put(self._own.take_on_host(i, np.asarray(plain), replica.index), spec)
+            own, copy = self._own, replica.index
+            if not replica.axes:
+                return replica.put(own.take_on_host(i, np.asarray(plain), copy), spec)
+            where = replica.sharding(spec)
+            take = jax.jit(lambda x, first: own.take(i, x, copy, first), out_shardings=where)
+            return take(plain, np.int32(own.own.first(copy)))  # type: ignore[no-any-return]
         if padding.is_none:
             return plain
         return jax.jit(padding.pad, out_shardings=replica.sharding(spec))(plain)

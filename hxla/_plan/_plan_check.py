@@ -265,7 +265,7 @@ def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
         )
     if plan.is_uneven:
         yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
-    if placement.shares:
+    if placement.shares and plan.pipeline is not None:
         yield f"placement.shares: {cut}, which share the state evenly: leave it empty"
     if placement.optimizer != "device":
         yield f"placement.optimizer: {cut}, whose state stays on their devices: use 'device'"

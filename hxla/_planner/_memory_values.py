@@ -137,13 +137,13 @@ class Travel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyDevice:
-    """The one device of a copy of the model.
+    """The device of a copy of the model, of several that which has least memory.
 
     Attributes:
         name: The name in messages.
-        num_microbatches: That it runs in a step.
+        num_microbatches: That the copy runs in a step.
         memory_bytes: That it has; None: not described, so no limit.
-        speed: Operations per second, in a unit that all devices share.
+        speed: Operations of the copy per second, in a unit that all share.
     """
 
     name: str

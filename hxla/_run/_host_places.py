@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .._cluster._cluster import Cluster
 from .._plan._plan import Plan
 from .._planner._memory_values import Places
-from ._shared_state import could_share, ownership_of
+from ._shared_state import could_share, shared_update
 from ._traced_job import TracedJob
 
 
@@ -46,10 +46,11 @@ def more_on_hosts(job: TracedJob, plan: Plan, cluster: Cluster) -> Iterator[Plac
         and (shares or has_one)
         and not plan.sums.sparse
         and job.optimizer_bytes(plan.microbatch_size) > 0
-        and not ownership_of(job, plan, (1,) * (1 if has_one else 2)).summed_state
+        and not shared_update(job, plan, (1,) * (1 if has_one else 2)).summed_state
     )
-    may_stash = asked.stash is None and could_be_chain(job, plan)
-    may_parameters = asked.parameters is None and shares and memory.zero in (None, 3)
+    may_chain = could_be_chain(job, plan)
+    may_stash = may_chain and asked.stash is None
+    may_parameters = may_chain and asked.parameters is None and shares and memory.zero in (None, 3)
     now = asked_places(job)
     for optimizer, stash, parameters in itertools.product((False, True), repeat=3):
         wanted = (optimizer, stash, parameters)

@@ -14,6 +14,7 @@ from .._core._format import num_bytes
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE
 from .._graph._parts import graph_at, graph_of
+from .._launch._member import pinned
 from .._lower._inputs import sharded_of
 from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
@@ -24,6 +25,7 @@ from .._plan._plan_parts import (
     DevicePrediction,
     PlannedChain,
     Prediction,
+    ReplicaWork,
     RunnerUp,
 )
 from .._plan._sharding import Sharded
@@ -78,8 +80,8 @@ def with_memory(
         stages = tuple(stage for stage in stages if stage)
         if not stages:
             raise PlanError(
-                "memory.shard_groups needs memory.zero of 1 to 3, and copies of one device that "
-                "share the state: set it, or leave them out"
+                "memory.shard_groups needs memory.zero of 1 to 3, and copies that can share the "
+                "state: set it, or leave them out"
             )
     if job.settings.memory.waves is not None:
         stages = tuple(stage for stage in stages if stage > 1)
@@ -106,7 +108,7 @@ def with_memory(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    to_try = _to_try(job, plan, stages, is_described, places)
+    to_try = _as_before(_to_try(job, plan, stages, is_described, places))
     model = _model_bytes(job, plan, places)
     forms = _forms(job, plan, cluster, model, places, groups[0])
     if to_try[0][1] is None and not (devices is None and is_described):
@@ -153,7 +155,7 @@ def _compiled_lack(
     inputs = job.batch_bytes(plan.microbatch_size)
     own = []
     for replica, held in zip(plan.replicas, form.held, strict=True):
-        size = cluster.devices[replica.devices[0]].memory_bytes
+        size = cluster.devices[_tightest(cluster, replica)].memory_bytes
         optimizer = held.optimizer * (form.tier == "device")  # else the programs count it
         needed = programs.memory_bytes(int(held.parameters + optimizer))
         own.append(needed + inputs - (size or math.inf))
@@ -179,18 +181,25 @@ def _of_whole_programs(
     return with_shared_state(job, plan, cluster, stage, (), places.optimizer, groups)
 
 
+def _tightest(cluster: Cluster, replica: ReplicaWork) -> int:
+    """The rank of the device of a copy that has the least memory."""
+    return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
+
+
 def _cut(plan: Plan) -> str:
     return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
 
 
 def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None:
     """Refuse what only copies of one device can have."""
-    if asked_places(job).stash != "device":
-        raise PlanError(
-            f"memory.offload.stash='host': {_cut(plan)}, and only what "
-            "waits in copies of one device can go to the host: leave it out"
-        )
-    if any(stages) and not isinstance(job.settings.memory.shares, str):
+    for name, place in dataclasses.asdict(asked_places(job)).items():
+        if place != "device":
+            raise PlanError(
+                f"memory.offload.{name}={place!r}: {_cut(plan)}, and only what copies of one "
+                "device have can wait elsewhere: leave it out"
+            )
+    is_stated = not isinstance(job.settings.memory.shares, str)
+    if any(stages) and is_stated and plan.pipeline is not None:
         raise PlanError(f"memory.shares: {_cut(plan)}, which share the state evenly: leave it out")
 
 
@@ -240,6 +249,15 @@ def _to_try(
     return found
 
 
+def _as_before(
+    forms: list[tuple[int, Recompute | None]],
+) -> list[tuple[int, Recompute | None]]:
+    """Those whose bits are the ones of an elastic job's first generation, if there was one."""
+    is_chain = pinned().is_chain
+    same = [form for form in forms if is_chain in (None, form[1] is not None)]
+    return same or forms[:1]  # what the settings ask for is the same in all
+
+
 def _best_on_hosts(
     job: TracedJob, plan: Plan, cluster: Cluster, stages: Sequence[int], groups: Sequence[int]
 ) -> list[MemoryForm]:
@@ -258,7 +276,7 @@ def _best_on_hosts(
         if places.parameters != "device":
             own = [s for s in own if s > 2]
         to_try = _to_try(job, plan, tuple(dict.fromkeys(own)), True, places) if own else []
-        for form in best_of(ways, to_try):
+        for form in best_of(ways, _as_before(to_try)):
             if form.fits and fits_hosts(job, plan, cluster, form):
                 found.append((moving_seconds(job, plan, cluster, form), form))
     is_timed = all(
@@ -272,7 +290,11 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
     """What a copy takes, with the optimizer's state on the device."""
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
-    sharded = sharded_of(graph, plan)
+    sharded, opened = sharded_of(graph, plan), graph_of(graph)
+    cut = None if sharded is None else sharded.over(opened)
+
+    def bytes_here(v: int) -> int:
+        return opened.values[v].num_bytes // (1 if cut is None else cut.num_parts(v))
 
     @functools.cache
     def chain() -> ChainBytes:
@@ -289,8 +311,6 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
 
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
     own = sum(math.prod(piece_of(plan, p)) for p in model.trained_places)
-    values = graph_of(graph).values
-    parts = [1] * len(values) if sharded is None else map(sharded.num_parts, range(len(values)))
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
         trained=4 * own,
@@ -298,8 +318,8 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
         optimizer=job.optimizer_bytes(size) * own / max(whole, 1),
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
-        inputs=job.batch_bytes(size),
-        values=sum(value.num_bytes // num for value, num in zip(values, parts, strict=True)),
+        inputs=sum(map(bytes_here, opened.batch_values)),
+        values=sum(map(bytes_here, range(len(opened.values)))),
         chain=chain,
     )
 
@@ -307,26 +327,28 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
 def _forms(
     job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, places: Places, groups: int
 ) -> MemoryForms:
-    # What each device of a copy has is shared out evenly.
-    shares = "even" if plan.axes else job.settings.memory.shares
+    shares = job.settings.memory.shares
     on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
     compute = job.precision.compute
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
     copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
-    # Of several alike devices the one that has least memory; they work at the pace of the slowest.
-    devices = [min(own, key=lambda d: d.memory_bytes or math.inf) for own in copies]
+    ranks = [_tightest(cluster, replica) for replica in plan.replicas]
+    devices = [cluster.devices[rank] for rank in ranks]
+    # Those of a copy work at the pace of the slowest.
     speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
     return MemoryForms(
         dataclasses.replace(model, optimizer=model.optimizer * on_device),
         [
             CopyDevice(
-                name=f"device {replica.devices[0]} ({device.label})",
+                name=f"device {rank} ({device.label})",
                 num_microbatches=replica.num_microbatches,
                 memory_bytes=device.memory_bytes,
                 speed=speed if all(speeds) else 1.0,
             )
-            for replica, device, speed in zip(plan.replicas, devices, speeds, strict=True)
+            for replica, rank, device, speed in zip(
+                plan.replicas, ranks, devices, speeds, strict=True
+            )
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
         travel=travel_of(plan, cluster, groups) if is_timed else None,
@@ -340,7 +362,7 @@ def _forms(
 
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
     """The plan as a form has it."""
-    shares = form.shares if could_share(plan) else ()
+    shares = form.shares if plan.axes or could_share(plan) else ()
     plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier, form.shard_groups)
     if form.recompute is None:
         _check_segments(job)
@@ -364,7 +386,8 @@ def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
 
 def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[MemoryForm]) -> Plan:
     """The plan with what it holds, and what the other forms would."""
-    sizes = [cluster.devices[replica.devices[0]].memory_bytes for replica in plan.replicas]
+    ranks = [_tightest(cluster, replica) for replica in plan.replicas]
+    sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
     said: list[str] = []
     known = [
         (own.activations, size - own.total + own.activations)
@@ -382,9 +405,13 @@ def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[Memor
     spent = {device.rank: device for device in prediction.devices}
     devices = tuple(
         spent.get(rank, DevicePrediction(rank=rank)).model_copy(
-            update={"memory_bytes": own.total, "capacity_bytes": float(size or 0), "held": own}
+            update={
+                "memory_bytes": own.total,
+                "capacity_bytes": float(cluster.devices[rank].memory_bytes or 0),
+                "held": own,
+            }
         )
-        for replica, own, size in zip(plan.replicas, best.held, sizes, strict=True)
+        for replica, own in zip(plan.replicas, best.held, strict=True)
         for rank in replica.devices
     )
     runners_up = [

@@ -1,6 +1,7 @@
 """A session as a part of `hxla run --elastic`: it begins, stops and leaves as told."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -238,10 +239,10 @@ def _bytes_in(folder: str) -> int:
 
 
 def _chosen(plan: Plan) -> Pinned:
-    size = plan.microbatch_size
+    chosen = Pinned(microbatch_size=plan.microbatch_size, is_chain=plan.chain is not None)
     if plan.pipeline is not None:
-        return Pinned(microbatch_size=size, cut=plan.pipeline.cut)
+        return dataclasses.replace(chosen, cut=plan.pipeline.cut)
     if len(plan.axes) == 1:
         [axis] = plan.axes
-        return Pinned(microbatch_size=size, shares=axis.shares or (1,) * axis.size)
-    return Pinned(microbatch_size=size)
+        return dataclasses.replace(chosen, shares=axis.shares or (1,) * axis.size)
+    return chosen

@@ -8,6 +8,7 @@ import jax
 from .._cluster._cluster import Cluster
 from .._cluster._libraries import are_unlike, in_words
 from .._core._errors import PlanError
+from .._launch._member import own_member
 from .._model._functional import leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._ownership import SUMMED_STATE, Ownership, ownership
@@ -55,7 +56,7 @@ def with_shared_state(
     model = job.functional(plan.microbatch_size)
     members = len(plan.replicas) // shard_groups
     granules = shares or (1,) * members
-    own = ownership_of(job, plan, granules)
+    own = shared_update(job, plan, granules)
     if tier != "device" and own.summed_state:
         raise PlanError(f"memory.offload.optimizer={tier!r}: {SUMMED_STATE}: use 'device'")
     names = leaf_names(model.trained)
@@ -94,7 +95,8 @@ def with_shared_state(
     return found.replaced(reasons=(*found.reasons, words(job, found, cluster, tier)))
 
 
-def ownership_of(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
+def shared_update(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
+    """Which copy of a group would update what, with so many granules each."""
     model = job.functional(plan.microbatch_size)
     params = jax.eval_shape(lambda tree: tree, model.trained)
     return ownership(
@@ -110,13 +112,15 @@ def could_share(plan: Plan) -> bool:
 def _may_share(job: TracedJob, plan: Plan) -> bool:
     """Whether copies may share state out although nobody asked for it.
 
-    What the optimizer treats as a whole, no device has of copies that are cut.
+    What the optimizer treats as a whole, no device has of copies that are cut. Those have other
+    bits where they share, which the next generation of an elastic job might not.
     """
     if not plan.axes:
         return could_share(plan)
-    if len(plan.replicas) == 1 or plan.pipeline is not None or plan.is_uneven or plan.sums.sparse:
+    is_one_form = plan.pipeline is None and not plan.is_uneven and not plan.sums.sparse
+    if len(plan.replicas) == 1 or not is_one_form or own_member() is not None:
         return False
-    owners = ownership_of(job, plan, (1,) * len(plan.replicas)).shares.owners
+    owners = shared_update(job, plan, (1,) * len(plan.replicas)).shares.owners
     return all(owner is None for owner in owners)
 
 
