@@ -197,7 +197,7 @@ def test_memory_decides_what_waits_and_who_has_what():
         next(iter(session))
         assert session.memory_bytes < 8_000_000
         estimated = tight.prediction.devices[0].memory_bytes
-        assert session.memory_bytes == pytest.approx(estimated, rel=0.15)
+        assert session.memory_bytes == pytest.approx(estimated, rel=0.25)
     with pytest.raises(hxla.PlanError, match="does not fit beside the state") as caught:
         plan(3_000_000)
     assert "offload" not in str(caught.value)  # which copies of one device have
@@ -228,7 +228,7 @@ def test_a_process_for_each_device(tmp_path):
         if weights is None:
             hxla.save_weights(path, found.state)
     assert wanted[0] != wanted[1]
-    out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=300)
+    out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=900)
     told = re.findall(r"\[0\] RESULT (.*)", out)
     assert [json.loads(text) for text in told] == wanted, out[-3000:] + err[-3000:]
 
