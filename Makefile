@@ -6,7 +6,7 @@ STAMP = $(VENV)/.installed
 WORKERS ?= 2
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
-	pipeline_programs.py)
+	pipeline_programs.py patterns.py segments_tensor.py)
 # XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one. Make reads the
 # names a target needs when it comes to the target: this line stands above them.
 GPU_COMPILER = $(VENV)/gpu-compiler

@@ -126,6 +126,17 @@ def test_every_factor_leaves_the_result_unchanged():
     )
 
 
+def test_arrays_that_are_stacked_or_taken_apart_stay_cut():
+    """As newer versions of jax write it; the shapes are those of jax's own operations."""
+    x, parts = np.zeros((4, 3, 6)), [np.zeros((4, 6))] * 3
+    assert [y.shape for y in jnp.unstack(jnp.asarray(x), axis=1)] == [y.shape for y in parts]
+    assert jnp.stack(parts, axis=1).shape == x.shape
+    apart = PATTERNS.factors("unstack", [x.shape], [y.shape for y in parts], {"axis": 1})
+    assert {(f.operands, f.results) for f in apart} == {((0,), (0,) * 3), ((2,), (1,) * 3)}
+    joined = PATTERNS.factors("stack", [y.shape for y in parts], [x.shape], {"axis": 1})
+    assert {(f.operands, f.results) for f in joined} == {((0,) * 3, (0,)), ((1,) * 3, (2,))}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "pairs"),
     [

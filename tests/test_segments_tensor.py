@@ -274,3 +274,22 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     monkeypatch.setattr(_shared_state, "own_member", lambda: "a member")
     with pytest.raises(hxla.PlanError, match="does not fit"):
         stage()
+
+
+def test_attention_is_cut_where_its_heads_are():
+    """However jax takes queries, keys and values apart."""
+    gpt = families.example("gpt")
+    own = hxla.Job(
+        gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=1),
+        {"text": np.zeros((8, 33), np.uint8)},
+        gpt.loss,
+        optax.sgd(0.1),
+        batch_size=8,
+    )
+    plan = planned(own, 1, TENSOR)
+    with own.open(plan, steps=1) as session:
+        [runner] = session._programs.runners
+        text = runner._compiled.as_text()
+    # Scores of each device's two of four heads, of four examples with 32 positions.
+    assert "f32[4,2,32,32]" in text
+    assert "f32[4,4,32,32]" not in text

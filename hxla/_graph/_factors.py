@@ -307,6 +307,18 @@ def _along_axis(name: str) -> Pattern:
     return pattern
 
 
+def _unstack(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    kept = [d for d in range(len(ins[0])) if d != params["axis"]]
+    return _dims_of_first(ins, outs, ((d, out) for out, d in enumerate(kept)))
+
+
+def _stack(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
+    axis = params["axis"]
+    return [
+        Factor(f"d{d}", (d,) * len(ins), (d + (d >= axis),) * len(outs)) for d in range(len(ins[0]))
+    ]
+
+
 def _top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: dict) -> list[Factor]:
     axis = params.get("axis", len(ins[0]) - 1) % len(ins[0])
     return _dims_of_first(ins, outs, ((d, d) for d in range(len(ins[0])) if d != axis))
@@ -345,6 +357,8 @@ PATTERNS = Patterns(
         "slice": _full_slice,
         "dynamic_slice": _full_slice,
         "split": _full_slice,
+        "stack": _stack,
+        "unstack": _unstack,
         "cumsum": _along_axis("axis"),
         "cumprod": _along_axis("axis"),
         "cummax": _along_axis("axis"),

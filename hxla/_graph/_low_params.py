@@ -15,7 +15,7 @@ from ._segments import Segment
 #: They move elements and keep all bits.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice"}
-    | {"split", "squeeze", "transpose"}
+    | {"split", "squeeze", "transpose", "unstack"}
 )
 _LOW = frozenset({"bfloat16", "float16"})
 

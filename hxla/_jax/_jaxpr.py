@@ -210,7 +210,7 @@ _CHEAP = frozenset({
     "div", "eq", "erf", "exp", "expand_dims", "ge", "gt", "integer_pow", "iota", "is_finite",
     "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
     "rsqrt", "select_n", "sharding_constraint", "sign", "slice", "split", "sqrt", "square",
-    "squeeze", "sub", "tanh", "transpose", "xor",
+    "squeeze", "sub", "tanh", "transpose", "unstack", "xor",
 })
 # fmt: on
 #: Of these what XLA calls expensive.

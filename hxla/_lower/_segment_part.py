@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE, Env
+from .._graph._operations import leaves
 from .._graph._parts import ChainPart, graph_at
 from .._graph._segments import segments_at
 from .._jax._cpu_dots import row_major
@@ -82,6 +83,18 @@ class SegmentedSpec:
         if self.sharded is None:
             return [P()] * len(values)
         return [self.sharded.waiting_spec(v) for v in values]
+
+    def lie_inside(self, part: ChainPart, shapes: Sequence[Sequence[int]]) -> list[P | None]:
+        """How arrays in the midst of a part lie, as far as their shapes tell; None: they do not.
+
+        XLA may leave whole what nobody places. What has the shape of values that are all cut in one
+        way is cut so, too.
+        """
+        found: dict[tuple[int, ...], set[P]] = collections.defaultdict(set)
+        for v in (v for op in leaves(part.segment.ops) for v in op.outputs):
+            found[tuple(self.graph.values[v].shape)].update(self.lie([v]))
+        known = [found.get(tuple(shape), set()) for shape in shapes]
+        return [next(iter(specs)) if len(specs) == 1 else None for specs in known]
 
     def lie_sums(self, packs: Sequence[int] | None = None) -> list[tuple[P, ...]]:
         """How the parts of the sums of packs do; None: of all."""

@@ -148,12 +148,13 @@ class SegmentPrograms:
             ints = [P()] * len(self._spec.tensors.others)
             run = self._jit(part.loss, (*joined, P(), ints), donate_argnums=(6, 7, 8, 9))
             return {"loss": run}
-        made = (
-            self._spec.lie_waiting(part.stage.part.outputs),
-            None,
-        )
+        stage, made = part.stage, self._spec.lie_waiting(part.stage.part.outputs)
+        kept: list[P | None] = []
+        if self._replica.axes:
+            shapes = [stage.residuals[i].shape for i in stage.own_residuals]
+            kept = self._spec.lie_inside(stage.part, shapes)
         return {
-            "forward": self._jit(part.forward, made),
+            "forward": self._jit(part.forward, (made, kept)),
             "backward": self._jit(part.backward, joined, donate_argnums=(8, 9)),
         }
 
@@ -232,9 +233,9 @@ class SegmentPrograms:
         return list(map(self._replica.like, shapes, (lie or self._spec.lie)(values)))
 
     def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
-        """Shapes of the residuals of a part, those of its own as XLA's partitioner leaves them.
+        """Shapes of the residuals of a part, as they lie.
 
-        Nobody else knows where what lies in the midst of a part is cut.
+        Where nobody else knows how what lies in the midst of a part is cut, XLA's partitioner says.
         """
         stage = part.stage
         own: list[Any] = [stage.residuals[i] for i in stage.own_residuals]
