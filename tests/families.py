@@ -8,6 +8,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+import hxla
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 WIDTH, HEADS, VOCABULARY, LENGTH = 256, 8, 512, 16
 
@@ -49,6 +51,19 @@ def images(size):
 def gpt():
     model = example("gpt").GPT(nnx.Rngs(0), layers=1, length=LENGTH)
     return model, token_loss, text(256)
+
+
+def gpt_job(batch_size, optimizer, config=None, *, length, **sizes):
+    """Of a GPT of these sizes, on a batch of zeros."""
+    module = example("gpt")
+    return hxla.Job(
+        module.GPT(nnx.Rngs(0), length=length, **sizes),
+        {"text": np.zeros((batch_size, length + 1), np.uint8)},
+        module.loss,
+        optimizer,
+        batch_size=batch_size,
+        config=config,
+    )
 
 
 def bert():

@@ -4,10 +4,8 @@ import gc
 
 import families
 import jax
-import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import hxla
 from hxla._lower._options import extra_bytes
@@ -20,6 +18,7 @@ def live_bytes():
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
 
 
+SIZES = {"width": 128, "length": 64, "layers": 3}
 ALL_ON_HOST = {"stash": "host", "parameters": "host", "optimizer": "host"}
 
 
@@ -62,15 +61,11 @@ def peak(monkeypatch):
 )
 @pytest.mark.thinned(2)
 def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
-    gpt = families.example("gpt")
-    data = {"text": np.zeros((8 * num, 65), np.uint8)}
-    own = hxla.Job(
-        gpt.GPT(nnx.Rngs(0), width=128, length=64, layers=3),
-        data,
-        gpt.loss,
+    own = families.gpt_job(
+        8 * num,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-        batch_size=8 * num,
-        config={"memory": memory, "communication": {"limbs": limbs}},
+        {"memory": memory, "communication": {"limbs": limbs}},
+        **SIZES,
     )
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
     plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
@@ -103,15 +98,7 @@ def bytes_of_a_step(own, plan, peak):
     ids=str,
 )
 def test_a_step_of_copies_that_are_cut_does_too(memory, peak):
-    gpt = families.example("gpt")
-    own = hxla.Job(
-        gpt.GPT(nnx.Rngs(0), width=128, length=64, layers=3),
-        {"text": np.zeros((16, 65), np.uint8)},
-        gpt.loss,
-        optax.adamw(1e-3),
-        batch_size=16,
-        config={"memory": memory},
-    )
+    own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
     plan = own.plan(
         cluster,

@@ -110,17 +110,10 @@ def test_a_scan_over_layers_is_cut_both_ways():
 
 def test_what_waits_is_cut():
     """What crosses between segments, and what lies in the midst of one, is not on each device."""
-    gpt = families.example("gpt")
 
     def programs(num):
-        own = hxla.Job(
-            gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=2),
-            {"text": np.zeros((8, 33), np.uint8)},
-            gpt.loss,
-            optax.sgd(0.1),
-            batch_size=8,
-            config={"memory": {"recompute": "none"}},
-        )
+        config = {"memory": {"recompute": "none"}}
+        own = families.gpt_job(8, optax.sgd(0.1), config, width=64, length=32, layers=2)
         plan = planned(own, 1, {"tensor": num} if num > 1 else {})
         with own.open(plan, steps=1) as session:
             [runner] = session._programs.runners
@@ -174,14 +167,7 @@ def test_what_travels_between_copies_does_not_grow_with_the_microbatches():
 
 
 def test_memory_decides_what_waits_and_who_has_what():
-    gpt = families.example("gpt")
-    own = hxla.Job(
-        gpt.GPT(nnx.Rngs(0), width=128, length=64, layers=4),
-        {"text": np.zeros((16, 65), np.uint8)},
-        gpt.loss,
-        optax.adamw(1e-3),
-        batch_size=16,
-    )
+    own = families.gpt_job(16, optax.adamw(1e-3), width=128, length=64, layers=4)
 
     def plan(memory_bytes):
         devices = (hxla.Device(kind="cpu", memory_bytes=memory_bytes),) * 4
@@ -278,14 +264,7 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
 
 def test_attention_is_cut_where_its_heads_are():
     """However jax takes queries, keys and values apart."""
-    gpt = families.example("gpt")
-    own = hxla.Job(
-        gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=1),
-        {"text": np.zeros((8, 33), np.uint8)},
-        gpt.loss,
-        optax.sgd(0.1),
-        batch_size=8,
-    )
+    own = families.gpt_job(8, optax.sgd(0.1), width=64, length=32, layers=1)
     plan = planned(own, 1, TENSOR)
     with own.open(plan, steps=1) as session:
         [runner] = session._programs.runners

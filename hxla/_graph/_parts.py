@@ -10,6 +10,7 @@ from typing import Any
 
 from ._graph import Graph
 from ._interpreter import AS_THEY_ARE, ArrayPlacement, Env, read, run_ops
+from ._operations import leaves
 from ._scans import opened, ranged
 from ._segments import Segment, in_task_order, segments_at
 
@@ -29,6 +30,14 @@ class ChainPart:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     is_last: bool
+
+
+def values_by_shape(graph: Graph, part: ChainPart) -> dict[tuple[int, ...], list[int]]:
+    """The values that the equations of a part make, also inside bodies, by their shapes."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for v in (v for op in leaves(part.segment.ops) for v in op.outputs):
+        found.setdefault(graph.values[v].shape, []).append(v)
+    return found
 
 
 def parts_of(graph: Graph, points: Sequence[int]) -> tuple[ChainPart, ...]:

@@ -8,17 +8,21 @@ variables), S sums per microbatch (loss, weight, metrics).
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import uncrossed
 from .._plan._plan_parts import SumsForm
+from .._plan._sharding import place_in
+from .._plan._stage_storage import piece_shape
 from . import _exact
 
 _PACKED_ELEMENTS = 1 << 14  # copying more costs more time than a kernel
@@ -151,6 +155,24 @@ def pack_shapes(tensors: Tensors, packs: Sequence[Sequence[int]]) -> list[tuple[
 def pack_specs(specs: Sequence[P], packs: Sequence[Sequence[int]]) -> list[P]:
     """How the sums of each pack lie, from how its tensors do: those that share one are whole."""
     return [specs[pack[0]] if len(pack) == 1 else P() for pack in packs]
+
+
+def pack_sizes(
+    tensors: Tensors,
+    packs: Sequence[Sequence[int]],
+    specs: Sequence[P],
+    axes: Mapping[str, int],
+) -> list[int]:
+    """Elements of the sums of each pack on a device.
+
+    Args:
+        tensors: Of the sums.
+        packs: Of them.
+        specs: How each tensor lies on the axes inside a copy.
+        axes: Their sizes.
+    """
+    pairs = zip(pack_shapes(tensors, packs), pack_specs(specs, packs), strict=True)
+    return [math.prod(piece_shape(shape, spec, axes)) for shape, spec in pairs]
 
 
 def packed(values: Sequence[jax.Array], packs: Sequence[Sequence[int]]) -> list[jax.Array]:
@@ -328,3 +350,32 @@ def local_largest(
     ]
     order = np.argsort([i for pack in packs for i in pack])
     return found, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])
+
+
+def largest_over(
+    mesh: Mesh,
+    specs: Sequence[P],
+    lay_out: Callable[[jax.Array], jax.Array],
+    packs: Sequence[Sequence[int]],
+) -> Callable[[Sequence[jax.Array]], tuple[list[jax.Array], jax.Array]]:
+    """`local_largest` of tensors that the devices of a copy cut: magnitudes are those of the whole.
+
+    Args:
+        mesh: Of the devices.
+        specs: How each tensor lies on it.
+        lay_out: See `local_largest`.
+        packs: Likewise.
+    """
+
+    def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        found, peaks_T = local_largest(values, lay_out, packs)
+        return found, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
+
+    own = list(specs)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(own,), out_specs=(own, P()), check_vma=False)
+
+    def run(values: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        placed = [place_in(mesh, x, s) for x, s in zip(values, own, strict=True)]
+        return mapped(placed)  # type: ignore[no-any-return]
+
+    return run

@@ -226,7 +226,7 @@ class GlobalArrays:
         """A flat piece of each device of a copy, cut or filled up with zeros to a size."""
         if x.shape == (size * self.num_inner,):
             return x
-        return _widened_each(replica, size)(x)  # type: ignore[no-any-return]
+        return _widened_each(replica, self.inner_spec, size)(x)  # type: ignore[no-any-return]
 
     # -- and back --------------------------------------------------------------------------------
 
@@ -285,9 +285,8 @@ def widened(x: jax.Array, size: int) -> jax.Array:
 
 
 @functools.cache
-def _widened_each(replica: Replica, size: int) -> Any:
+def _widened_each(replica: Replica, lie: P, size: int) -> Any:
     """`widened` on each device of a copy."""
-    lie = to_spec([[name for name, _ in replica.axes]])
     return jax.jit(
         jax.shard_map(
             functools.partial(_widened, size=size),

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,8 @@ from .._model._functional import leaf_names
 from .._model._loss import num_columns
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
-from .._plan._stage_storage import piece_shape
 from ._across import Cut
-from ._contribution import pack_shapes, pack_specs, packs_of, tensors_of
+from ._contribution import pack_sizes, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
 from ._held import StateSpecs
@@ -136,11 +134,8 @@ class Programs:
             self.packs = [list(pack) for pack in chain.packs]
             self.contribution, runner = segmented(training, plan, chain)
             if plan.placement.zero > 1:
-                shapes = zip(
-                    pack_shapes(self.tensors, self.packs), pack_specs(lie, self.packs), strict=True
-                )
-                pieces = [piece_shape(*own, plan.axis_sizes) for own in shapes]
-                groups = sum_groups(last_packs(chain), list(map(math.prod, pieces)))
+                elements = pack_sizes(self.tensors, self.packs, lie, plan.axis_sizes)
+                groups = sum_groups(last_packs(chain), elements)
         else:
             given = training, graph, plan, self.tensors, self.trained
             self.contribution, runner = (

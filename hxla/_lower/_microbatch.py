@@ -27,6 +27,7 @@ from ._contribution import (
     first_only,
     gradient_of,
     largest,
+    largest_over,
     local_largest,
     microbatch_key,
     pack_specs,
@@ -261,22 +262,10 @@ def _joining(spec: MicrobatchSpec, replica: Replica, on_cpu: bool) -> _Joining:
 
     if spec.sharded is None:
         return alone
-    mesh, specs = replica.mesh, spec.specs()
-
-    def local(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        found, peaks_T = local_largest(values, lay_out, spec.packs)
-        return found, jax.lax.pmax(peaks_T, mesh.axis_names)  # one for all tensors
-
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
-    )
+    over_devices = largest_over(replica.mesh, spec.specs(), lay_out, spec.packs)
 
     def run(values: Any, before: Any, exponents_T: jax.Array, keep: Any) -> Any:
-        placed = [
-            jax.lax.with_sharding_constraint(x, replica.sharding(s))
-            for x, s in zip(values, specs, strict=True)
-        ]
-        found, peaks_T = mapped(placed)
+        found, peaks_T = over_devices(values)
         return added(before, found, exponents_T, keep), peaks_T
 
     return run

@@ -7,7 +7,6 @@ one after another, so no more than one is ever whole on a device.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import DATA_AXIS
-from .._plan._layout import from_spec, names_of, to_spec
+from .._plan._layout import from_spec, to_spec
 from .._plan._ownership import Ownership, Shares
 from .._plan._stage_storage import piece_shape
 from ._chunks import all_gather
@@ -112,25 +111,14 @@ class OwnState:
             return x
         found = np.zeros(self.like(k, copy).shape, x.dtype)
         if owner is None:
-            parts = [part.reshape(-1) for part in self._on_devices(k, x)]
+            replica = self._reducer.replicas[copy]
+            where = replica.sharding(self._specs[k]).devices_indices_map(x.shape)
+            parts = [x[where[device]].reshape(-1) for device in replica.devices]
             first = self._shares.firsts[member] * self._shares.granule(parts[0].size)
             for part, own in zip(parts, np.split(found, len(parts)), strict=True):
                 piece = part[first : first + own.size]
                 own[: piece.size] = piece
         return found
-
-    def _on_devices(self, k: int, x: np.ndarray) -> list[np.ndarray]:
-        """The parts of a whole leaf on each device of a copy."""
-        names, sizes = [name for name, _ in self.own.axes], [size for _, size in self.own.axes]
-        parts = []
-        for places in itertools.product(*map(range, sizes)):
-            at, part = dict(zip(names, places, strict=True)), x
-            for dim, own in enumerate(map(names_of, self._specs[k])):
-                shape = [dict(self.own.axes)[name] for name in own]
-                number = int(np.ravel_multi_index([at[name] for name in own], shape)) if own else 0
-                part = np.split(part, math.prod(shape), dim)[number]
-            parts.append(part)
-        return parts
 
     def spec(self, k: int) -> P:
         """How the leaf lies over the places in the form that knows no shares."""

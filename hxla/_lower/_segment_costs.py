@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._graph._graph import Graph
-from .._graph._operations import leaves
-from .._graph._parts import ChainPart
+from .._graph._parts import ChainPart, values_by_shape
 from .._plan._sharding import Sharded
 from .._schedule._segment_sequence import CUT, INPUT
 from .._schedule._sequence_replay import Residuals, SegmentCost
@@ -25,50 +23,43 @@ def crossing_values(parts: Sequence[ChainPart]) -> tuple[tuple[int, ...], ...]:
 
 
 def segment_costs(
-    graph: Graph,
+    sharded: Sharded,
     stages: Sequence[StagePart],
     temporary: Sequence[tuple[int, ...]] | None = None,
     *,
     fused: bool = False,
     offloads: bool = False,
-    sharded: Sharded | None = None,
     residuals: Sequence[int] | None = None,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
     Args:
-        graph: Of the loss, as it is cut.
+        sharded: The graph of the loss, as it is cut into parts, and how the devices of a copy cut
+            it, of which one's part counts.
         stages: The parts.
         temporary: For each part the temporaries in bytes of its forward and its backward, or of
             its only program; None: not known before compilation, estimated as the bytes of what a
             backward reads and makes.
         fused: Whether all parts and their backwards are one program, which keeps more.
         offloads: Whether what waits may go to host memory, by copies that no program waits for.
-        sharded: How the devices of a copy cut the graph, of which one's part counts; None: it has
-            one device.
         residuals: For each part the bytes of what its forward leaves besides its inputs and
             outputs; None: not known before compilation, and those in the midst of a part are taken
             to be cut as what else has their shape there.
     """
-
-    def bytes_here(v: int) -> int:
-        return graph.values[v].num_bytes // (1 if sharded is None else sharded.num_parts(v))
-
-    def waiting_bytes(v: int) -> int:
-        return graph.values[v].num_bytes if sharded is None else sharded.waiting_bytes(v)
-
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     out = []
     for i, stage in enumerate(stages):
-        parts = _parts_of_shapes(graph, stage, sharded)
-        own = stage.own_residual_bytes(parts, fused=fused) if residuals is None else residuals[i]
+        if residuals is None:
+            own = stage.own_residual_bytes(_fewest_parts(sharded, stage.part), fused=fused)
+        else:
+            own = residuals[i]
         floats = {v for later in stages[i:] for v in later.above_floats}
-        grads = sum(bytes_here(v) for v in crossing[i] if v in floats)
+        grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
         if temporary is None:
             forward = 0
-            trained = [graph.param_values[stage.params[k]] for k in stage.trained]
-            backward = own + sum(map(bytes_here, trained))
+            trained = [sharded.graph.param_values[stage.params[k]] for k in stage.trained]
+            backward = own + sum(map(sharded.device_bytes, trained))
         else:
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
@@ -86,7 +77,7 @@ def segment_costs(
         out.append(
             SegmentCost(
                 name=stage.part.segment.name,
-                input_bytes=sum(map(waiting_bytes, crossing[i])),
+                input_bytes=sum(map(sharded.waiting_bytes, crossing[i])),
                 input_gradient_bytes=grads,
                 forward_seconds=known[i],
                 residuals=(left,),
@@ -98,17 +89,10 @@ def segment_costs(
     return out
 
 
-def _parts_of_shapes(
-    graph: Graph, stage: StagePart, sharded: Sharded | None
-) -> Callable[[Sequence[int]], int]:
+def _fewest_parts(sharded: Sharded, part: ChainPart) -> Callable[[Sequence[int]], int]:
     """From a shape to how many parts arrays of it are cut into in a part, the fewest of all."""
-    found: dict[tuple[int, ...], int] = {}
-    if sharded is not None:
-        for op in leaves(stage.part.segment.ops):
-            for v in op.outputs:
-                shape, num = tuple(graph.values[v].shape), sharded.num_parts(v)
-                found[shape] = min(found.get(shape, num), num)
-    return lambda shape: found.get(tuple(shape), 1)
+    values = values_by_shape(sharded.graph, part)
+    return lambda shape: min(map(sharded.num_parts, values.get(tuple(shape), ())), default=1)
 
 
 def temporary_bytes(compiled: Any) -> int:

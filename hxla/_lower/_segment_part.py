@@ -16,19 +16,19 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE, Env
-from .._graph._operations import leaves
-from .._graph._parts import ChainPart, graph_at
+from .._graph._parts import ChainPart, graph_at, values_by_shape
 from .._graph._segments import segments_at
 from .._jax._cpu_dots import row_major
 from .._model._loss import num_columns
 from .._plan._plan import Plan
-from .._plan._sharding import Sharded, place_in
+from .._plan._sharding import Sharded
 from .._planner._complete import check_layers_whole
 from ._contribution import (
     Contribution,
     Tensors,
     changes,
     first_only,
+    largest_over,
     local_largest,
     microbatch_key,
     pack_specs,
@@ -57,7 +57,7 @@ class SegmentedSpec:
         num_columns: S, sums of a microbatch.
         seed: Root of all random keys.
         specs: How each float tensor lies on the axes inside a copy.
-        sharded: How these cut the graph; None: a copy has one device.
+        sharded: How these cut the graph.
     """
 
     graph: Graph
@@ -70,19 +70,15 @@ class SegmentedSpec:
     num_columns: int
     seed: int
     specs: tuple[P, ...]
-    sharded: Sharded | None = None
+    sharded: Sharded
 
     def lie(self, values: Sequence[int]) -> list[P]:
         """How values of the graph lie on the axes inside a copy."""
-        if self.sharded is None:
-            return [P()] * len(values)
-        return [self.sharded.spec_of(v) for v in values]
+        return list(map(self.sharded.spec_of, values))
 
     def lie_waiting(self, values: Sequence[int]) -> list[P]:
         """How values lie that wait for a later program."""
-        if self.sharded is None:
-            return [P()] * len(values)
-        return [self.sharded.waiting_spec(v) for v in values]
+        return list(map(self.sharded.waiting_spec, values))
 
     def lie_inside(self, part: ChainPart, shapes: Sequence[Sequence[int]]) -> list[P | None]:
         """How arrays in the midst of a part lie, as far as their shapes tell; None: they do not.
@@ -90,10 +86,8 @@ class SegmentedSpec:
         XLA may leave whole what nobody places. What has the shape of values that are all cut in one
         way is cut so, too.
         """
-        found: dict[tuple[int, ...], set[P]] = collections.defaultdict(set)
-        for v in (v for op in leaves(part.segment.ops) for v in op.outputs):
-            found[tuple(self.graph.values[v].shape)].update(self.lie([v]))
-        known = [found.get(tuple(shape), set()) for shape in shapes]
+        values = values_by_shape(self.graph, part)
+        known = [set(self.lie(values.get(tuple(shape), ()))) for shape in shapes]
         return [next(iter(specs)) if len(specs) == 1 else None for specs in known]
 
     def lie_sums(self, packs: Sequence[int] | None = None) -> list[tuple[P, ...]]:
@@ -126,8 +120,7 @@ def segmented_spec(
     """
     assert plan.chain is not None
     ordered, points = graph_at(graph, "work", plan.chain.points)
-    if sharded is not None:
-        check_layers_whole(ordered, plan.parameters)
+    check_layers_whole(ordered, plan.parameters)
     parts = direct_parts(ordered, points)
     owners = parts_of_tensors(ordered, parts, tensors, trained)
     num = plan.num_microbatches
@@ -142,7 +135,7 @@ def segmented_spec(
         num_columns=num_columns(ordered.metrics),
         seed=seed,
         specs=tuple(specs),
-        sharded=None if sharded is None else sharded.over(ordered),
+        sharded=(sharded or Sharded(graph, {})).over(ordered),
     )
 
 
@@ -275,9 +268,7 @@ class SegmentPart:
         param_of = params_of(graph)
         entries = [i for i, p in enumerate(param_of) if p in spec.trained]
         self._spec, self._on_cpu, self._replica = spec, on_cpu, replica
-        lie = AS_THEY_ARE
-        if replica is not None and spec.sharded is not None:
-            lie = spec.sharded.placement(replica.mesh)
+        lie = AS_THEY_ARE if replica is None else spec.sharded.placement(replica.mesh)
         self.stage = StagePart(graph, part, lie, trained=entries, on_cpu=on_cpu, wanted=wanted)
         self.is_last = part.is_last
         self.params = tuple(param_of[entry] for entry in self.stage.params)
@@ -446,26 +437,14 @@ class SegmentPart:
                 terms += [[x] for x, _ in values[pack[0]]]
         lay_out = row_major if self._on_cpu else lambda x: x
 
-        def ready(terms: list[list[jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+        if self._replica is None:
             found = [local_largest(own, lay_out, [list(range(len(own)))]) for own in terms]
             return [(x, bits) for [x], bits in found]
-
-        if self._replica is None:
-            return ready(terms)
-        mesh = self._replica.mesh  # whose packs have one tensor each
+        # There a pack has one tensor.
         specs = [self._spec.specs[pack[0]] for pack in packs for _ in values[pack[0]]]
-
-        def local(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            found = ready([[x] for x in arrays])
-            bits = jnp.concatenate([own for _, own in found])
-            return [x for x, _ in found], jax.lax.pmax(bits, mesh.axis_names)
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False
-        )
-        placed = [place_in(mesh, x, s) for [x], s in zip(terms, specs, strict=True)]
-        found, bits_T = mapped(placed)
-        return [(x, bits_T[i : i + 1]) for i, x in enumerate(found)]
+        each, alone = [x for [x] in terms], [[i] for i in range(len(terms))]
+        arrays, bits = largest_over(self._replica.mesh, specs, lay_out, alone)(each)
+        return [(x, bits[i : i + 1]) for i, x in enumerate(arrays)]
 
     def _added_to(self, old: Any, x: jax.Array, at: Any, exponent: jax.Array) -> Any:
         """A sum that began at zero, with a term for all of it or for some rows."""

@@ -90,6 +90,7 @@ class SegmentPrograms:
     def __init__(self, spec: SegmentedSpec, parts: ChainParts, replica: Replica, by_part: bool):
         self._spec, self._replica, self._by_part = spec, replica, by_part
         self._parts, self._same, self._whose = parts
+        self._distinct = sorted(set(self._same))
         shared = shared_tensors(spec.graph, spec.parts, spec.trained)
         of_shared = [k for k, pack in enumerate(spec.packs) if not shared.isdisjoint(pack)]
         self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
@@ -116,7 +117,7 @@ class SegmentPrograms:
         self.names = (
             *(
                 f"the {which} of {spec.parts[i].segment.name}"
-                for i in sorted(set(self._same))
+                for i in self._distinct
                 for which in self._kinds(i)
             ),
             "the scales of all parts",
@@ -163,7 +164,7 @@ class SegmentPrograms:
         """The programs of distinct parts; they are traced again where they name other devices."""
         is_traced = self._whose in (None, self._replica)
         parts = self._parts if is_traced else _parts(self._spec, self._replica)
-        return {i: self._of_part(parts[i]) for i in sorted(set(self._same))}
+        return {i: self._of_part(parts[i]) for i in self._distinct}
 
     def _kinds(self, i: int) -> tuple[str, ...]:
         return ("loss",) if self._parts[i].is_last else ("forward", "backward")
@@ -253,9 +254,7 @@ class SegmentPrograms:
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
         flat = iter(compiled)
-        self._compiled = {
-            i: {name: next(flat) for name in self._kinds(i)} for i in sorted(set(self._same))
-        }
+        self._compiled = {i: {name: next(flat) for name in self._kinds(i)} for i in self._distinct}
         self.begin, self.end, self.zeros = itertools.islice(flat, 3)
         self._fresh = dict(zip(self._fresh, flat, strict=True))
 

@@ -22,9 +22,7 @@ from .._schedule._sequence_replay import SegmentCost, replay_sequence
 from ._contribution import DeviceSums
 from ._replica import Replica
 from ._segment_costs import crossing_values, segment_costs
-from ._segment_part import (
-    SegmentedSpec,
-)
+from ._segment_part import SegmentedSpec
 from ._segment_programs import ChainParts, SegmentPrograms
 from ._stash import Known, Stash, nothing_known
 
@@ -328,11 +326,10 @@ class Segmented:
         """What the programs of each part take, once they are compiled."""
         places = range(self.num_parts)
         return segment_costs(
-            self._spec.graph,
+            self._spec.sharded,
             [part.stage for part in self._parts],
             list(map(self._programs.temporary_bytes, places)),
             offloads=self._stash is not None,
-            sharded=self._spec.sharded,
             residuals=list(map(self._programs.residual_bytes, places)),
         )
 

@@ -35,6 +35,7 @@ from ._contribution import (
     at_least_1d,
     buckets,
     pack_shapes,
+    pack_sizes,
     pack_specs,
     peaks_to_maxima,
 )
@@ -111,8 +112,7 @@ class Reducer:
         told = len(self.replicas), NUM_TOLD
         self._small_shapes = [told, row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
         axes = dict(self._inner)
-        pieces = [piece_shape(*own, axes) for own in zip(self._shapes, self._specs, strict=True)]
-        self._sizes = list(map(math.prod, pieces))  #: Of the sums of each pack on a device.
+        self._sizes = pack_sizes(tensors, packs, specs, axes)
         if groups is None:
             self._buckets = buckets(self._sizes, contribution.form.bucket_mib << 18, self._rows)
         else:

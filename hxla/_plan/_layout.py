@@ -106,6 +106,18 @@ class Layout(PlanValue):
         """The shape of the array with every part padded to the largest."""
         return padded_shape(self.shape, self.sizes)
 
+    def device_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """Say what shape the part of one device has, padding included.
+
+        Args:
+            axes: The mesh axes and their sizes; others count as one.
+
+        Returns:
+            One size for each dimension.
+        """
+        pairs = zip(self.padded_shape, self.cuts(axes), strict=True)
+        return tuple(size // num for size, num in pairs)
+
     def device_bytes(self, axes: Mapping[str, int]) -> int:
         """The bytes that one device holds, padding included.
 
@@ -115,8 +127,7 @@ class Layout(PlanValue):
         Returns:
             A number of bytes.
         """
-        num = math.prod(self.padded_shape) // math.prod(self.cuts(axes))
-        return num * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.device_shape(axes)) * jnp.dtype(self.dtype).itemsize
 
     def dim_of(self, axis: str) -> int | None:
         """Find the dimension that a mesh axis cuts.

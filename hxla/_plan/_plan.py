@@ -153,6 +153,12 @@ class Plan(PlanValue):
         return sum(layout.num_bytes for layout in self.parameters)
 
     @property
+    def device_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of one device's part of each parameter, padded to the largest part."""
+        sizes = self.axis_sizes
+        return tuple(p.device_shape(sizes) for p in self.parameters)
+
+    @property
     def device_parameter_bytes(self) -> int:
         """The bytes of one device's part of the parameters, padded to the largest part."""
         sizes = self.axis_sizes

@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from .._graph._factors import UNITS
 from .._graph._graph import Graph
 from .._graph._interpreter import ArrayPlacement, run_graph
-from .._graph._operations import Op, leaves, origins
+from .._graph._operations import Op, bytes_of, leaves, origins
 from ._layout import to_spec
+from ._stage_storage import piece_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,15 +148,20 @@ class Sharded:
         own, known = self.spec_of(value), self.graph.values[value]
         if any(own) or not known.differentiable:
             return own
-        num = math.prod(axis.num_devices for axis in self.axes.values())
+        num = math.prod(self._sizes.values())
         dim = next((d for d, n in enumerate(known.shape) if n and n % num == 0), None)
         return own if dim is None else to_spec([*[()] * dim, tuple(self.axes)])
 
     def waiting_bytes(self, value: int) -> int:
         """Bytes on one device of a value that waits for a later program."""
-        is_cut = self.waiting_spec(value) != self.spec_of(value)
-        num = math.prod(axis.num_devices for axis in self.axes.values())
-        return self.graph.values[value].num_bytes // (num if is_cut else self.num_parts(value))
+        known = self.graph.values[value]
+        return bytes_of(
+            piece_shape(known.shape, self.waiting_spec(value), self._sizes), known.dtype
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: axis.num_devices for name, axis in self.axes.items()}
 
     def param_specs(self) -> list[P]:
         """PartitionSpec of every parameter, in the order of the leaves."""
@@ -163,8 +169,11 @@ class Sharded:
 
     def param_bytes(self) -> int:
         """Bytes of one device's part of the parameters."""
-        values = self.graph.values
-        return sum(values[v].num_bytes // self.num_parts(v) for v in self.graph.param_values)
+        return sum(map(self.device_bytes, self.graph.param_values))
+
+    def device_bytes(self, value: int) -> int:
+        """Bytes on one device of a value, as its maker leaves it."""
+        return self.graph.values[value].num_bytes // self.num_parts(value)
 
     def num_parts(self, value: int) -> int:
         """Into how many parts a value is cut."""

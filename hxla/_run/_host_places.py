@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from .._cluster._cluster import Cluster
 from .._plan._plan import Plan
+from .._plan._plan_parts import HostTier, Tier
 from .._planner._memory_values import Places
 from ._shared_state import could_share, shared_update
 from ._traced_job import TracedJob
@@ -52,14 +53,11 @@ def more_on_hosts(job: TracedJob, plan: Plan, cluster: Cluster) -> Iterator[Plac
     may_stash = may_chain and asked.stash is None
     may_parameters = may_chain and asked.parameters is None and shares and memory.zero in (None, 3)
     now = asked_places(job)
-    for optimizer, stash, parameters in itertools.product((False, True), repeat=3):
-        wanted = (optimizer, stash, parameters)
-        if any(wanted) and all(
-            may or not own
-            for own, may in zip(wanted, (may_optimizer, may_stash, may_parameters), strict=True)
-        ):
-            yield Places(
-                optimizer="host" if optimizer else now.optimizer,
-                stash="host" if stash else now.stash,
-                parameters="host" if parameters else now.parameters,
-            )
+    optimizers: tuple[Tier, ...] = ("device", "host") if may_optimizer else (now.optimizer,)
+    both: tuple[HostTier, ...] = ("device", "host")
+    stashes = both if may_stash else (now.stash,)
+    parameters = both if may_parameters else (now.parameters,)
+    for first, second, third in itertools.product(optimizers, stashes, parameters):
+        found = Places(optimizer=first, stash=second, parameters=third)
+        if found != now:
+            yield found

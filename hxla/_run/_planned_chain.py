@@ -42,7 +42,7 @@ from .._planner._memory_values import (
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
 from ._host_places import asked_places, could_be_chain, more_on_hosts
-from ._segments_of_job import gathered_bytes, param_bytes, piece_of, segments_of_job
+from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import (
     could_share,
     group_options,
@@ -290,11 +290,9 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
     """What a copy takes, with the optimizer's state on the device."""
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
-    sharded, opened = sharded_of(graph, plan), graph_of(graph)
-    cut = None if sharded is None else sharded.over(opened)
-
-    def bytes_here(v: int) -> int:
-        return opened.values[v].num_bytes // (1 if cut is None else cut.num_parts(v))
+    sharded = sharded_of(graph, plan) or Sharded(graph, {})
+    opened = graph_of(graph)
+    cut = sharded.over(opened)
 
     @functools.cache
     def chain() -> ChainBytes:
@@ -310,7 +308,7 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
         )
 
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
-    own = sum(math.prod(piece_of(plan, p)) for p in model.trained_places)
+    own = sum(math.prod(plan.device_shapes[p]) for p in model.trained_places)
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
         trained=4 * own,
@@ -318,8 +316,8 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
         optimizer=job.optimizer_bytes(size) * own / max(whole, 1),
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
-        inputs=sum(map(bytes_here, opened.batch_values)),
-        values=sum(map(bytes_here, range(len(opened.values)))),
+        inputs=sum(map(cut.device_bytes, opened.batch_values)),
+        values=sum(map(cut.device_bytes, range(len(opened.values)))),
         chain=chain,
     )
 
@@ -472,9 +470,8 @@ def costs_of(
         StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
         for part in direct_parts(ordered, own)
     ]
-    cut = None if sharded is None else sharded.over(ordered)
+    cut = (sharded or Sharded(graph, {})).over(ordered)
     alone, fused = (
-        segment_costs(ordered, stages, fused=one, offloads=offloads, sharded=cut)
-        for one in (False, True)
+        segment_costs(cut, stages, fused=one, offloads=offloads) for one in (False, True)
     )
     return tuple(alone), tuple(fused)

@@ -30,16 +30,9 @@ def segments_of_job(job: TracedJob, size: int) -> tuple[tuple[int, ...], tuple[S
 
 def param_bytes(job: TracedJob, plan: Plan) -> list[int]:
     """Bytes of a device's parts of the parameters that each segment reads, as float32."""
-    shapes = [piece_of(plan, p) for p in range(len(plan.parameters))]
+    shapes = plan.device_shapes
     _, read = _read_by_segments(job, plan.microbatch_size)
     return [4 * sum(math.prod(shapes[p]) for p in own) for _, own in read]
-
-
-def piece_of(plan: Plan, p: int) -> tuple[int, ...]:
-    """The shape of a device's part of a parameter."""
-    own = plan.parameters[p]
-    cuts = own.cuts(plan.axis_sizes)
-    return tuple(n // num for n, num in zip(own.padded_shape, cuts, strict=True))
 
 
 def gathered_bytes(job: TracedJob, plan: Plan, *, keeps_roundings: bool) -> list[int]:
@@ -51,11 +44,11 @@ def gathered_bytes(job: TracedJob, plan: Plan, *, keeps_roundings: bool) -> list
         keeps_roundings: Whether what is only read in 16 bits travels so, as with exact sums.
     """
     graph, read = _read_by_segments(job, plan.microbatch_size)
-    out = []
+    out, shapes = [], plan.device_shapes
     for segment, own in read:
         low = low_params(graph, segment) if keeps_roundings else {}
         dtypes = {p: low.get(p, graph.values[graph.param_values[p]].dtype) for p in own}
-        out.append(sum(bytes_of(piece_of(plan, p), dtype) for p, dtype in dtypes.items()))
+        out.append(sum(bytes_of(shapes[p], dtype) for p, dtype in dtypes.items()))
     return out
 
 
