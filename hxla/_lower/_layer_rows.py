@@ -9,7 +9,7 @@ Legend of shape suffixes: S stages.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,7 +102,9 @@ class StoredRows:
         return [(p, d) for p in params for d in distances if any(self.starts(p, d))]
 
 
-def fill_rows(slots: Sequence[StoredRows], stored: Sequence[jax.Array]) -> list[jax.Array]:
+def fill_rows(
+    slots: Sequence[StoredRows], stored: Sequence[jax.Array] | Mapping[int, jax.Array]
+) -> list[jax.Array]:
     """The slots of this stage from what all stages store; inside a `shard_map`.
 
     Args:

@@ -13,7 +13,7 @@ References:
 
 import itertools
 import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from .._schedule._schedules import BACKWARD
 from .._schedule._segment_sequence import FETCH, SegmentOperation, SegmentSequence
 from .._schedule._sequence_replay import RunBytes, layered_peak_bytes, runs_by_segment
 from ._contribution import DeviceSums, buckets
+from ._group_collectives import GroupCollectives
 from ._held import Held
 from ._segmented import Running, Segmented
 from ._sharded_params import ShardedParams
@@ -59,12 +60,13 @@ class Layered:
     ):
         self._runs = runs_by_segment(sequence)
         self._sequence, self._runners, self._reducer = sequence, list(runners), reducer
-        self._groups, self._trained, self._sharded = groups, tuple(trained), sharded
+        self._groups, self._sharded = groups, sharded
+        self._collectives = GroupCollectives(reducer, sharded, trained)
+        self.wait, self.whole = self._collectives.wait, self._collectives.whole
         parts = {part for part, _ in groups}
         #: For each part the numbers of the groups whose sums are whole after its backward.
         self._numbers = {p: [k for k, (i, _) in enumerate(groups) if i == p] for p in parts}
         self._num_waves, self._is_away = placement.waves, placement.parameters == "host"
-        self._under_way: Any = None
         self._marks: list[jax.Array] = []  # of what runs
 
     def run(
@@ -96,7 +98,7 @@ class Layered:
             )
         ]
         self._marks = []
-        pieces = [[own.params[p] for p in self._trained] for own in held]
+        pieces = self._collectives.pieces(held)
         totals: list[list[jax.Array]] = [[] for _ in held]
         waiting: dict[int, Any] = {}  # the sums of earlier waves
         runs = list(itertools.product(range(self._num_waves), self._runs))
@@ -123,12 +125,12 @@ class Layered:
                 before = waiting.pop(g, None)
                 if wave + 1 < self._num_waves:
                     added = self._reducer.add_group(g, self._taken(g, running), before)
-                    waiting[g], self._under_way = added
+                    waiting[g], self._collectives.under_way = added
                     continue
                 new = self._reducer.sum_group(g, self._taken(g, running), before)
                 for own_totals, own_new in zip(totals, new, strict=True):
                     own_totals += own_new
-                self._under_way = new
+                self._collectives.under_way = new
         ends = [runner.end(own) for runner, own in zip(self._runners, running, strict=True)]
         return [sums for sums, _ in ends], totals
 
@@ -146,15 +148,12 @@ class Layered:
         for runner in self._runners:
             runner.wait()
         if self._sharded is None:
-            return [self._under_way] * len(held)
-        self.wait()
-        gathered = self._sharded.gather(part, pieces)
+            return [self._collectives.under_way] * len(held)
+        gathered = self._collectives.gather(part, pieces)
         for runner, own, arrays, found in zip(self._runners, running, held, gathered, strict=True):
             whole = {p: arrays.params[p] for p in runner.params_of(part)}
-            whole |= {self._trained[t]: x for t, x in found.items()}
-            runner.hold(own, part, whole)
-        self._under_way = [_smallest(found.values()) for found in gathered]
-        return self._under_way
+            runner.hold(own, part, whole | found)
+        return self._collectives.under_way  # type: ignore[no-any-return]
 
     def _of_wave(self, wave: int, num: int) -> range:
         """Places of the microbatches of a wave, of so many of a copy."""
@@ -169,26 +168,6 @@ class Layered:
             for k in packs:
                 own.values[k] = None
         return values
-
-    def wait(self) -> None:
-        """Until the last collective is done: Gloo mixes up those that wait for nothing."""
-        if self._reducer.arrays.is_ring:
-            jax.block_until_ready(self._under_way)
-
-    def whole(self, held: Sequence[Held]) -> list[list[jax.Array]]:
-        """All parameters whole on each local copy; every process calls this."""
-        found = [list(own.params) for own in held]
-        if self._sharded is None:
-            return found
-        pieces = [[own.params[p] for p in self._trained] for own in held]
-        for g in range(self._sharded.num_groups):
-            self.wait()
-            gathered = self._sharded.gather(g, pieces, as_they_are=True)
-            self._under_way = [_smallest(own.values()) for own in gathered]
-            for params, own in zip(found, gathered, strict=True):
-                for t, x in own.items():
-                    params[self._trained[t]] = x
-        return found
 
     def memory_bytes(self, num: int) -> int:
         """Bytes that one device needs beside the state until it has all totals.
@@ -255,11 +234,6 @@ def _operate(
         fetch(microbatches[k + 1 : k + 2])
         for op in rest:
             runner.operate(running, n, op)
-
-
-def _smallest(arrays: Iterable[jax.Array]) -> jax.Array | None:
-    """One of what a program makes, all of which is there at once; whoever holds it holds little."""
-    return min(arrays, key=lambda x: x.size, default=None)
 
 
 def sum_groups(

@@ -33,10 +33,11 @@ from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orders_of, text_of
 from ._pipeline import Pipeline
 from ._replica import Replica
-from ._runners import Runner, microbatches, pipeline, segmented
+from ._runners import Runner, microbatches, param_groups, pipeline_spec, segmented
 from ._segment_part import last_packs, segmented_spec
 from ._segmented import Segmented
-from ._sharded_params import ShardedParams, param_groups
+from ._sharded_params import ShardedParams
+from ._shared_stages import SharedStages, stage_groups
 from ._store import Store
 from ._sum import Reducer
 from ._uneven import Uneven
@@ -61,8 +62,8 @@ class Programs:
         gather: Hands what each copy updated to all; None likewise, and where they keep it.
         sharded_params: Gathers the parameters of which each copy keeps its share; None: all have
             them.
-        layered: Runs the microbatches of all local replicas segment by segment; None: each runner
-            runs those of its own.
+        layered: Runs the microbatches of all local replicas segment by segment, or what of stages
+            is shared out before and after them; None: each runner runs those of its own.
     """
 
     def __init__(self, training: Training, graph: Graph, plan: Plan, devices: Devices):
@@ -119,7 +120,9 @@ class Programs:
         self.own = ownership_of(training, plan)
         #: Whether the same program gives unlike bits on some of the devices.
         self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
-        groups = None
+        groups: Any = None
+        sums_of: Sequence[Sequence[int]] | None = None
+        runner: Callable[[Replica], Runner]
         if plan.chain is not None:
             chain = segmented_spec(
                 graph,
@@ -136,13 +139,16 @@ class Programs:
             if plan.placement.zero > 1:
                 elements = pack_sizes(self.tensors, self.packs, lie, plan.axis_sizes)
                 groups = sum_groups(last_packs(chain), elements)
+                sums_of = [packs for _, packs in groups]
+        elif plan.pipeline is not None:
+            stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
+            self.contribution, runner = stages.contribution, functools.partial(Pipeline, stages)
+            if plan.placement.zero > 1:
+                of_slots = [stages.slots.only(own).trained for own in stages.groups]
+                sums_of = groups = stage_groups(of_slots, self.trained, len(lie))
         else:
             given = training, graph, plan, self.tensors, self.trained
-            self.contribution, runner = (
-                microbatches(*given, uneven or sharded, self.packs)
-                if plan.pipeline is None
-                else pipeline(*given, sharded)
-            )
+            self.contribution, runner = microbatches(*given, uneven or sharded, self.packs)
         self.reducer = Reducer(
             replicas,
             self.contribution,
@@ -154,11 +160,11 @@ class Programs:
             # Those of a pipeline are made from what its stages keep.
             release=plan.placement.sums == "released"
             or plan.pipeline is not None
-            or groups is not None,
+            or sums_of is not None,
             own=self.own,
             shard_groups=plan.placement.shard_groups,
             cuts=self._cuts_of_sums(uneven, replicas),
-            groups=None if groups is None else [packs for _, packs in groups],
+            groups=sums_of,
             has_waves=plan.placement.waves > 1,
         )
         keeps = self.own is None or not self.own.sends_params
@@ -252,9 +258,7 @@ class Programs:
         own = self._own_state
         assert own is not None
         assert self.own is not None
-        runner = self.runners[0]
-        assert isinstance(runner, Segmented)
-        groups, low = param_groups(runner, self.trained, self.contribution.is_exact)
+        groups, low = param_groups(self.runners[0], self.trained, self.contribution.is_exact)
         return ShardedParams(
             self.reducer,
             self.own,
@@ -266,11 +270,12 @@ class Programs:
             compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
         )
 
-    def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> Layered:
+    def _layered(self, groups: Any) -> Layered | SharedStages:
+        own = self.reducer, groups, self.trained, self.sharded_params
+        if self.pipelines:
+            return SharedStages([*self.pipelines.values()], *own)
         runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
-        sequence, sharded = runners[0].sequence, self.sharded_params
-        own = self.reducer, groups, self.trained, sharded, self.plan.placement
-        return Layered(sequence, runners, *own)
+        return Layered(runners[0].sequence, runners, *own, self.plan.placement)
 
     @property
     def _more(self) -> Any:
@@ -345,7 +350,8 @@ class Programs:
             microbatches = self.layered.memory_bytes(max(self.plan.counts))
             if self.plan.placement.parameters != "device":
                 update += self._updates.params_at_once(self._of_trained(self._shapes(0)[0]))
-            return held_bytes + max(microbatches, most + update, most + gathers)
+            kept = held_bytes + runner.kept_bytes
+            return kept + max(microbatches, most + update, most + gathers)
         microbatches = runner.memory_bytes(sums)
         totals = totals if self.own is None else most
         # Sums that are let go make room for the totals.

@@ -19,10 +19,11 @@ References:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
 
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +31,28 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS, PyTree
-from .._graph._graph import shapes_of
+from .._graph._graph import params_of, shapes_of
+from .._graph._low_params import low_params
 from .._schedule._schedules import Schedule
 from . import _actions
 from ._actions import FIELDS
 from ._contribution import DeviceSums
 from ._inside import check_permutes, map_specs, only
 from ._options import compiler_options, extra_bytes
-from ._pipeline_program import Carry, PipelineProgram, PipelineSpec
+from ._pipeline_carry import Accumulated, Buffers, Carry
+from ._pipeline_program import PipelineProgram, PipelineSpec
 from ._replica import Replica
 from ._slots import Slots
+
+
+class Compiled(NamedTuple):
+    """The programs of a pipeline, compiled; there is one for each group of those in lists."""
+
+    fills: Sequence[Any]
+    ticks: Any
+    collects: Sequence[Any]
+    empty_buffers: Any
+    empty_sums: Any
 
 
 class Pipeline:
@@ -50,13 +63,13 @@ class Pipeline:
         replica: Its devices; the first axis is that of the stages.
 
     Attributes:
+        groups: Slots that are filled and emptied together; one, or those of `spec`.
         names: Of the programs.
-        timed: Whether `run` waits after each tick to take its time; the results are the same.
-        times: Start and end of each tick of the last `run`, if it was timed.
+        timed: Whether `ticks` waits after each tick to take its time; the results are the same.
+        times: Start and end of each tick of the last step, if it was timed.
     """
 
     text = ""  # processes have alike programs
-    names = ("the stages' slots", "the ticks", "the stages' sums", "empty buffers")
 
     def __init__(self, spec: PipelineSpec, replica: Replica):
         self.spec = spec
@@ -67,18 +80,16 @@ class Pipeline:
         self._options = compiler_options(replica.devices[0].platform, spec.contribution.form)
         self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
-        slots, tensors = spec.slots, spec.tensors
-        own = [slots.specs[p] for p in slots.trained]
-        num_parts, num_aux = spec.contribution.form.num_parts, sum(tensors.is_float)
-        whole: Any = P()  # a tree of specs stands where arrays will be
-        out_sums = DeviceSums(
-            whole,
-            whole,
-            [(s,) * num_parts for s in [*own, *[whole] * num_aux]],
-            [whole] * len(tensors.others),
-        )
+        self.groups = [spec.slots.only(numbers) for numbers in spec.groups]
         carry, slot_specs = self.program.carry_specs, self.program.slot_specs
-        self._fill = self._jit(_fill(slots), ([*slots.specs],), slot_specs)
+        self._fills = [
+            self._jit(
+                _fill(group),
+                ([spec.slots.specs[p] for p in group.params],),
+                [slot_specs[i] for i in numbers],
+            )
+            for group, numbers in zip(self.groups, spec.groups, strict=True)
+        ]
         self._ticks = self._jit(
             self.program.run_ticks,
             (slot_specs, P(), carry, P(), P(), P(), P()),
@@ -86,21 +97,27 @@ class Pipeline:
             donate=(2,),
             manual=(STAGE_AXIS,),
         )
-        self._finish = self._jit(self.program.run_finish, (carry,), (out_sums, carry), donate=(0,))
+        self._collects = [self._collect(g) for g in range(len(self.groups))]
         shapes = self.program.shapes()
-        self._empty = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=map_specs(replica.sharding, carry),
+        self._empty = [
+            jax.jit(
+                lambda shapes=shapes: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                out_shardings=map_specs(replica.sharding, specs),
+            )
+            for shapes, specs in zip(shapes, carry, strict=True)
+        ]
+        num = len(self.groups)
+        self.names = (
+            *["the stages' slots"] * num,
+            "the ticks",
+            *["the stages' sums"] * num,
+            "empty buffers",
+            "empty sums",
         )
-        self._state: Any = None
-        self._compiled: tuple[Any, ...] = ()
+        self._buffers: Buffers | None = None
+        self._compiled: Compiled | None = None
         self.timed = False
         self.times: tuple[tuple[float, float], ...] = ()
-
-    def empty(self) -> DeviceSums:
-        """Sums of no microbatch."""
-        sums, self._state = self._compiled[2](self._carry())
-        return sums  # type: ignore[no-any-return]
 
     def _jit(
         self,
@@ -129,11 +146,31 @@ class Pipeline:
             compiler_options=self._options,
         )
 
-    def _carry(self) -> Carry:
-        """What the last step left; at first nothing, so that lowering needs no device."""
-        if self._state is None:
-            self._state = self._compiled[3]()
-        return self._state  # type: ignore[no-any-return]
+    def _collect(self, g: int) -> Any:
+        """The program that brings back the sums of a group, with the first everything small."""
+        spec, group, acc = self.spec, self.groups[g], self.program.carry_specs.acc
+        num_parts = spec.contribution.form.num_parts
+        whole: Any = P()  # a tree of specs stands where arrays will be
+        small = DeviceSums(
+            whole,
+            whole,
+            [(whole,) * num_parts] * sum(spec.tensors.is_float),
+            [whole] * len(spec.tensors.others),
+        )
+        ins = self._sums_of(g, acc.slots), None if g else acc._replace(slots=[])
+        outs = [(spec.slots.specs[p],) * num_parts for p in group.trained], None if g else small
+        return self._jit(functools.partial(self.program.collect, group), ins, outs)
+
+    def _sums_of(self, g: int, slots: Sequence[Any]) -> list[Any]:
+        """Of what there is for each slot that is summed, that of a group."""
+        place = {i: k for k, i in enumerate(self.spec.slots.summed)}
+        return [slots[place[i]] for i in self.spec.groups[g] if i in place]
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def empty(self) -> DeviceSums:
+        """Sums of no microbatch."""
+        return self._collected(self._programs.empty_sums())
 
     def run(
         self,
@@ -159,24 +196,111 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
-        fill, ticks, finish, _ = self._compiled
+        slots = self._filled(params)
+        acc, tick = self.ticks(slots, aux, exponents, step, ids, batches)
+        del slots
+        assert tick is not None
+        return self._collected(acc), tick
+
+    def _filled(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        own = [self.fill(g, params) for g in range(len(self.groups))]
+        return self.in_order(own)
+
+    def _collected(self, acc: Accumulated) -> DeviceSums:
+        values: dict[int, tuple[jax.Array, ...]] = {}
+        small: DeviceSums | None = None
+        for g, group in enumerate(self.groups):
+            found, told = self.collect(g, acc)
+            values |= zip(group.trained, found, strict=True)
+            small = told or small
+        assert small is not None
+        return small._replace(values=[values[p] for p in self.spec.slots.trained] + small.values)
+
+    def fill(
+        self, g: int, stored: Sequence[jax.Array] | Mapping[int, jax.Array]
+    ) -> list[jax.Array]:
+        """The slots of a group.
+
+        Args:
+            g: Its number.
+            stored: Its parameters, by their places.
+        """
+        params = self.groups[g].params
+        return self._programs.fills[g]([stored[p] for p in params])  # type: ignore[no-any-return]
+
+    def low_params(self) -> dict[int, str]:
+        """Places of the parameters that all stages read in one dtype of 16 bits, with the dtype."""
+        graph, param_of = self.spec.graph, params_of(self.spec.graph)
+        found: dict[int, set[str | None]] = {}
+        for part in self.spec.parts:
+            low = low_params(graph, part.segment)
+            for p in {param_of[entry] for entry in part.segment.params}:
+                found.setdefault(p, set()).add(low.get(p))
+        pairs = ((p, next(iter(own))) for p, own in found.items() if len(own) == 1)
+        return {p: dtype for p, dtype in pairs if dtype is not None}
+
+    def in_order(self, filled: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """All slots, from those of each group."""
+        numbers = [i for own in self.spec.groups for i in own]
+        arrays = dict(zip(numbers, (x for own in filled for x in own), strict=True))
+        return [arrays[i] for i in range(len(numbers))]
+
+    def ticks(
+        self,
+        slots: Sequence[jax.Array],
+        aux: Sequence[jax.Array],
+        exponents: jax.Array,
+        step: int,
+        ids: Sequence[int],
+        batches: Sequence[PyTree],
+    ) -> tuple[Accumulated, jax.Array | None]:
+        """What the stages add up, and a small array to wait on; None: there are no microbatches."""
+        acc, tick = self._programs.empty_sums(), None
+        if not ids:
+            return acc, tick
         table = self.program.actions(len(ids)).table_TSF
-        slots = fill(list(params))
-        fixed = (exponents, self._padded(table))
+        fixed = exponents, self._padded(table)
         batch = self._stack(batches)
-        carry = self._carry()
+        carry = Carry(self._take_buffers(), acc)
+        del acc  # it is given up
         spans = [(t, t + 1) for t in range(len(table))] if self.timed else [(0, len(table))]
         times = []
         for span in spans:
-            where = self.replica.put(np.array([step, ids.start, *span], np.int32))
+            where = self.replica.put(np.array([step, ids[0], *span], np.int32))
             start = time.perf_counter()
-            carry, tick = ticks(slots, list(aux), carry, *fixed, where, batch)
+            carry, tick = self._programs.ticks(slots, list(aux), carry, *fixed, where, batch)
             if self.timed:
                 jax.block_until_ready(tick)
                 times.append((start, time.perf_counter()))
         self.times = tuple(times)
-        sums, self._state = finish(carry)
-        return sums, tick
+        self._buffers = carry.buffers
+        return carry.acc, tick
+
+    def collect(
+        self, g: int, acc: Accumulated
+    ) -> tuple[list[tuple[jax.Array, ...]], DeviceSums | None]:
+        """The sums of a group as the parameters are stored, which the stages give up.
+
+        Args:
+            g: Its number.
+            acc: What the stages added up; what is taken is no longer in it.
+
+        Returns:
+            For each of its trained parameters the parts; with the first group everything small,
+            with the other variables as its values.
+        """
+        summed = self.spec.slots.summed
+        small = None if g else acc._replace(slots=[])
+        found = self._programs.collects[g](self._sums_of(g, acc.slots), small)
+        for k, i in enumerate(summed):
+            if i in self.spec.groups[g]:
+                acc.slots[k] = ()
+        return found  # type: ignore[no-any-return]
+
+    def _take_buffers(self) -> Buffers:
+        """What the last step left; at first nothing, so that lowering needs no device."""
+        found, self._buffers = self._buffers, None
+        return found or self._programs.empty_buffers()  # type: ignore[no-any-return]
 
     def pieces(
         self,
@@ -191,26 +315,26 @@ class Pipeline:
             From a table of one tick, int32[1, S, F], to a function that runs it; and a function
             that fills the slots and collects the sums. Both return arrays to wait on.
         """
-        fill, ticks, finish, _ = self._compiled
-        slots = fill(list(params))
+        slots = self._filled(params)
         stacked = self._stack([batch])
         where = self.replica.put(np.array([0, 0, 0, 1], np.int32))
+        carry = Carry(self._take_buffers(), self._programs.empty_sums())
 
         def run_tick(table_TSF: np.ndarray) -> Callable[[], Any]:
             placed = self._padded(table_TSF)
 
             def run() -> Any:
-                self._state, tick = ticks(
-                    slots, list(aux), self._carry(), exponents, placed, where, stacked
+                nonlocal carry
+                carry, tick = self._programs.ticks(
+                    slots, list(aux), carry, exponents, placed, where, stacked
                 )
-                return tick, self._state
+                return tick, carry
 
             return run
 
         def once() -> Any:
-            jax.block_until_ready(fill(list(params)))
-            sums, self._state = finish(self._carry())
-            return sums
+            jax.block_until_ready(self._filled(params))
+            return self.empty()
 
         return run_tick, once
 
@@ -219,7 +343,7 @@ class Pipeline:
         return [self.program.exchanges[i] for i in _actions.exchange_of(schedule)]
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
-        """The programs before compilation: filling slots, ticks, collecting sums, empty buffers."""
+        """The programs before compilation, in the order of `names`."""
         spec = self.spec
         like = self.replica.like
         state = jax.tree.map(like, self.program.shapes(), self.program.carry_specs)
@@ -229,13 +353,20 @@ class Pipeline:
         ]
         batch = [jax.ShapeDtypeStruct((spec.most, *x.shape), x.dtype) for x in self._batch_shapes]
         table = np.zeros((self._num_ticks, spec.slots.num_stages, len(FIELDS)), np.int32)
+        small = [state.acc._replace(slots=[]), *[None] * (len(self.groups) - 1)]
         return [
-            self._fill.lower(list(params)),
+            *(
+                fill.lower([params[p] for p in group.params])
+                for fill, group in zip(self._fills, self.groups, strict=True)
+            ),
             self._ticks.lower(
                 slots, list(aux), state, exponents, table, np.zeros(4, np.int32), batch
             ),
-            self._finish.lower(state),
-            self._empty.lower(),
+            *(
+                collect.lower(self._sums_of(g, state.acc.slots), small[g])
+                for g, collect in enumerate(self._collects)
+            ),
+            *(empty.lower() for empty in self._empty),
         ]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
@@ -244,18 +375,56 @@ class Pipeline:
         Raises:
             PlanError: If a stage's own collectives would make other stages wait for ever.
         """
+        num = len(self.groups)
+        own = Compiled(
+            compiled[:num], compiled[num], compiled[num + 1 : -2], compiled[-2], compiled[-1]
+        )
         if self.replica.axes[1:]:
-            check_permutes(compiled[1].as_text(), len(self.replica.rows[0]))
-        self._compiled = tuple(compiled)
+            check_permutes(own.ticks.as_text(), len(self.replica.rows[0]))
+        self._compiled = own
+
+    @property
+    def _programs(self) -> "Compiled":
+        assert self._compiled is not None
+        return self._compiled
+
+    # -- memory ------------------------------------------------------------------------------------
 
     @property
     def kept_bytes(self) -> int:
         """Of one device between steps."""
-        arrays = jax.tree.leaves(self.program.shapes())
-        specs = jax.tree.leaves(self.program.carry_specs, is_leaf=lambda s: isinstance(s, P))
+        return self._bytes_of(self.program.shapes().buffers, self.program.carry_specs.buffers)
+
+    def _bytes_of(self, shapes: Any, specs: Any) -> int:
+        """Of arrays on one device."""
+        pairs = zip(
+            jax.tree.leaves(shapes),
+            jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)),
+            strict=True,
+        )
         return sum(
             math.prod(self.replica.sharding(spec).shard_shape(x.shape)) * x.dtype.itemsize
-            for x, spec in zip(arrays, specs, strict=True)
+            for x, spec in pairs
+        )
+
+    def sums_bytes(self, g: int) -> int:
+        """Of what a device adds up in the slots of a group; with the first all that is small."""
+        acc, specs = self.program.shapes().acc, self.program.carry_specs.acc
+        own = self._bytes_of(self._sums_of(g, acc.slots), self._sums_of(g, specs.slots))
+        if g:
+            return own
+        return own + self._bytes_of(acc._replace(slots=[]), specs._replace(slots=[]))
+
+    def slots_bytes(self, g: int) -> int:
+        """Of a group's slots on a device."""
+        slots = self.groups[g].slots
+        return sum(math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in slots)
+
+    def extra_bytes_of(self, kind: Literal["fill", "ticks", "collect"], g: int = 0) -> int:
+        """Of a device beside the arguments while a program runs; of a group, of which there are."""
+        own = self._programs
+        return extra_bytes(
+            {"fill": own.fills, "ticks": [own.ticks], "collect": own.collects}[kind][g]
         )
 
     def memory_bytes(self, sums_bytes: int) -> int:
@@ -264,11 +433,10 @@ class Pipeline:
         Args:
             sums_bytes: Not used: the last program makes them.
         """
-        _, ticks, finish, _ = self._compiled
-        slots = sum(
-            math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in self.spec.slots.slots
-        )
-        return max(slots + extra_bytes(ticks), extra_bytes(finish))
+        each = range(len(self.groups))
+        slots, acc = sum(map(self.slots_bytes, each)), sum(map(self.sums_bytes, each))
+        ticks = slots + acc + self.extra_bytes_of("ticks")
+        return max(ticks, acc + sum(self.extra_bytes_of("collect", g) for g in each))
 
     def _padded(self, table_TSF: np.ndarray) -> jax.Array:
         padded = np.zeros((self._num_ticks, *table_TSF.shape[1:]), np.int32)
@@ -287,9 +455,9 @@ class Pipeline:
 
 
 def _fill(slots: Slots) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """`Slots.fill` with a leading dimension of stages."""
+    """`Slots.fill` of the parameters that they hold, with a leading dimension of stages."""
 
     def run(stored: Sequence[jax.Array]) -> list[jax.Array]:
-        return [x[None] for x in slots.fill(stored)]
+        return [x[None] for x in slots.fill(dict(zip(slots.params, stored, strict=True)))]
 
     return run

@@ -7,7 +7,7 @@ stages, N devices of a stage, F fields of a table, W 32-bit words.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,36 +33,11 @@ from ._contribution import (
 )
 from ._inside import Inside
 from ._kept import make_kept
+from ._pipeline_carry import Accumulated, Buffers, Carry
 from ._replica import Replica
 from ._slots import Slots
 from ._stage import StagePart
 from ._words import Words
-
-
-class Accumulated(NamedTuple):
-    """What each stage adds up over a step; every array has a leading dimension of stages."""
-
-    small_MS: jax.Array
-    peaks_NT: jax.Array
-    slots: list[tuple[jax.Array, ...]]
-    aux: list[tuple[jax.Array, ...]]
-    ints: list[jax.Array]
-
-
-class Buffers(NamedTuple):
-    """What waits between ticks; every array has a leading dimension of stages."""
-
-    inputs: jax.Array
-    grads: jax.Array
-    residuals: list[jax.Array]
-    late: list[jax.Array]
-    down: jax.Array
-    up: jax.Array
-
-
-class Carry(NamedTuple):
-    buffers: Buffers
-    acc: Accumulated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +50,7 @@ class PipelineSpec:
         contribution: How they join the sums.
         parts: Of the chain: part `c * S + s` is chunk c of stage s.
         slots: Where the stages find their parameters.
+        groups: Numbers of the slots that are filled and emptied together.
         schedule: From a number of microbatches to a schedule of S stages.
         most: Microbatches that one pipeline may be given.
         unit: It takes multiples of this.
@@ -90,6 +66,7 @@ class PipelineSpec:
     contribution: Contribution
     parts: tuple[ChainPart, ...]
     slots: Slots
+    groups: tuple[tuple[int, ...], ...]
     schedule: Callable[[int], Schedule]
     most: int
     unit: int
@@ -448,24 +425,41 @@ class PipelineProgram:
                 buffers = _when(field["exchange"] == i, over(boundaries), buffers, ())
         return carry._replace(buffers=buffers)
 
-    def run_finish(self, carry: Carry) -> tuple[DeviceSums, Carry]:
-        """Sums of all stages in the pieces of storage, and the accumulators empty again."""
-        acc = jax.tree.map(lambda x: x[0], carry.acc)
+    def collect(
+        self, group: Slots, slots: Sequence[tuple[jax.Array, ...]], small: Accumulated | None
+    ) -> tuple[list[tuple[jax.Array, ...]], DeviceSums | None]:
+        """Sums of all stages in the pieces of storage.
+
+        Args:
+            group: Slots of which they are.
+            slots: The sums in those that are summed.
+            small: All else, without slots, which travels along; None: nothing.
+
+        Returns:
+            For each trained parameter of the group its parts; and everything small, with the
+            other variables as its values.
+        """
+        if small is None:
+            own = [[x[0] for x in parts] for parts in slots]
+            return _at_least_1d(group.collect(own, [])[0]), None
+        slots, acc = jax.tree.map(lambda x: x[0], (list(slots), small))
         peaks_T = self.inside.largest(acc.peaks_NT)
-        small = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
-        values, (small_MS, peaks, *others) = self.spec.slots.collect(acc.slots, small)
+        every = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
+        values, (small_MS, peaks, *others) = group.collect(slots, every)
         num_ints = len(acc.ints)
         totals = [x.sum(0) for x in others]  # zero on all stages but the last
         num = self.spec.contribution.form.num_parts
         aux = [tuple(totals[num_ints + i * num :][:num]) for i in range(len(acc.aux))]
-        values = [tuple(x.reshape(at_least_1d(x.shape)) for x in parts) for parts in values]
         tensors = self._tensors().reshape(-1)
         peaks_T = (
             jnp.zeros(len(self.spec.tensors.floats), jnp.int32).at[tensors].max(peaks.reshape(-1))
         )
-        sums = DeviceSums(small_MS.sum(0), peaks_T, [*values, *aux], totals[:num_ints])
-        empty = jax.tree.map(jnp.zeros_like, carry.acc)
-        return sums, carry._replace(acc=empty)
+        sums = DeviceSums(small_MS.sum(0), peaks_T, aux, totals[:num_ints])
+        return _at_least_1d(values), sums
+
+
+def _at_least_1d(values: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+    return [tuple(x.reshape(at_least_1d(x.shape)) for x in parts) for parts in values]
 
 
 def _when(condition: jax.Array, run: Callable[..., Any], carry: Any, operands: Any) -> Any:

@@ -100,15 +100,15 @@ def segmented(training: Training, plan: Plan, spec: SegmentedSpec) -> Made:
     return spec.contribution, runner
 
 
-def pipeline(
+def pipeline_spec(
     training: Training,
     graph: Graph,
     plan: Plan,
     tensors: Tensors,
     trained: tuple[int, ...],
     sharded: Sharded | None,
-) -> Made:
-    """What runs the microbatches of a copy in stages.
+) -> PipelineSpec:
+    """What the programs of a copy in stages are made from.
 
     Args:
         training: What is trained.
@@ -139,14 +139,16 @@ def pipeline(
         trained,
         entries,
     )
+    every = tuple(range(len(slots.slots)))
     table = planned.schedule
     is_even = table == "interleaved" or not isinstance(table, str)
-    spec = PipelineSpec(
+    return PipelineSpec(
         graph=ordered,
         tensors=tensors,
         contribution=contribution,
         parts=parts,
         slots=slots,
+        groups=tuple(slots.groups()) if plan.placement.zero > 1 else (every,),
         schedule=functools.cache(
             lambda count: schedule_of(table, num_stages, count, planned.num_chunks)
         ),
@@ -158,4 +160,36 @@ def pipeline(
         recompute=planned.recompute,
         sharded=None if sharded is None else sharded.over(ordered),
     )
-    return contribution, lambda replica: Pipeline(spec, replica)
+
+
+def param_groups(
+    runner: Runner, trained: Sequence[int], keeps_roundings: bool
+) -> tuple[list[list[int]], list[dict[int, str]]]:
+    """The trained parameters that are gathered together: of each part, and last those that none
+    reads; of stages those of each group of slots.
+
+    Args:
+        runner: Of a copy.
+        trained: Places of the trained parameters, in the order of their numbers.
+        keeps_roundings: Whether no compiler may leave out a cast that the trace has; else rounding
+            before is not the same.
+
+    Returns:
+        For each group its parameters, and those that may travel in a low dtype, with the dtype.
+    """
+    number = {p: t for t, p in enumerate(trained)}
+    if isinstance(runner, Pipeline):
+        read = runner.low_params() if keeps_roundings else {}
+        of_slots = [group.trained for group in runner.groups]
+        return (
+            [[number[p] for p in own] for own in of_slots],
+            [{number[p]: read[p] for p in own if p in read} for own in of_slots],
+        )
+    assert isinstance(runner, Segmented)
+    groups, low = [], []
+    for i in range(runner.num_parts):
+        groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))
+        found = runner.low_params_of(i) if keeps_roundings else {}
+        low.append({number[p]: dtype for p, dtype in found.items() if p in number})
+    unread = set(number.values()).difference(*groups)
+    return [*groups, sorted(unread)], [*low, {}]

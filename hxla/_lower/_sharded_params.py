@@ -28,7 +28,6 @@ from ._chunks import Chunks, all_gather
 from ._options import extra_bytes
 from ._own_update import gathered_dtype, unflat
 from ._per_kind import firsts_alike, for_each
-from ._segmented import Segmented
 from ._shelves import is_on_host, on_device
 from ._sum import Reducer
 
@@ -260,27 +259,3 @@ class ShardedParams:
             most = max(most, there + chunk + extra_bytes(self._gathers[self._same[u]]))
             there += self._whole_bytes(u)
         return most
-
-
-def param_groups(
-    runner: Segmented, trained: Sequence[int], keeps_roundings: bool
-) -> tuple[list[list[int]], list[dict[int, str]]]:
-    """The trained parameters of each part, and last those that no part reads.
-
-    Args:
-        runner: Of a copy.
-        trained: Places of the trained parameters, in the order of their numbers.
-        keeps_roundings: Whether no compiler may leave out a cast that the trace has; else rounding
-            before is not the same.
-
-    Returns:
-        For each group its parameters, and those that may travel in a low dtype, with the dtype.
-    """
-    number = {p: t for t, p in enumerate(trained)}
-    groups, low = [], []
-    for i in range(runner.num_parts):
-        groups.append(list(dict.fromkeys(number[p] for p in runner.params_of(i) if p in number)))
-        found = runner.low_params_of(i) if keeps_roundings else {}
-        low.append({number[p]: dtype for p, dtype in found.items() if p in number})
-    unread = set(number.values()).difference(*groups)
-    return [*groups, sorted(unread)], [*low, {}]

@@ -14,6 +14,7 @@ Legend of shape suffixes: S stages.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import STAGE_AXIS
 from .._plan._stage_storage import piece_shape, without_stages
+from ._contribution import buckets
 from ._layer_rows import StackRows, StoredRows, collect_rows, fill_rows
 from ._words import Words
 
@@ -94,7 +96,43 @@ class Slots:
         """The slots in which gradients are summed."""
         return tuple(i for i, slot in enumerate(self.slots) if slot.trained)
 
-    def fill(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+    @property
+    def params(self) -> tuple[int, ...]:
+        """The parameters that are in them, in their order."""
+        return tuple(sorted({p for slot in self.slots for p in slot.params if p is not None}))
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Slots that can be filled and emptied apart: no other group has their parameters.
+
+        A group is no larger than it must be for the largest of them. What is not trained is in the
+        first, for nothing of it is shared out.
+        """
+        frozen = [i for i, slot in enumerate(self.slots) if not slot.trained]
+        first: dict[int, int] = {}
+        root = list(range(len(self.slots)))
+        for i, slot in enumerate(self.slots):
+            own = {_root(root, first.setdefault(p, i)) for p in slot.params if p is not None}
+            if i in (*frozen, *self.summed[:1]):
+                own |= {_root(root, j) for j in (*frozen, *self.summed[:1])}
+            for j in own | {i}:
+                root[j] = min(own | {i})
+        tied: dict[int, list[int]] = {}
+        for i in range(len(self.slots)):
+            tied.setdefault(_root(root, i), []).append(i)
+        every = list(tied.values())
+        sizes = [sum(math.prod(self.slots[i].piece) for i in own) for own in every]
+        return [
+            tuple(sorted(i for k in bucket for i in every[k]))
+            for bucket in buckets(sizes, max(sizes))
+        ]
+
+    def only(self, numbers: Sequence[int]) -> "Slots":
+        """Those of one of the `groups`, to be filled or emptied without the others."""
+        own = dataclasses.replace(self, slots=tuple(self.slots[i] for i in numbers))
+        trained = [p for p in self.trained if p in own.params]
+        return dataclasses.replace(own, trained=tuple(trained))
+
+    def fill(self, stored: Sequence[jax.Array] | Mapping[int, jax.Array]) -> list[jax.Array]:
         """The slots of this stage from its pieces of all parameters; inside a `shard_map`.
 
         Args:
@@ -120,7 +158,9 @@ class Slots:
             out.append(jax.lax.dynamic_index_in_dim(choices, me, keepdims=False))
         return out
 
-    def _piece(self, slot: Slot, stored: Sequence[jax.Array]) -> list[jax.Array]:
+    def _piece(
+        self, slot: Slot, stored: Sequence[jax.Array] | Mapping[int, jax.Array]
+    ) -> list[jax.Array]:
         """For each stage what this device stores of its parameter, zeros where it has none."""
         some, stage = next((p, s) for s, p in enumerate(slot.params) if p is not None)
         like = jax.eval_shape(lambda x: slot.rows(x, stage), stored[some])
@@ -256,6 +296,12 @@ def make_slots(
         specs=tuple(specs),
         trained=trained,
     )
+
+
+def _root(root: Sequence[int], i: int) -> int:
+    while root[i] != i:
+        i = root[i]
+    return i
 
 
 def _exchanged(messages: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:

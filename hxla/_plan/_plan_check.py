@@ -237,7 +237,7 @@ def _of_shares(plan: Any) -> Iterator[str]:
         yield "placement.zero: one copy of the model has nobody to share with, use 1 or 0"
     if plan.axes:
         yield from _of_shares_of_cut_copies(plan)
-    if placement.zero > 1 and plan.chain is None:
+    if placement.zero > 1 and plan.chain is None and plan.pipeline is None:
         yield "placement.zero: stages 2 and 3 run segment by segment, set `chain`, or use 1"
     groups = placement.shard_groups
     if groups > 1:
@@ -258,15 +258,13 @@ def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
     cut = f"copies of the model are cut by {axes}"
     if num == 1:
         yield f"placement.zero: {cut}, and one copy has nobody to share with: use 0"
-    if placement.zero > 1 and plan.pipeline is not None:
-        yield (
-            f"placement.zero: {cut}, and those in stages share out the optimizer's state only: use "
-            "1 or 0"
-        )
+    if plan.pipeline is not None:
+        if placement.waves > 1:
+            yield f"placement.waves: {cut}, and stages run all microbatches in one: use 1"
+        if placement.parameters != "device":
+            yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
     if plan.is_uneven:
         yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
-    if placement.shares and plan.pipeline is not None:
-        yield f"placement.shares: {cut}, which share the state evenly: leave it empty"
     if placement.optimizer != "device":
         yield f"placement.optimizer: {cut}, whose state stays on their devices: use 'device'"
     if placement.whole:

@@ -167,9 +167,13 @@ def _of_whole_programs(
 ) -> Plan:
     """One whose copies are pipelines, or cut into unlike parts: nothing there is segments."""
     cut = _cut(plan) + ", in unlike parts" * plan.is_uneven
-    if stage > 1:
+    if stage > 1 and plan.is_uneven:
         raise PlanError(
             f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
+        )
+    if job.settings.memory.waves is not None:
+        raise PlanError(
+            f"memory.waves: {cut}, and stages run all microbatches of a step in one: leave it out"
         )
     if job.settings.memory.recompute is not None:
         raise PlanError(
@@ -178,7 +182,14 @@ def _of_whole_programs(
         )
     _check_cut_copies(job, plan, (stage,))
     _check_segments(job)
-    return with_shared_state(job, plan, cluster, stage, (), places.optimizer, groups)
+    asked = job.settings.memory.shares
+    shares: tuple[int, ...] = ()
+    if stage and not isinstance(asked, str) and len(set(asked)) > 1:
+        shares = tuple(n // math.gcd(*asked) for n in asked)
+    found = with_shared_state(job, plan, cluster, stage, shares, places.optimizer, groups)
+    if stage < 2:
+        return found
+    return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
 
 
 def _tightest(cluster: Cluster, replica: ReplicaWork) -> int:
@@ -198,9 +209,6 @@ def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None
                 f"memory.offload.{name}={place!r}: {_cut(plan)}, and only what copies of one "
                 "device have can wait elsewhere: leave it out"
             )
-    is_stated = not isinstance(job.settings.memory.shares, str)
-    if any(stages) and is_stated and plan.pipeline is not None:
-        raise PlanError(f"memory.shares: {_cut(plan)}, which share the state evenly: leave it out")
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:

@@ -109,7 +109,11 @@ class Stepper:
         unit = runners[0].unit
         seeks = self._contribution.is_exact and not has_scales
         each = range(len(runners))
-        once = 0, [range(unit) for _ in each], [[batch] * unit for _ in each]
+
+        def some(num: int) -> Any:
+            return 0, [range(num) for _ in each], [[batch] * num for _ in each]
+
+        once = some(unit)
         for _ in range(1 + seeks):  # again with scales that fit
             self._run_all(*once)
             if seeks:
@@ -120,8 +124,10 @@ class Stepper:
         self._totals = (), ()
         if self._programs.layered is not None:
             # Every process takes part in each of its collectives.
-            found = [[watch.result() for watch in self._run_all(*once)] for _ in range(repeats)]
-            return [float(np.median([run[i] for run in found] or [0.0])) for i in each]
+            num = self._at_once(runners[0])
+            runs = range(repeats)
+            times = [[watch.result() / num for watch in self._run_all(*some(num))] for _ in runs]
+            return [float(np.median([run[i] for run in times] or [0.0])) for i in each]
         found = [
             self.seconds_of_microbatches(i, batch, self._at_once(runner), repeats=repeats)
             for i, runner in enumerate(runners)
@@ -168,12 +174,20 @@ class Stepper:
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
         """Times of the pieces of every local pipeline's step, by replica."""
-        found = {}
+        found, params = {}, self._whole_params()
         for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
-            held = self._store.held[i]
-            found[index] = piece_times(
-                pipeline, held.params, held.aux, self._exponents(i), batch, repeats=repeats
-            )
+            own = params[i], self._store.held[i].aux, self._exponents(i)
+            found[index] = piece_times(pipeline, *own, batch, repeats=repeats)
+        return found
+
+    def _whole_params(self) -> list[list[jax.Array]]:
+        """Of each local replica, gathered if it has its share of them."""
+        layered = self._programs.layered
+        if layered is None:
+            return [held.params for held in self._store.held]
+        self.wait()
+        found = layered.whole(self._store.held)
+        layered.wait()
         return found
 
     def _adopt_scales(self) -> None:
@@ -447,12 +461,7 @@ class Stepper:
             Loss and metrics, the same on every process and for every spread.
         """
         evaluation, reducer = self._programs.evaluation, self._reducer
-        found, layered = [], self._programs.layered
-        params = [held.params for held in self._store.held]
-        if layered is not None:
-            self.wait()
-            params = layered.whole(self._store.held)
-            layered.wait()
+        found, params = [], self._whole_params()
         for i, replica in enumerate(reducer.local):
             aux = self._store.held[i].aux
             for index in ids[i]:
