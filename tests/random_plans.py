@@ -339,11 +339,13 @@ def forms():
     ]
     cut = {"tensor": 2, "size": 2}
     return found + [
-        Form(model=model, **cut, **fields, seed=rng.randrange(1 << 30))
+        Form(model=model, **fields, seed=rng.randrange(1 << 30))
         for model, fields in (
-            ("mlp", {"chain": 4}),
-            ("mlp", {"chain": 3, "shared": True}),
-            ("gpt", {"chain": 3, "shared": True}),
+            ("mlp", {**cut, "chain": 4}),
+            ("mlp", {**cut, "chain": 3, "shared": True}),
+            ("gpt", {**cut, "chain": 3, "shared": True}),
+            ("gpt", {"stages": 2, "size": 2, "shared": True}),
+            ("conv", {"stages": 2, "size": 1, "shared": True, "limbs": 1}),
         )
     ]
 
@@ -474,7 +476,7 @@ def _draw_set(form, rng, number, processes):
             shares = shares[: copies // shard_groups]
         zero = {"zero": stage, "shares": rng.choice(((), tuple(shares)))}
         zero["shard_groups"] = shard_groups
-        if stage > 1:
+        if stage > 1 and form.chain:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         where = random.Random(f"{form} {number} where")
         if not form.shared:

@@ -126,9 +126,9 @@ def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
         run = getattr(cls, name)
 
         @functools.wraps(run)
-        def wrapped(self, k, *arguments):
+        def wrapped(self, k, *arguments, **named):
             calls[name, k] += 1
-            return run(self, k, *arguments)
+            return run(self, k, *arguments, **named)
 
         monkeypatch.setattr(cls, name, wrapped)
 

@@ -1,6 +1,7 @@
 """What a device holds at most in a step, beside what the plan says of it."""
 
 import gc
+import math
 
 import families
 import jax
@@ -107,4 +108,16 @@ def test_a_step_of_copies_that_are_cut_does_too(memory, peak):
         rules="decoder",
         counts="even",
     )
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [{"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
+def test_a_step_of_pipelines_does_too(memory, axes, peak):
+    own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
+    mesh = {"data": 2, **axes}
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * math.prod(mesh.values()))
+    rules = "decoder" if "tensor" in axes else None
+    plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules=rules, counts="even")
     assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)

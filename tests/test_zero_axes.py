@@ -1,4 +1,4 @@
-"""The optimizer's state shared out between copies that are cut by tensor and stage axes."""
+"""State shared out between copies that are cut by tensor and stage axes."""
 
 import functools
 
@@ -72,17 +72,24 @@ def test_bits_do_not_depend_on_who_has_what(name):
     spreads = [(own, 2, (7, 1))]
     if name == "tensor":
         spreads.append((job(zero=1, shard_groups=2), 4, (3, 0, 2, 3)))
+    else:  # those of tensor alone run segment by segment
+        spreads.append((job(zero=2), 2, (3, 5)))
+        spreads.append((job(zero=3, shares=[3, 1]), 2, (8, 0)))
+    if name == "stage":
+        spreads.append((job(zero=3, shard_groups=2), 4, (3, 0, 2, 3)))
     for other, copies, counts in spreads:
         spread = planned(other, copies, axes, counts)
         assert spread.numerics == plan.numerics
         assert trained(other, spread)[0].sha256 == found.sha256
 
 
-def test_a_checkpoint_knows_nothing_of_shares(tmp_path):
-    axes, own = FORMS["tensor"], job(zero=1)
+@pytest.mark.parametrize("name", ["tensor", "stage"])
+def test_a_checkpoint_knows_nothing_of_shares(name, tmp_path):
+    axes, own = FORMS[name], job(zero=1)
     wanted, _ = trained(own, planned(own, 2, axes))
     trained(own, planned(own, 2, axes), steps=2, checkpoint_dir=tmp_path)
-    found, _ = trained(own, planned(own, 4, axes), checkpoint_dir=tmp_path)
+    other = job(zero=3) if name == "stage" else own
+    found, _ = trained(other, planned(other, 4, axes), checkpoint_dir=tmp_path)
     assert found.history.steps[0].step == 2
     assert found.sha256 == wanted.sha256
 
@@ -112,16 +119,19 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
 @pytest.mark.parametrize(
     ("memory", "optimizer", "copies", "axes", "said"),
     [
-        ({"zero": 1, "shares": [1, 2]}, None, 2, "stage", "share the state evenly"),
+        ({"zero": 2, "waves": 2}, None, 2, "stage", "run all microbatches of a step in one"),
         (
             {"zero": 1, "offload": {"optimizer": "host"}},
             *(None, 2, "tensor", "only what copies of one device have can wait elsewhere"),
         ),
         ({"zero": 1}, None, 1, "tensor", "nobody to share with"),
-        ({"zero": 2}, None, 2, "stage", "cut by stage, which share out"),
+        (
+            {"zero": 3, "offload": {"parameters": "host"}},
+            *(None, 2, "stage", "only what copies of one device have can wait elsewhere"),
+        ),
         ({"zero": 1}, optax.contrib.muon, 2, "tensor", "as a whole, which no device has"),
     ],
-    ids=["shares", "offload", "alone", "stage 2", "whole parameters"],
+    ids=["waves", "offload", "alone", "parameters", "whole parameters"],
 )
 def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes, said):
     own = job(optimizer and optimizer(1e-2), **memory)

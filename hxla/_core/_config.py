@@ -206,8 +206,9 @@ class MemoryConfig(_Section):
     a share of it and updates that part of the parameters; 2, gradients are shared out too, segment
     by segment; 3, and the parameters, which are gathered segment by segment. From 2 on a step runs
     layer by layer, all microbatches of a device one after another in each, as a chain of segments
-    (`recompute`; null is `auto` there, or `boundaries` where no memory is described). Null: that
-    of the cheapest form which the memory holds that the devices are described with."""
+    (`recompute`; null is `auto` there, or `boundaries` where no memory is described); in pipelines
+    both travel once, before the first tick and after the last. Null: that of the cheapest form
+    which the memory holds that the devices are described with."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
     `auto`: by the speed of its device, as far as its memory holds it."""

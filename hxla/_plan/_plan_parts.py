@@ -244,8 +244,9 @@ class Placement(PlanValue):
             and updates everything; 1, each copy has a share of the state, updates that part of the
             parameters, and gathers the rest (one copy alone updates all by this arithmetic, as its
             state may then be anywhere); 2, sums of gradients are shared out as soon as a
-            segment of `chain` has all of its own; 3, parameters are shared out too, and gathered
-            for each segment.
+            segment of `chain` has all of its own, or after the last tick of a pipeline, some at a
+            time; 3, parameters are shared out too, and gathered for each segment, or into the
+            slots of the stages.
         shares: With `zero`, the granules that each copy of a group owns of every parameter and its
             state; empty: one each.
         shard_groups: With `zero`, the number of groups of copies that follow each other: those of a
