@@ -48,6 +48,7 @@ class Part:
 ALL = (
     Part(name="first_example", seconds=60, what="the README's first example"),
     Part(name="same_bits", seconds=150, what="one SHA-256, however the work is spread"),
+    Part(name="unlike", seconds=90, what="a GPU and a processor in one job"),
     Part(name="gpt_speed", seconds=240, what="124 million parameters beside JAX and PyTorch"),
     Part(name="precision", seconds=120, what="bf16 and fp16 by a word, beside casts by hand"),
     Part(name="dispatch", seconds=60, what="what a microbatch of a tiny model costs"),

@@ -392,14 +392,6 @@ def test_a_mesh_of_several_nodes_is_not_started_on_one():
     assert len(_run.describe("workstation-2x3090-4090", None)) == 3
 
 
-def test_devices_that_no_job_can_hold_together_are_not_started(tmp_path):
-    path = tmp_path / "mesh.toml"
-    devices = '[[device]]\nkind = "NVIDIA L4"\n[[device]]\nkind = "cpu"\n'
-    path.write_text(f'name = "x"\n{devices}')
-    with pytest.raises(LaunchError, match=r"NVIDIA L4 \(NCCL\) and cpu \(Gloo\) share no library"):
-        _run.run(["never.py"], mesh=str(path))
-
-
 def test_a_bad_mesh_file_names_every_fault(tmp_path):
     path = tmp_path / "mesh.toml"
     path.write_text('name = "x"\n[[device]]\nkind = "cpu"\ncore_shar = 1\ncount = 0\n')

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from .._core._errors import MeshError
+from .._jax import _local_clients
+from .._jax._local_clients import process_of
 from . import _nvml
 from ._cluster import Cluster, Device, Node
 
@@ -38,7 +40,7 @@ def resolve(
         devices: list[Any] = list(mesh.devices.flat)
     else:
         try:
-            devices = jax.devices()
+            devices = jax.devices() if not _local_clients.is_local() else _one_of_each_process()
         except (RuntimeError, AssertionError) as error:  # jax asserts that some platform is left
             raise MeshError(
                 f"JAX found no devices: {error}\ninstall jax[cuda13] for NVIDIA GPUs, or set "
@@ -46,7 +48,7 @@ def resolve(
             ) from error
     if not devices:
         raise MeshError("the mesh has no devices: pass mesh=None to use every device there is")
-    devices.sort(key=lambda d: (d.process_index, d.id))
+    devices.sort(key=lambda d: (process_of(d), d.id))
     if visible is not None:
         beyond = [i for i in visible if i >= len(devices)]
         if beyond or len(set(visible)) < len(visible) or mesh is not None:
@@ -59,14 +61,14 @@ def resolve(
             )
             raise MeshError(f"cluster.visible_devices={list(visible)} {why}")
         devices = [devices[i] for i in sorted(visible)]
-    missing = set(range(jax.process_count())) - {d.process_index for d in devices}
+    missing = set(range(jax.process_count())) - set(map(process_of, devices))
     if missing:
         raise MeshError(
             f"processes {sorted(missing)} have no device in the mesh: every process of the job "
             "needs one"
         )
     check_one_kind_per_process(
-        [(d.process_index, d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
+        [(process_of(d), d.id, device_kind(d)) for d in devices if d.platform != "cpu"]
     )
     ranks = range(len(devices)) if started is None else started
     if cluster is not None:
@@ -76,6 +78,22 @@ def resolve(
             placed[rank] = device
         return tuple(placed)
     return tuple(devices)
+
+
+def _one_of_each_process() -> list[Any]:
+    """The device of each process that trains, where accelerators know their own process only.
+
+    For another process's its processor stands, of which no more is asked than whose it is.
+    """
+    own = _local_clients.own_devices()
+    if len(own) != 1:
+        raise MeshError(
+            f"process {jax.process_index()} has {len(own)} devices ({own[0].device_kind}), and in "
+            "a job of unlike devices each process trains on one: start one process per device, "
+            "with hxla run --mesh, or let each see one (CUDA_VISIBLE_DEVICES)"
+        )
+    firsts = {d.process_index: d for d in reversed(jax.devices("cpu"))}
+    return [*(firsts | {jax.process_index(): own[0]}).values()]
 
 
 def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Sequence[int]) -> None:
@@ -90,6 +108,8 @@ def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Seq
         )
     for i, device in zip(ranks, devices, strict=True):
         described = cluster.devices[i]
+        if _local_clients.is_local() and process_of(device) != jax.process_index():
+            continue  # a processor stands for it here
         # Without a driver JAX falls back on the processor.
         if (described.kind == "cpu") != (device.platform == "cpu"):
             raise MeshError(
@@ -152,7 +172,7 @@ def job_cluster(
             platform.node(),
         ]
         for rank, device in enumerate(devices)
-        if device is not None and device.process_index == jax.process_index()
+        if device is not None and process_of(device) == jax.process_index()
     }
     told: dict[str, list[Any]] = {}
     for text in gather("devices", json.dumps(own)):

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+#: Set in processes of jobs of devices that share none: each device knows its own process only.
+LOCAL_CLIENTS_VARIABLE = "HXLA_LOCAL_CLIENTS"
 _AMD = ("amd", "instinct", "radeon", "gfx")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .._cluster import _nvml
 from .._cluster._cluster import Device
-from .._cluster._libraries import are_unlike, in_words
+from .._cluster._libraries import LOCAL_CLIENTS_VARIABLE, are_unlike, in_words, library_of
 from .._cluster._mesh_file import load_cluster
 from .._core._catalogue import find
 from .._core._errors import LaunchError
@@ -24,6 +24,9 @@ _MIXED_GPU_FLAGS = (
     "--xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
 )
 _MIXED_GPU_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+
+#: JAX's names for the devices of each library.
+_PLATFORMS = {"NCCL": "cuda", "RCCL": "rocm", "TPU": "tpu"}
 
 # glibc gives the pages of every large buffer back and faults them in again at the next step: on a
 # 26 MB sum that took up to four times as long as the sum itself.
@@ -101,12 +104,15 @@ def process_environment(
     """Of a process, but for its place in the job.
 
     Args:
-        place: Of the device on this machine.
+        place: Of an accelerator among those of this machine.
         device: The process's.
         devices: All that may be used together.
         mesh: File of them.
     """
     env = dict(os.environ)
+    kinds = [own.kind for own in devices]
+    if are_unlike(kinds):
+        env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
         "HXLA_LAUNCHER_PID": str(os.getpid()),
         "HXLA_LIVE": "1",
@@ -131,12 +137,14 @@ def process_environment(
         for key, value in _KEEP_MEMORY.items():
             env.setdefault(key, value)
     else:
+        if are_unlike(kinds):  # the processor's backend is that through which processes meet
+            env["JAX_PLATFORMS"] = f"cpu,{_PLATFORMS[library_of(device.kind)]}"
         visible = env.get("CUDA_VISIBLE_DEVICES")
         cards = visible.split(",") if visible else None
         env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
         kind = device.kind.lower().replace(" ", "-")
         env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
-        mixed = len({d.kind for d in devices}) > 1
+        mixed = len({d.kind for d in devices if d.kind != "cpu"}) > 1
         wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
             env.setdefault(key, value)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from .._cluster._libraries import LOCAL_CLIENTS_VARIABLE
 from .._core._errors import LaunchError
 from .._core._types import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from .._jax import _coordination
+from .._jax import _coordination, _local_clients
 from .._jax._lost_peers import is_lost_peer
 from ._batch_tasks import cluster_in_sight
 from ._board import LOGS_VARIABLE, Board, Post, own_board, say
@@ -55,6 +56,15 @@ def join() -> None:
     if _joined():
         return
     number = int(os.environ.get("HXLA_NUM_PROCESSES", "1"))
+    if os.environ.get(LOCAL_CLIENTS_VARIABLE) == "1":
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if platforms.split(",")[0] != "cpu":
+            raise LaunchError(
+                f"{LOCAL_CLIENTS_VARIABLE}=1 is for devices that share no library for collectives "
+                f"and meet in their hosts: JAX_PLATFORMS={platforms!r} must name cpu first, such "
+                "as cpu,cuda"
+            )
+        _local_clients.keep_local()
     try:
         if number > 1:
             address = os.environ["HXLA_COORDINATOR"]

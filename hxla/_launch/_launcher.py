@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .._cluster._libraries import are_unlike, in_words
+from .._cluster._libraries import are_unlike, in_words, library_of
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import LaunchError
 from ._elastic_run import ElasticRun
@@ -53,7 +53,7 @@ def run(
         signal's number if it was killed), or of how the user ended the job: see docs/running.md.
 
     Raises:
-        LaunchError: If the devices share no library for collectives, and as `describe`.
+        LaunchError: As `describe`.
     """
     asked = None
     if plan is not None:
@@ -74,14 +74,13 @@ def run(
     chosen = [devices[rank] for rank in ranks]
     kinds = [device.kind for device in chosen]
     if are_unlike(kinds):
-        raise LaunchError(
-            f"{in_words(kinds)} share no library for collectives, and the backend of an "
-            "accelerator waits for every process of a job to have one: a plan for them can be "
-            "made, with sums over the host, but hxla run starts devices of one sort only"
-        )
+        said = f"{in_words(kinds)} share no library for collectives: they meet in their hosts"
+        print(f"hxla: {said}", file=sys.stderr)
     starts = []
-    for number_here, device in enumerate(chosen):
-        env = process_environment(number_here, device, chosen, mesh) | settings
+    for number_here, (rank, device) in enumerate(zip(ranks, chosen, strict=True)):
+        library = library_of(device.kind)
+        place = sum(library_of(other.kind) == library for other in devices[:rank])
+        env = process_environment(place, device, chosen, mesh) | settings
         env |= {
             "HXLA_COORDINATOR": address,
             "HXLA_NUM_PROCESSES": str(len(chosen)),

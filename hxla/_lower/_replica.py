@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
+from .._jax._local_clients import process_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +48,17 @@ class Replica:
     @property
     def process(self) -> int:
         """Number of the process that has its first device."""
-        return self.devices[0].process_index
+        return process_of(self.devices[0])
 
     @property
     def is_local(self) -> bool:
         """Whether this process has a device of it."""
-        return any(d.process_index == jax.process_index() for d in self.devices)
+        return any(process_of(d) == jax.process_index() for d in self.devices)
 
     @property
     def spans_processes(self) -> bool:
         """Whether several processes share it."""
-        return len({d.process_index for d in self.devices}) > 1
+        return len({process_of(d) for d in self.devices}) > 1
 
     @property
     def is_led_here(self) -> bool:
@@ -71,7 +72,7 @@ class Replica:
         TPUs are none, for they want one program of all processes.
         """
         here = jax.process_index()
-        places = [k for k, d in enumerate(self.devices) if d.process_index == here]
+        places = [k for k, d in enumerate(self.devices) if process_of(d) == here]
         is_alone = len(places) == 1 and self.spans_processes
         return places[0] if is_alone and self.devices[0].platform != "tpu" else None
 

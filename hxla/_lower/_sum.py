@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from .._jax._local_clients import process_of
 from .._plan._ownership import Ownership, Shares
 from .._plan._stage_storage import piece_shape
 from ._across import Cut
@@ -476,7 +477,7 @@ class Reducer:
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """For each replica the processes that hold it."""
-        return tuple(tuple(sorted({d.process_index for d in r.devices})) for r in self.replicas)
+        return tuple(tuple(sorted({process_of(d) for d in r.devices})) for r in self.replicas)
 
     def result_shapes(self, i: int, others: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
         """Shapes of the totals and integers of `reduce` on a local replica.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._jax._local_clients import process_of
 from .._lower._lower import Programs
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
@@ -85,7 +86,7 @@ class PipelineWatch:
             replica: [stage, pipeline.times]
             for replica, pipeline in self._pipelines.items()
             for stage, devices in enumerate(self._replicas[replica].rows)
-            if any(d.process_index == jax.process_index() for d in devices)
+            if any(process_of(d) == jax.process_index() for d in devices)
         }
         for text in self._gather("ticks", json.dumps(own)):
             for replica, (stage, times) in json.loads(text).items():
@@ -102,5 +103,5 @@ class PipelineWatch:
 
 def share_cores(devices: Any) -> bool:
     """Whether a process has several CPU devices: what one takes then says nothing of another."""
-    local = [d for d in devices if d.process_index == jax.process_index()]
+    local = [d for d in devices if process_of(d) == jax.process_index()]
     return len(local) > 1 and local[0].platform == "cpu"

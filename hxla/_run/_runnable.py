@@ -11,6 +11,7 @@ from .._core._errors import PlanError
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments_at
+from .._jax._local_clients import process_of
 from .._plan._layout import dtype_name
 from .._plan._plan import Plan
 from .._plan._plan_parts import ChainSegment
@@ -95,8 +96,8 @@ def _of_devices(plan: Plan, cluster: Cluster, devices: Devices) -> Iterator[str]
         if here is None:
             yield f"devices.{device.rank}: no process was started for it"
         else:
-            used.add(here.process_index)
-    idle = sorted({d.process_index for d in devices if d is not None} - used)
+            used.add(process_of(here))
+    idle = sorted({process_of(d) for d in devices if d is not None} - used)
     if idle:
         yield (
             f"devices: processes {idle} have no part in the plan; hxla run --plan starts only "

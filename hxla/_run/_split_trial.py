@@ -5,6 +5,7 @@ import math
 
 import jax
 
+from .._jax._local_clients import process_of
 from .._plan._plan import Plan
 from ._session import Session
 from ._session_values import SessionOptions
@@ -41,8 +42,8 @@ def tried_sizes(job: TracedJob, plan: Plan, devices: tuple[jax.Device, ...]) -> 
     Returns:
         The same on every process; None where devices have no clock that tells work from waiting.
     """
-    process_of = {rank: devices[rank].process_index for r in plan.replicas for rank in r.devices}
-    if not has_clocks(plan, job.cluster(devices), process_of):
+    holders = {rank: process_of(devices[rank]) for r in plan.replicas for rank in r.devices}
+    if not has_clocks(plan, job.cluster(devices), holders):
         return None
     batch = job.first_batch(0, plan.batch_size)
     with Session(job, plan, devices, SessionOptions(is_trial=True)) as trial:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from .._cluster._cluster import Cluster
+from .._jax._local_clients import process_of
 from .._lower._lower import Programs
 from .._plan._plan import Plan
 from .._planner._inner_split import state_factor
@@ -55,7 +56,7 @@ class SplitWatch:
         replicas = zip(self._plan.replicas, programs.reducer.replicas, strict=True)
         #: Rank of each device, and the process that has it.
         self._process = {
-            rank: device.process_index
+            rank: process_of(device)
             for planned, replica in replicas
             for rank, device in zip(planned.devices, replica.devices, strict=True)
         }

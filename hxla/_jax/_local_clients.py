@@ -1,0 +1,62 @@
+"""Clients of accelerators that know only their own process, beside CPUs that know each other.
+
+JAX makes the client of an accelerator one for all processes of a job, and so waits for each of
+them to have such devices. Where some have none, or others, every client but the CPU's is made as if
+there were no job. Its devices then take part in no collective and call their process number 0, so
+`process_of` is to be asked in place of `process_index`; the CPU's is the backend that counts
+processes, for it is named first.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import distributed as _distributed
+from jax._src import xla_bridge as _bridge
+
+_kept: set[str] = set()
+
+
+def keep_local() -> None:
+    """Have the clients of accelerators know their own process only.
+
+    To be called when the job is joined, before anything uses a device. `JAX_PLATFORMS` is to name
+    `cpu` first.
+    """
+    _bridge._discover_and_register_pjrt_plugins()
+    for name, made in list(_bridge._backend_factories.items()):
+        if name != "cpu" and name not in _kept:
+            alone = functools.partial(_alone, made.factory)
+            _bridge._backend_factories[name] = dataclasses.replace(made, factory=alone)
+            _kept.add(name)
+
+
+def is_local() -> bool:
+    """Whether `keep_local` was called."""
+    return bool(_kept)
+
+
+def own_devices() -> list[jax.Device]:
+    """The accelerators of this process; its processors, if it has none."""
+    names = [name for name in _bridge.backends() if name in _kept]
+    return jax.local_devices(backend=names[0] if names else "cpu")
+
+
+def process_of(device: jax.Device) -> int:
+    """The number of the process that has a device."""
+    if _kept and device.client is not jax.local_devices(backend="cpu")[0].client:
+        return jax.process_index()
+    return int(device.process_index)
+
+
+def _alone(make: Callable[[], Any]) -> Any:
+    """A client that is made as if no job had been joined."""
+    state = _distributed.global_state
+    before = state.client, state.process_id, state.num_processes
+    state.client, state.process_id, state.num_processes = None, 0, 1
+    try:
+        return make()
+    finally:
+        state.client, state.process_id, state.num_processes = before
