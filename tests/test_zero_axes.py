@@ -11,6 +11,7 @@ from test_pipeline_tensor import BATCH, MICRO, STEPS, gpt, text
 
 import hxla
 
+SIZES = {"width": 64, "length": 16, "layers": 2}
 FORMS = {
     "tensor": {"tensor": 2},
     "stage": {"stage": 2},
@@ -137,3 +138,30 @@ def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes
     own = job(optimizer and optimizer(1e-2), **memory)
     with pytest.raises(hxla.PlanError, match=said):
         planned(own, copies, FORMS[axes])
+
+
+def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatch):
+    """Nobody said ZeRO: with less and less memory less and less of the state is on each device."""
+    mesh, four = {"data": 2, "stage": 2}, {"cluster": {"visible_devices": [0, 1, 2, 3]}}
+
+    def bytes_of(zero):
+        own = families.gpt_job(8, optax.adamw(1e-2), {"memory": {"zero": zero}, **four}, **SIZES)
+        with own.open(own.plan(microbatch_size=2, mesh=mesh, counts="even"), steps=1) as session:
+            return session.memory_bytes
+
+    needed = {zero: bytes_of(zero) for zero in (0, 1, 2, 3)}
+    assert needed[0] > needed[1] > needed[2] > needed[3]
+    inputs = 4096
+    for zero, wanted in ((0, 0), (1, 1), (2, 2), (3, 3), (None, 3)):
+        room = needed[wanted] + inputs if zero is not None else needed[3] // 2
+        file = tmp_path / f"{zero}.toml"
+        device = f'[[device]]\nkind = "cpu"\ncount = 4\nmemory_gib = {room / 2**30}\n'
+        file.write_text(f'name = "small"\n{device}')
+        monkeypatch.setenv("HXLA_MESH", str(file))
+        own = families.gpt_job(8, optax.adamw(1e-2), four, **SIZES)
+        plan = own.plan(microbatch_size=2, mesh=mesh, counts="even")
+        assert plan.placement.zero == wanted
+        said = [reason for reason in plan.reasons if reason.startswith("memory.zero=")]
+        assert len(said) == (wanted > 0)
+        if zero is None:
+            assert "and with this one still" in said[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -333,6 +334,14 @@ class Programs:
         if check is not None and self.runners[0].text:
             check(orders_of(programs[0], self.reducer.programs))
         trim_heap()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one device between steps, of the state that it has there."""
+        leaves = jax.tree.leaves(self._shapes(0))
+        shapes = [x.sharding.shard_shape(x.shape) for x in leaves]
+        pairs = zip(shapes, leaves, strict=True)
+        return sum(math.prod(shape) * x.dtype.itemsize for shape, x in pairs)
 
     def memory_bytes(self, held_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs.

@@ -25,7 +25,6 @@ from .._plan._plan_parts import (
     DevicePrediction,
     PlannedChain,
     Prediction,
-    ReplicaWork,
     RunnerUp,
 )
 from .._plan._sharding import Sharded
@@ -42,6 +41,7 @@ from .._planner._memory_values import (
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
 from ._host_places import asked_places, could_be_chain, more_on_hosts
+from ._planned_programs import check_cut_copies, check_segments, of_whole_programs, tightest
 from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import (
     could_share,
@@ -98,9 +98,9 @@ def with_memory(
                 "the model has its share of them: set it, or leave it out"
             )
     if plan.pipeline is not None or plan.is_uneven:
-        return _of_whole_programs(job, plan, cluster, stages[0], places, groups[0])
+        return of_whole_programs(job, plan, cluster, devices, stages[0], groups[0])
     if plan.axes:
-        _check_cut_copies(job, plan, stages)
+        check_cut_copies(job, plan)
     _check_chain(job, plan)
     is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
     if asked == "auto" and not is_described:
@@ -155,60 +155,11 @@ def _compiled_lack(
     inputs = job.batch_bytes(plan.microbatch_size)
     own = []
     for replica, held in zip(plan.replicas, form.held, strict=True):
-        size = cluster.devices[_tightest(cluster, replica)].memory_bytes
+        size = cluster.devices[tightest(cluster, replica)].memory_bytes
         optimizer = held.optimizer * (form.tier == "device")  # else the programs count it
         needed = programs.memory_bytes(int(held.parameters + optimizer))
         own.append(needed + inputs - (size or math.inf))
     return max(map(float, job.gather("bytes of the programs", str(max(own)))))
-
-
-def _of_whole_programs(
-    job: TracedJob, plan: Plan, cluster: Cluster, stage: int, places: Places, groups: int
-) -> Plan:
-    """One whose copies are pipelines, or cut into unlike parts: nothing there is segments."""
-    cut = _cut(plan) + ", in unlike parts" * plan.is_uneven
-    if stage > 1 and plan.is_uneven:
-        raise PlanError(
-            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
-        )
-    if job.settings.memory.waves is not None:
-        raise PlanError(
-            f"memory.waves: {cut}, and stages run all microbatches of a step in one: leave it out"
-        )
-    if job.settings.memory.recompute is not None:
-        raise PlanError(
-            f"memory.recompute: {cut}; there, pipeline.recompute "
-            "is the setting of stages, and XLA decides else: leave memory.recompute out"
-        )
-    _check_cut_copies(job, plan, (stage,))
-    _check_segments(job)
-    asked = job.settings.memory.shares
-    shares: tuple[int, ...] = ()
-    if stage and not isinstance(asked, str) and len(set(asked)) > 1:
-        shares = tuple(n // math.gcd(*asked) for n in asked)
-    found = with_shared_state(job, plan, cluster, stage, shares, places.optimizer, groups)
-    if stage < 2:
-        return found
-    return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
-
-
-def _tightest(cluster: Cluster, replica: ReplicaWork) -> int:
-    """The rank of the device of a copy that has the least memory."""
-    return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
-
-
-def _cut(plan: Plan) -> str:
-    return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
-
-
-def _check_cut_copies(job: TracedJob, plan: Plan, stages: Sequence[int]) -> None:
-    """Refuse what only copies of one device can have."""
-    for name, place in dataclasses.asdict(asked_places(job)).items():
-        if place != "device":
-            raise PlanError(
-                f"memory.offload.{name}={place!r}: {_cut(plan)}, and only what copies of one "
-                "device have can wait elsewhere: leave it out"
-            )
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
@@ -225,13 +176,6 @@ def _check_chain(job: TracedJob, plan: Plan) -> None:
         raise PlanError(
             f"memory.offload.stash='host': {why}, so that a microbatch is one program, in which "
             "nothing can be moved: leave either out"
-        )
-
-
-def _check_segments(job: TracedJob) -> None:
-    if job.settings.memory.segments is not None:
-        raise PlanError(
-            "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
         )
 
 
@@ -339,7 +283,7 @@ def _forms(
     rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
     is_timed = all(rate is not None for rate in rates)
     copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
-    ranks = [_tightest(cluster, replica) for replica in plan.replicas]
+    ranks = [tightest(cluster, replica) for replica in plan.replicas]
     devices = [cluster.devices[rank] for rank in ranks]
     # Those of a copy work at the pace of the slowest.
     speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
@@ -371,7 +315,7 @@ def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
     shares = form.shares if plan.axes or could_share(plan) else ()
     plan = with_shared_state(job, plan, cluster, form.zero, shares, form.tier, form.shard_groups)
     if form.recompute is None:
-        _check_segments(job)
+        check_segments(job)
         return plan
     points, segments = segments_of_job(job, plan.microbatch_size)
     chain = PlannedChain(
@@ -392,7 +336,7 @@ def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
 
 def _told(plan: Plan, cluster: Cluster, best: MemoryForm, others: Sequence[MemoryForm]) -> Plan:
     """The plan with what it holds, and what the other forms would."""
-    ranks = [_tightest(cluster, replica) for replica in plan.replicas]
+    ranks = [tightest(cluster, replica) for replica in plan.replicas]
     sizes = [cluster.devices[rank].memory_bytes for rank in ranks]
     said: list[str] = []
     known = [

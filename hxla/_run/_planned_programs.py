@@ -1,0 +1,145 @@
+"""How the state of pipelines, and of copies in unlike parts, lies: nothing there is segments."""
+
+import dataclasses
+import math
+
+from .._cluster._cluster import Cluster
+from .._cluster._job_devices import Devices
+from .._core._errors import PlanError
+from .._core._format import num_bytes
+from .._launch._member import own_member
+from .._plan._plan import Plan
+from .._plan._plan_parts import ReplicaWork
+from .._planner._state_bytes import STAGES
+from ._host_places import asked_places
+from ._shared_state import shared_update, with_shared_state
+from ._traced_job import TracedJob
+
+
+def of_whole_programs(
+    job: TracedJob,
+    plan: Plan,
+    cluster: Cluster,
+    devices: Devices | None,
+    stage: int,
+    groups: int,
+) -> Plan:
+    """The plan with its state shared out as the settings ask, or as its programs need it.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices.
+        devices: By rank, if they are here: then the first of ZeRO's stages whose compiled programs
+            they hold is taken, unless the settings name one.
+        stage: Of ZeRO, the least that may be.
+        groups: Of copies that share state out.
+
+    Raises:
+        PlanError: If it cannot be as the settings ask.
+    """
+    memory = job.settings.memory
+    cut = cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
+    if stage > 1 and plan.is_uneven:
+        raise PlanError(
+            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
+        )
+    if memory.waves is not None:
+        raise PlanError(
+            f"memory.waves: {cut}, and stages run all microbatches of a step in one: leave it out"
+        )
+    if memory.recompute is not None:
+        raise PlanError(
+            f"memory.recompute: {cut}; there, pipeline.recompute "
+            "is the setting of stages, and XLA decides else: leave memory.recompute out"
+        )
+    check_cut_copies(job, plan)
+    check_segments(job)
+    found = _in_stage(job, plan, cluster, stage, groups)
+    if devices is None or memory.zero is not None or not _may_share(job, plan, cluster):
+        return found
+    tried = [(_lack(job, found, cluster, devices), found)]
+    for more in STAGES[stage + 1 :]:
+        if tried[-1][0] <= 0:
+            break
+        other = _in_stage(job, plan, cluster, more, groups)
+        tried.append((_lack(job, other, cluster, devices), other))
+    lack, best = min(tried, key=lambda own: max(own[0], 0))
+    if best is found:
+        return found
+    said = f"memory.zero={best.placement.zero}: with stage {stage} a device lacks "
+    said += f"{num_bytes(int(tried[0][0]))}, as compiled"
+    if lack > 0:
+        said += f", and with this one still {num_bytes(int(lack))}"
+    return best.replaced(reasons=(*best.reasons, said))
+
+
+def _in_stage(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, groups: int) -> Plan:
+    """The plan in a stage of ZeRO."""
+    asked = job.settings.memory.shares
+    shares: tuple[int, ...] = ()
+    if stage and not isinstance(asked, str) and len(set(asked)) > 1:
+        shares = tuple(n // math.gcd(*asked) for n in asked)
+    tier = asked_places(job).optimizer
+    found = with_shared_state(job, plan, cluster, stage, shares, tier, groups)
+    if stage < 2:
+        return found
+    return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
+
+
+def _may_share(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
+    """Whether stages may share state out although nobody asked for it.
+
+    That moves bits, which the next generation of an elastic job might not; and no device has the
+    whole of what the optimizer treats as one.
+    """
+    is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
+    may = plan.pipeline is not None and len(plan.replicas) > 1 and own_member() is None
+    if not may or not is_described:
+        return False
+    owners = shared_update(job, plan, (1,) * len(plan.replicas)).shares.owners
+    return all(owner is None for owner in owners)
+
+
+def _lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> float:
+    """Most bytes that a device lacks for the compiled programs, and their inputs; the same in all.
+
+    Args:
+        job: That is planned.
+        plan: Of it.
+        cluster: Its devices.
+        devices: By rank.
+    """
+    programs = job.programs(plan, devices, lambda _: None, keep=True)
+    needed = programs.memory_bytes(programs.state_bytes) + job.batch_bytes(plan.microbatch_size)
+    rooms = (cluster.devices[tightest(cluster, own)].memory_bytes for own in plan.replicas)
+    least = min(math.inf if room is None else room for room in rooms)
+    return max(map(float, job.gather("bytes of the stages", str(needed - least))))
+
+
+def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
+    """The rank of the device of a copy that has the least memory."""
+    return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
+
+
+def cut_in_words(plan: Plan) -> str:
+    """What cuts the copies of the model."""
+    return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
+
+
+def check_cut_copies(job: TracedJob, plan: Plan) -> None:
+    """Refuse what only copies of one device can have."""
+    for name, place in dataclasses.asdict(asked_places(job)).items():
+        if place != "device":
+            raise PlanError(
+                f"memory.offload.{name}={place!r}: {cut_in_words(plan)}, and only what copies of "
+                "one device have can wait elsewhere: leave it out"
+            )
+
+
+def check_segments(job: TracedJob) -> None:
+    """Refuse segments where nothing is cut into them."""
+    if job.settings.memory.segments is not None:
+        raise PlanError(
+            "memory.segments needs memory.recompute: set it to 'none', 'boundaries' or 'auto'"
+        )
