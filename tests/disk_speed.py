@@ -77,7 +77,8 @@ def of_disk(args):
     for g in range(_GROUPS):
         for k in range(2):
             shelf.put(g, 0, k, x)
-    size, file = own.largest_bytes, shelf._file  # where a file is decides its speed
+    size = max(unit.num_bytes for [unit] in own.groups)
+    file = shelf._file  # where a file is decides its speed
     pools = [concurrent.futures.ThreadPoolExecutor(_AHEAD) for _ in range(2)]
     buffers = [_buffers(_AHEAD + 1, size) for _ in range(2)]
     seconds = {"tier": [], "raw": []}

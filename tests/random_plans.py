@@ -345,6 +345,7 @@ def forms():
             ("mlp", {**cut, "chain": 3, "shared": True}),
             ("gpt", {**cut, "chain": 3, "shared": True}),
             ("gpt", {"stages": 2, "size": 2, "shared": True}),
+            ("mlp", {"stages": 2, "size": 1, "shared": True, "has_weight": True}),
             ("conv", {"stages": 2, "size": 1, "shared": True, "limbs": 1}),
         )
     ]
@@ -389,9 +390,9 @@ RUN_FORMS = FORMS if NUM_SETS > 1 else FORMS[2::3]
 def trials(form, num_sets=NUM_SETS, each=5):
     """`num_sets` sets of programs, `each` trials of each, and two on real processes.
 
-    A chain has a set more, so that its sets are of several stages of ZeRO.
+    A chain has a set more, and stages that share, so that these are of several stages of ZeRO.
     """
-    num_sets += form.chain > 0
+    num_sets += form.chain > 0 or form.shared
     rng = random.Random(str(form))
     found = []
     can_be_four = not form.counts and MOST_DEVICES % (form.stages * form.tensor) == 0
@@ -479,9 +480,10 @@ def _draw_set(form, rng, number, processes):
         if stage > 1 and form.chain:
             zero["waves"] = random.Random(f"{form} {number} waves").choice((1, 2, 3))
         where = random.Random(f"{form} {number} where")
-        if not form.shared:
-            zero["optimizer"] = where.choice(("device", "host", "disk"))
-            zero["parameters"] = where.choice(("device", "host")) if stage == 3 else "device"
+        tiers = ("device", "host") if form.shared else ("device", "host", "disk")
+        zero["optimizer"] = where.choice(tiers)
+        may_move = stage == 3 and form.stages == 1
+        zero["parameters"] = where.choice(("device", "host")) if may_move else "device"
         placed = placed.model_copy(update=zero)
         sums.pop("sparse", None)
     counts, executors = draw(), 1

@@ -8,7 +8,7 @@ import pytest
 from process_results import TESTS, results_of
 
 import hxla
-from hxla._launch._environment import process_environment
+from hxla._launch._environment import place_of, process_environment
 from hxla._launch._join import join
 
 
@@ -33,17 +33,27 @@ def test_they_train_with_others_to_the_same_bits(tmp_path):
         assert own["resumed"]["first step"] == 1
 
 
-def test_a_launcher_gives_each_process_its_own_card_and_the_backend_through_which_they_meet(
-    monkeypatch,
-):
+def test_each_process_has_its_own_card_and_the_backend_through_which_they_meet(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cpu, nvidia, amd = (hxla.Device(kind=kind) for kind in ("cpu", "NVIDIA L4", "AMD MI250X"))
     one = process_environment(1, nvidia, (nvidia, nvidia), None)
     assert "HXLA_LOCAL_CLIENTS" not in one
-    unlike = (cpu, nvidia, amd)
-    found = [process_environment(0, device, unlike, None) for device in unlike]
-    assert [env["JAX_PLATFORMS"] for env in found] == ["cpu", "cpu,cuda", "cpu,rocm"]
+    unlike = (cpu, nvidia, amd, nvidia)
+    places = [place_of(rank, unlike) for rank in range(4)]
+    assert places == [0, 0, 0, 1]
+    pairs = list(zip(places, unlike, strict=True))
+    found = [process_environment(*pair, unlike, None) for pair in pairs]
+    assert [env["JAX_PLATFORMS"] for env in found] == ["cpu", "cpu,cuda", "cpu,rocm", "cpu,cuda"]
     assert {env["HXLA_LOCAL_CLIENTS"] for env in found} == {"1"}
+    # Those that are fast wait in the processors' collectives too.
+    assert all("--xla_cpu_collective_timeout_seconds=7200" in env["XLA_FLAGS"] for env in found)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in found[1:]] == ["0", "0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    found = [process_environment(*pair, unlike, None) for pair in pairs]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in found[1:]] == ["5", "5", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(hxla.LaunchError, match=r"DEVICES=5 names 1 cards, .* number 2"):
+        process_environment(*pairs[3], unlike, None)
 
 
 def test_the_processor_must_be_named_first(monkeypatch):
@@ -71,4 +81,4 @@ def test_a_card_that_is_not_there_is_one_clear_error(tmp_path):
     said = ran.stdout + ran.stderr
     assert ran.returncode
     assert "NVIDIA L4 (NCCL) share no library for collectives: they meet in their hosts" in said
-    assert "describes device 1 as NVIDIA L4, JAX has cpu here" in said
+    assert "JAX found no devices: JAX_PLATFORMS=cpu,cuda names an accelerator, and none is" in said

@@ -95,6 +95,8 @@ def bytes_of_a_step(own, plan, peak):
         {"zero": 2, "recompute": "none"},
         {"zero": 3, "recompute": "boundaries"},
         {"zero": 3, "recompute": "boundaries", "waves": 2},
+        {"zero": 1, "offload": {"optimizer": "host"}},
+        {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST},
     ],
     ids=str,
 )
@@ -112,7 +114,11 @@ def test_a_step_of_copies_that_are_cut_does_too(memory, peak):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [{"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "memory",
+    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "offload": {"optimizer": "host"}}],
+    ids=str,
+)
 @pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
 def test_a_step_of_pipelines_does_too(memory, axes, peak):
     own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)

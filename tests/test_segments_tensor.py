@@ -14,10 +14,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from test_chain import Scanned, loss
 from test_launch import start
-from test_pipeline_tensor import text
+from test_pipeline_tensor import STEPS, text
 from test_zero_axes import FORMS, job, planned, trained
 
 import hxla
+from hxla._lower._shelves import Away
 
 TENSOR = FORMS["tensor"]
 
@@ -186,7 +187,7 @@ def test_memory_decides_what_waits_and_who_has_what():
         assert session.memory_bytes == pytest.approx(estimated, rel=0.25)
     with pytest.raises(hxla.PlanError, match="does not fit beside the state") as caught:
         plan(3_000_000)
-    assert "offload" not in str(caught.value)  # which copies of one device have
+    assert "offload" not in str(caught.value)
 
 
 CODE = f"""
@@ -219,19 +220,23 @@ def test_a_process_for_each_device(tmp_path):
     assert [json.loads(text) for text in told] == wanted, out[-3000:] + err[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("placement", "said"),
-    [
-        ({"stash": "host"}, "whose values stay on their devices"),
-        ({"parameters": "host"}, "whose parts stay on their devices"),
-    ],
-    ids=str,
-)
-def test_what_only_copies_of_one_device_have_is_refused(placement, said):
-    own = job(zero=3)
+def test_what_waits_on_hosts_moves_no_bit():
+    own = job(zero=3, recompute="none")
     plan = planned(own, 2, TENSOR)
-    with pytest.raises(hxla.PlanError, match=said):
-        plan.replaced(placement=plan.placement.model_copy(update=placement))
+    wanted, _ = trained(own, plan)
+    places = {"optimizer": "host", "stash": "host", "parameters": "host"}
+    own = job(zero=3, shares=[3, 1], waves=2, offload=places)
+    other = planned(own, 2, TENSOR, (3, 5))
+    assert other.numerics == plan.numerics
+    assert (other.placement.stash, other.placement.parameters) == ("host", "host")
+    with own.open(other, steps=STEPS) as session:
+        for _ in session:
+            pass
+        held = session._store.held[0]
+        kinds = {x.sharding.memory_kind for x in held.params}
+        assert session.result().sha256 == wanted.sha256
+    assert kinds == {"pinned_host"}
+    assert any(isinstance(x, Away) for x in jax.tree.leaves(held.opt_state))
 
 
 def test_later_generations_keep_what_bits_depend_on(monkeypatch):

@@ -1,12 +1,19 @@
 """State shared out between copies that are cut by tensor and stage axes."""
 
 import functools
+import json
+import pathlib
+import re
 
 import families
 import jax
 import numpy as np
 import optax
 import pytest
+import random_plans
+import scanned_models
+from flax import nnx
+from test_launch import start
 from test_pipeline_tensor import BATCH, MICRO, STEPS, gpt, text
 
 import hxla
@@ -54,7 +61,7 @@ def trained(own, plan, steps=STEPS, **options):
 
 
 def leaves(tree):
-    return [x for x in jax.tree.leaves(tree) if x.size > 1]
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.size > 1]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -73,8 +80,9 @@ def test_bits_do_not_depend_on_who_has_what(name):
     spreads = [(own, 2, (7, 1))]
     if name == "tensor":
         spreads.append((job(zero=1, shard_groups=2), 4, (3, 0, 2, 3)))
+        spreads.append((job(zero=1, shares=[3, 1], offload={"optimizer": "host"}), 2, (3, 5)))
     else:  # those of tensor alone run segment by segment
-        spreads.append((job(zero=2), 2, (3, 5)))
+        spreads.append((job(zero=2, offload={"optimizer": "host"}), 2, (3, 5)))
         spreads.append((job(zero=3, shares=[3, 1]), 2, (8, 0)))
     if name == "stage":
         spreads.append((job(zero=3, shard_groups=2), 4, (3, 0, 2, 3)))
@@ -120,15 +128,15 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
 @pytest.mark.parametrize(
     ("memory", "optimizer", "copies", "axes", "said"),
     [
-        ({"zero": 2, "waves": 2}, None, 2, "stage", "run all microbatches of a step in one"),
+        ({"zero": 2, "waves": 2}, None, 2, "stage", "run all microbatches of a step in one wave"),
         (
-            {"zero": 1, "offload": {"optimizer": "host"}},
-            *(None, 2, "tensor", "only what copies of one device have can wait elsewhere"),
+            {"zero": 1, "offload": {"optimizer": "disk"}},
+            *(None, 2, "tensor", "cut by tensor, whose state goes to no disk: set 'host'"),
         ),
         ({"zero": 1}, None, 1, "tensor", "nobody to share with"),
         (
             {"zero": 3, "offload": {"parameters": "host"}},
-            *(None, 2, "stage", "only what copies of one device have can wait elsewhere"),
+            *(None, 2, "stage", "it is segments whose parameters wait elsewhere"),
         ),
         ({"zero": 1}, optax.contrib.muon, 2, "tensor", "as a whole, which no device has"),
     ],
@@ -138,6 +146,93 @@ def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes
     own = job(optimizer and optimizer(1e-2), **memory)
     with pytest.raises(hxla.PlanError, match=said):
         planned(own, copies, FORMS[axes])
+
+
+def of_frozen():
+    return functools.partial(
+        hxla.Job,
+        functools.partial(gpt, layers=2),
+        text(),
+        families.token_loss,
+        optax.adamw(1e-2),
+        batch_size=BATCH,
+        trainable="blocks/",
+    )
+
+
+def of_scanned():
+    """Layers in one stacked array, of which stages have unlike numbers of rows."""
+    return functools.partial(
+        hxla.Job,
+        lambda: scanned_models.NnxNet(),
+        scanned_models.data(24),
+        scanned_models.loss,
+        optax.adam(1e-2),
+        batch_size=8,
+    )
+
+
+def of_statistics():
+    """BatchNorm's, which are averaged and no parameters."""
+    return functools.partial(
+        hxla.Job,
+        lambda: random_plans.Conv(nnx.Rngs(0)),
+        random_plans.conv_data(),
+        random_plans.conv_loss,
+        optax.sgd(0.1, momentum=0.9),
+        batch_size=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "pipeline"),
+    [
+        (of_frozen, (1, 2), {}),
+        (of_scanned, (1, 2), {}),
+        (of_statistics, (1, 2), {}),
+        (of_frozen, 2, {"schedule": "interleaved", "num_chunks": 2}),
+    ],
+)
+def test_stages_of_any_model_share_out_their_parameters(make, stages, pipeline):
+    devices = (hxla.Device(kind="cpu"),) * 4
+    found = []
+    for zero in (1, 2, 3):
+        start_job = make()
+        own = start_job(config={"memory": {"zero": zero}, "pipeline": pipeline})
+        cluster = hxla.Cluster(name="", devices=devices)
+        plan = own.plan(cluster, microbatch_size=2, stages=stages, counts="even")
+        with own.open(plan, steps=2) as session:
+            for _ in session:
+                pass
+            loss = session.evaluate(start_job.args[1]).loss
+            found.append((session.result().sha256, plan.numerics, loss))
+    assert len(set(found)) == 1
+
+
+CODE = f"""
+import json, sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import hxla
+hxla.join()
+import jax
+from test_zero_axes import job, planned, trained
+for memory in {{"zero": 1}}, {{"zero": 3, "shares": [1, 2], "offload": {{"optimizer": "host"}}}}:
+    own = job(precision="bf16", **memory)
+    found, _ = trained(own, planned(own, 2, {{"stage": 2}}, (5, 3)))
+    if jax.process_index() == 0:
+        print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_for_each_stage_of_each_copy(tmp_path):
+    """They time the pieces of a step first; parameters travel in 16 bits and in 32."""
+    own = job(precision="bf16", zero=2)
+    found, _ = trained(own, planned(own, 2, FORMS["stage"], (5, 3)))
+    wanted = [found.sha256, [r.loss for r in found.history.steps]]
+    out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=900)
+    told = re.findall(r"\[0\] RESULT (.*)", out)
+    assert [json.loads(text) for text in told] == [wanted] * 2, out[-3000:] + err[-3000:]
 
 
 def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatch):
@@ -152,16 +247,20 @@ def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatc
     needed = {zero: bytes_of(zero) for zero in (0, 1, 2, 3)}
     assert needed[0] > needed[1] > needed[2] > needed[3]
     inputs = 4096
-    for zero, wanted in ((0, 0), (1, 1), (2, 2), (3, 3), (None, 3)):
-        room = needed[wanted] + inputs if zero is not None else needed[3] // 2
-        file = tmp_path / f"{zero}.toml"
+
+    def planned_with(room):
+        file = tmp_path / "small.toml"
         device = f'[[device]]\nkind = "cpu"\ncount = 4\nmemory_gib = {room / 2**30}\n'
         file.write_text(f'name = "small"\n{device}')
         monkeypatch.setenv("HXLA_MESH", str(file))
         own = families.gpt_job(8, optax.adamw(1e-2), four, **SIZES)
-        plan = own.plan(microbatch_size=2, mesh=mesh, counts="even")
-        assert plan.placement.zero == wanted
+        return own.plan(microbatch_size=2, mesh=mesh, counts="even")
+
+    for zero in (0, 1, 2, 3):
+        plan = planned_with(needed[zero] + inputs)
+        assert plan.placement.zero == zero
         said = [reason for reason in plan.reasons if reason.startswith("memory.zero=")]
-        assert len(said) == (wanted > 0)
-        if zero is None:
-            assert "and with this one still" in said[0]
+        assert len(said) == (zero > 0)
+        assert all(f"with stage {lacking}" in said[0] for lacking in range(zero))
+    with pytest.raises(hxla.PlanError, match=r"lacks .* with stage 0, .* with stage 3, as"):
+        planned_with(needed[3] // 2)

@@ -90,7 +90,8 @@ def _one_of_each_process() -> list[Any]:
         raise MeshError(
             f"process {jax.process_index()} has {len(own)} devices ({own[0].device_kind}), and in "
             "a job of unlike devices each process trains on one: start one process per device, "
-            "with hxla run --mesh, or let each see one (CUDA_VISIBLE_DEVICES)"
+            "with hxla run --mesh, or let each see one (CUDA_VISIBLE_DEVICES; of processors, no "
+            "--xla_force_host_platform_device_count in XLA_FLAGS)"
         )
     firsts = {d.process_index: d for d in reversed(jax.devices("cpu"))}
     return [*(firsts | {jax.process_index(): own[0]}).values()]

@@ -211,7 +211,7 @@ class MemoryConfig(_Section):
     which the memory holds that the devices are described with."""
     shares: Literal["auto", "even"] | list[pydantic.PositiveInt] = "auto"
     """What of the optimizer's state each copy has, in ratio, such as `[3, 1]`, each at least 1;
-    `auto`: by the speed of its device, as far as its memory holds it."""
+    `auto`: by the speed of its device, as far as its memory holds it; even in pipelines."""
     shard_groups: Literal["nodes"] | pydantic.PositiveInt | None = None
     """With `zero`, the number of groups of copies that follow each other: those of a group share
     the state out, and every group has all of it, so that parameters are gathered inside a group;

@@ -9,6 +9,7 @@ processes, for it is named first.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _bridge
 
+#: Names of the backends whose clients are.
 _kept: set[str] = set()
 
 
@@ -34,13 +36,20 @@ def keep_local() -> None:
 
 
 def is_local() -> bool:
-    """Whether `keep_local` was called."""
+    """Whether there are such backends."""
     return bool(_kept)
 
 
 def own_devices() -> list[jax.Device]:
-    """The accelerators of this process; its processors, if it has none."""
+    """The accelerators of this process; its processors, if it is to have none.
+
+    Raises:
+        RuntimeError: If `JAX_PLATFORMS` names accelerators, and there are none.
+    """
     names = [name for name in _bridge.backends() if name in _kept]
+    platforms = os.environ.get("JAX_PLATFORMS", "cpu")
+    if not names and platforms != "cpu":
+        raise RuntimeError(f"JAX_PLATFORMS={platforms} names an accelerator, and none is here")
     return jax.local_devices(backend=names[0] if names else "cpu")
 
 

@@ -98,6 +98,12 @@ def elastic_environment(devices: Sequence[Device], mesh: str | None = None) -> E
     return environment
 
 
+def place_of(rank: int, devices: Sequence[Device]) -> int:
+    """Of a device of this machine among those of its library."""
+    library = library_of(devices[rank].kind)
+    return sum(library_of(other.kind) == library for other in devices[:rank])
+
+
 def process_environment(
     place: int, device: Device, devices: Sequence[Device], mesh: str | None
 ) -> dict[str, str]:
@@ -108,6 +114,9 @@ def process_environment(
         device: The process's.
         devices: All that may be used together.
         mesh: File of them.
+
+    Raises:
+        LaunchError: If fewer cards are visible than are described.
     """
     env = dict(os.environ)
     kinds = [own.kind for own in devices]
@@ -121,6 +130,12 @@ def process_environment(
     flags = env.get("XLA_FLAGS", "")
     if mesh is not None:
         env["HXLA_MESH"] = str(find("meshes", mesh))
+    # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
+    patient = (
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=7200",
+        "--xla_cpu_collective_timeout_seconds=7200",
+    )
     if device.kind == "cpu":
         env["JAX_PLATFORMS"] = "cpu"
         # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
@@ -129,10 +144,7 @@ def process_environment(
             env.setdefault("NPROC", "1")
         wanted: tuple[str, ...] = (
             "--xla_cpu_multi_thread_eigen=false",
-            # A fast process may wait long for a slow one; the watchdog ends jobs that are stuck.
-            "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600",
-            "--xla_cpu_collective_call_terminate_timeout_seconds=7200",
-            "--xla_cpu_collective_timeout_seconds=7200",
+            *patient,
         )
         for key, value in _KEEP_MEMORY.items():
             env.setdefault(key, value)
@@ -141,11 +153,17 @@ def process_environment(
             env["JAX_PLATFORMS"] = f"cpu,{_PLATFORMS[library_of(device.kind)]}"
         visible = env.get("CUDA_VISIBLE_DEVICES")
         cards = visible.split(",") if visible else None
+        if cards and place >= len(cards):
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES={visible} names {len(cards)} cards, and a process is to "
+                f"have number {place + 1} of those described: name all, or leave it out"
+            )
         env["CUDA_VISIBLE_DEVICES"] = cards[place] if cards else str(place)
         kind = device.kind.lower().replace(" ", "-")
         env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
         mixed = len({d.kind for d in devices if d.kind != "cpu"}) > 1
         wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
+        wanted += patient if are_unlike(kinds) else ()
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
             env.setdefault(key, value)
     added = [flag for flag in wanted if flag.split("=")[0] not in flags]

@@ -47,7 +47,8 @@ def join() -> None:
     `jax.distributed.initialize()` finds its own cluster, call this before anything uses a device.
 
     Raises:
-        LaunchError: If the processes do not find each other.
+        LaunchError: If the processes do not find each other, or devices that share no library are
+            to meet in their hosts and `JAX_PLATFORMS` does not name `cpu` first.
 
     Example:
         >>> import hxla

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .._cluster._libraries import are_unlike, in_words, library_of
+from .._cluster._libraries import are_unlike, in_words
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import LaunchError
 from ._elastic_run import ElasticRun
 from ._elastic_wishes import ElasticWishes, free_port
-from ._environment import describe, elastic_environment, process_environment
+from ._environment import describe, elastic_environment, place_of, process_environment
 from ._event_log import EventLog
 from ._host import Hosts, LocalHost, ThisMachine
 from ._output import Logs, Output
@@ -78,9 +78,7 @@ def run(
         print(f"hxla: {said}", file=sys.stderr)
     starts = []
     for number_here, (rank, device) in enumerate(zip(ranks, chosen, strict=True)):
-        library = library_of(device.kind)
-        place = sum(library_of(other.kind) == library for other in devices[:rank])
-        env = process_environment(place, device, chosen, mesh) | settings
+        env = process_environment(place_of(rank, devices), device, chosen, mesh) | settings
         env |= {
             "HXLA_COORDINATOR": address,
             "HXLA_NUM_PROCESSES": str(len(chosen)),

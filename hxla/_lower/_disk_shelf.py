@@ -192,7 +192,7 @@ class DiskShelf(Shelf):
     """
 
     def __init__(self, directory: str | None, replica: Replica, groups: UpdateGroups):
-        self.groups, self._layout = groups.groups, _Layout(groups.groups)
+        self.groups, self.lie, self._layout = groups.groups, groups.lie, _Layout(groups.groups)
         self._file = DirectFile(directory or tempfile.gettempdir(), self._layout.num_bytes)
         self._device = in_memory(replica.sharding(P()), DEVICE)
         self._is_cpu = replica.devices[0].platform == "cpu"

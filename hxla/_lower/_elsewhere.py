@@ -48,7 +48,7 @@ class Elsewhere:
                     replica, update_groups(own.own, own.own.member(replica.index), leaves)
                 )
                 self.shelves.append(shelf)
-                self._away[i] = away_leaves(shelf, leaves)
+                self._away[i] = away_leaves(shelf, replica, leaves)
 
     def waits(self, k: int) -> bool:
         """Whether copies have a leaf elsewhere than on the device."""

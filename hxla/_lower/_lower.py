@@ -121,7 +121,7 @@ class Programs:
         self.own = ownership_of(training, plan)
         #: Whether the same program gives unlike bits on some of the devices.
         self.is_of_unlike_devices = are_unlike(device.kind for device in plan.devices)
-        groups: Any = None
+        groups: list[tuple[int, tuple[int, ...]]] = []
         sums_of: Sequence[Sequence[int]] | None = None
         runner: Callable[[Replica], Runner]
         if plan.chain is not None:
@@ -145,8 +145,8 @@ class Programs:
             stages = pipeline_spec(training, graph, plan, self.tensors, self.trained, sharded)
             self.contribution, runner = stages.contribution, functools.partial(Pipeline, stages)
             if plan.placement.zero > 1:
-                of_slots = [stages.slots.only(own).trained for own in stages.groups]
-                sums_of = groups = stage_groups(of_slots, self.trained, len(lie))
+                of_slots = [group.trained for group in stages.slot_groups]
+                sums_of = stage_groups(of_slots, self.trained, len(lie))
         else:
             given = training, graph, plan, self.tensors, self.trained
             self.contribution, runner = microbatches(*given, uneven or sharded, self.packs)
@@ -177,7 +177,12 @@ class Programs:
         local = self.reducer.local
         self.runners: list[Runner] = [runner(replica) for replica in local]
         self.sharded_params = self._sharded_params() if plan.placement.zero > 2 else None
-        self.layered = None if groups is None else self._layered(groups)
+        self.layered: Layered | SharedStages | None = None
+        if sums_of is not None and plan.pipeline is not None:
+            shared = self.reducer, sums_of, self.trained, self.sharded_params
+            self.layered = SharedStages([*self.pipelines.values()], *shared)
+        elif sums_of is not None:
+            self.layered = self._layered(groups)
         update = UpdateSpec(
             optimizer=training.optimizer,
             param_tree=jax.tree.structure(model.trained),
@@ -271,12 +276,11 @@ class Programs:
             compiler_options(self.reducer.local[0].devices[0].platform, self.plan.sums),
         )
 
-    def _layered(self, groups: Any) -> Layered | SharedStages:
-        own = self.reducer, groups, self.trained, self.sharded_params
-        if self.pipelines:
-            return SharedStages([*self.pipelines.values()], *own)
+    def _layered(self, groups: Sequence[tuple[int, Sequence[int]]]) -> Layered:
         runners = [runner for runner in self.runners if isinstance(runner, Segmented)]
-        return Layered(runners[0].sequence, runners, *own, self.plan.placement)
+        sequence, sharded = runners[0].sequence, self.sharded_params
+        own = self.reducer, groups, self.trained, sharded, self.plan.placement
+        return Layered(sequence, runners, *own)
 
     @property
     def _more(self) -> Any:
@@ -337,11 +341,29 @@ class Programs:
 
     @property
     def state_bytes(self) -> int:
-        """Of one device between steps, of the state that it has there."""
-        leaves = jax.tree.leaves(self._shapes(0))
-        shapes = [x.sharding.shard_shape(x.shape) for x in leaves]
-        pairs = zip(shapes, leaves, strict=True)
-        return sum(math.prod(shape) * x.dtype.itemsize for shape, x in pairs)
+        """Of one device between steps, of the state that waits there."""
+        placement, most = self.plan.placement, 0
+        for i in range(len(self.reducer.local)):
+            params, aux, opt_state = self._shapes(i)
+            own = self._own_state
+            leaves = [*params, *aux, *jax.tree.leaves(opt_state)]
+            first = len(params) + len(aux)
+            here = [
+                x
+                for k, x in enumerate(leaves)
+                if own is None
+                or own.is_common[k]
+                or (placement.optimizer if k >= first else placement.parameters) == "device"
+            ]
+            shapes = [x.sharding.shard_shape(x.shape) for x in here]
+            sizes = [x.dtype.itemsize for x in here]
+            most = max(most, sum(math.prod(s) * n for s, n in zip(shapes, sizes, strict=True)))
+        return most
+
+    @property
+    def most_inputs(self) -> int:
+        """Microbatches whose inputs a device has at once."""
+        return max(self.runners[0].spec.most if isinstance(self.runners[0], Pipeline) else 1, 1)
 
     def memory_bytes(self, held_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs.

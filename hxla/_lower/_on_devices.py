@@ -11,7 +11,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,29 @@ class OnDevices:
         params, aux = self._params, list(self.aux)
         results = self.own.parts_spec, self.state, aux, P()
         return self._mapped(run, (params, self.state, aux, self._given), results)
+
+    def group(self, run: Callable[..., Any], params: Collection[int]) -> Callable[..., Any]:
+        """A function of some parameters, of flat state, of what all copies have of the state, and
+        of what is given, to flat parts of parameters and of state.
+
+        Args:
+            run: The function.
+            params: Numbers of the parameters.
+        """
+        own = {i: self._params[i] for i in params}
+        lie = self.own.parts_spec
+        return self._mapped(run, (own, lie, P(), self._given), (lie, lie))
+
+    def rest(self, run: Callable[..., Any], params: Collection[int]) -> Callable[..., Any]:
+        """A function of some parameters, of what groups made of others, of what all copies have of
+        the state, of the other variables and of what is given.
+
+        Args:
+            run: The function.
+            params: Numbers of the parameters.
+        """
+        own, aux, lie = {i: self._params[i] for i in params}, list(self.aux), self.own.parts_spec
+        return self._mapped(run, (own, lie, P(), aux, self._given), (lie, P(), aux, P()))
 
     def sums(self, run: Callable[..., Any], num: int) -> Callable[..., Any]:
         """A function of the arguments of `own_arguments`, and of so many numbers more."""

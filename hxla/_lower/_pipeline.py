@@ -80,7 +80,7 @@ class Pipeline:
         self._options = compiler_options(replica.devices[0].platform, spec.contribution.form)
         self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
-        self.groups = [spec.slots.only(numbers) for numbers in spec.groups]
+        self.groups = spec.slot_groups
         carry, slot_specs = self.program.carry_specs, self.program.slot_specs
         self._fills = [
             self._jit(
@@ -196,20 +196,25 @@ class Pipeline:
         Returns:
             What the stages added up, and a small array to wait on.
         """
-        slots = self._filled(params)
+        slots = self.filled(params)
         acc, tick = self.ticks(slots, aux, exponents, step, ids, batches)
         del slots
         assert tick is not None
         return self._collected(acc), tick
 
-    def _filled(self, params: Sequence[jax.Array]) -> list[jax.Array]:
-        own = [self.fill(g, params) for g in range(len(self.groups))]
+    def filled(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        """All slots, from parameters as they are stored."""
+        own: list[list[jax.Array]] = []
+        for g in range(len(self.groups)):
+            jax.block_until_ready(own)  # Gloo mixes up collectives that wait for nothing
+            own.append(self.fill(g, params))
         return self.in_order(own)
 
     def _collected(self, acc: Accumulated) -> DeviceSums:
         values: dict[int, tuple[jax.Array, ...]] = {}
         small: DeviceSums | None = None
         for g, group in enumerate(self.groups):
+            jax.block_until_ready(values)  # see `filled`
             found, told = self.collect(g, acc)
             values |= zip(group.trained, found, strict=True)
             small = told or small
@@ -304,18 +309,24 @@ class Pipeline:
 
     def pieces(
         self,
-        params: Sequence[jax.Array],
+        fill: Callable[[], list[jax.Array]],
         aux: Sequence[jax.Array],
         exponents: jax.Array,
         batch: PyTree,
     ) -> tuple[Callable[[np.ndarray], Callable[[], Any]], Callable[[], Any]]:
-        """What a step consists of, to be timed piece by piece.
+        """What a step consists of, to be timed piece by piece, in no more memory than it takes.
+
+        Args:
+            fill: Fills all slots.
+            aux: Other variables.
+            exponents: Scales.
+            batch: One microbatch.
 
         Returns:
             From a table of one tick, int32[1, S, F], to a function that runs it; and a function
             that fills the slots and collects the sums. Both return arrays to wait on.
         """
-        slots = self._filled(params)
+        slots = fill()
         stacked = self._stack([batch])
         where = self.replica.put(np.array([0, 0, 0, 1], np.int32))
         carry = Carry(self._take_buffers(), self._programs.empty_sums())
@@ -333,8 +344,15 @@ class Pipeline:
             return run
 
         def once() -> Any:
-            jax.block_until_ready(self._filled(params))
-            return self.empty()
+            nonlocal slots, carry
+            slots = []
+            slots = fill()
+            jax.block_until_ready(slots)
+            buffers, acc = carry
+            carry = Carry(buffers, acc._replace(slots=[]))
+            sums = self._collected(acc)
+            carry = Carry(buffers, self._programs.empty_sums())
+            return sums
 
         return run_tick, once
 

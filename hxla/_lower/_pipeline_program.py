@@ -76,6 +76,11 @@ class PipelineSpec:
     recompute: bool
     sharded: Sharded | None = None
 
+    @property
+    def slot_groups(self) -> list[Slots]:
+        """The slots of each group."""
+        return [self.slots.only(numbers) for numbers in self.groups]
+
 
 class PipelineProgram:
     """The functions that a pipeline's programs are traced from.

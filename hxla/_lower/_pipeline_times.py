@@ -1,7 +1,7 @@
 """What the pieces of a pipeline's step take on this process's devices."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ class PieceTimes:
 
 def piece_times(
     pipeline: Pipeline,
-    params: Sequence[jax.Array],
+    fill: Callable[[], list[jax.Array]],
     aux: Sequence[jax.Array],
     exponents: jax.Array,
     batch: PyTree,
@@ -56,7 +56,7 @@ def piece_times(
 
     Args:
         pipeline: Compiled.
-        params: As stored.
+        fill: Fills all slots.
         aux: Other variables.
         exponents: Scales.
         batch: One microbatch.
@@ -70,7 +70,7 @@ def piece_times(
     here = set(jax.local_devices())
     own = [s for s, devices in enumerate(pipeline.replica.rows) if here & set(devices)]
     kinds = (FORWARD, BACKWARD, WEIGHT) if program.halves else (FORWARD, BACKWARD)
-    run_tick, once = pipeline.pieces(params, aux, exponents, batch)
+    run_tick, once = pipeline.pieces(fill, aux, exponents, batch)
 
     def tick_seconds(actions: Sequence[int], exchange: int) -> float:
         table = np.zeros((1, num_stages, len(FIELDS)), np.int32)

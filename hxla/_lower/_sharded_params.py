@@ -206,12 +206,13 @@ class ShardedParams:
         """
         found: list[dict[int, jax.Array]] = [{} for _ in pieces]
         here = self._coming.pop(g, None) or pieces
-        for n, u in enumerate(self._of_group[g][as_they_are]):
-            if n and self._reducer.arrays.is_ring:
-                # Gloo mixes up collectives that wait for nothing of each other.
-                jax.block_until_ready(found)
+        units = self._of_group[g][as_they_are]
+        for u in units:
             for own, more in zip(found, self._gather(u, here), strict=True):
                 own |= more
+            if len(units) > 1 and self._reducer.arrays.is_ring:
+                # Gloo mixes up collectives that wait for nothing of each other.
+                jax.block_until_ready(found)
         return found
 
     def _gather(self, u: int, pieces: Sequence[Any]) -> list[dict[int, jax.Array]]:

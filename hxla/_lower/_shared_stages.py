@@ -59,7 +59,7 @@ class SharedStages:
         spans: Sequence["Spans[Any]"],
     ) -> tuple[list[DeviceSums], list[list[jax.Array]]]:
         """Run a step's microbatches; see `Layered.run`."""
-        slots = self._filled(held)
+        slots = self.filled(held)
         begins = [smallest(own) for own in slots]
         self.wait()
         added = []
@@ -80,15 +80,14 @@ class SharedStages:
             values = [own for own, _ in found]
             small += [told for _, told in found if told is not None]
             del found
-            self._collectives.under_way = values or [own.peaks_T for own in small]
-            if values[0]:
-                self._sum(g, values, totals)
+            self._collectives.under_way = values
+            self._sum(g, values, totals)
         if len(self._groups) > len(self._runners[0].groups):
             self._sum(len(self._groups) - 1, [list(own.values) for own in small], totals)
         return [own._replace(values=[]) for own in small], totals
 
-    def _filled(self, held: Sequence[Held]) -> list[list[jax.Array]]:
-        """The slots of each local copy."""
+    def filled(self, held: Sequence[Held]) -> list[list[jax.Array]]:
+        """The slots of each local copy; every process calls this."""
         pieces = self._collectives.pieces(held)
         filled: list[list[list[jax.Array]]] = [[] for _ in held]
         for g in range(len(self._runners[0].groups)):
@@ -98,9 +97,11 @@ class SharedStages:
                 stored = [own | found for own, found in zip(stored, gathered, strict=True)]
                 del gathered
             self.wait()
-            for copy, runner, every in zip(filled, self._runners, stored, strict=True):
-                copy.append(runner.fill(g, every))
-            del stored
+            new = [runner.fill(g, own) for runner, own in zip(self._runners, stored, strict=True)]
+            del stored  # with the last name of what was gathered
+            for copy, own_slots in zip(filled, new, strict=True):
+                copy.append(own_slots)
+            del new
             self._collectives.under_way = [smallest(own[-1]) for own in filled]
             if self._sharded is not None:
                 # Programs wait in a queue with their arguments: one group may be there twice.

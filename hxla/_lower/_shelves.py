@@ -5,8 +5,9 @@ References:
     learning", SC 2021, section 5 (the optimizer's state on CPU memory or NVMe).
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -50,6 +51,7 @@ class Shelf(Protocol):
     """The state of a copy that waits elsewhere, by groups of its update."""
 
     groups: tuple[Group, ...]
+    lie: P
 
     def put(self, g: int, unit: int, k: int, x: jax.Array) -> None:
         """Keep an array of a unit."""
@@ -88,8 +90,8 @@ class HostShelf(Shelf):
     """
 
     def __init__(self, replica: Replica, groups: UpdateGroups):
-        self.groups = groups.groups
-        self._device = in_memory(replica.sharding(P()), DEVICE)
+        self.groups, self.lie = groups.groups, groups.lie
+        self._device = in_memory(replica.sharding(groups.lie), DEVICE)
         self._host = in_memory(self._device, HOST)
         self._state: list[list[list[Any]]] = [
             [[None] * len(unit.leaves) for unit in group] for group in self.groups
@@ -143,14 +145,20 @@ class Away:
         shape: As the copy has it.
         dtype: Of its elements.
         shelf: Where it is.
+        replica: The copy.
         places: Of its parts there, in order: group, unit and number among the unit's arrays.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: Any, shelf: Shelf, places: Sequence[tuple[int, int, int]]
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        shelf: Shelf,
+        replica: Replica,
+        places: Sequence[tuple[int, int, int]],
     ):
         self.shape, self.dtype, self.shelf = tuple(shape), jnp.dtype(dtype), shelf
-        self._places = tuple(places)
+        self._replica, self._places = replica, tuple(places)
 
     @property
     def nbytes(self) -> int:
@@ -162,23 +170,47 @@ class Away:
         if len(self._places) == 1:
             self.shelf.put(*self._places[0], x)
             return
-        flat = x.reshape(-1)
         for g, u, k in self._places:
             unit = self.shelf.groups[g][u]
-            self.shelf.put(g, u, k, flat[unit.start : unit.stop])
+            cut = functools.partial(_slice_of, start=unit.start, stop=unit.stop)
+            self.shelf.put(g, u, k, self._each(cut, [x]))
 
     def get(self) -> jax.Array:
         """It, whole on the device."""
         parts = [self.shelf.get(*place) for place in self._places]
-        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        whole = parts[0] if len(parts) == 1 else self._each(_joined, parts)
         return whole.reshape(self.shape)
 
+    def _each(self, run: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+        """A function of flat arrays, of what each device of the copy has of them."""
+        if not self._replica.axes:
+            return run(*arrays)
+        lie = self.shelf.lie
+        mapped = jax.shard_map(
+            run,
+            mesh=self._replica.mesh,
+            in_specs=(lie,) * len(arrays),
+            out_specs=lie,
+            check_vma=False,
+        )
+        found: jax.Array = jax.jit(mapped)(*arrays)
+        return found
 
-def away_leaves(shelf: Shelf, state: Sequence[Any]) -> dict[int, Away]:
+
+def _slice_of(x: jax.Array, start: int, stop: int | None) -> jax.Array:
+    return x.reshape(-1)[start:stop]
+
+
+def _joined(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts)
+
+
+def away_leaves(shelf: Shelf, replica: Replica, state: Sequence[Any]) -> dict[int, Away]:
     """The leaves that a shelf holds, by their places in the optimizer's state.
 
     Args:
         shelf: Of a copy.
+        replica: The copy.
         state: Shapes of the leaves as the copy has them.
     """
     places: dict[int, list[tuple[int, int, int]]] = {}
@@ -186,7 +218,9 @@ def away_leaves(shelf: Shelf, state: Sequence[Any]) -> dict[int, Away]:
         for u, unit in enumerate(group):
             for n, k in enumerate(unit.leaves):
                 places.setdefault(k, []).append((g, u, n))
-    return {k: Away(state[k].shape, state[k].dtype, shelf, own) for k, own in places.items()}
+    return {
+        k: Away(state[k].shape, state[k].dtype, shelf, replica, own) for k, own in places.items()
+    }
 
 
 def on_device(x: Any) -> jax.Array:

@@ -4,8 +4,8 @@ Between steps every parameter is cut over all stages in one of its own dimension
 sees the user's tree, its state is even on unlike stages, and a checkpoint knows nothing of stages.
 For a step each stage holds the whole of the parameters it reads, in *slots*: arrays of which each
 stage has one of the same shape, as SPMD asks. One all-to-all fills them and one brings back what
-was summed in them. A slot that a stage has no use for is padding. Where a stage has several
-devices, each of them does this with its own piece of every parameter.
+was summed in them, or one each for a group of slots. A slot that a stage has no use for is padding.
+Where a stage has several devices, each of them does this with its own piece of every parameter.
 
 Of a stacked parameter a stage holds the rows of its own iterations, in a slot that is as long as
 the longest stage's; see `_layer_rows` for one that is stored cut between its rows.
@@ -105,26 +105,22 @@ class Slots:
         """Slots that can be filled and emptied apart: no other group has their parameters.
 
         A group is no larger than it must be for the largest of them. What is not trained is in the
-        first, for nothing of it is shared out.
+        first besides, for nothing of it is shared out.
         """
-        frozen = [i for i, slot in enumerate(self.slots) if not slot.trained]
+        frozen = tuple(i for i, slot in enumerate(self.slots) if not slot.trained)
         first: dict[int, int] = {}
         root = list(range(len(self.slots)))
         for i, slot in enumerate(self.slots):
             own = {_root(root, first.setdefault(p, i)) for p in slot.params if p is not None}
-            if i in (*frozen, *self.summed[:1]):
-                own |= {_root(root, j) for j in (*frozen, *self.summed[:1])}
             for j in own | {i}:
                 root[j] = min(own | {i})
         tied: dict[int, list[int]] = {}
-        for i in range(len(self.slots)):
+        for i in self.summed:
             tied.setdefault(_root(root, i), []).append(i)
         every = list(tied.values())
         sizes = [sum(math.prod(self.slots[i].piece) for i in own) for own in every]
-        return [
-            tuple(sorted(i for k in bucket for i in every[k]))
-            for bucket in buckets(sizes, max(sizes))
-        ]
+        found = [[i for k in bucket for i in every[k]] for bucket in buckets(sizes, max(sizes))]
+        return [tuple(sorted((*frozen * (not n), *own))) for n, own in enumerate(found)]
 
     def only(self, numbers: Sequence[int]) -> "Slots":
         """Those of one of the `groups`, to be filled or emptied without the others."""

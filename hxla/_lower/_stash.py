@@ -13,7 +13,6 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from ._replica import Replica
 from ._shelves import DEVICE, HOST, check_host_memory, in_memory
@@ -34,8 +33,6 @@ class Stash:
 
     def __init__(self, replica: Replica):
         check_host_memory(replica.devices[0], "placement.stash")
-        self._device = in_memory(replica.sharding(P()), DEVICE)
-        self._host = in_memory(self._device, HOST)
         #: In each direction one of the arrays that were asked for last.
         self._latest: dict[bool, jax.Array] = {}
 
@@ -68,8 +65,8 @@ class Stash:
         found: list[Any] = [None if v is None else known.get(v) for v in values]
         new = [k for k, x in enumerate(found) if x is None]
         jax.block_until_ready(self._latest.pop(to_host, None))
-        where = self._host if to_host else self._device
-        made = jax.device_put([arrays[k] for k in new], where)
+        kind, moved = HOST if to_host else DEVICE, [arrays[k] for k in new]
+        made = jax.device_put(moved, [in_memory(x.sharding, kind) for x in moved])
         for k, x in zip(new, made, strict=True):
             found[k] = x
         for v, x in zip(values, found, strict=True):

@@ -6,17 +6,18 @@ no more than three groups are ever on the device.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._plan._ownership import Ownership
 from ._chunks import Chunks
+from ._on_devices import OnDevices
 from ._options import update_options
 from ._own_update import gathered_dtype, own_sums
 from ._replica import Replica
@@ -35,6 +36,8 @@ class StreamedUpdate:
         replica: The copy.
         state: Shapes of the leaves of the optimizer's state as the copy has them.
         carries: Whether the programs bring and take state themselves, to and from the host.
+        on: The devices of the copy, if there are several; what the update is made from has the
+            shapes of their parts.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class StreamedUpdate:
         replica: Replica,
         state: Sequence[Any],
         carries: bool,
+        on: OnDevices | None = None,
     ):
+        self._on, self._num_inner = on, math.prod(size for _, size in own.axes)
         self._spec, self._own, self._chunks, self._replica = spec, own, chunks, replica
         self._member = own.member(replica.index)
         self.groups: UpdateGroups = update_groups(own, self._member, state)
@@ -97,10 +102,14 @@ class StreamedUpdate:
 
     def _like(self, groups: Sequence[Group], kind: str) -> list[list[Any]]:
         """Shapes of the state of a group, if there is one."""
-        sharding = in_memory(self._replica.sharding(P()), kind)
+        sharding = in_memory(self._replica.sharding(self.groups.lie), kind)
+
+        def whole(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return shape if self._num_inner == 1 else (math.prod(shape) * self._num_inner,)
+
         return [
             [
-                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                jax.ShapeDtypeStruct(whole(shape), dtype, sharding=sharding)
                 for shape, dtype in zip(unit.shapes, unit.dtypes, strict=True)
             ]
             for group in groups
@@ -119,11 +128,18 @@ class StreamedUpdate:
         size = self._spec.tensors.params[i].size
         units = [u for group in self.groups.groups for u in group if i in u.params]
         sizes = [size if u.stop is None else u.stop - u.start for u in units]
-        return [self._replica.like(jax.ShapeDtypeStruct((n,), dtype)) for n in sizes]
+        num, lie = self._num_inner, self.groups.lie
+        return [self._replica.like(jax.ShapeDtypeStruct((n * num,), dtype), lie) for n in sizes]
 
     def _group_program(self, group: Group) -> Any:
-        device = in_memory(self._replica.sharding(P()), DEVICE)
+        device = in_memory(self._replica.sharding(self.groups.lie), DEVICE)
         host = in_memory(device, HOST)
+
+        def update(params: Any, state: Any, common: Any, given: Given) -> Any:
+            return self._run.run(group, params, state, common, given)[:2]
+
+        if self._on is not None:
+            update = self._on.group(update, {i for unit in group for i in unit.params})
 
         def hxla_update_group(
             params: dict[int, jax.Array],
@@ -133,7 +149,7 @@ class StreamedUpdate:
             coming: list[list[jax.Array]],
             going: list[list[jax.Array]],
         ) -> Any:
-            new, state, _ = self._run.run(group, params, state, common, given)
+            new, state = update(params, state, common, given)
             # Without these two nothing would be copied, whatever the shardings say.
             brought = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
             taken = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
@@ -174,8 +190,11 @@ class StreamedUpdate:
             changed = [values[i].reshape(floats[i].shape) for i in others]
             return sent, common, new_aux(spec, aux, changed, given.ints), given.weight + 0
 
+        run: Any = hxla_update_rest
+        if self._on is not None:
+            run = self._on.rest(run, {i for unit in self.groups.rest for i in unit.params})
         return jax.jit(
-            hxla_update_rest,
+            run,
             donate_argnums=(2, 3) if own.sends_params else (0, 2, 3),
             compiler_options=self._options,
         )
@@ -260,11 +279,11 @@ class StreamedUpdate:
         stats = [program.memory_analysis() for program in self._compiled]
         temporary = max((int(s.temp_size_in_bytes) for s in stats if s is not None), default=0)
         sent = self._own.sends_params * sum(
-            x.size * np.dtype(x.dtype).itemsize
+            x.size // self._num_inner * np.dtype(x.dtype).itemsize
             for i in self._streamed_params
             for x in self._made_shapes(i, self._spec.tensors.params[i].dtype)
         )
-        return temporary + 3 * self.groups.largest_bytes + 2 * sent
+        return temporary + self.groups.bytes_at_once + 2 * sent
 
 
 def _shelf_of(leaves: Sequence[Any]) -> Shelf:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from .._jax._independent import MISSING
 from .._plan._ownership import Ownership
@@ -29,7 +30,7 @@ _ALIGNED = 8  # elements: what is fewer is compiled in another way
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What of a domain is updated at once.
+    """What of a domain is updated at once, on one device.
 
     Attributes:
         domain: Its number.
@@ -66,10 +67,12 @@ class UpdateGroups:
     Attributes:
         groups: Those with state that waits elsewhere, in order.
         rest: Units without state.
+        lie: How what waits lies on the devices of the copy.
     """
 
     groups: tuple[Group, ...]
     rest: Group
+    lie: P
 
     @property
     def away(self) -> frozenset[int]:
@@ -82,9 +85,10 @@ class UpdateGroups:
         return sum(unit.num_bytes for group in self.groups for unit in group)
 
     @property
-    def largest_bytes(self) -> int:
-        """Of the largest group's state."""
-        return max((sum(u.num_bytes for u in group) for group in self.groups), default=0)
+    def bytes_at_once(self) -> int:
+        """Of the state of a group, of the one before and of the next one, the most of any."""
+        each = [sum(unit.num_bytes for unit in group) for group in self.groups]
+        return max((sum(each[max(g - 1, 0) : g + 2]) for g in range(len(each))), default=0)
 
 
 def most_at_once(num_bytes: int) -> int:
@@ -112,23 +116,28 @@ def update_groups(own: Ownership, copy: int, state: Sequence[Any]) -> UpdateGrou
             left = most
         groups[-1].append(unit)
         left -= unit.num_bytes
-    return UpdateGroups(tuple(map(tuple, groups)), tuple(u for u in units if not u.leaves))
+    rest = tuple(u for u in units if not u.leaves)
+    return UpdateGroups(tuple(map(tuple, groups)), rest, own.parts_spec)
 
 
 def _unit(own: Ownership, domain: int, copy: int, state: Sequence[Any]) -> Unit:
     """All that a copy has of a domain."""
     num, update = own.num_params, own.update
+    num_inner = math.prod(size for _, size in own.axes)
     members = [k for k, d in enumerate(update.domain_of[: own.num_arrays]) if d == domain]
     leaves = tuple(k - num for k in members if k >= num)
     stop = None
     if own.owners[domain] is None:
-        size = math.prod(update.closed.jaxpr.outvars[members[0]].aval.shape)
+        size = own.local_size(domain, update.closed.jaxpr.outvars[members[0]].aval.shape)
         stop = own.granules[copy] * own.shares.granule(size)
     return Unit(
         domain=domain,
         params=tuple(k for k in members if k < num),
         leaves=leaves,
-        shapes=tuple(tuple(state[k].shape) for k in leaves),
+        shapes=tuple(
+            tuple(state[k].shape) if num_inner == 1 else (state[k].size // num_inner,)
+            for k in leaves
+        ),
         dtypes=tuple(jnp.dtype(state[k].dtype) for k in leaves),
         stop=stop,
     )

@@ -61,16 +61,21 @@ class Updates:
         chunks, local = reducer.chunks, reducer.local
         self.programs: list[Any] = []  #: Of each local copy, before compilation.
         self._sums: list[list[tuple[Any, Any]]] = []
+        self._on: list[OnDevices | None] = []
+        self._of_device = spec
         for replica in local:
             on: OnDevices | None = None
             if own is not None:
                 of_device = spec
                 if own.axes:
-                    state_specs = own.state_specs(opt_state)
+                    state_specs: Any = own.state_specs(opt_state)
+                    if tier != "device":  # what waits elsewhere is none of the arguments
+                        leaves = jax.tree.leaves(state_specs, is_leaf=lambda x: isinstance(x, P))
+                        state_specs = [None if x == own.parts_spec else x for x in leaves]
                     on = OnDevices(
                         own=own, replica=replica, params=params, aux=aux, state=state_specs
                     )
-                    of_device = on.local(spec)
+                    self._of_device = of_device = on.local(spec)
                 arguments: Any = functools.partial(
                     own_arguments, of_device, own, chunks, own.member(replica.index)
                 )
@@ -81,6 +86,7 @@ class Updates:
                 self.programs.append(whole_update_program(spec, whole, replica))
             else:
                 self.programs.append(update_program(spec, replica, params, opt_state, aux))
+            self._on.append(on)
             options = update_options(replica.devices[0].platform, spec.contribution.form)
             traced = self._traced
             self._sums.append(
@@ -101,10 +107,10 @@ class Updates:
         if self._own is None or self._tier == "device":
             return []
         leaves = [jax.tree.leaves(self._state_of(i)) for i in range(len(self._reducer.local))]
-        spec, own, chunks = self._spec, self._own, self._reducer.chunks
+        spec, own, chunks = self._of_device, self._own, self._reducer.chunks
         return [
-            StreamedUpdate(spec, own, chunks, replica, state, self._tier == "host")
-            for replica, state in zip(self._reducer.local, leaves, strict=True)
+            StreamedUpdate(spec, own, chunks, replica, state, self._tier == "host", on)
+            for replica, state, on in zip(self._reducer.local, leaves, self._on, strict=True)
         ]
 
     def names(self, i: int) -> tuple[str, ...]:
@@ -198,7 +204,8 @@ class Updates:
         Args:
             params: Shapes of what the first local copy has of each.
         """
-        sizes = [x.size * x.dtype.itemsize for x in params]
+        num = self._reducer.arrays.num_inner
+        sizes = [x.size * x.dtype.itemsize // num for x in params]
         return self._streamed[0].params_at_once(sizes) if self._streamed else sum(sizes)
 
     def extra_bytes(self) -> int:

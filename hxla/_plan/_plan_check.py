@@ -265,8 +265,8 @@ def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
             yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
     if plan.is_uneven:
         yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
-    if placement.optimizer != "device":
-        yield f"placement.optimizer: {cut}, whose state stays on their devices: use 'device'"
+    if placement.optimizer == "disk":
+        yield f"placement.optimizer: {cut}, whose state goes to no disk: use 'host' or 'device'"
     if placement.whole:
         names = ", ".join(placement.whole[:4])
         yield (
@@ -348,10 +348,6 @@ def _of_chain(plan: Any) -> Iterator[str]:
             yield f"chain: {cut}, and stages are segments of their own: leave it out"
         elif plan.is_uneven:
             yield f"chain: {cut} in unlike parts, in which no segment can wait: leave it out"
-        if plan.placement.stash != "device":
-            yield f"placement.stash: {cut}, whose values stay on their devices: use 'device'"
-        if plan.placement.parameters != "device":
-            yield f"placement.parameters: {cut}, whose parts stay on their devices: use 'device'"
     firsts = [segment.first for segment in chain.segments]
     if firsts[0] != 0 or any(b <= a for a, b in itertools.pairwise(firsts)):
         yield f"chain.segments: their first equations {_brief(firsts)} must grow from 0"

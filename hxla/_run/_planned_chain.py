@@ -41,7 +41,13 @@ from .._planner._memory_values import (
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
 from ._host_places import asked_places, could_be_chain, more_on_hosts
-from ._planned_programs import check_cut_copies, check_segments, of_whole_programs, tightest
+from ._planned_programs import (
+    check_cut_copies,
+    check_segments,
+    compiled_lack,
+    of_whole_programs,
+    tightest,
+)
 from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
 from ._shared_state import (
     could_share,
@@ -83,6 +89,8 @@ def with_memory(
                 "memory.shard_groups needs memory.zero of 1 to 3, and copies that can share the "
                 "state: set it, or leave them out"
             )
+    if plan.pipeline is not None or plan.is_uneven:
+        return of_whole_programs(job, plan, cluster, devices, stages[0], groups[0])
     if job.settings.memory.waves is not None:
         stages = tuple(stage for stage in stages if stage > 1)
         if not stages:
@@ -97,8 +105,6 @@ def with_memory(
                 "memory.offload.parameters='host' needs memory.zero of 3, in which each copy of "
                 "the model has its share of them: set it, or leave it out"
             )
-    if plan.pipeline is not None or plan.is_uneven:
-        return of_whole_programs(job, plan, cluster, devices, stages[0], groups[0])
     if plan.axes:
         check_cut_copies(job, plan)
     _check_chain(job, plan)
@@ -127,7 +133,7 @@ def with_memory(
             best = on_hosts[0]
     found = _in_form(job, plan, cluster, best)
     if best.recompute is None and devices is not None and best.fits:
-        lack = _compiled_lack(job, found, best, cluster, devices)
+        lack = compiled_lack(job, found, cluster, devices)
         others = [form for form in others if form.recompute is not None and form.tier == best.tier]
         if lack > 0 and others:
             said = f"one program lacks {num_bytes(lack)}, as compiled"
@@ -137,29 +143,6 @@ def with_memory(
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
     return _told(found, cluster, best, others) if is_described else found
-
-
-def _compiled_lack(
-    job: TracedJob, plan: Plan, form: MemoryForm, cluster: Cluster, devices: Devices
-) -> float:
-    """Most bytes that a device lacks for the compiled programs, and their inputs; the same in all.
-
-    Args:
-        job: That is planned.
-        plan: In the form.
-        form: Of one program.
-        cluster: Its devices.
-        devices: By rank.
-    """
-    programs = job.programs(plan, devices, lambda _: None, keep=True)
-    inputs = job.batch_bytes(plan.microbatch_size)
-    own = []
-    for replica, held in zip(plan.replicas, form.held, strict=True):
-        size = cluster.devices[tightest(cluster, replica)].memory_bytes
-        optimizer = held.optimizer * (form.tier == "device")  # else the programs count it
-        needed = programs.memory_bytes(int(held.parameters + optimizer))
-        own.append(needed + inputs - (size or math.inf))
-    return max(map(float, job.gather("bytes of the programs", str(max(own)))))
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """How the state of pipelines, and of copies in unlike parts, lies: nothing there is segments."""
 
-import dataclasses
 import math
+from collections.abc import Mapping
 
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
@@ -36,17 +36,15 @@ def of_whole_programs(
         groups: Of copies that share state out.
 
     Raises:
-        PlanError: If it cannot be as the settings ask.
+        PlanError: If it cannot be as the settings ask, or its devices hold none of the stages.
     """
     memory = job.settings.memory
     cut = cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
     if stage > 1 and plan.is_uneven:
-        raise PlanError(
-            f"memory.zero={stage}: {cut}, which share out the optimizer's state only: use 1 or 0"
-        )
+        raise PlanError(f"memory.zero={stage}: {cut}, whose state is not shared out: use 0")
     if memory.waves is not None:
         raise PlanError(
-            f"memory.waves: {cut}, and stages run all microbatches of a step in one: leave it out"
+            f"memory.waves: {cut}, which run all microbatches of a step in one wave: leave it out"
         )
     if memory.recompute is not None:
         raise PlanError(
@@ -56,22 +54,25 @@ def of_whole_programs(
     check_cut_copies(job, plan)
     check_segments(job)
     found = _in_stage(job, plan, cluster, stage, groups)
-    if devices is None or memory.zero is not None or not _may_share(job, plan, cluster):
+    if devices is None or memory.zero is not None or not _stages_may_share(job, plan, cluster):
         return found
-    tried = [(_lack(job, found, cluster, devices), found)]
-    for more in STAGES[stage + 1 :]:
-        if tried[-1][0] <= 0:
-            break
-        other = _in_stage(job, plan, cluster, more, groups)
-        tried.append((_lack(job, other, cluster, devices), other))
-    lack, best = min(tried, key=lambda own: max(own[0], 0))
-    if best is found:
-        return found
-    said = f"memory.zero={best.placement.zero}: with stage {stage} a device lacks "
-    said += f"{num_bytes(int(tried[0][0]))}, as compiled"
-    if lack > 0:
-        said += f", and with this one still {num_bytes(int(lack))}"
-    return best.replaced(reasons=(*best.reasons, said))
+    lacks: dict[int, float] = {}
+    for more in STAGES[stage:]:
+        found = _in_stage(job, plan, cluster, more, groups)
+        lack = compiled_lack(job, found, cluster, devices)
+        if lack <= 0:
+            said = [f"memory.zero={more}: {_lacks_in_words(lacks)}, as compiled"] if lacks else []
+            return found.replaced(reasons=(*found.reasons, *said))
+        lacks[more] = lack
+    raise PlanError(
+        f"memory.zero: {_lacks_in_words(lacks)}, as compiled: use more stages or devices, a "
+        "smaller microbatch_size, or pipeline.recompute"
+    )
+
+
+def _lacks_in_words(lacks: Mapping[int, float]) -> str:
+    each = [f"{num_bytes(int(lack))} with stage {stage}" for stage, lack in lacks.items()]
+    return "a device lacks " + ", ".join(each)
 
 
 def _in_stage(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, groups: int) -> Plan:
@@ -87,7 +88,7 @@ def _in_stage(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, groups: 
     return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
 
 
-def _may_share(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
+def _stages_may_share(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
     """Whether stages may share state out although nobody asked for it.
 
     That moves bits, which the next generation of an elastic job might not; and no device has the
@@ -101,7 +102,7 @@ def _may_share(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
     return all(owner is None for owner in owners)
 
 
-def _lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> float:
+def compiled_lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> float:
     """Most bytes that a device lacks for the compiled programs, and their inputs; the same in all.
 
     Args:
@@ -111,10 +112,14 @@ def _lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> flo
         devices: By rank.
     """
     programs = job.programs(plan, devices, lambda _: None, keep=True)
-    needed = programs.memory_bytes(programs.state_bytes) + job.batch_bytes(plan.microbatch_size)
-    rooms = (cluster.devices[tightest(cluster, own)].memory_bytes for own in plan.replicas)
-    least = min(math.inf if room is None else room for room in rooms)
-    return max(map(float, job.gather("bytes of the stages", str(needed - least))))
+    needed = programs.memory_bytes(programs.state_bytes)
+    needed += programs.most_inputs * job.batch_bytes(plan.microbatch_size)
+    own = []
+    for replica in programs.reducer.local:
+        work = plan.replicas[replica.index]
+        room = cluster.devices[tightest(cluster, work)].memory_bytes
+        own.append(needed - (math.inf if room is None else room))
+    return max(map(float, job.gather("bytes of the programs", str(max(own)))))
 
 
 def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
@@ -128,12 +133,20 @@ def cut_in_words(plan: Plan) -> str:
 
 
 def check_cut_copies(job: TracedJob, plan: Plan) -> None:
-    """Refuse what only copies of one device can have."""
-    for name, place in dataclasses.asdict(asked_places(job)).items():
+    """Refuse what copies of several devices cannot have."""
+    places = asked_places(job)
+    if places.optimizer == "disk":
+        raise PlanError(
+            f"memory.offload.optimizer='disk': {cut_in_words(plan)}, whose state goes to no disk: "
+            "set 'host', or leave it out"
+        )
+    if plan.pipeline is None and not plan.is_uneven:
+        return
+    for name, place in (("stash", places.stash), ("parameters", places.parameters)):
         if place != "device":
             raise PlanError(
-                f"memory.offload.{name}={place!r}: {cut_in_words(plan)}, and only what copies of "
-                "one device have can wait elsewhere: leave it out"
+                f"memory.offload.{name}={place!r}: {cut_in_words(plan)}, and it is segments whose "
+                f"{name} wait elsewhere: leave it out"
             )
 
 

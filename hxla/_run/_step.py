@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from .._lower._microbatch import Microbatches
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._runners import Runner
+from .._lower._shared_stages import SharedStages
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._lower._update import Given
@@ -174,21 +176,20 @@ class Stepper:
 
     def measure_pipelines(self, batch: PyTree, *, repeats: int) -> dict[int, PieceTimes]:
         """Times of the pieces of every local pipeline's step, by replica."""
-        found, params = {}, self._whole_params()
+        self.wait()  # for the last update, as collectives must
+        found, held = {}, self._store.held
         for i, (index, pipeline) in enumerate(self._programs.pipelines.items()):
-            own = params[i], self._store.held[i].aux, self._exponents(i)
-            found[index] = piece_times(pipeline, *own, batch, repeats=repeats)
+            fill = functools.partial(self._filled, i, pipeline)
+            own = held[i].aux, self._exponents(i)
+            found[index] = piece_times(pipeline, fill, *own, batch, repeats=repeats)
         return found
 
-    def _whole_params(self) -> list[list[jax.Array]]:
-        """Of each local replica, gathered if it has its share of them."""
-        layered = self._programs.layered
-        if layered is None:
-            return [held.params for held in self._store.held]
-        self.wait()
-        found = layered.whole(self._store.held)
-        layered.wait()
-        return found
+    def _filled(self, i: int, pipeline: Pipeline) -> list[jax.Array]:
+        """The slots of a local pipeline; where parameters are shared out all processes call it."""
+        layered, held = self._programs.layered, self._store.held
+        if isinstance(layered, SharedStages):
+            return layered.filled(held)[i]
+        return pipeline.filled(held[i].params)
 
     def _adopt_scales(self) -> None:
         peaks_T = np.max([np.asarray(s.peaks_T) for s in self._sums if s is not None], axis=0)
@@ -461,7 +462,12 @@ class Stepper:
             Loss and metrics, the same on every process and for every spread.
         """
         evaluation, reducer = self._programs.evaluation, self._reducer
-        found, params = [], self._whole_params()
+        found, layered = [], self._programs.layered
+        params = [held.params for held in self._store.held]
+        if layered is not None:
+            self.wait()
+            params = layered.whole(self._store.held)
+            layered.wait()
         for i, replica in enumerate(reducer.local):
             aux = self._store.held[i].aux
             for index in ids[i]:
