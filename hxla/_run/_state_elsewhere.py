@@ -5,13 +5,16 @@ References:
     learning", SC 2021, section 4.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._format import num_bytes
+from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
+from .._plan._stage_storage import piece_shape
 from .._planner._memory_values import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
@@ -21,13 +24,22 @@ _FLOPS_OF_FORWARD = 3  # of a step: the backward is two more
 PART_ON_DEVICE = 1 / 8
 
 
+def _device_bytes(job: TracedJob, plan: Plan) -> float:
+    """Of the optimizer's state of a copy, whole: what each of its devices would have of it."""
+    whole = own = 0
+    for layout in plan.parameters:
+        whole += math.prod(layout.shape)
+        own += math.prod(piece_shape(layout.shape, to_spec(layout.spec), plan.axis_sizes))
+    return job.optimizer_bytes(plan.microbatch_size) * (own / whole if plan.axes else 1)
+
+
 def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
     """Refuse state in host memory that is described as too small for it.
 
     Raises:
         PlanError: With the bytes that it has and that it would need.
     """
-    total = job.optimizer_bytes(plan.microbatch_size)
+    total = _device_bytes(job, plan)
     for replica, part in zip(plan.replicas, plan.owned_parts, strict=True):
         device, needed = cluster.devices[replica.devices[0]], total * part
         room = device.host_memory_bytes
@@ -35,7 +47,8 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
             raise PlanError(
                 f"memory.offload.optimizer='host': device {replica.devices[0]} ({device.label}) "
                 f"would keep {int(needed):,} bytes of the optimizer's state in the {room:,} of its "
-                "host's memory: share it out with memory.zero, or set 'disk'"
+                "host's memory: share it out with memory.zero"
+                + ("" if plan.axes else ", or set 'disk'")
             )
 
 
@@ -67,7 +80,7 @@ def on_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
             f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
             "one of them runs: set memory.segments to more, or leave it out"
         )
-    total = job.optimizer_bytes(plan.microbatch_size)
+    total = _device_bytes(job, plan)
     is_state_there = plan.placement.optimizer == "host"
     devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
     for i, (replica, device) in enumerate(zip(plan.replicas, devices, strict=True)):
@@ -112,7 +125,7 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
         cluster: Its devices.
         tier: Where the state waits.
     """
-    total = job.optimizer_bytes(plan.microbatch_size)
+    total = _device_bytes(job, plan)
     own = [total * part for part in plan.owned_parts]
     place = "in host memory" if tier == "host" else "on the disk"
     said = f"offload: {num_bytes(int(max(own)))} of the optimizer's state of a copy wait {place}"
@@ -170,7 +183,7 @@ def _state_on_hosts(job: TracedJob, plan: Plan, form: MemoryForm) -> list[float]
     """For each copy the bytes of the optimizer's state that a form puts on its host."""
     num = len(plan.replicas)
     granules = form.shares or (1,) * (num // form.shard_groups if form.zero else 1)
-    total = job.optimizer_bytes(plan.microbatch_size) * (form.tier == "host")
+    total = _device_bytes(job, plan) * (form.tier == "host")
     return [total * granules[i % len(granules)] / sum(granules) for i in range(num)]
 
 
