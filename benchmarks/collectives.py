@@ -17,7 +17,7 @@ are the same ones. The form `halving-doubling, permutes` shows what permutes tak
 prediction beside it, in which the messages of a pair follow one another.
 
 Each round of turns has every case once, and the medians are over rounds. A case ends when its last
-worker has ended. The result is in benchmarks/results/collectives.json.
+worker has ended. Sums are checked in every turn, and a row says of wrong ones. The result is in benchmarks/results/collectives.json.
 """
 
 import argparse
@@ -42,8 +42,10 @@ FITTED_WORKERS = 2
 TARGET_SECONDS = 0.3  # of a case: it repeats smaller ones
 
 
-def seconds_of(n: int, cases: Sequence[Sequence[Any]], megabits: float, rounds: int) -> list:
-    """Seconds of each case in each round, in one job."""
+def found_by(
+    n: int, cases: Sequence[Sequence[Any]], megabits: float, rounds: int
+) -> list[tuple[list[float], int]]:
+    """Seconds of each case in each round of one job, and how often its sum was wrong."""
     worker = results.ROOT / "benchmarks" / "collectives_worker.py"
     command = [sys.executable, str(worker), f"{paced_links.address(0)}:5321", str(n), str(rounds)]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,13 +55,15 @@ def seconds_of(n: int, cases: Sequence[Sequence[Any]], megabits: float, rounds: 
         if not all("RESULT " in text for text in said):
             raise SystemExit(log.read_text()[-6000:])
     told = [json.loads(text.split("RESULT ", 1)[1]) for text in said]
-    return [
+    seconds = [
         [
             (max(end for _, end in turn) - max(begin for begin, _ in turn)) / case[2]
             for turn in zip(*own, strict=True)
         ]
-        for case, own in zip(cases, zip(*told, strict=True), strict=True)
+        for case, own in zip(cases, zip(*(times for times, _ in told), strict=True), strict=True)
     ]
+    wrong = [max(own) for own in zip(*(wrong for _, wrong in told), strict=True)]
+    return list(zip(seconds, wrong, strict=True))
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -129,16 +133,18 @@ def main() -> None:
             for form in forms_of(n)
             for size, seconds in zip(sizes, once, strict=True)
         ]
-        found = seconds_of(n, cases, args.megabits, args.rounds)
-        medians = [statistics.median(own) for own in found]
+        found = found_by(n, cases, args.megabits, args.rounds)
+        medians = [statistics.median(own) for own, _ in found]
         if n == FITTED_WORKERS:
             own = [(c[1], t / 2) for c, t in zip(cases, medians, strict=True) if c[0] == PING_PONG]
             link = fitted(own)
-        rows += [row(case, n, own, link) for case, own in zip(cases, found, strict=True)]
+        rows += [row(case, n, *own, link) for case, own in zip(cases, found, strict=True)]
         write(args, link, rows)
 
 
-def row(case: Sequence[Any], n: int, found: Sequence[float], link: tuple[float, float]) -> dict:
+def row(
+    case: Sequence[Any], n: int, found: Sequence[float], wrong: int, link: tuple[float, float]
+) -> dict[str, Any]:
     """One form, number of workers and size."""
     form, size, _ = case
     own = [t / 2 for t in found] if form == PING_PONG else found
@@ -155,10 +161,14 @@ def row(case: Sequence[Any], n: int, found: Sequence[float], link: tuple[float, 
     }
     for seconds in others:
         made["ratio, pairs in turn"] = round(measured / seconds, 4)
+    if wrong:
+        made["wrong sums"] = wrong
     return made
 
 
-def write(args: argparse.Namespace, link: tuple[float, float], rows: Sequence[dict]) -> None:
+def write(
+    args: argparse.Namespace, link: tuple[float, float], rows: Sequence[dict[str, Any]]
+) -> None:
     """The result so far."""
     bar = [r["ratio"] for r in rows if r["form"] in ALGORITHMS[:3]]
     within = sum(abs(ratio - 1) <= 0.2 for ratio in bar)

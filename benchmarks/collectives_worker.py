@@ -105,18 +105,12 @@ def program(case: Sequence, n: int) -> tuple[Callable[[jax.Array], jax.Array], j
     return run, start
 
 
-def check(name: str, n: int, found: jax.Array) -> None:
-    """Every worker holds the mean of all; of messages between two, what they brought.
-
-    Raises:
-        SystemExit: If one does not.
-    """
+def is_right(name: str, n: int, found: jax.Array) -> bool:
+    """Whether this worker holds the mean of all; of messages between two, what they brought."""
     [shard] = found.addressable_shards
     own, rank = np.asarray(shard.data), jax.process_index()
     between = {"ping-pong": 1.0 if rank < 2 else rank + 1.0, "exchange": own.flat[0]}
-    wanted = between.get(name, (n + 1) / 2)
-    if not np.allclose(own, wanted, rtol=1e-6):
-        raise SystemExit(f"{name} of {n} ends with {own.flat[0]}, not {wanted}")
+    return bool(np.allclose(own, between.get(name, (n + 1) / 2), rtol=1e-6))
 
 
 def hurry() -> None:
@@ -141,6 +135,7 @@ def main() -> None:
     programs = [program(case, n) for case in cases]
     barrier, nothing = program(("psum", 4, 1), n)
     times: list[list[tuple[float, float]]] = [[] for _ in cases]
+    wrong = [0] * len(cases)
     for turn in range(args.rounds + 1):  # the first compiles and connects
         for k in range(len(cases))[:: -1 if turn % 2 else 1]:
             run, start = programs[k]
@@ -149,11 +144,10 @@ def main() -> None:
             found = jax.block_until_ready(run(start))
             if turn:
                 times[k].append((began, time.monotonic()))
-            else:
-                check(cases[k][0], n, found)
+            wrong[k] += not is_right(cases[k][0], n, found)
         if turn == 0:
             hurry()
-    print("RESULT " + json.dumps(times), flush=True)
+    print("RESULT " + json.dumps([times, wrong]), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 With the folder of its turns, and not `none`, it takes a turn after its first step and after each
 chunk of steps from there on.
-Within a chunk nothing waits: steps follow one another as in any training.
+Within a chunk nothing waits: steps follow one another as in any training. With `--stages` the model
+is a pipeline, with `--tensor` it is split, both as in benchmarks/prediction_forms.py.
 """
 
 import argparse
@@ -68,6 +69,8 @@ parser.add_argument("folder", help="of the turns, or `none`")
 parser.add_argument("model", choices=["gpt", "bert", "conv"])
 parser.add_argument("--turns", type=int, default=0)
 parser.add_argument("--chunk", type=int, default=1, help="steps of a turn")
+parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
+parser.add_argument("--tensor", help="a split: the number of devices, or parts such as 2,1")
 args = parser.parse_args()
 model, data, loss = {
     "gpt": lambda: (gpt.GPT(nnx.Rngs(0), width=192, layers=3), gpt.library(), gpt.loss),
@@ -76,11 +79,22 @@ model, data, loss = {
 }[args.model]()
 
 
+def numbers(text):
+    """A number, or several as a tuple."""
+    found = tuple(map(int, text.split(",")))
+    return found if len(found) > 1 else found[0]
+
+
 def wait_for_turn(record, session):
     if args.folder != "none" and record.step % args.chunk == 0:
         take_turn(args.folder, jax.process_index())
 
 
+form = {}
+if args.stages:
+    form = {"stages": numbers(args.stages)}
+if args.tensor:
+    form = {"mesh": {"data": 1, "tensor": numbers(args.tensor)}, "rules": "decoder"}
 result = hxla.train(
     model,
     data,
@@ -90,12 +104,16 @@ result = hxla.train(
     microbatch_size=MICROBATCH_SIZE,
     steps=1 + args.turns * args.chunk,
     callbacks=[wait_for_turn],
+    **form,
 )
 if jax.process_index() == 0:
     # The first step of a chunk contains the time that it waited for its turn.
     steps = [s for s in result.history.steps if s.step % args.chunk != 1 % args.chunk]
     told = {
         "counts": result.plan.counts,
+        "predicted_seconds": result.plan.prediction.step_seconds,
+        "reasons": result.plan.reasons,
+        "plan": result.plan.to_json(),
         "seconds": [s.seconds for s in steps if s.step],
         "busy_seconds": [s.busy_seconds for s in steps if s.step],
         "memory_bytes": {d.rank: d.memory_bytes for d in result.plan.prediction.devices},
