@@ -17,7 +17,8 @@ are the same ones. The form `halving-doubling, permutes` shows what permutes tak
 prediction beside it, in which the messages of a pair follow one another.
 
 Each round of turns has every case once, and the medians are over rounds. A case ends when its last
-worker has ended. Sums are checked in every turn, and a row says of wrong ones. The result is in benchmarks/results/collectives.json.
+worker has ended. Sums are checked in every turn, and a row says of wrong ones. The result is in
+benchmarks/results/collectives.json.
 """
 
 import argparse
