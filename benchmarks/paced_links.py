@@ -20,29 +20,36 @@ _SETTINGS = {
     "net.ipv4.tcp_wmem": "4096 8192 16384",  # else a message is sent before it is on its way
     "net.ipv4.tcp_slow_start_after_idle": "0",
 }
-_MARK = "HXLA_PACED_LINKS"
+_OWN_NETWORK = ("unshare", "--net", "--uts")
+_MARK = "HXLA_PACED_LINKS"  # of a process that is in its own network
+
+
+def lacking() -> str:
+    """What this machine lacks for paced links, in a line; nothing if they can be made."""
+    trial = "ip link add switch type bridge && ip link add near type veth peer name far && "
+    trial += f"tc qdisc add dev near root tbf rate 1mbit burst {_BURST_BYTES} limit 10000"
+    try:
+        _run(*_OWN_NETWORK, "sh", "-c", trial)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = " ".join((getattr(error, "stderr", "") or str(error)).split())
+        return (
+            "no paced links here: they are made of network namespaces, which need Linux, root, "
+            f"and unshare, ip and tc: {why}"
+        )
+    return ""
 
 
 def enter_own_network() -> None:
-    """Start this script again in a network of its own, or say why there can be none.
+    """Start this script again in a network of its own.
 
     Raises:
         SystemExit: If this machine lets nobody make one, with the reason.
     """
     if os.environ.get(_MARK):
         return
-    own = ["unshare", "--net", "--uts"]
-    trial = "ip link add switch type bridge && ip link add near type veth peer name far && "
-    trial += f"tc qdisc add dev near root tbf rate 1mbit burst {_BURST_BYTES} limit 10000"
-    try:
-        _run(*own, "sh", "-c", trial)
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", "") or str(error)
-        raise SystemExit(
-            "no paced links here: they are made of network namespaces, which need Linux, root, "
-            f"and unshare, ip and tc: {' '.join(why.split())}"
-        ) from error
-    command = [*own, sys.executable, *sys.argv]
+    if why := lacking():
+        raise SystemExit(why)
+    command = [*_OWN_NETWORK, sys.executable, *sys.argv]
     os.execvpe(command[0], command, os.environ | {_MARK: "1"})
 
 
@@ -74,7 +81,7 @@ def linked(
             for rank in range(num_processes):
                 # Waits for a line, and is the command afterwards; it ends with this process.
                 waiting = ["sh", "-c", 'echo ready; read line; exec "$@"', "sh", *command]
-                own = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", *waiting]
+                own = ["setpriv", "--pdeathsig", "KILL", *_OWN_NETWORK, *waiting]
                 processes.append(
                     subprocess.Popen(
                         [*own, str(rank)],
