@@ -86,8 +86,8 @@ def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
     told = json.loads((tmp_path / "found.json").read_text())
     assert {row["form"] for row in told["rows"]} >= {"ring", "tree", "halving-doubling"}
     assert not any("wrong sums" in row for row in told["rows"])
-    # Of 25 megabits a second, without the headers of its packets.
-    assert told["fitted"]["bytes_per_second"] == pytest.approx(25e6 / 8, rel=0.15)
+    # Of 10 megabits a second, without the headers of its packets.
+    assert told["fitted"]["bytes_per_second"] == pytest.approx(10e6 / 8, rel=0.15)
 
 
 def test_where_no_links_can_be_made_one_line_says_so(tmp_path):
