@@ -62,14 +62,30 @@ def command(*arguments: object, folder: pathlib.Path, settings: Mapping[str, str
         )
 
 
-def planned(mesh: pathlib.Path, model: str, name: str, settings: Mapping[str, str]) -> pathlib.Path:
-    """Profile, and plan by the profile; returns the plan's file, which lies beside the mesh's."""
+def planned(
+    mesh: pathlib.Path,
+    model: str,
+    name: str,
+    settings: Mapping[str, str],
+    form: Sequence[str] = (),
+) -> pathlib.Path:
+    """Profile, and plan by the profile; returns the plan's file, which lies beside the mesh's.
+
+    Args:
+        mesh: Its file.
+        model: Of the script.
+        name: Of the plan's file.
+        settings: Of hxla, in the environment.
+        form: Options of the script that say what the plan is of; none: copies of one device.
+    """
     folder = mesh.parent
     profile, plan = folder / f"profile-{name}.json", folder / f"plan-{name}.json"
-    where, script = ["--mesh", mesh, "--segments", 1], [SCRIPT, "none", model]
-    command("profile", *where, "--write", profile, *script, folder=folder, settings=settings)
-    options = ["--stages", 1, "--profile", profile, "--write", plan]
-    command("plan", *where, *options, *script, folder=folder, settings=settings)
+    where, script = ["--mesh", mesh], [SCRIPT, "none", model]
+    options = ["--segments", 1, "--write", profile]
+    command("profile", *where, *options, *script, folder=folder, settings=settings)
+    options = [*([] if form else ["--stages", 1, "--segments", 1]), "--profile", profile]
+    options += ["--write", plan]
+    command("plan", *where, *options, *script, *form, folder=folder, settings=settings)
     return plan
 
 
@@ -80,6 +96,8 @@ def counts_by_rank(plan: hxla.Plan) -> dict[int, int]:
 
 def predicted(plan: hxla.Plan, counts: dict[int, int]) -> float | None:
     """A step with some counts: the slowest device, and the rest; None if one is not planned."""
+    if plan.axes:
+        return plan.prediction.step_seconds
     own, devices = counts_by_rank(plan), {d.rank: d for d in plan.prediction.devices}
     if not {rank for rank, count in counts.items() if count} <= {r for r, c in own.items() if c}:
         return None
@@ -108,10 +126,11 @@ def one(
     rounds: int,
     chunk: int,
     settings: Mapping[str, str],
+    form: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One pair, with some settings of hxla in the environment."""
+    """One pair, with some settings of hxla in the environment; for the form see `planned`."""
     mesh, turn = mesh_of(shares, folder), folder / "turns"
-    files = [planned(mesh, model, "0", settings)]
+    files = [planned(mesh, model, "0", settings, form)]
     job = jobs.Job(
         turn,
         [SCRIPT, model, "--turns", str(rounds), "--chunk", str(chunk)],
@@ -123,7 +142,7 @@ def one(
         job.wait()
         for n in range(rounds):
             job.step()
-            files.append(planned(mesh, model, str(n + 1), settings))
+            files.append(planned(mesh, model, str(n + 1), settings, form))
         told = job.finish()
     finally:
         job.close()
@@ -143,6 +162,7 @@ def one(
         "memory": [
             round(d.memory_bytes / told["memory_bytes"][str(d.rank)] - 1, 6)
             for d in plans[0].prediction.devices
+            if d.memory_bytes
         ],
         "seconds": [round(s, 4) for s in told["seconds"]],
     }

@@ -2,14 +2,14 @@
 
     python benchmarks/prediction_forms.py [--forms zero split pipeline] [--meshes 1.0-0.5 ...]
 
-The GPT of benchmarks/prediction_script.py on processes with shares of a core.
+Two GPT of benchmarks/prediction_script.py on processes with shares of a core.
 
 `zero` is data parallelism with `memory.zero` of 1, 2 and 3, profiled, planned and trained as in
-benchmarks/prediction.py. A `split` and a `pipeline` are predicted by a job that measures itself:
-the pieces of a pipeline before its first step, a microbatch of a split and the update in a few
-steps. The training comes between two such jobs, which have its plan, and the mean of their
-predictions is held against the mean of the middle half of its steps. Each row is written to
-benchmarks/results/prediction_forms.json at once; rows of others that it holds stay.
+benchmarks/prediction.py. A `split` of one wide layer is planned by a profile of its devices, each
+alone. A `pipeline` is predicted by a job of it that measures the pieces before its first step, and
+the update in a few steps: the training comes between two such jobs, which have its plan, and the
+mean of their predictions is held against the mean of the middle half of its steps. Each row is
+written to benchmarks/results/prediction_forms.json at once; rows of others that it holds stay.
 """
 
 import pathlib
@@ -48,11 +48,10 @@ def steps_of(job: jobs.Job) -> dict[str, Any]:
 def measured_by_itself(
     folder: pathlib.Path, form: str, shares: Sequence[float], chunk: int
 ) -> dict[str, Any]:
-    """A split, or a pipeline."""
+    """A pipeline."""
     mesh, plan = str(prediction.mesh_of(shares, folder)), folder / "plan.json"
     even = ",".join(["1"] * len(shares))
     option = {
-        "split": ["--tensor", str(len(shares))],
         "pipeline": ["--stages", str(len(shares))],
         "pipeline, even cut": ["--stages", even],
     }[form]
@@ -81,11 +80,18 @@ def measured_by_itself(
 
 def one(folder: pathlib.Path, form: str, shares: Sequence[float], chunk: int) -> dict[str, Any]:
     """One form on one mesh."""
-    name, _, stage = form.partition(" ")
-    if name != "zero":
+    if form.startswith("pipeline"):
         return measured_by_itself(folder, form, shares, chunk)
-    settings = {"HXLA_MEMORY_ZERO": stage}
-    return prediction.one(folder, MODEL, shares, rounds=1, chunk=chunk, settings=settings)
+    _, _, stage = form.partition("zero ")
+    return prediction.one(
+        folder,
+        MODEL if stage else "wide",
+        shares,
+        rounds=1,
+        chunk=chunk,
+        settings={"HXLA_MEMORY_ZERO": stage} if stage else {},
+        form=[] if stage else ["--tensor", str(len(shares))],
+    )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks/prediction.py profiles, plans and trains: one of three small models.
+"""What benchmarks/prediction.py profiles, plans and trains: one of a few small models.
 
     python benchmarks/prediction_script.py FOLDER MODEL [--turns N --chunk N]
 
@@ -66,7 +66,7 @@ def images():
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", help="of the turns, or `none`")
-parser.add_argument("model", choices=["gpt", "bert", "conv"])
+parser.add_argument("model", choices=["gpt", "bert", "conv", "wide"])
 parser.add_argument("--turns", type=int, default=0)
 parser.add_argument("--chunk", type=int, default=1, help="steps of a turn")
 parser.add_argument("--stages", help="of a pipeline: their number, or shares such as 1,1")
@@ -75,6 +75,7 @@ args = parser.parse_args()
 model, data, loss = {
     "gpt": lambda: (gpt.GPT(nnx.Rngs(0), width=192, layers=3), gpt.library(), gpt.loss),
     "bert": lambda: (bert.Bert(nnx.Rngs(0), width=128, layers=3), gpt.library(), bert.loss),
+    "wide": lambda: (gpt.GPT(nnx.Rngs(0), width=1024, heads=16, layers=1), gpt.library(), gpt.loss),
     "conv": lambda: (Conv(nnx.Rngs(0)), images(), conv_loss),
 }[args.model]()
 
@@ -100,7 +101,7 @@ result = hxla.train(
     data,
     loss,
     optax.adamw(1e-3),
-    batch_size=16 * MICROBATCH_SIZE,
+    batch_size=(4 if args.model == "wide" else 16) * MICROBATCH_SIZE,
     microbatch_size=MICROBATCH_SIZE,
     steps=1 + args.turns * args.chunk,
     callbacks=[wait_for_turn],
