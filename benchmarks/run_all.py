@@ -186,6 +186,18 @@ def prediction(result: Any) -> list[Row]:
     ]
 
 
+def prediction_forms(result: Any) -> list[Row]:
+    return [
+        (
+            f"{row['form']} on cores of {row['cluster']}: predicted beside measured step",
+            f"{row['predicted_seconds']} s",
+            f"{row['measured_seconds']} s",
+            f"{row['error']:+.1%}",
+        )
+        for row in result["rows"]
+    ]
+
+
 def collectives(result: Any) -> list[Row]:
     return [
         (
@@ -279,6 +291,12 @@ PARTS = (
         options=["--clusters", "1.0-0.5", "--models", "bert"],
         quick=["--clusters", "1.0", "--models", "conv", "--chunk", "8"],
         rows=prediction,
+    ),
+    Part(
+        name="prediction_forms",
+        options=["--forms", "zero 3", "split", "pipeline", "--meshes", "1.0-0.5"],
+        quick=["--forms", "zero 3", "--meshes", "1.0-0.5", "--chunk", "8"],
+        rows=prediction_forms,
     ),
     Part(
         name="collectives",

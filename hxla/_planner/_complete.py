@@ -108,8 +108,8 @@ def complete(
     if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
         own = microbatch_seconds(graph, sharded, parameters, structure.replicas, cluster, profile)
         if own:
-            num = len(structure.replicas)
-            known = {"microbatch_seconds": (own,) * num, "fixed_seconds": (0.0,) * num}
+            copies = len(structure.replicas)
+            known = {"microbatch_seconds": (own,) * copies, "fixed_seconds": (0.0,) * copies}
             prediction = (prediction or Prediction()).model_copy(update=known)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
