@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     args = parser.parse_args()
     n, cases = args.workers, json.loads(args.cases)
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(args.coordinator, n, args.rank)
     programs = [program(case, n) for case in cases]
