@@ -10,11 +10,11 @@ tests/collective_messages.py, round by round, which a test holds equal to the pl
 The two figures of a link are fitted to one message from one worker to another, there and back, of
 the job of two; nothing else is. Every row has the measured seconds over the predicted ones.
 
-A round is one permute, but for one in which all workers exchange in pairs. XLA's permute over Gloo
-sends before it says that it is ready to receive, on the same connection: of two that exchange, the
-second begins when the first has ended. Such rounds are reduce-scatters of each pair, whose messages
-are the same ones. The form `halving-doubling, permutes` shows what permutes take, and has another
-prediction beside it, in which the messages of a pair follow one another.
+A round is one permute, but for one in which all workers exchange in pairs: of two permutes between
+the same workers the second begins when the first has ended, it seems because each sends before it
+says on the same connection that it is ready to receive. Such rounds are reduce-scatters of each
+pair, whose messages are the same ones. The form `halving-doubling, permutes` shows what permutes
+take, and has another prediction beside it, in which the messages of a pair follow one another.
 
 Each round of turns has every case once, and the medians are over rounds. A case ends when its last
 worker has ended. Sums are checked in every turn, and a row says of wrong ones. The result is in
