@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jobs
@@ -46,12 +46,12 @@ def middle_mean(values: Sequence[float]) -> float:
     return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
-def command(*arguments: object, folder: pathlib.Path) -> None:
+def command(*arguments: object, folder: pathlib.Path, settings: Mapping[str, str]) -> None:
     """Run `hxla` and say what it said only if it fails."""
     ran = subprocess.run(
         [sys.executable, "-m", "hxla", *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(jobs.ROOT)},
+        env=os.environ | {"PYTHONPATH": str(jobs.ROOT)} | dict(settings),
         capture_output=True,
         text=True,
         check=False,
@@ -62,13 +62,30 @@ def command(*arguments: object, folder: pathlib.Path) -> None:
         )
 
 
-def planned(folder: pathlib.Path, mesh: pathlib.Path, model: str, name: str) -> pathlib.Path:
-    """Profile, and plan by the profile; returns the plan's file."""
+def planned(
+    mesh: pathlib.Path,
+    model: str,
+    name: str,
+    settings: Mapping[str, str],
+    form: Sequence[str] = (),
+) -> pathlib.Path:
+    """Profile, and plan by the profile; returns the plan's file, which lies beside the mesh's.
+
+    Args:
+        mesh: Its file.
+        model: Of the script.
+        name: Of the plan's file.
+        settings: Of hxla, in the environment.
+        form: Options of the script that say what the plan is of; none: copies of one device.
+    """
+    folder = mesh.parent
     profile, plan = folder / f"profile-{name}.json", folder / f"plan-{name}.json"
-    where = ["--mesh", mesh, "--segments", 1]
-    command("profile", *where, "--write", profile, SCRIPT, "none", model, folder=folder)
-    options = ["--stages", 1, "--profile", profile, "--write", plan]
-    command("plan", *where, *options, SCRIPT, "none", model, folder=folder)
+    where, script = ["--mesh", mesh], [SCRIPT, "none", model]
+    options = ["--segments", 1, "--write", profile]
+    command("profile", *where, *options, *script, folder=folder, settings=settings)
+    options = [*([] if form else ["--stages", 1, "--segments", 1]), "--profile", profile]
+    options += ["--write", plan]
+    command("plan", *where, *options, *script, *form, folder=folder, settings=settings)
     return plan
 
 
@@ -79,6 +96,8 @@ def counts_by_rank(plan: hxla.Plan) -> dict[int, int]:
 
 def predicted(plan: hxla.Plan, counts: dict[int, int]) -> float | None:
     """A step with some counts: the slowest device, and the rest; None if one is not planned."""
+    if plan.axes:
+        return plan.prediction.step_seconds
     own, devices = counts_by_rank(plan), {d.rank: d for d in plan.prediction.devices}
     if not {rank for rank, count in counts.items() if count} <= {r for r, c in own.items() if c}:
         return None
@@ -90,24 +109,40 @@ def predicted(plan: hxla.Plan, counts: dict[int, int]) -> float | None:
     return max(busy) + plan.prediction.devices[0].reduction_seconds
 
 
-def one(folder: pathlib.Path, model: str, name: str, rounds: int, chunk: int) -> dict[str, Any]:
-    """One pair."""
+def mesh_of(shares: Sequence[float], folder: pathlib.Path) -> pathlib.Path:
+    """A mesh file of processes with these shares of a core."""
+    name = "-".join(map(str, shares))
+    tables = [f'[[device]]\nkind = "cpu"\ncore_share = {share}\n' for share in shares]
     mesh = folder / f"{name}.toml"
-    tables = [f'[[device]]\nkind = "cpu"\ncore_share = {share}\n' for share in CLUSTERS[name]]
     mesh.write_text(f'name = "{name}"\n' + "".join(tables))
-    files = [planned(folder, mesh, model, "0")]
-    turn = folder / "turns"
+    return mesh
+
+
+def one(
+    folder: pathlib.Path,
+    model: str,
+    shares: Sequence[float],
+    *,
+    rounds: int,
+    chunk: int,
+    settings: Mapping[str, str],
+    form: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One pair, with some settings of hxla in the environment; for the form see `planned`."""
+    mesh, turn = mesh_of(shares, folder), folder / "turns"
+    files = [planned(mesh, model, "0", settings, form)]
     job = jobs.Job(
         turn,
         [SCRIPT, model, "--turns", str(rounds), "--chunk", str(chunk)],
         mesh=str(mesh),
         plan=files[0],
+        settings=settings,
     )
     try:
         job.wait()
         for n in range(rounds):
             job.step()
-            files.append(planned(folder, mesh, model, str(n + 1)))
+            files.append(planned(mesh, model, str(n + 1), settings, form))
         told = job.finish()
     finally:
         job.close()
@@ -116,7 +151,7 @@ def one(folder: pathlib.Path, model: str, name: str, rounds: int, chunk: int) ->
     steps = [s for plan in plans if (s := predicted(plan, counts)) is not None]
     step, measured = statistics.mean(steps), middle_mean(told["seconds"])
     return {
-        "cluster": name,
+        "cluster": mesh.stem,
         "model": model,
         "counts": told["counts"],
         "steps": len(told["seconds"]),
@@ -127,6 +162,7 @@ def one(folder: pathlib.Path, model: str, name: str, rounds: int, chunk: int) ->
         "memory": [
             round(d.memory_bytes / told["memory_bytes"][str(d.rank)] - 1, 6)
             for d in plans[0].prediction.devices
+            if d.memory_bytes
         ],
         "seconds": [round(s, 4) for s in told["seconds"]],
     }
@@ -156,7 +192,14 @@ def main() -> None:
     for name in args.clusters:
         for model in args.models:
             with tempfile.TemporaryDirectory() as folder:
-                row = one(pathlib.Path(folder), model, name, args.rounds, args.chunk)
+                row = one(
+                    pathlib.Path(folder),
+                    model,
+                    CLUSTERS[name],
+                    rounds=args.rounds,
+                    chunk=args.chunk,
+                    settings={},
+                )
             rows[name, model] = results.row(row)
             found = [rows[pair] for pair in order if pair in rows]
             results.write(args.out, {**summary(found), "rows": found})

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import paced_links
 import results
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -43,6 +44,7 @@ class Part:
         rows: Of the table, from the result that it writes.
         torch: Whether it `needs` an interpreter that has torch, or compares less without one.
         environment: Variables beside those of this process.
+        lacking: Says what this machine lacks for it, or nothing.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Part:
     rows: Callable[[Any], list[Row]]
     torch: Literal["", "needs", "takes"] = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    lacking: Callable[[], str] = str
 
 
 def spread(ratio: dict[str, float]) -> str:
@@ -183,6 +186,31 @@ def prediction(result: Any) -> list[Row]:
     ]
 
 
+def prediction_forms(result: Any) -> list[Row]:
+    return [
+        (
+            f"{row['form']} on cores of {row['cluster']}: predicted beside measured step",
+            f"{row['predicted_seconds']} s",
+            f"{row['measured_seconds']} s",
+            f"{row['error']:+.1%}",
+        )
+        for row in result["rows"]
+    ]
+
+
+def collectives(result: Any) -> list[Row]:
+    return [
+        (
+            f"{row['form']} of {row['workers']} processes, {row['bytes']} bytes: predicted beside "
+            "measured",
+            f"{row['predicted_seconds']} s",
+            f"{row['measured_seconds']} s",
+            f"measured {row['ratio']}x",
+        )
+        for row in result["rows"]
+    ]
+
+
 def inspect_speed(result: Any) -> list[Row]:
     size, peak = result["megabytes"], result["peak_bytes"] / 1e6
     best = min(result["rounds"], key=lambda row: row["cpu_seconds"])
@@ -263,6 +291,19 @@ PARTS = (
         options=["--clusters", "1.0-0.5", "--models", "bert"],
         quick=["--clusters", "1.0", "--models", "conv", "--chunk", "8"],
         rows=prediction,
+    ),
+    Part(
+        name="prediction_forms",
+        options=["--forms", "zero 3", "split", "pipeline", "--meshes", "1.0-0.5"],
+        quick=["--forms", "zero 3", "--meshes", "1.0-0.5", "--chunk", "8"],
+        rows=prediction_forms,
+    ),
+    Part(
+        name="collectives",
+        options=["--workers", "4", "--sizes", "245760", "983040"],
+        quick=["--workers", "2", "--sizes", "61440", "122880", "--rounds", "1"],
+        rows=collectives,
+        lacking=paced_links.lacking,
     ),
     Part(
         name="torch_ddp",
@@ -353,6 +394,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         for part in PARTS:
             if args.only and part.name not in args.only:
+                continue
+            if why := part.lacking():
+                notes.append(f"{part.name}: skipped, {why}")
+                print(notes[-1], flush=True)
                 continue
             if part.torch and not torch:
                 without = "skipped" if part.torch == "needs" else "without PyTorch"

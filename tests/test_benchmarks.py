@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +15,9 @@ import hxla
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
 KNOWN = {*hxla.__all__, "__file__"}
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import paced_links  # noqa: E402
 
 
 def private_uses(text):
@@ -59,3 +65,34 @@ def test_a_result_carries_its_commit_and_date(file):
     measured = json.loads(file.read_text())["measured"]
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", measured["commit"])
     assert re.match(r"20\d\d-\d\d-\d\d", measured["date"])
+
+
+def run_collectives(folder, **settings):
+    script = ROOT / "benchmarks" / "collectives.py"
+    options = ["--workers", "2", "--sizes", "61440", "122880", "--rounds", "1"]
+    plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
+    return subprocess.run(
+        [sys.executable, script, *options, "--out", folder / "found.json"],
+        env=plain | {"PYTHONPATH": str(ROOT)} | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(paced_links.lacking()), reason=paced_links.lacking())
+def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
+    assert run_collectives(tmp_path).returncode == 0
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert {row["form"] for row in told["rows"]} >= {"ring", "tree", "halving-doubling"}
+    assert not any("wrong sums" in row for row in told["rows"])
+    # Of 10 megabits a second, without the headers of its packets.
+    assert told["fitted"]["bytes_per_second"] == pytest.approx(10e6 / 8, rel=0.15)
+
+
+def test_where_no_links_can_be_made_one_line_says_so(tmp_path):
+    ran = run_collectives(tmp_path, PATH=str(tmp_path))
+    assert ran.returncode != 0
+    [line] = ran.stderr.strip().splitlines()
+    assert line.startswith("no paced links here: ")

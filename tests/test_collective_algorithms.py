@@ -1,5 +1,8 @@
 """Formulas of collectives by algorithm equal simulations, message by message."""
 
+import json
+import pathlib
+
 import collective_messages as messages
 import pytest
 
@@ -68,3 +71,21 @@ def test_one_worker_sends_nothing_and_impossible_arguments_are_refused():
     for n, num_bytes in ((0, 1.0), (2, -1.0), (2, float("nan"))):
         with pytest.raises(hxla.PlanError, match="give at least one"):
             volume("ring", n, num_bytes)
+
+
+def test_measured_sums_are_within_a_fifth_of_two_figures_of_a_link():
+    file = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "collectives.json"
+    told = json.loads(file.read_text())
+    link = hxla.Link(**told["fitted"])
+    seen = set()
+    for row in told["rows"]:
+        if row["form"] not in ALGORITHMS:  # a message between two, permutes of pairs, XLA's own
+            continue
+        wanted = volume(row["form"], row["workers"], row["bytes"]).seconds(link)
+        assert row["predicted_seconds"] == pytest.approx(wanted, rel=1e-4), row
+        if row["bytes"] / row["workers"] < 60_000:
+            continue  # a message of 20 ms: shorter ones wait for the processor, not for the link
+        assert row["measured_seconds"] == pytest.approx(wanted, rel=0.2), row
+        seen.add((row["form"], row["workers"]))
+    algorithms = ("ring", "tree", "halving-doubling")
+    assert {(a, n) for a in algorithms for n in (2, 4, 8)} <= seen

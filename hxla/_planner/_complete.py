@@ -31,6 +31,7 @@ from .._profile._profile import Profile
 from ._axes import Axes
 from ._counts import even_counts
 from ._inner_split import Sizes, inner_split, lines_of, state_factor
+from ._split_seconds import microbatch_seconds
 from ._structures import Structure
 
 
@@ -104,6 +105,12 @@ def complete(
             said += uncut_scans(graph)
         said += _shares_of_work(parts_of(ordered, points), structure.pipeline.num)
     parameters = layouts(graph, specs, sizes)
+    if profile is not None and structure.pipeline is None and len(structure.inner) == 1:
+        own = microbatch_seconds(graph, sharded, parameters, structure.replicas, cluster, profile)
+        if own:
+            copies = len(structure.replicas)
+            known = {"microbatch_seconds": (own,) * copies, "fixed_seconds": (0.0,) * copies}
+            prediction = (prediction or Prediction()).model_copy(update=known)
     num = batch_size // microbatch_size
     used = sorted({rank for ranks in structure.replicas for rank in ranks})
     fields = {

@@ -22,6 +22,7 @@ from .._plan._shares import in_shares
 from .._profile._profile import Profile
 from ._axes import resolve_rules, shard_graph
 from ._parts_check import check_parts
+from ._split_seconds import NUM_GRANULES
 from ._split_sizes import SplitDevice, best_sizes
 from ._split_times import Place, are_alike, places_of, split_devices
 from ._structures import Structure
@@ -30,7 +31,6 @@ from ._structures import Structure
 Sizes = tuple[tuple[int, ...], ...]
 
 _MOST_TOLD = 8
-NUM_GRANULES = 120  #: Of a split's whole work.
 _LEAST_GRANULES = 64  # of a dimension, for each device: parts are then within a percent or two
 
 

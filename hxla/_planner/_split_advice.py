@@ -9,7 +9,8 @@ from .._graph._graph import Graph
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
 from ._axes import BATCH_AXES
-from ._inner_split import NUM_GRANULES, best_shares, in_lowest_terms
+from ._inner_split import best_shares, in_lowest_terms
+from ._split_seconds import NUM_GRANULES, granules_of
 from ._split_times import places_of, split_devices
 
 
@@ -52,19 +53,14 @@ def better_shares(
     places = places_of(graph, [r.devices for r in plan.replicas], cluster)
     if not places:
         return None
-    cut = [0.0] * axis.size
-    for layout in plan.parameters:
-        dim = layout.dim_of(axis.name)
-        if dim is not None and layout.shape[dim]:
-            for d, size in enumerate(layout.parts(dim, axis.size)):
-                cut[d] += layout.num_bytes * size / layout.shape[dim]
-    if not all(cut):
+    granules = granules_of(plan.parameters, axis.name, axis.size)
+    if not granules:
         return None
     devices = []
     for estimated, own, measured in zip(
-        split_devices(graph, sharded, places, NUM_GRANULES), cut, seconds, strict=True
+        split_devices(graph, sharded, places, NUM_GRANULES), granules, seconds, strict=True
     ):
-        present = estimated.fixed_seconds + estimated.unit_seconds * NUM_GRANULES * own / sum(cut)
+        present = estimated.fixed_seconds + estimated.unit_seconds * own
         devices.append(
             dataclasses.replace(
                 estimated,
@@ -73,8 +69,8 @@ def better_shares(
             )
         )
     try:
-        granules = best_shares(graph, sharded, devices, state_factor)
+        best = best_shares(graph, sharded, devices, state_factor)
     except PlanError:
         return None
-    then = max(d.seconds(n) for d, n in zip(devices, granules, strict=True))
-    return BetterShares(shares=in_lowest_terms(granules), gain=max(seconds) / then - 1)
+    then = max(d.seconds(n) for d, n in zip(devices, best, strict=True))
+    return BetterShares(shares=in_lowest_terms(best), gain=max(seconds) / then - 1)

@@ -204,7 +204,9 @@ def plan_for(
             profile=profile,
         )
         plan = with_sums_and_memory(job, plan, cluster, devices)
-        return plan if timed is None else _with_profiled_counts(plan, own, timed, cluster)
+        if timed is not None:
+            return _with_profiled_counts(plan, own, timed, cluster)
+        return plan if profile is None else _with_profiled_split(plan, profile, cluster)
 
     def tried(plan: Plan) -> Plan:
         """With the sizes of a split that devices which are here were measured to need."""
@@ -355,6 +357,25 @@ def _with_profiled_counts(plan: Plan, graph: Graph, profile: Profile, cluster: C
     seconds = [float(copy[:2].sum()) for copy in own]
     fixed = [float(copy[2].sum()) for copy in own]
     plan = plan.with_counts(best_counts(plan.num_microbatches, seconds, fixed))
+    known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
+    return plan.replaced(prediction=known)
+
+
+def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan whose copies one axis cuts, with the step that follows from a profile's times.
+
+    Every device updates arrays of the shape of the largest part.
+    """
+    seconds = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
+    if not seconds:
+        return plan
+    part = plan.device_parameter_bytes / sum(p.num_bytes for p in plan.parameters)
+
+    def update(rank: int) -> float:
+        setting = Setting(cluster.devices[rank].label, plan.microbatch_size)
+        return part * sum(t.update for t in profile.times[setting])
+
+    fixed = [max(map(update, replica.devices)) for replica in plan.replicas]
     known = predicted(plan, seconds, fixed, memory_bytes=(), cluster=cluster)
     return plan.replaced(prediction=known)
 

@@ -1,0 +1,125 @@
+"""Processes with a paced link each: network namespaces on one bridge, of Linux, for root.
+
+All of it is in a namespace that ends with its processes. A link carries some bits a second each
+way, and holds as few packets as a network card of Linux does (byte queue limits): what a process
+says while it sends is not behind all that it has yet to send.
+"""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+_PACKET_BYTES = 1514  # with its Ethernet header
+_BURST_BYTES = 1700  # that an idle link lets pass at once: the least, a packet
+_QUEUE_BYTES = 8_000_000  # that may wait before it, so that nothing is lost
+_SETTINGS = {
+    "net.ipv4.tcp_limit_output_bytes": f"{2 * _PACKET_BYTES}",
+    "net.ipv4.tcp_wmem": "4096 8192 16384",  # else a message is sent before it is on its way
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+}
+_OWN_NETWORK = ("unshare", "--net", "--uts")
+_MARK = "HXLA_PACED_LINKS"  # of a process that is in its own network
+
+
+def lacking() -> str:
+    """What this machine lacks for paced links, in a line; nothing if they can be made."""
+    trial = "ip link add switch type bridge && ip link add near type veth peer name far && "
+    trial += f"tc qdisc add dev near root tbf rate 1mbit burst {_BURST_BYTES} limit 10000"
+    try:
+        _run(*_OWN_NETWORK, "sh", "-c", trial)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = " ".join((getattr(error, "stderr", "") or str(error)).split())
+        return (
+            "no paced links here: they are made of network namespaces, which need Linux, root, "
+            f"and unshare, ip and tc: {why}"
+        )
+    return ""
+
+
+def enter_own_network() -> None:
+    """Start this script again in a network of its own.
+
+    Raises:
+        SystemExit: If this machine lets nobody make one, with the reason.
+    """
+    if os.environ.get(_MARK):
+        return
+    if why := lacking():
+        raise SystemExit(why)
+    command = [*_OWN_NETWORK, sys.executable, *sys.argv]
+    os.execvpe(command[0], command, os.environ | {_MARK: "1"})
+
+
+def address(rank: int) -> str:
+    """Of a process, which is its host's name too."""
+    return f"10.9.0.{rank + 1}"
+
+
+@contextlib.contextmanager
+def linked(
+    command: Sequence[str], num_processes: int, bits_per_second: float, log: pathlib.Path
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that each reach the others over a link of some speed each way.
+
+    Each gets its rank as last argument and starts when its link is there. Needs
+    `enter_own_network`.
+
+    Args:
+        command: Of every process.
+        num_processes: How many.
+        bits_per_second: Of a link, in each direction at the same time.
+        log: Where their standard errors go.
+    """
+    _run("ip", "link", "add", "switch", "type", "bridge")
+    _run("ip", "link", "set", "switch", "up")
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        with log.open("w") as errors:
+            for rank in range(num_processes):
+                # Waits for a line, and is the command afterwards; it ends with this process.
+                waiting = ["sh", "-c", 'echo ready; read line; exec "$@"', "sh", *command]
+                own = ["setpriv", "--pdeathsig", "KILL", *_OWN_NETWORK, *waiting]
+                processes.append(
+                    subprocess.Popen(
+                        [*own, str(rank)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                    )
+                )
+                processes[-1].stdout.readline()
+                _link(rank, processes[-1].pid, bits_per_second)
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        _run("ip", "link", "delete", "switch")
+
+
+def _link(rank: int, pid: int, bits_per_second: float) -> None:
+    """Both ends are paced: what leaves a process by its own end, what comes by the switch's."""
+    inside = ["nsenter", f"--target={pid}", "--net", "--uts"]
+    near, far = f"near{rank}", f"far{rank}"
+    _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", str(pid))
+    pace = f"tbf rate {bits_per_second:.0f}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}".split()
+    for own, device in ((inside, far), ([], near)):
+        _run(*own, "ip", "link", "set", device, "gso_max_segs", "1")
+        _run(*own, "tc", "qdisc", "add", "dev", device, "root", *pace)
+    _run("ip", "link", "set", near, "master", "switch", "up")
+    _run(*inside, "ip", "address", "add", f"{address(rank)}/24", "dev", far)
+    _run(*inside, "sysctl", "-w", *(f"{name}={value}" for name, value in _SETTINGS.items()))
+    for device in ("lo", far):
+        _run(*inside, "ip", "link", "set", device, "up")
+    _run(*inside, "hostname", address(rank))  # Gloo listens where the name of its host says
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
