@@ -116,7 +116,7 @@ class Branching:
         several, single = bound.least_tails(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
-        if not bound.alone(self._num, seconds):
+        if bound.copies(self._num, seconds) > 1:
             return several
         one = [0.0] * bound.t.num_kinds
         left = np.full(self._num, seconds - single)

@@ -26,6 +26,7 @@ from ._cuts import (
     pure_periods,
 )
 from ._deadline import Deadline, OutOfTime
+from ._like_copies import like_copies
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
@@ -85,6 +86,7 @@ def search(
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
     can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
+    place: Callable[[Any, Staging, float], Staging] = lambda key, staging, best: staging,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -103,6 +105,8 @@ def search(
         good_enough: Certified gap at which the search may end.
         can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
             for those that are.
+        place: Of an alternative, a plan and the seconds of the best plan known, what the plan is
+            where transfers share what the chain does not know of: never faster.
 
     Returns:
         Plans, the bound, and whether time ran out. Without that the result depends on the input
@@ -122,7 +126,9 @@ def search(
     deadline = Deadline(time_budget_seconds)
     goal = _Goal(max(good_enough, _ROUGHLY))
     searches = {
-        key: _Search(chain, goal, deadline, functools.partial(can_run, key))
+        key: _Search(
+            chain, goal, deadline, functools.partial(can_run, key), functools.partial(place, key)
+        )
         for key, chain in chains.items()
     }
     infeasible: dict[Any, str] = {}
@@ -203,9 +209,15 @@ class _Search:
     """One chain: the best plan known and the bound for each number of stages."""
 
     def __init__(
-        self, chain: Chain, goal: _Goal, deadline: Deadline, can_run: Callable[[int], bool]
+        self,
+        chain: Chain,
+        goal: _Goal,
+        deadline: Deadline,
+        can_run: Callable[[int], bool],
+        place: Callable[[Staging, float], Staging],
     ):
         self.chain = chain
+        self._place = place
         t = tables(chain)
         wanted = [num for num in range(1, most_stages(t) + 1) if can_run(num)]
         most = max(wanted, default=None)
@@ -265,6 +277,8 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
+        for plan in like_copies(self._t, self._num, self.bound.max_stages, self._check):
+            self._keep(plan)
         stages = [] if self.plans else roomiest_pipeline(self.chain)
         if stages and all(stage.lack_bytes <= 0 for stage in stages):
             self._try_cuts([tuple(stage.layers[0] for stage in stages)])
@@ -457,7 +471,9 @@ class _Search:
     def _keep(self, plan: Staging) -> None:
         """Keep a plan that is wanted and the best of its number of stages."""
         num = len(plan.cuts)
-        known = self.plans.get(num)
-        if num in self._bounds and (known is None or plan.step_seconds < known.step_seconds):
-            self.plans[num] = plan
-            self._goal.fastest = min(self._goal.fastest, plan.step_seconds)
+        best = self.plans[num].step_seconds if num in self.plans else math.inf
+        if num in self._bounds and plan.step_seconds < best:
+            placed = self._place(plan, self._goal.fastest)
+            if placed.step_seconds < best:
+                self.plans[num] = placed
+                self._goal.fastest = min(self._goal.fastest, placed.step_seconds)
