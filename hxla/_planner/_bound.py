@@ -126,7 +126,7 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self._copies = 2  # that plans of several have at least
+        self.num_copies = 2  # that plans of several have at least
         self._least_tail = 0.0  # of several replicas
         self._known_tails: dict[int, tuple[Array, list[float]]] = {}
         self._fastest = self._shares_of_work()
@@ -366,7 +366,7 @@ class Bound:
             cuts = (0,)
         if cuts is not None:
             ends = (*cuts[1:], t.num_layers)
-            cases, reduce = [], t.least_reduce(self._copies)
+            cases, reduce = [], t.least_reduce(self.num_copies)
             for kinds in subsets(t.num_kinds):
                 # Each kind has some stage, and each stage some kind.
                 least = []
@@ -377,13 +377,19 @@ class Bound:
                 cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
             return cases
         update = max(self._least_update[0], self._least_update[1] / num_stages)
-        several = max(self._least_tail, self._tails(self._copies)[1][num_stages - 1], update)
+        several = max(self._least_tail, self._tails(self.num_copies)[1][num_stages - 1], update)
         return [(tuple(range(t.num_kinds)), several, update)]
 
     def least_tails(self, num_stages: int) -> tuple[float, float]:
         """The least reduction and update of several replicas of so many stages, and of one."""
         cases = self.tails(num_stages)
         return min(several for _, several, _ in cases), min(single for *_, single in cases)
+
+    def with_tail(self, seconds: float) -> "Bound":
+        """The same for plans of which several replicas are known to have a tail of so much."""
+        other = copy.copy(self)
+        other._least_tail = max(self._least_tail, seconds)
+        return other
 
     def _tails(self, copies: int) -> tuple[Array, list[float]]:
         """Of so many replicas, or more: [K, L+1, L+1] of a stage, and the least of any plan.
@@ -451,7 +457,7 @@ class Bound:
                 part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
                 part.relaxation = Relaxation(part.t, self._check)
                 part._classes = None
-                part._copies = copies
+                part.num_copies = copies
                 part._least_tail = float(own[0]) * (1 - 1e-12)
                 parts.append(part)
         return parts

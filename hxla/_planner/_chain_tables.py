@@ -29,6 +29,10 @@ class Tables:
         reduce_inside: [K, L+1, L+1] The same where all are in one node.
         copies_inside: [K] The most copies of a stage that one node holds; none: the reduction is
             the same for any number.
+        shared: [L+1, K, K] `shared[l, b, a]`: what `cross[l, b, a]` is at least for each copy that
+            sends at once, where every kind is a node of its own; None: some is not.
+        card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
+            copies in several nodes.
         state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
             what a backward makes again.
         stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
@@ -43,6 +47,8 @@ class Tables:
     reduce: Array
     reduce_inside: Array
     copies_inside: tuple[int, ...]
+    shared: Array | None
+    card_sums: Array
     state_bytes: Array
     stash_bytes: Array
     cross: Array
@@ -99,6 +105,11 @@ def tables(chain: Chain) -> Tables:
     cross = np.zeros((num_layers + 1, num_kinds + 1, num_kinds + 1))
     sent = np.array(chain.output_bytes)[:-1, None, None]
     cross[1:-1, :-1, :-1] = (latency + latency.T) + sent * (rate + rate.T)
+    shared = None
+    if chain.rings and chain.rings.card_seconds:
+        card = np.array(chain.rings.card_seconds)
+        shared = np.zeros((num_layers + 1, num_kinds, num_kinds))
+        shared[1:-1] = sent * (card + card.T)
     state = chain.state_factor * parameters + chain.workspace_bytes
     stash = spans([g.stash_bytes for g in chain.groups])
     if chain.keeps_inputs:
@@ -113,6 +124,8 @@ def tables(chain: Chain) -> Tables:
         reduce=parameters * rates[:, None, None],
         reduce_inside=parameters * np.minimum(rates, inside)[:, None, None],
         copies_inside=chain.rings.copies_inside if chain.rings else (),
+        shared=shared,
+        card_sums=parameters.min(axis=0) * (chain.rings.card_sum_seconds if chain.rings else 0.0),
         state_bytes=state,
         stash_bytes=stash,
         cross=cross,
@@ -220,6 +233,8 @@ def _faults(chain: Chain) -> Iterator[str]:
         rings = chain.rings
         rows.append(("rings.inside_seconds", rings.inside_seconds, len(groups), "groups"))
         rows.append(("rings.copies_inside", rings.copies_inside, len(groups), "groups"))
+        cards = enumerate(rings.card_seconds)
+        rows += [(f"rings.card_seconds[{i}]", own, len(groups), "groups") for i, own in cards]
     for where, row, num, what in rows:
         if len(row) != num:
             yield f"{where} has {len(row)} values for {num} {what}: give one for each"

@@ -345,6 +345,7 @@ def _chain(
         """Per byte: a ring's reduce-scatter and all-gather of many devices, over the best link."""
         return 2 * work.reduce_factor / max(map(_rate, links), default=math.inf)
 
+    cards = _card_seconds(cluster, leaders, key.tensor)
     in_node = [sum_seconds(x for x, within in rows[a] if within) for a, rows in enumerate(links)]
     beyond = [  # to another node or kind
         sum_seconds(x for b, row in enumerate(rows) for x, within in row if b != a or not within)
@@ -371,6 +372,8 @@ def _chain(
         else (measured / whole_bytes,) * len(groups),
         rings=Rings(
             inside_seconds=tuple(in_node),
+            card_seconds=cards,
+            card_sum_seconds=2 * work.reduce_factor * min(itertools.chain(*cards), default=0.0),
             copies_inside=tuple(
                 max(collections.Counter(cluster.devices[r].node for r in own).values())
                 for own in leaders
@@ -378,6 +381,21 @@ def _chain(
         )
         if measured is None
         else None,
+    )
+
+
+def _card_seconds(
+    cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
+) -> tuple[tuple[float, ...], ...]:
+    """What a byte of each copy takes where all send at once; none if a kind is no node alone."""
+    nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
+    alone = [min(own) for own in nodes if len(own) == 1]
+    if len(set(alone)) < len(nodes) or len(nodes) < 2:
+        return ()
+    cards = [cluster.network_card(node) for node in alone]
+    seconds = [tensor / card.bytes_per_second if card else 0.0 for card in cards]
+    return tuple(
+        tuple(max(seconds[i], seconds[j]) for j in range(len(seconds))) for i in range(len(seconds))
     )
 
 
