@@ -25,8 +25,8 @@ from ._shared_links import (
     traffic_of,
 )
 
-_NEAR = 1.1  # times the best plan known: a descent may overtake it
-_TRANSFERS = 20_000  # that are looked at: a plan on many devices is tried less often
+_NEAR = 1.02  # times the best plan known: a descent may overtake it
+_TRANSFERS = 5_000  # that are looked at: a plan on many devices is tried less often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
