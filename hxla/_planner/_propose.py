@@ -152,6 +152,9 @@ def propose(
             "that have been started"
         )
     best, staging = ranked[0], ranked[0].staging
+    if (best.alternative, staging) not in where.known:
+        staging = where.place(best.alternative, staging, 0.0)
+        best = dataclasses.replace(best, staging=staging)
     there = where.known[best.alternative, staging]
     chain = chains[best.alternative]
     reasons += _about_cards(chain, there)
@@ -165,7 +168,7 @@ def propose(
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    others = [_runner_up(f) for f in found.ranked if f is not best]
+    others = [_runner_up(f) for f in found.ranked if f.staging is not ranked[0].staging]
     return (
         Proposal(
             alternative=best.alternative,
@@ -421,7 +424,7 @@ def _links(
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
     cards_of = {node: cluster.network_card(node) for node in by_node}
-    found = []
+    found: dict[tuple[int, float, bool], Link] = {}  # large clusters have many of few sorts
     for i, j in itertools.product(
         dict.fromkeys(cluster.devices[r].node for r in a),
         dict.fromkeys(cluster.devices[r].node for r in b),
@@ -437,5 +440,8 @@ def _links(
             cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
             least = min((link.bytes_per_second, *shares))
-            found.append((link.model_copy(update={"bytes_per_second": least}), i == j))
-    return found
+            found.setdefault((id(link), least, i == j), link)
+    return [
+        (link.model_copy(update={"bytes_per_second": least}), within)
+        for (_, least, within), link in found.items()
+    ]

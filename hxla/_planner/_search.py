@@ -30,8 +30,9 @@ from ._like_copies import like_copies
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
-_LEVELS = (1.05, 1.1, 1.3)
+_LEVELS = (1.05, 1.1, 1.15, 1.2, 1.3)
 _ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
+_ALIKE = 6  # plans of like copies that are placed, of each chain
 _FINER = 0.2  # of the time: as much is spent on less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
@@ -281,7 +282,8 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
-        for plan in like_copies(self._t, self._num, self.bound.max_stages, self._check):
+        alike = like_copies(self._t, self._num, self.bound.max_stages, self._check)
+        for plan in sorted(alike, key=lambda plan: plan.step_seconds)[:_ALIKE]:
             self._keep(plan)
         stages = [] if self.plans else roomiest_pipeline(self.chain)
         if stages and all(stage.lack_bytes <= 0 for stage in stages):
@@ -477,7 +479,9 @@ class _Search:
         num = len(plan.cuts)
         best = self.plans[num].step_seconds if num in self.plans else math.inf
         if num in self._bounds and plan.step_seconds < best:
-            placed = self._place(plan, self._goal.placed)
+            # Sharing makes no plan faster, so one that is slower without it need not be placed.
+            may_be_best = plan.step_seconds < self._goal.placed
+            placed = self._place(plan, self._goal.placed) if may_be_best else plan
             # A bound that knows of no cards cannot be held against what they cost.
             own = placed if self._t.shared is not None else plan
             self._goal.fastest = min(self._goal.fastest, own.step_seconds)
