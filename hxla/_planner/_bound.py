@@ -438,14 +438,14 @@ class Bound:
             return least
         return max(least, self._tails(copies)[1][num_stages - 1])
 
-    def limited(self, num_stages: int, seconds: float) -> "list[Bound]":
+    def limited(self, num_stages: int, seconds: float, most_parts: int = _TAILS) -> "list[Bound]":
         """Parts of the plans of so many stages that take less than a time, by the largest stage."""
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return [self]
         tail, low = self._tails(copies)[0], self._tail_of(num_stages, seconds)
         high = seconds - self._work
-        num = min(_TAILS, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
+        num = min(most_parts, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
         values = np.unique(tail[self.t.fits(1)])
         values = values[(values >= low * (1 - 1e-12)) & (values <= high * (1 + 1e-12))]
         parts = []

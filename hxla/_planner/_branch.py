@@ -97,6 +97,7 @@ class Branching:
         known: What the bound knows of plans faster than that.
         prices: Of a device of each kind, to begin with.
         check: Called often; may raise.
+        is_rough: Whether plans are not parted by their largest stage.
 
     References:
         Barnhart et al., "Branch-and-Price: Column Generation for Solving Huge Integer Programs",
@@ -111,6 +112,8 @@ class Branching:
         known: Alive | None,
         prices: Sequence[float],
         check: Callable[[], None],
+        *,
+        is_rough: bool = False,
     ):
         t = bound.t
         self.prices = list(prices)
@@ -125,7 +128,8 @@ class Branching:
         self._made = 0
         self._parts: list[_Part] = []
         self._floors: list[float] = []  # of each part: no plan of it is faster
-        for limited in bound.limited(num_stages, seconds):
+        parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
+        for limited in parts:
             r = limited.relaxation
             boxes, own, grid = [], [], []
             for depth, most, first, last in limited.classes(

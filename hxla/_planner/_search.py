@@ -394,16 +394,20 @@ class _Search:
 
     def _branch(self, num: int, num_nodes: int) -> None:
         """Part the cuts of so many stages, and try those that may have a better plan."""
-        if num not in self._branchings:
-            self._branchings[num] = Branching(
+        is_rough = num_nodes == _NODES[0]  # a first look, of which all numbers of stages get one
+        branching = self._branchings.get(num)
+        if branching is None:
+            branching = Branching(
                 self.bound,
                 num,
                 self._goal.worthwhile,
                 self._known.get(num),
                 self._prices,
                 self._check,
+                is_rough=is_rough,
             )
-        branching = self._branchings[num]
+            if not is_rough:
+                self._branchings[num] = branching
         for _ in range(num_nodes + branching.num_roots):
             if not branching.num_open:
                 break
