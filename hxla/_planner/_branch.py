@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._bound import Alive, Bound
-from ._chain import ReplicaSort
-from ._chain_tables import Array, tail_seconds
+from ._chain_tables import Array
+from ._one_cut import enough_for_cards, like_seconds
 from ._packing import fractional_packing
 from ._priced import Pins, Priced, priced
 from ._relaxed import Bands
@@ -19,6 +19,8 @@ _RATIO = 1.003
 _MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
+_MAX_CHOICES = 1024  # of kinds, that are looked at one by one
+_MAX_HALVES, _CLOSE = 5, 1.005  # of a first look
 _GRID = 1.004  # ratio of periods where boundaries take more than the relaxation knows
 _FREE, _MIXED = -1, -2  # stages of which nothing is laid down, and those of several kinds
 Box = tuple[tuple[int, int], ...]
@@ -119,6 +121,7 @@ class Branching:
         self.prices = list(prices)
         self.least = math.inf
         self._num = num_stages
+        self._is_rough = is_rough
         self._pins = t.shared is not None and num_stages > 1
         self._num_microbatches = bound.num_microbatches
         self._wanted = bound.num_microbatches * (1 - 1e-9)
@@ -204,6 +207,20 @@ class Branching:
                 floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
         return part.tail + floor * (1 - 1e-9)
 
+    def _raised(self, node: _Node, low: float, high: float) -> float:
+        """A greater time below which no plan is, between one that is known and another."""
+        tail = self._tail_at(node)
+        for _ in range(_MAX_HALVES):
+            if high <= low * _CLOSE:
+                break
+            middle = (low + high) / 2
+            is_enough = self._solve(node, middle - tail)[0] >= self._wanted
+            if is_enough and self._enough_for_cards(node, middle - tail):
+                high = middle
+            else:
+                low = middle
+        return low
+
     def step(self, seconds: float) -> list[tuple[int, ...]]:
         """Refute or part one node.
 
@@ -221,6 +238,8 @@ class Branching:
         is_refuted = upper < self._wanted
         if before == -math.inf:
             floor = seconds if is_refuted else self._floor(part, upper, prices)
+            if self._is_rough:
+                floor = self._raised(node, floor, seconds)
             self._floors[self._parts.index(part)] = floor
         if is_refuted:
             return []
@@ -230,12 +249,15 @@ class Branching:
         bound = part.bound.with_tail(tail)
         if stages is not None and not bound.possible(stages, seconds):
             return []
+        if not self._enough_for_cards(node, seconds - tail):
+            return []
         pinned = not part.grid or _FREE not in node.modes
         if single and stages is not None and pinned:
             low = max(part.bound.floor, self._least_at(node))
             if low >= seconds:
                 return []
-            self.least = min(self.least, bound.least_seconds(stages, low, seconds))
+            low = bound.least_seconds(stages, low, seconds)
+            self.least = min(self.least, self._raised(node, low, seconds) if part.grid else low)
             return [tuple(low for low, _ in reversed(box))]
         if not shares:
             self.least = 0.0
@@ -319,44 +341,32 @@ class Branching:
         """Of one cut whose stages are of one kind each: the best that like copies can do."""
         if not node.part.grid or min(node.modes) < 0:
             return 0.0
-        t, num = node.part.bound.t, self._num_microbatches
-        cuts, groups = [a for a, _ in reversed(node.box)], list(reversed(node.modes))
-        most = min(int(n) // groups.count(k) for k, n in enumerate(self._available) if k in groups)
-        ends, best = (*cuts[1:], t.num_layers), math.inf
-        assert t.shared is not None
-        for copies in range(node.part.bound.num_copies, most + 1):
-            sorts = [ReplicaSort(groups=tuple(groups), count=copies, num_microbatches=1)]
-            edges = [
-                max(float(t.cross[at, a, b]), copies * float(t.shared[at, a, b]))
-                for at, (a, b) in zip(cuts[1:], itertools.pairwise(groups), strict=True)
-            ]
-            busy = [float(t.seconds[s]) for s in zip(groups, cuts, ends, strict=True)]
-            period = max(
-                own + before + after
-                for own, before, after in zip(busy, [0.0, *edges], [*edges, 0.0], strict=True)
-            )
-            seconds = sum(busy) + sum(edges) + (math.ceil(num / copies) - 1) * period
-            best = min(best, seconds + tail_seconds(t, cuts, sorts))
-        return best * (1 - 1e-9)
+        bound = node.part.bound
+        return like_seconds(bound.t, *_cut_of(node), bound.num_copies, self._num_microbatches)
+
+    def _enough_for_cards(self, node: _Node, left: float) -> bool:
+        """Whether all microbatches of a node of one cut might pass the cards in a time."""
+        bound, num_kinds = node.part.bound, len(self._available)
+        free = sum(mode < 0 for mode in node.modes)
+        single = all(high - low == 1 for low, high in node.box)
+        if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
+            return True
+        copies = bound.num_copies, self._copies_of(node)
+        return enough_for_cards(bound.t, *_cut_of(node), copies, self._num_microbatches, left)
 
     def _pins_of(self, node: _Node) -> Pins | None:
         """What is laid down of a node's stages, for `Priced`."""
         if all(mode == _FREE for mode in node.modes):
             return None
         bound = node.part.bound
-        t, crossed = bound.t, bound.relaxation.cross
-        begins = []
-        for own, before in zip(node.modes, (*node.modes[1:], _FREE), strict=True):
-            extra = np.zeros(t.num_layers + 1)
-            if own >= 0 and before >= 0:
-                assert t.shared is not None
-                least = np.maximum(
-                    t.cross[:, before, own], bound.num_copies * t.shared[:, before, own]
-                )
-                extra = np.maximum(least - crossed, 0.0)
-            begins.append(extra)
-        kinds = tuple(mode if mode >= 0 else None for mode in node.modes)
-        return Pins(kinds=kinds, begins=tuple(begins))
+        t, crossed = bound.t, bound.relaxation.cross[:, None, None]
+        assert t.shared is not None
+        alone = t.cross[:, :-1, :-1]
+        return Pins(
+            kinds=tuple(mode if mode >= 0 else None for mode in node.modes),
+            alone=np.maximum(alone - crossed, 0.0),
+            together=np.maximum(np.maximum(alone, bound.num_copies * t.shared) - crossed, 0.0),
+        )
 
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
@@ -444,6 +454,11 @@ class Branching:
                         )
                     )
         return top, new
+
+
+def _cut_of(node: _Node) -> tuple[list[int], list[int]]:
+    """First layers, and what is laid down, stage by stage, of a node of one cut."""
+    return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
 
 
 def _narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:

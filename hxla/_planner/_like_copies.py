@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # of the period
 def like_copies(
     t: Tables, num_microbatches: int, most_stages: int, check: Callable[[], None]
 ) -> Iterator[Staging]:
-    """For every number of copies that some node holds, and every order of kinds, a plan.
+    """For every number of copies that two nodes hold, and every order of kinds, a plan.
 
     Its cut has the least period of those with stages as given, by bisection: at each limit stages
     are made as long as they may be, from the first on.
@@ -30,7 +30,8 @@ def like_copies(
         most_stages: Of a plan.
         check: Called often; may raise.
     """
-    for copies in range(2, min(num_microbatches, max(t.copies_inside, default=0)) + 1):
+    inside = max(t.copies_inside, default=0)
+    for copies in range(2, min(num_microbatches, 2 * inside) + 1):
         blocks = [num // copies for num in t.num_devices]
         for order in itertools.permutations(k for k, num in enumerate(blocks) if num):
             check()

@@ -15,12 +15,14 @@ class Pins:
 
     Attributes:
         kinds: The kind that all copies have there; None: any.
-        begins: [L+1] What a boundary takes beyond the relaxation's crossing of it, by the layer
-            that the stage begins with; none for the first stage.
+        alone: [L+1, K, K] What a boundary takes beyond the relaxation's crossing of it, by the
+            layer after it and the kinds before and after it.
+        together: The same where all copies cross it at once.
     """
 
     kinds: tuple[int | None, ...]
-    begins: tuple[Array, ...]
+    alone: Array
+    together: Array
 
 
 def priced(
@@ -115,7 +117,7 @@ class Priced:
             return own
         if pins.kinds[position - 1] not in (None, k):
             return np.full_like(own, np.inf)
-        into, out = self._extra(position, pins)
+        into, out = self._extra(position, pins, k)
         if not (into.any() or out.any()):
             return own
         r, (w, *rest) = self._relaxation, where
@@ -127,11 +129,17 @@ class Priced:
         added = own + out[end] / first
         return np.where(period <= last, added, np.inf)
 
-    def _extra(self, position: int, pins: Pins) -> tuple[Array, Array]:
+    def _extra(self, position: int, pins: Pins, k: int) -> tuple[Array, Array]:
         """[L+1] What the boundaries before and after a stage take beyond the relaxation's."""
-        none = np.zeros(self._relaxation.t.num_layers + 1)
-        before = pins.begins[position - 1] if position < len(pins.kinds) else none
-        return before, pins.begins[position - 2] if position > 1 else none
+        into = out = np.zeros(self._relaxation.t.num_layers + 1)
+        table = pins.alone if pins.kinds[position - 1] is None else pins.together
+        before = pins.kinds[position] if position < len(pins.kinds) else None
+        after = pins.kinds[position - 2] if position > 1 else None
+        if before is not None:
+            into = table[:, before, k]
+        if after is not None:
+            out = table[:, k, after]
+        return into, out
 
     def _stage(
         self, position: int, prices: Sequence[float], at: slice, long: slice, pins: Pins | None
@@ -227,7 +235,7 @@ class Priced:
             k, j = divmod(int(total.argmin()), self._width)
             taken.append(k)
             at = k, layer, layer + 1 + j
-            into, out = self._extra(position, pins) if pins else (nothing, nothing)
+            into, out = self._extra(position, pins, k) if pins else (nothing, nothing)
             fill += float(self._relaxation.cost[at] + out[at[2]])
             period = max(period, float(self._relaxation.period[at] + into[layer] + out[at[2]]))
             layer += 1 + j

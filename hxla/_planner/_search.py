@@ -365,8 +365,7 @@ class _Search:
         ]
 
         def urgency(num: int) -> tuple[float, float, int]:
-            visits = self._visits[num]
-            return visits, self._bounds[num] if visits else 0.0, self._promise[num]
+            return self._visits[num], self._bounds[num], self._promise[num]
 
         return min(left, key=urgency, default=None)
 
