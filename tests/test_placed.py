@@ -10,7 +10,7 @@ import pytest
 from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
 from hxla._core import _errors
 from hxla._planner import _placed, _propose, _search, _shared_links
-from hxla._planner._chain_tables import step_seconds, tables
+from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 
@@ -232,3 +232,50 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert len(ratios) > 90
     assert num_pinned > 30
     assert np.mean(np.array(ratios) < 1.02) > 0.8
+
+
+def like_layers(num_kinds, *, inside, num_devices=4):
+    """Four like layers on kinds that are alike, each a node; sums take long but inside a node."""
+    group = chains.Group(
+        kind="A",
+        num_devices=num_devices,
+        memory_bytes=1e9,
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+        update_seconds=(0.0,) * 4,
+        parameter_bytes=(1.0,) * 4,
+        stash_bytes=(1.0,) * 4,
+    )
+    return chains.Chain(
+        groups=(group,) * num_kinds,
+        num_microbatches=32,
+        output_bytes=(1.0,) * 4,
+        reduce_seconds=(8.0,) * num_kinds,
+        rings=chains.Rings(
+            inside_seconds=(inside,) * num_kinds, copies_inside=(num_devices,) * num_kinds
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count", "seconds"),
+    [
+        ([(0,)], 1, 0.0),
+        ([(0,)], 2, 4 * 0.5 * 0.1),  # of two copies half of what very many take
+        ([(0,)], 4, 4 * 0.75 * 0.1),
+        ([(0,), (1,)], 1, 4 * 0.5 * 8.0),  # of two kinds: between nodes
+        ([(0,), (1,)], 4, 4 * 0.875 * 8.0),
+    ],
+)
+def test_sums_of_few_copies_and_of_those_in_a_node_take_less(kinds, count, seconds):
+    t = tables(like_layers(2, inside=0.1))
+    sorts = [_placed.ReplicaSort(groups=own, count=count, num_microbatches=1) for own in kinds]
+    assert tail_seconds(t, (0,), sorts) == pytest.approx(seconds)
+
+
+def test_a_stage_on_each_node_is_found_where_sums_between_nodes_take_long():
+    found = _search.search({"only": like_layers(2, inside=0.1)})
+    best = found.ranked[0].staging
+    assert best.cuts == (0, 2)
+    assert {own.groups for own in best.replicas} <= {(0, 1), (1, 0)}
+    assert found.gap < 0.02
