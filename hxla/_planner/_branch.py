@@ -61,7 +61,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Node:
+class _BranchNode:
     """Plans whose boundaries and kinds lie within limits.
 
     Attributes:
@@ -127,7 +127,7 @@ class Branching:
         self._wanted = bound.num_microbatches * (1 - 1e-9)
         self._known = known
         self._available = np.array(t.num_devices)
-        self._nodes: list[tuple[float, int, _Node]] = []
+        self._nodes: list[tuple[float, int, _BranchNode]] = []
         self._made = 0
         self._parts: list[_Part] = []
         self._floors: list[float] = []  # of each part: no plan of it is faster
@@ -158,7 +158,8 @@ class Branching:
                 self._floors.append(0.0)
                 free = (_FREE,) * num_stages
                 self._push(
-                    math.inf, _Node(part=part, box=tuple(root), modes=free, prices=self.prices)
+                    math.inf,
+                    _BranchNode(part=part, box=tuple(root), modes=free, prices=self.prices),
                 )
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
@@ -207,7 +208,7 @@ class Branching:
                 floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
         return part.tail + floor * (1 - 1e-9)
 
-    def _raised(self, node: _Node, low: float, high: float) -> float:
+    def _raised(self, node: _BranchNode, low: float, high: float) -> float:
         """A greater time below which no plan is, between one that is known and another."""
         tail = self._tail_at(node)
         for _ in range(_MAX_HALVES):
@@ -288,7 +289,7 @@ class Branching:
             self._push(most, dataclasses.replace(node, box=new, prices=prices))
         return tried
 
-    def _disputed(self, node: _Node, shares: Sequence[tuple[float, _Column]]) -> int:
+    def _disputed(self, node: _BranchNode, shares: Sequence[tuple[float, _Column]]) -> int:
         """The position of which nothing is laid down, and about whose kind most disagree."""
         kinds = range(len(self._available))
 
@@ -299,7 +300,7 @@ class Branching:
         free = [i for i, mode in enumerate(node.modes) if mode == _FREE]
         return min(free, key=agreed)
 
-    def _spans(self, node: _Node) -> list[tuple[tuple[int, int], ...]]:
+    def _spans(self, node: _BranchNode) -> list[tuple[tuple[int, int], ...]]:
         """Per position from the end, the least spans of layers that its stage has one of."""
         layers = node.part.bound.t.num_layers
         nexts = [layers, *(low for low, _ in node.box)]
@@ -308,7 +309,7 @@ class Branching:
             for (low, high), after in zip(node.box, nexts, strict=False)
         ]
 
-    def _tail_at(self, node: _Node) -> float:
+    def _tail_at(self, node: _BranchNode) -> float:
         """The least tail of plans of a node."""
         part, num_kinds = node.part, len(self._available)
         if all(mode == _FREE for mode in node.modes):
@@ -330,21 +331,21 @@ class Branching:
         update = part.bound.least_tails(self._num)[1]
         return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
 
-    def _most_pure(self, node: _Node, ring: Array) -> float:
+    def _most_pure(self, node: _BranchNode, ring: Array) -> float:
         """The largest rings that stages of one kind would have if they were of several."""
         layers = node.part.bound.t.num_layers
         ends = [layers, *(high - 1 for _, high in node.box)]
         spans = zip(node.modes, node.box, ends, strict=False)
         return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != _MIXED)
 
-    def _least_at(self, node: _Node) -> float:
+    def _least_at(self, node: _BranchNode) -> float:
         """Of one cut whose stages are of one kind each: the best that like copies can do."""
         if not node.part.grid or min(node.modes) < 0:
             return 0.0
         bound = node.part.bound
         return like_seconds(bound.t, *_cut_of(node), bound.num_copies, self._num_microbatches)
 
-    def _enough_for_cards(self, node: _Node, left: float) -> bool:
+    def _enough_for_cards(self, node: _BranchNode, left: float) -> bool:
         """Whether all microbatches of a node of one cut might pass the cards in a time."""
         bound, num_kinds = node.part.bound, len(self._available)
         free = sum(mode < 0 for mode in node.modes)
@@ -354,7 +355,7 @@ class Branching:
         copies = bound.num_copies, self._copies_of(node)
         return enough_for_cards(bound.t, *_cut_of(node), copies, self._num_microbatches, left)
 
-    def _pins_of(self, node: _Node) -> Pins | None:
+    def _pins_of(self, node: _BranchNode) -> Pins | None:
         """What is laid down of a node's stages, for `Priced`."""
         if all(mode == _FREE for mode in node.modes):
             return None
@@ -372,22 +373,22 @@ class Branching:
         """Whether a cut may have a plan faster than `seconds`."""
         box = tuple((c, c + 1) for c in reversed(cuts))
         free = (_FREE,) * self._num
-        nodes = [_Node(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
+        nodes = [_BranchNode(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
         return any(self._solve(node, seconds - node.part.tail)[0] >= self._wanted for node in nodes)
 
-    def _push(self, most: float, node: _Node) -> None:
+    def _push(self, most: float, node: _BranchNode) -> None:
         if all(low < high for low, high in node.box) and self._copies_of(node):
             self._made += 1
             heapq.heappush(self._nodes, (-most, self._made, node))
 
-    def _copies_of(self, node: _Node) -> int:
+    def _copies_of(self, node: _BranchNode) -> int:
         """The most copies that the devices of stages of one kind allow (0: too few)."""
         pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
         most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
         return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
 
     def _solve(
-        self, node: _Node, left: float
+        self, node: _BranchNode, left: float
     ) -> tuple[float, float, list[float], list[tuple[float, _Column]]]:
         """What the best prices bound it by, its maximum, the prices, and the columns it uses."""
         part, box, prices = node.part, node.box, node.prices
@@ -428,7 +429,9 @@ class Branching:
             prices = [(a + b) / 2 for a, b in zip(at, map(float, dual), strict=True)]
         return best, most, at, shares
 
-    def _price(self, node: _Node, left: float, prices: list[float]) -> tuple[float, list[_Column]]:
+    def _price(
+        self, node: _BranchNode, left: float, prices: list[float]
+    ) -> tuple[float, list[_Column]]:
         """The greatest excess of a pipeline, and the pipelines of great excess."""
         top, new = -np.inf, []
         pins = self._pins_of(node)
@@ -456,7 +459,7 @@ class Branching:
         return top, new
 
 
-def _cut_of(node: _Node) -> tuple[list[int], list[int]]:
+def _cut_of(node: _BranchNode) -> tuple[list[int], list[int]]:
     """First layers, and what is laid down, stage by stage, of a node of one cut."""
     return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
 
