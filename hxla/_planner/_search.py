@@ -102,8 +102,8 @@ def search(
 
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
-        time_budget_seconds: Where it runs out, what is known by then is returned; but never before
-            there is a plan.
+        time_budget_seconds: Of the processor. Where they run out, what is known by then is
+            returned; but never before there is a plan.
         good_enough: Certified gap at which the search may end.
         can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
             for those that are.
