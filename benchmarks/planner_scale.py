@@ -6,8 +6,8 @@ Decoders of examples/gpt.py as shapes only: one of 0.35 billion parameters plann
 and those of 1.3 to 173 billion for 768. A third of the devices each are A100 with 80 GB, A100 with
 40 GB and V100 with 32 GB; speeds and links are those of data sheets. A batch has two sequences of
 2,048 tokens for each device, a microbatch one. Seconds are those that the processor spent, so that
-other work beside disturbs little; the search's own budget of time goes by the clock, and a plan
-whose search met it is marked. Writes benchmarks/results/planner_scale.json.
+other work beside disturbs little; so is the search's own budget of time, and a plan whose search
+met it is marked. Writes benchmarks/results/planner_scale.json.
 """
 
 import os

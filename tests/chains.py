@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from hxla._planner._chain import Chain, Group
+from hxla._planner._chain import Chain, Group, Rings
 
 
 def random_chain(rng, *, max_devices, max_layers, max_microbatches, max_kinds=3, tight=None):
@@ -43,6 +43,11 @@ def random_chain(rng, *, max_devices, max_layers, max_microbatches, max_kinds=3,
             )
         )
     linked = rng.random() < 0.7
+    rates = rng.uniform(0, 0.05, num_kinds)
+    rings = Rings(
+        inside_seconds=tuple(rates * rng.uniform(0, 1, num_kinds)),
+        copies_inside=tuple(map(int, rng.integers(1, 4, num_kinds))),
+    )
     matrix = lambda high: tuple(map(tuple, rng.uniform(0, high, (num_kinds, num_kinds))))  # noqa: E731
     return Chain(
         groups=tuple(groups),
@@ -51,7 +56,8 @@ def random_chain(rng, *, max_devices, max_layers, max_microbatches, max_kinds=3,
         workspace_bytes=float(rng.integers(0, 6)),
         send_seconds=matrix(0.05) if linked else (),
         send_latency_seconds=matrix(0.1) if linked else (),
-        reduce_seconds=tuple(rng.uniform(0, 0.05, num_kinds)) if linked else (),
+        reduce_seconds=tuple(rates) if linked else (),
+        rings=rings if linked and rng.random() < 0.7 else None,
         keeps_inputs=bool(rng.random() < 0.3),
     )
 
@@ -176,7 +182,8 @@ def best_deal(chain, spans, replicas, costs, m):
     tail = max(sum(groups[k].update_seconds[a:b]) for k, (a, b) in stages)
     if len(replicas) > 1 and chain.reduce_seconds:
         tail += max(
-            chain.reduce_seconds[k] * sum(groups[k].parameter_bytes[a:b]) for k, (a, b) in stages
+            sum_seconds(chain, own, span, len(replicas))
+            for own, span in zip(zip(*replicas, strict=True), spans, strict=True)
         )
     best = math.inf
     for inner in itertools.combinations(range(1, m), len(replicas) - 1):
@@ -188,6 +195,17 @@ def best_deal(chain, spans, replicas, costs, m):
             ]
             best = min(best, max(times) + tail)
     return best
+
+
+def sum_seconds(chain, kinds, span, num_copies):
+    """The sum over copies of a stage, by the kind of each; inside a node if there may be one."""
+    rates, part = chain.reduce_seconds, 1.0
+    if chain.rings:
+        part = (num_copies - 1) / num_copies
+        if len(set(kinds)) == 1 and num_copies <= chain.rings.copies_inside[kinds[0]]:
+            rates = np.minimum(rates, chain.rings.inside_seconds)
+    held = [sum(chain.groups[k].parameter_bytes[slice(*span)]) for k in kinds]
+    return part * max(rates[k] * num_bytes for k, num_bytes in zip(kinds, held, strict=True))
 
 
 def faults(chain, staging):

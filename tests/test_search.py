@@ -55,6 +55,10 @@ def test_plans_and_bounds_hold_against_exhaustive_search():
         if seed % 2:
             rates = rng.uniform(0, 0.3, len(chain.groups))
             chain = dataclasses.replace(chain, reduce_seconds=tuple(rates))
+            if chain.rings:
+                inside = tuple(rates * rng.uniform(0, 0.5, len(rates)))
+                rings = dataclasses.replace(chain.rings, inside_seconds=inside)
+                chain = dataclasses.replace(chain, rings=rings)
         best = chains.brute_search(chain)
         if best is None:
             with pytest.raises(_errors.PlanError):

@@ -126,17 +126,14 @@ class Bound:
         self._least = float(t.seconds[:, np.arange(t.num_layers), np.arange(1, t.num_layers + 1)]
                             .min(axis=0).sum())  # fmt: skip
         self._always_fits = np.array_equal(t.fits(1), t.fits(self.max_stages))
-        self._tail = t.reduce + t.update
+        self.num_copies = 2  # that plans of several have at least
         self._least_tail = 0.0  # of several replicas
+        self._known_tails: dict[int, tuple[Array, list[float]]] = {}
+        self._fastest = self._shares_of_work()
         self._classes: tuple[tuple[object, ...], Alive | None, list[Class]] | None = None
         layers = np.arange(t.num_layers)
         update = t.update[:, layers, layers + 1].min(axis=0)
         self._least_update = float(update.max()), float(update.sum())
-        own = self._tail.min(axis=0)
-        after = np.triu(np.ones(own.shape, bool), 1)
-        own = np.where(after, own, np.inf)
-        found = suffixes(self.max_stages, lambda _: own, np.maximum)
-        self._least_tails = [float(rest[0]) for rest, _ in found]
         self._work = work_bound(t, num_microbatches)
         self.floor = self._work + self.least_tails(self.max_stages)[1]
 
@@ -369,18 +366,18 @@ class Bound:
             cuts = (0,)
         if cuts is not None:
             ends = (*cuts[1:], t.num_layers)
-            cases = []
+            cases, reduce = [], t.least_reduce(self.num_copies)
             for kinds in subsets(t.num_kinds):
                 # Each kind has some stage, and each stage some kind.
                 least = []
-                for table in (t.reduce, t.update):
+                for table in (reduce, t.update):
                     own = np.array([[table[k, a, b] for a, b in zip(cuts, ends, strict=True)]
                                     for k in kinds])  # fmt: skip
                     least.append(max(float(own.min(axis=1).max()), float(own.min(axis=0).max())))
                 cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
             return cases
         update = max(self._least_update[0], self._least_update[1] / num_stages)
-        several = max(self._least_tail, self._least_tails[num_stages - 1], update)
+        several = max(self._least_tail, self._tails(self.num_copies)[1][num_stages - 1], update)
         return [(tuple(range(t.num_kinds)), several, update)]
 
     def least_tails(self, num_stages: int) -> tuple[float, float]:
@@ -388,36 +385,79 @@ class Bound:
         cases = self.tails(num_stages)
         return min(several for _, several, _ in cases), min(single for *_, single in cases)
 
-    def alone(self, num_stages: int, seconds: float) -> bool:
-        """Whether one replica of so many stages might run all microbatches in a time."""
-        left = seconds - self.least_tails(num_stages)[1]
+    def with_tail(self, seconds: float) -> "Bound":
+        """The same for plans of which several replicas are known to have a tail of so much."""
+        other = copy.copy(self)
+        other._least_tail = max(self._least_tail, seconds)
+        return other
+
+    def _tails(self, copies: int) -> tuple[Array, list[float]]:
+        """Of so many replicas, or more: [K, L+1, L+1] of a stage, and the least of any plan.
+
+        The latter by number of stages, of which the first is for one.
+        """
+        if copies not in self._known_tails:
+            tail = self.t.least_reduce(copies) + self.t.update
+            own = tail.min(axis=0)
+            own = np.where(np.triu(np.ones(own.shape, bool), 1), own, np.inf)
+            found = suffixes(self.max_stages, lambda _: own, np.maximum)
+            self._known_tails[copies] = tail, [float(rest[0]) for rest, _ in found]
+        return self._known_tails[copies]
+
+    def _shares_of_work(self) -> Array:
+        """[D] Of every device what part of a microbatch it can do in a second, at most.
+
+        Of a layer a device does a part of what the fastest for it does in the same time. So with
+        the work of a layer as its least seconds, no device does more work in a second than in its
+        best layer.
+        """
+        t, layers = self.t, np.arange(self.t.num_layers)
+        own = t.seconds[:, layers, layers + 1]
+        speed = (own.min(axis=0) / own).max(axis=1) / self._least
+        return np.cumsum(np.sort(np.repeat(speed, t.num_devices))[::-1])
+
+    def copies(self, num_stages: int, seconds: float) -> int:
+        """The fewest replicas of so many stages that might run all microbatches in a time."""
+        left = (seconds - self.least_tails(num_stages)[1]) * (1 + 1e-9)
+        if left <= 0:
+            return self._num
         period = max(self.relaxation.least_period(), self._least / num_stages)
-        return self._least + (self._num - 1) * period <= left * (1 + 1e-9)
+        most = math.floor(1 + (left - self._least) / period + 1e-9)
+        by_fill = math.ceil(self._num / most) if most > 0 else self._num
+        num_devices = int(np.searchsorted(self._fastest * left, self._num * (1 - 1e-9))) + 1
+        found = max(1, by_fill, math.ceil(num_devices / num_stages))
+        # Few numbers, each with tails of its own: those that a node holds count, else the share.
+        limits = (inside + 1 for inside in self.t.copies_inside)
+        return max(x for x in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, *limits) if x <= found)
 
     def _tail_of(self, num_stages: int, seconds: float) -> float:
         """The least tail of plans of so many stages that take no longer than a time."""
-        several, single = self.least_tails(num_stages)
-        one = sum(self.t.num_devices) < 2 * num_stages or self.alone(num_stages, seconds)
-        return single if one else several
+        least = self.least_tails(num_stages)[1]
+        copies = self.copies(num_stages, seconds)
+        if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
+            return least
+        return max(least, self._tails(copies)[1][num_stages - 1])
 
-    def limited(self, num_stages: int, seconds: float) -> "list[Bound]":
+    def limited(self, num_stages: int, seconds: float, most_parts: int = _TAILS) -> "list[Bound]":
         """Parts of the plans of so many stages that take less than a time, by the largest stage."""
-        low, single = self.least_tails(num_stages)
-        if self._tail_of(num_stages, seconds) == single:
+        copies = self.copies(num_stages, seconds)
+        if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return [self]
+        tail, low = self._tails(copies)[0], self._tail_of(num_stages, seconds)
         high = seconds - self._work
-        num = min(_TAILS, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
-        values = np.unique(self._tail[self.t.fits(1)])
+        num = min(most_parts, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
+        values = np.unique(tail[self.t.fits(1)])
         values = values[(values >= low * (1 - 1e-12)) & (values <= high * (1 + 1e-12))]
         parts = []
         for own in np.split(values, np.searchsorted(values, np.linspace(low, high, num + 1)[1:-1])):
             if len(own):
                 part = copy.copy(self)
-                is_less = self._tail <= own[-1] * (1 + 1e-12)
+                is_less = tail <= own[-1] * (1 + 1e-12)
                 state_bytes = np.where(is_less, self.t.state_bytes, np.inf)
                 part.t = dataclasses.replace(self.t, state_bytes=state_bytes)
                 part.relaxation = Relaxation(part.t, self._check)
                 part._classes = None
+                part.num_copies = copies
                 part._least_tail = float(own[0]) * (1 - 1e-12)
                 parts.append(part)
         return parts

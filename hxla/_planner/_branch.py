@@ -9,15 +9,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._bound import Alive, Bound
+from ._chain_tables import Array
+from ._one_cut import enough_for_cards, like_seconds
 from ._packing import fractional_packing
-from ._priced import Priced, priced
+from ._priced import Pins, Priced, priced
 from ._relaxed import Bands
 
 _RATIO = 1.003
 _MAX_INTERVALS = 200
 _MAX_PASSES = 40
 _NEW = 5  # columns of one pass
+_MAX_CHOICES = 1024  # of kinds, that are looked at one by one
+_MAX_HALVES, _CLOSE = 5, 1.005  # of a first look
+_GRID = 1.004  # ratio of periods where boundaries take more than the relaxation knows
+_FREE, _MIXED = -1, -2  # stages of which nothing is laid down, and those of several kinds
 Box = tuple[tuple[int, int], ...]
+Modes = tuple[int, ...]  # per position from the end: a kind that all copies have there, or these
 _FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
 
 
@@ -26,10 +33,12 @@ class _Column:
     """A relaxed pipeline."""
 
     cuts: tuple[int, ...]
+    kinds: tuple[int, ...]  # by position from the end
     used: tuple[int, ...]
     fill: float
     period: float
     most: int
+    modes: Modes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +49,32 @@ class _Part:
         bound: Of them.
         tail: That they have at least.
         priced: Their pipelines by period.
+        grid: The same for every period, where some stages' kinds are laid down.
         columns: Of all nodes.
     """
 
     bound: Bound
     tail: float
     priced: list[Priced]
+    grid: list[Priced]
     columns: list[_Column]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _BranchNode:
+    """Plans whose boundaries and kinds lie within limits.
+
+    Attributes:
+        part: That they belong to.
+        box: Per position from the end, the layers that its stage may begin with: from, up to.
+        modes: What is laid down of their kinds.
+        prices: To begin with.
+    """
+
+    part: _Part
+    box: Box
+    modes: Modes
+    prices: list[float]
 
 
 class Branching:
@@ -59,6 +87,11 @@ class Branching:
     not and the mixes of devices are few, `Bound.possible` looks closer: at whole microbatches.
     Where the programme's pipelines disagree about a boundary the box is parted there.
 
+    Where every kind of device is a node of its own, nodes are parted by kinds before: at a stage
+    all copies have one kind, or another, or several. Rings of stages of several kinds share the
+    cards of two nodes at least; between two stages of one kind each all copies send at once
+    (`Rings`). The bound is then one for plans on their devices.
+
     Args:
         bound: Of the chain.
         num_stages: Stages.
@@ -66,6 +99,7 @@ class Branching:
         known: What the bound knows of plans faster than that.
         prices: Of a device of each kind, to begin with.
         check: Called often; may raise.
+        is_rough: Whether plans are not parted by their largest stage.
 
     References:
         Barnhart et al., "Branch-and-Price: Column Generation for Solving Huge Integer Programs",
@@ -80,43 +114,60 @@ class Branching:
         known: Alive | None,
         prices: Sequence[float],
         check: Callable[[], None],
+        *,
+        is_rough: bool = False,
     ):
         t = bound.t
         self.prices = list(prices)
         self.least = math.inf
         self._num = num_stages
+        self._is_rough = is_rough
+        self._pins = t.shared is not None and num_stages > 1
         self._num_microbatches = bound.num_microbatches
         self._wanted = bound.num_microbatches * (1 - 1e-9)
         self._known = known
         self._available = np.array(t.num_devices)
-        self._nodes: list[tuple[float, int, Box, list[float], _Part]] = []
+        self._nodes: list[tuple[float, int, _BranchNode]] = []
         self._made = 0
         self._parts: list[_Part] = []
         self._floors: list[float] = []  # of each part: no plan of it is faster
-        for limited in bound.limited(num_stages, seconds):
+        parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
+        for limited in parts:
             r = limited.relaxation
-            boxes, own = [], []
+            boxes, own, grid = [], [], []
             for depth, most, first, last in limited.classes(
                 num_stages, seconds, known, _RATIO, _MAX_INTERVALS
             ):
                 own += priced(r, first, last, depth=depth, most=most, check=check)
                 boxes.append(r.bands(num_stages, float(last.max()), depth))
+                if self._pins and limited is not bound:
+                    # Of longer periods no plan runs two microbatches.
+                    low = r.least_period()
+                    num = math.ceil(math.log(max(seconds / low, 1.0)) / math.log(_GRID)) + 1
+                    ends = low * _GRID ** np.arange(num + 1)
+                    grid += priced(
+                        r, ends, np.append(ends[1:], np.inf), depth=depth, most=most, check=check
+                    )
             if boxes:
                 tail = self._tail(limited, own, seconds)
-                part = _Part(bound=limited, tail=tail, priced=own, columns=[])
+                part = _Part(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
                 root = [
                     (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
                 ]
                 self._parts.append(part)
                 self._floors.append(0.0)
-                self._push(math.inf, root, self.prices, part)
+                free = (_FREE,) * num_stages
+                self._push(
+                    math.inf,
+                    _BranchNode(part=part, box=tuple(root), modes=free, prices=self.prices),
+                )
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
         """The least tail of a plan: that of one replica only where one may do."""
         several, single = bound.least_tails(self._num)
         if int(self._available.sum()) < 2 * self._num:
             return single
-        if not bound.alone(self._num, seconds):
+        if bound.copies(self._num, seconds) > 1:
             return several
         one = [0.0] * bound.t.num_kinds
         left = np.full(self._num, seconds - single)
@@ -157,6 +208,20 @@ class Branching:
                 floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
         return part.tail + floor * (1 - 1e-9)
 
+    def _raised(self, node: _BranchNode, low: float, high: float) -> float:
+        """A greater time below which no plan is, between one that is known and another."""
+        tail = self._tail_at(node)
+        for _ in range(_MAX_HALVES):
+            if high <= low * _CLOSE:
+                break
+            middle = (low + high) / 2
+            is_enough = self._solve(node, middle - tail)[0] >= self._wanted
+            if is_enough and self._enough_for_cards(node, middle - tail):
+                high = middle
+            else:
+                low = middle
+        return low
+
     def step(self, seconds: float) -> list[tuple[int, ...]]:
         """Refute or part one node.
 
@@ -166,23 +231,34 @@ class Branching:
         Returns:
             Cuts that may have such a plan.
         """
-        before, _, box, prices, part = heapq.heappop(self._nodes)
-        upper, most, prices, shares = self._solve(part, box, seconds, prices)
+        before, _, node = heapq.heappop(self._nodes)
+        part, box = node.part, node.box
+        tail = self._tail_at(node)
+        upper, most, prices, shares = self._solve(node, seconds - tail)
         self.prices = prices
         is_refuted = upper < self._wanted
         if before == -math.inf:
             floor = seconds if is_refuted else self._floor(part, upper, prices)
+            if self._is_rough:
+                floor = self._raised(node, floor, seconds)
             self._floors[self._parts.index(part)] = floor
         if is_refuted:
             return []
         single = all(high - low == 1 for low, high in box)
         work = math.inf if single else _FEW
         stages = part.bound.stages(self._num, seconds, self._known, box, work=work)
-        if stages is not None and not part.bound.possible(stages, seconds):
+        bound = part.bound.with_tail(tail)
+        if stages is not None and not bound.possible(stages, seconds):
             return []
-        if single and stages is not None:
-            low = part.bound.floor
-            self.least = min(self.least, part.bound.least_seconds(stages, low, seconds))
+        if not self._enough_for_cards(node, seconds - tail):
+            return []
+        pinned = not part.grid or _FREE not in node.modes
+        if single and stages is not None and pinned:
+            low = max(part.bound.floor, self._least_at(node))
+            if low >= seconds:
+                return []
+            low = bound.least_seconds(stages, low, seconds)
+            self.least = min(self.least, self._raised(node, low, seconds) if part.grid else low)
             return [tuple(low for low, _ in reversed(box))]
         if not shares:
             self.least = 0.0
@@ -195,6 +271,12 @@ class Branching:
         middle = tuple(int(x) for x in np.rint(mean))
         tried = list(dict.fromkeys([*(column.cuts for _, column in shares[:2]), middle]))
         tried = [x for x in tried if all(a < b for a, b in itertools.pairwise(x))]
+        if not pinned:
+            at = self._disputed(node, shares)
+            for mode in (*range(len(self._available)), _MIXED):
+                modes = (*node.modes[:at], mode, *node.modes[at + 1 :])
+                self._push(most, dataclasses.replace(node, modes=modes, prices=prices))
+            return tried
         stage = int(spread.argmax())
         at = int(np.floor(mean[stage]))
         if spread[stage] < 1e-9:
@@ -203,35 +285,124 @@ class Branching:
             at = min(int(cuts[0][stage]), high - 2)
         low, high = box[-1 - stage]
         for half in ((low, at + 1), (at + 1, high)):
-            self._push(most, _narrowed(box, len(box) - 1 - stage, half), prices, part)
+            new = tuple(_narrowed(box, len(box) - 1 - stage, half))
+            self._push(most, dataclasses.replace(node, box=new, prices=prices))
         return tried
+
+    def _disputed(self, node: _BranchNode, shares: Sequence[tuple[float, _Column]]) -> int:
+        """The position of which nothing is laid down, and about whose kind most disagree."""
+        kinds = range(len(self._available))
+
+        def agreed(position: int) -> float:
+            each = [[y for y, c in shares if c.kinds[position] == k] for k in kinds]
+            return max(map(sum, each))
+
+        free = [i for i, mode in enumerate(node.modes) if mode == _FREE]
+        return min(free, key=agreed)
+
+    def _spans(self, node: _BranchNode) -> list[tuple[tuple[int, int], ...]]:
+        """Per position from the end, the least spans of layers that its stage has one of."""
+        layers = node.part.bound.t.num_layers
+        nexts = [layers, *(low for low, _ in node.box)]
+        return [
+            tuple((a, max(a + 1, after)) for a in range(low, high) if a < layers)
+            for (low, high), after in zip(node.box, nexts, strict=False)
+        ]
+
+    def _tail_at(self, node: _BranchNode) -> float:
+        """The least tail of plans of a node."""
+        part, num_kinds = node.part, len(self._available)
+        if all(mode == _FREE for mode in node.modes):
+            return part.tail
+        t, copies = part.bound.t, part.bound.num_copies
+        ring = t.card_sums * (1 - 1 / copies)
+        inside = t.least_reduce(copies)
+        pure, mixed = 0.0, []
+        for mode, spans in zip(node.modes, self._spans(node), strict=True):
+            if mode == _MIXED:
+                mixed.append(min(float(ring[span]) for span in spans))
+            elif mode != _FREE:
+                pure = max(pure, min(float(inside[mode][span]) for span in spans))
+        # A ring of several kinds passes two cards, and the largest ends with all of a card.
+        shared = max([0.0, *mixed, 2 / num_kinds * sum(mixed)])
+        if _FREE not in node.modes:
+            rest = float(ring[0, -1]) - self._most_pure(node, ring)
+            shared = max(shared, 2 / num_kinds * rest)
+        update = part.bound.least_tails(self._num)[1]
+        return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
+
+    def _most_pure(self, node: _BranchNode, ring: Array) -> float:
+        """The largest rings that stages of one kind would have if they were of several."""
+        layers = node.part.bound.t.num_layers
+        ends = [layers, *(high - 1 for _, high in node.box)]
+        spans = zip(node.modes, node.box, ends, strict=False)
+        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != _MIXED)
+
+    def _least_at(self, node: _BranchNode) -> float:
+        """Of one cut whose stages are of one kind each: the best that like copies can do."""
+        if not node.part.grid or min(node.modes) < 0:
+            return 0.0
+        bound = node.part.bound
+        return like_seconds(bound.t, *_cut_of(node), bound.num_copies, self._num_microbatches)
+
+    def _enough_for_cards(self, node: _BranchNode, left: float) -> bool:
+        """Whether all microbatches of a node of one cut might pass the cards in a time."""
+        bound, num_kinds = node.part.bound, len(self._available)
+        free = sum(mode < 0 for mode in node.modes)
+        single = all(high - low == 1 for low, high in node.box)
+        if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
+            return True
+        copies = bound.num_copies, self._copies_of(node)
+        return enough_for_cards(bound.t, *_cut_of(node), copies, self._num_microbatches, left)
+
+    def _pins_of(self, node: _BranchNode) -> Pins | None:
+        """What is laid down of a node's stages, for `Priced`."""
+        if all(mode == _FREE for mode in node.modes):
+            return None
+        bound = node.part.bound
+        t, crossed = bound.t, bound.relaxation.cross[:, None, None]
+        assert t.shared is not None
+        alone = t.cross[:, :-1, :-1]
+        return Pins(
+            kinds=tuple(mode if mode >= 0 else None for mode in node.modes),
+            alone=np.maximum(alone - crossed, 0.0),
+            together=np.maximum(np.maximum(alone, bound.num_copies * t.shared) - crossed, 0.0),
+        )
 
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
-        box = [(c, c + 1) for c in reversed(cuts)]
-        uppers = (self._solve(part, box, seconds, self.prices)[0] for part in self._parts)
-        return any(upper >= self._wanted for upper in uppers)
+        box = tuple((c, c + 1) for c in reversed(cuts))
+        free = (_FREE,) * self._num
+        nodes = [_BranchNode(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
+        return any(self._solve(node, seconds - node.part.tail)[0] >= self._wanted for node in nodes)
 
-    def _push(self, most: float, box: Bands, prices: list[float], part: _Part) -> None:
-        if all(low < high for low, high in box):
+    def _push(self, most: float, node: _BranchNode) -> None:
+        if all(low < high for low, high in node.box) and self._copies_of(node):
             self._made += 1
-            heapq.heappush(self._nodes, (-most, self._made, tuple(box), prices, part))
+            heapq.heappush(self._nodes, (-most, self._made, node))
+
+    def _copies_of(self, node: _BranchNode) -> int:
+        """The most copies that the devices of stages of one kind allow (0: too few)."""
+        pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
+        most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
+        return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
 
     def _solve(
-        self, part: _Part, box: Bands, seconds: float, prices: list[float]
+        self, node: _BranchNode, left: float
     ) -> tuple[float, float, list[float], list[tuple[float, _Column]]]:
         """What the best prices bound it by, its maximum, the prices, and the columns it uses."""
-        left = seconds - part.tail
-        wanted, replicas = self._wanted, int(self._available.sum()) // self._num
+        part, box, prices = node.part, node.box, node.prices
+        wanted, replicas = self._wanted, self._copies_of(node)
         mine = [
             column
             for column in part.columns
-            if all(a <= c < b for c, (a, b) in zip(reversed(column.cuts), box, strict=True))
+            if column.modes == node.modes
+            and all(a <= c < b for c, (a, b) in zip(reversed(column.cuts), box, strict=True))
         ]
         best, at, most = np.inf, prices, 0.0
         shares: list[tuple[float, _Column]] = []
         for _ in range(_MAX_PASSES):
-            top, new = self._price(part, box, left, prices)
+            top, new = self._price(node, left, prices)
             upper = float(np.dot(prices, self._available)) + replicas * max(0.0, top)
             if upper < best:
                 best, at = upper, prices
@@ -259,24 +430,38 @@ class Branching:
         return best, most, at, shares
 
     def _price(
-        self, part: _Part, box: Bands, left: float, prices: list[float]
+        self, node: _BranchNode, left: float, prices: list[float]
     ) -> tuple[float, list[_Column]]:
         """The greatest excess of a pipeline, and the pipelines of great excess."""
         top, new = -np.inf, []
-        for own in part.priced:
+        pins = self._pins_of(node)
+        for own in node.part.grid if pins else node.part.priced:
             worth = own.most - self._num * min(prices)
             if worth <= max(0.0, top):
                 continue
-            rests = own.rests(self._num, prices, box)
+            rests = own.rests(self._num, prices, node.box, pins)
             excess = np.minimum(1 + left / own.first - rests[-1][:, 0], worth)
             top = max(top, float(excess.max()))
             for w in np.argsort(-excess, kind="stable")[:_NEW]:
                 if excess[w] > -np.inf:
-                    cuts, used, fill, period = own.pipeline(int(w), rests, prices)
+                    cuts, kinds, fill, period = own.pipeline(int(w), rests, prices, pins)
                     new.append(
-                        _Column(cuts=cuts, used=used, fill=fill, period=period, most=own.most)
+                        _Column(
+                            cuts=cuts,
+                            kinds=kinds,
+                            used=tuple(kinds.count(k) for k in range(len(prices))),
+                            fill=fill,
+                            period=period,
+                            most=own.most,
+                            modes=node.modes,
+                        )
                     )
         return top, new
+
+
+def _cut_of(node: _BranchNode) -> tuple[list[int], list[int]]:
+    """First layers, and what is laid down, stage by stage, of a node of one cut."""
+    return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
 
 
 def _narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:

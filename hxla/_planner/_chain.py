@@ -32,6 +32,32 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rings:
+    """What sums over copies of a stage take as rings over the links that they pass.
+
+    A ring's reduce-scatter and all-gather send `2 (n - 1) / n` of the bytes of a stage of n copies,
+    so that rates are those of very many copies and n of them take `(n - 1) / n` of it.
+
+    Attributes:
+        inside_seconds: Per group, seconds per byte of gradient where all copies of a stage are in
+            one node.
+        copies_inside: Per group, the most copies of a stage that one node holds.
+        card_seconds: `card_seconds[a][b]`: seconds per byte, of each of the copies that all send
+            at once from group a to group b, where every group is a node of its own; else none.
+        card_sum_seconds: There, seconds per byte of gradient that a card is busy with the ring of a
+            stage of very many copies in several nodes.
+
+    References:
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69, 2009, section 3.
+    """
+
+    inside_seconds: tuple[float, ...]
+    copies_inside: tuple[int, ...]
+    card_seconds: tuple[tuple[float, ...], ...] = ()
+    card_sum_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
     """A chain of layers and the devices that may hold its stages.
 
@@ -49,6 +75,8 @@ class Chain:
         send_latency_seconds: The same for the latency of one message.
         reduce_seconds: Per group, seconds per byte of gradient of the reduction over replicas
             (0: not counted).
+        rings: What of that falls to few copies, or to those in one node; None: it is the same for
+            all, as where it was measured.
     """
 
     groups: tuple[Group, ...]
@@ -60,6 +88,7 @@ class Chain:
     send_seconds: tuple[tuple[float, ...], ...] = ()
     send_latency_seconds: tuple[tuple[float, ...], ...] = ()
     reduce_seconds: tuple[float, ...] = ()
+    rings: Rings | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,15 @@ class Tables:
     Attributes:
         seconds: [K, L+1, L+1] `seconds[k, l, e]`: forward and backward of layers l to e - 1.
         update: [K, L+1, L+1] Their optimizer update.
-        reduce: [K, L+1, L+1] The reduction of their gradients over replicas.
+        reduce: [K, L+1, L+1] The reduction of their gradients over very many replicas, not all of
+            them in one node.
+        reduce_inside: [K, L+1, L+1] The same where all are in one node.
+        copies_inside: [K] The most copies of a stage that one node holds; none: the reduction is
+            the same for any number.
+        shared: [L+1, K, K] `shared[l, b, a]`: what `cross[l, b, a]` is at least for each copy that
+            sends at once, where every kind is a node of its own; None: some is not.
+        card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
+            copies in several nodes.
         state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
             what a backward makes again.
         stash_bytes: [K, L+1, L+1] What one microbatch in flight keeps.
@@ -37,6 +45,10 @@ class Tables:
     seconds: Array
     update: Array
     reduce: Array
+    reduce_inside: Array
+    copies_inside: tuple[int, ...]
+    shared: Array | None
+    card_sums: Array
     state_bytes: Array
     stash_bytes: Array
     cross: Array
@@ -52,6 +64,16 @@ class Tables:
     def num_kinds(self) -> int:
         """Kinds of devices."""
         return len(self.num_devices)
+
+    def least_reduce(self, num_copies: int) -> Array:
+        """[K, L+1, L+1] The least reduction over so many replicas, or more (0: a single one)."""
+        if num_copies < 2:
+            return np.zeros_like(self.reduce)
+        if not self.copies_inside:
+            return self.reduce
+        inside = num_copies <= np.array(self.copies_inside)
+        own = np.where(inside[:, None, None], self.reduce_inside, self.reduce)
+        return own * (1 - 1 / num_copies)
 
     def fits(self, depth: int) -> Array:
         """[K, L+1, L+1] Whether a stage fits its device with `depth` microbatches in flight."""
@@ -76,12 +98,18 @@ def tables(chain: Chain) -> Tables:
 
     parameters = spans([g.parameter_bytes for g in chain.groups])
     rates = np.array(chain.reduce_seconds or [0.0] * num_kinds)
+    inside = np.array(chain.rings.inside_seconds) if chain.rings else rates
     zero = np.zeros((num_kinds, num_kinds))
     rate = np.array(chain.send_seconds) if chain.send_seconds else zero
     latency = np.array(chain.send_latency_seconds) if chain.send_latency_seconds else zero
     cross = np.zeros((num_layers + 1, num_kinds + 1, num_kinds + 1))
     sent = np.array(chain.output_bytes)[:-1, None, None]
     cross[1:-1, :-1, :-1] = (latency + latency.T) + sent * (rate + rate.T)
+    shared = None
+    if chain.rings and chain.rings.card_seconds:
+        card = np.array(chain.rings.card_seconds)
+        shared = np.zeros((num_layers + 1, num_kinds, num_kinds))
+        shared[1:-1] = sent * (card + card.T)
     state = chain.state_factor * parameters + chain.workspace_bytes
     stash = spans([g.stash_bytes for g in chain.groups])
     if chain.keeps_inputs:
@@ -94,6 +122,10 @@ def tables(chain: Chain) -> Tables:
         ),
         update=spans([g.update_seconds for g in chain.groups]),
         reduce=parameters * rates[:, None, None],
+        reduce_inside=parameters * np.minimum(rates, inside)[:, None, None],
+        copies_inside=chain.rings.copies_inside if chain.rings else (),
+        shared=shared,
+        card_sums=parameters.min(axis=0) * (chain.rings.card_sum_seconds if chain.rings else 0.0),
         state_bytes=state,
         stash_bytes=stash,
         cross=cross,
@@ -129,15 +161,35 @@ def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tu
     return float(fill), float(max(busy[i] + edges[i] + edges[i + 1] for i in range(num)))
 
 
+def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> list[float]:
+    """Of each stage the reduction of its gradients over replicas (none for a single one).
+
+    A ring of one kind of devices, of which a node holds so many, is counted as one in that node:
+    where a plan has no places it is not known to leave it.
+    """
+    ends, num = (*cuts[1:], t.num_layers), sum(r.count for r in replicas)
+    if num < 2:
+        return [0.0] * len(cuts)
+    found = []
+    for i, (a, b) in enumerate(zip(cuts, ends, strict=True)):
+        kinds = {r.groups[i] for r in replicas if r.count}
+        own = max(float(t.reduce[k, a, b]) for k in kinds)
+        if t.copies_inside:
+            (kind, *others) = kinds
+            if not others and num <= t.copies_inside[kind]:
+                own = float(t.reduce_inside[kind, a, b])
+            own *= 1 - 1 / num
+        found.append(own)
+    return found
+
+
 def tail_seconds(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
-    """Slowest reduction of gradients (none for a single replica) and slowest optimizer update."""
+    """Slowest reduction of gradients and slowest optimizer update."""
     ends = (*cuts[1:], t.num_layers)
     stages = [
         (k, a, b) for r in replicas for k, a, b in zip(r.groups, cuts, ends, strict=True) if r.count
     ]
-    several = sum(r.count for r in replicas) > 1
-    reduce = max(t.reduce[s] for s in stages) if several else 0.0
-    return float(reduce + max(t.update[s] for s in stages))
+    return max(reductions(t, cuts, replicas)) + float(max(t.update[s] for s in stages))
 
 
 def step_seconds(chain: Chain, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> float:
@@ -177,6 +229,12 @@ def _faults(chain: Chain) -> Iterator[str]:
         rows += [(f"{name}[{i}]", row, len(groups), "groups") for i, row in enumerate(matrix)]
     if chain.reduce_seconds:
         rows.append(("reduce_seconds", chain.reduce_seconds, len(groups), "groups"))
+    if chain.rings:
+        rings = chain.rings
+        rows.append(("rings.inside_seconds", rings.inside_seconds, len(groups), "groups"))
+        rows.append(("rings.copies_inside", rings.copies_inside, len(groups), "groups"))
+        cards = enumerate(rings.card_seconds)
+        rows += [(f"rings.card_seconds[{i}]", own, len(groups), "groups") for i, own in cards]
     for where, row, num, what in rows:
         if len(row) != num:
             yield f"{where} has {len(row)} values for {num} {what}: give one for each"

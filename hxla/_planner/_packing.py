@@ -53,7 +53,7 @@ def best_packing(
 
 
 def fractional_packing(
-    used: Array, value: Array, available: Sequence[int], *, whole: bool = True
+    used: Array, value: Array, available: Sequence[float], *, whole: bool = True
 ) -> tuple[Array, Array, float]:
     """The same with fractions: counts, price of a device of each kind, and the maximum.
 

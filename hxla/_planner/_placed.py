@@ -6,17 +6,27 @@ transfers which share nothing. Here the devices stay, and the rest follows their
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from .._cluster._cluster import Cluster
 from ._chain import Chain, ReplicaSort, Staging
-from ._chain_tables import Tables, fill_and_period, tail_seconds
+from ._chain_tables import Tables, fill_and_period, tables, tail_seconds
 from ._counts import best_counts
-from ._shared_links import Copies, Traffic, shared_fill_and_period, shared_step_seconds, traffic_of
+from ._shared_links import (
+    Copies,
+    Ranks,
+    Traffic,
+    placements,
+    shared_fill_and_period,
+    shared_step_seconds,
+    traffic_of,
+)
 
-_TRANSFERS = 20_000  # that are looked at: a plan on many devices is tried less often
+_NEAR = 1.02  # times the best plan known: a descent may overtake it
+_TRANSFERS = 5_000  # that are looked at: a plan on many devices is tried less often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,58 @@ class PlacedStaging:
     copies: Copies
     traffic: Traffic
     step_seconds: float
+
+
+class Placer:
+    """Plans that a search finds on the devices where they share network cards least.
+
+    Args:
+        chains: Alternative to chain.
+        places: Alternative to the groups of devices of every kind.
+        cluster: That the ranks are of.
+        reduce_factor: As for `traffic_of`.
+    """
+
+    def __init__(
+        self,
+        *,
+        chains: Mapping[Any, Chain],
+        places: Mapping[Any, Sequence[Sequence[Ranks]]],
+        cluster: Cluster,
+        reduce_factor: float,
+    ):
+        self.known: dict[tuple[Any, Staging], PlacedStaging] = {}
+        self._chains = chains
+        self._places = places
+        self._cluster = cluster
+        self._factor = reduce_factor
+        self._tables: dict[Any, Tables] = {}
+
+    def place(self, key: Any, staging: Staging, fastest: float) -> Staging:
+        """The plan on its devices, with the counts and cut that suit its transfers.
+
+        Args:
+            key: Alternative.
+            staging: Without places.
+            fastest: Seconds of the best plan known: one that is far from it is not bettered.
+        """
+        chain, cluster = self._chains[key], self._cluster
+        if key not in self._tables:
+            self._tables[key] = tables(chain)
+        t = self._tables[key]
+        best: PlacedStaging | None = None
+        for copies in placements(staging, self._places[key], cluster):
+            own = placed(chain, t, staging, copies, cluster, reduce_factor=self._factor)
+            if best is None or own.step_seconds < best.step_seconds * (1 - 1e-9):
+                best = own
+                if best.step_seconds == staging.step_seconds:
+                    break  # no other placement is faster
+        assert best is not None
+        if staging.step_seconds < best.step_seconds < fastest * _NEAR:
+            best = improved(chain, t, best, cluster, reduce_factor=self._factor)
+        found = dataclasses.replace(best.staging, step_seconds=best.step_seconds)
+        self.known[key, found] = dataclasses.replace(best, staging=found)
+        return found
 
 
 def placed(

@@ -1,11 +1,28 @@
 """Relaxed pipelines at prices per device: one pass serves every number of stages and every mix."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ._chain_tables import Array
 from ._relaxed import Bands, Relaxation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pins:
+    """What is laid down of the stages of a plan, by position from the end.
+
+    Attributes:
+        kinds: The kind that all copies have there; None: any.
+        alone: [L+1, K, K] What a boundary takes beyond the relaxation's crossing of it, by the
+            layer after it and the kinds before and after it.
+        together: The same where all copies cross it at once.
+    """
+
+    kinds: tuple[int | None, ...]
+    alone: Array
+    together: Array
 
 
 def priced(
@@ -58,6 +75,7 @@ class Priced:
     ):
         t = relaxation.t
         self.first = first
+        self.last = last
         self.most = most
         self._relaxation = relaxation
         self._depth = depth
@@ -90,23 +108,66 @@ class Priced:
             self._limits[depth] = np.where(fits, 0.0, np.inf), width
         return self._limits[depth]
 
-    def _stage(self, position: int, prices: Sequence[float], at: slice, long: slice) -> Array:
+    def _pinned(
+        self, position: int, pins: Pins | None, k: int, where: tuple[slice | int, ...]
+    ) -> Array:
+        """[W, at, long] Of one kind: fill / period, infinite where that is not allowed."""
+        own = self._base[k][where]
+        if pins is None:
+            return own
+        if pins.kinds[position - 1] not in (None, k):
+            return np.full_like(own, np.inf)
+        into, out = self._extra(position, pins, k)
+        if not (into.any() or out.any()):
+            return own
+        r, (w, *rest) = self._relaxation, where
+        start, end = (np.broadcast_to(x, self._there.shape)[tuple(rest)] for x in self._at)
+        period = r.period[k][start, end] + into[start] + out[end]
+        first, last = (np.asarray(x[w])[..., None, None] for x in (self.first, self.last))
+        if isinstance(rest[0], int):
+            first, last = first[..., 0], last[..., 0]
+        added = own + out[end] / first
+        return np.where(period <= last, added, np.inf)
+
+    def _extra(self, position: int, pins: Pins, k: int) -> tuple[Array, Array]:
+        """[L+1] What the boundaries before and after a stage take beyond the relaxation's."""
+        into = out = np.zeros(self._relaxation.t.num_layers + 1)
+        table = pins.alone if pins.kinds[position - 1] is None else pins.together
+        before = pins.kinds[position] if position < len(pins.kinds) else None
+        after = pins.kinds[position - 2] if position > 1 else None
+        if before is not None:
+            into = table[:, before, k]
+        if after is not None:
+            out = table[:, k, after]
+        return into, out
+
+    def _stage(
+        self, position: int, prices: Sequence[float], at: slice, long: slice, pins: Pins | None
+    ) -> Array:
         """[W, at, long] The least of all kinds."""
         limit, _ = self._limit(position)
         found: Array | None = None
         for k, price in enumerate(prices):
-            own = self._base[k][:, at, long] + (limit[k, at, long] + price)
+            own = self._pinned(position, pins, k, (slice(None), at, long))
+            own = own + (limit[k, at, long] + price)
             found = own if found is None else np.minimum(found, own, out=found)
         assert found is not None
         return found
 
-    def rests(self, num: int, prices: Sequence[float], bands: Bands | None = None) -> list[Array]:
+    def rests(
+        self,
+        num: int,
+        prices: Sequence[float],
+        bands: Bands | None = None,
+        pins: Pins | None = None,
+    ) -> list[Array]:
         """Per position from the end (0: none), [W, L+1+J] the least fill / period + prices.
 
         Args:
             num: Positions.
             prices: [K]
             bands: Per position from the end the layers its stage may begin with, from, up to.
+            pins: What else is laid down; only together with bands.
         """
         layers, width = self._relaxation.t.num_layers, self._width
         rest = np.full((len(self.first), layers + 1 + width), np.inf)
@@ -114,7 +175,7 @@ class Priced:
         rests = [rest]
         low_end, high_end = layers, layers + 1
         whole = slice(0, layers), slice(0, width)
-        shared = self._stage(1, prices, *whole) if self._same and bands is None else None
+        shared = self._stage(1, prices, *whole, None) if self._same and bands is None else None
         for position in range(1, num + 1):
             self._check()
             low, high = (0, layers) if bands is None else bands[position - 1]
@@ -125,7 +186,7 @@ class Priced:
             if long > short:
                 own = shared
                 if own is None:
-                    own = self._stage(position, prices, slice(low, high), slice(short, long))
+                    own = self._stage(position, prices, slice(low, high), slice(short, long), pins)
                 ends = np.lib.stride_tricks.sliding_window_view(rest, long - short, axis=1)
                 after = ends[:, low + 1 + short : high + 1 + short]
                 here[:, low:high] = (own + after).min(axis=2)
@@ -150,25 +211,32 @@ class Priced:
         return np.minimum(1 + seconds[None] / self.first[:, None] - found, worth)
 
     def pipeline(
-        self, interval: int, rests: Sequence[Array], prices: Sequence[float]
+        self,
+        interval: int,
+        rests: Sequence[Array],
+        prices: Sequence[float],
+        pins: Pins | None = None,
     ) -> tuple[tuple[int, ...], tuple[int, ...], float, float]:
-        """Cuts, devices of each kind, fill and period of the pipeline behind `rests`."""
+        """Cuts, kinds from the last stage on, fill and period of the pipeline behind `rests`."""
         kinds, layer, fill, period = len(prices), 0, 0.0, 0.0
-        cuts, used = [], [0] * kinds
+        cuts, taken = [], []
+        nothing = np.zeros(self._relaxation.t.num_layers + 1)
         for position in reversed(range(1, len(rests))):
             cuts.append(layer)
             limit, _ = self._limit(position)
             after = rests[position - 1][interval, layer + 1 : layer + 1 + self._width]
             total = np.array(
                 [
-                    self._base[k][interval, layer] + limit[k, layer] + prices[k] + after
+                    self._pinned(position, pins, k, (interval, layer, slice(None)))
+                    + (limit[k, layer] + prices[k] + after)
                     for k in range(kinds)
                 ]
             )
             k, j = divmod(int(total.argmin()), self._width)
-            used[k] += 1
+            taken.append(k)
             at = k, layer, layer + 1 + j
-            fill += float(self._relaxation.cost[at])
-            period = max(period, float(self._relaxation.period[at]))
+            into, out = self._extra(position, pins, k) if pins else (nothing, nothing)
+            fill += float(self._relaxation.cost[at] + out[at[2]])
+            period = max(period, float(self._relaxation.period[at] + into[layer] + out[at[2]]))
             layer += 1 + j
-        return tuple(cuts), tuple(used), fill, period
+        return tuple(cuts), tuple(reversed(taken)), fill, period

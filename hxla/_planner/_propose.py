@@ -1,8 +1,10 @@
 """From a described cluster and a profiled chain to the planner's numbers, and back to devices."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from .._cluster._cluster import Cluster, Link
 from .._core._errors import PlanError
@@ -10,13 +12,13 @@ from .._core._format import num_bytes
 from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
 from .._profile._profile import LayerSize, Profile, Setting, together_key
 from .._schedule._replay import Timeline
-from ._chain import UNBOUNDED, Chain, Group, Staging
-from ._chain_tables import Tables, tables
+from ._chain import UNBOUNDED, Chain, Group, Rings, Staging
+from ._chain_tables import step_seconds
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
-from ._placed import PlacedStaging, improved, placed
+from ._placed import PlacedStaging, Placer
 from ._search import Found, search
-from ._shared_links import Copies, Ranks, placements
+from ._shared_links import Copies, Ranks
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
@@ -126,7 +128,16 @@ def propose(
         fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
         return fits and num_stages <= (max_stages or num_stages)
 
-    found = search(chains, time_budget_seconds=time_budget_seconds, can_run=can_run)
+    where = Placer(
+        chains=chains,
+        places=places,
+        cluster=cluster,
+        # A sum that was measured is not predicted.
+        reduce_factor=work.reduce_factor if _measured_sum(cluster, profile) is None else 0.0,
+    )
+    found = search(
+        chains, time_budget_seconds=time_budget_seconds, can_run=can_run, place=where.place
+    )
     ranked = [f for f in found.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
     if not ranked:
         raise PlanError(
@@ -140,12 +151,15 @@ def propose(
             f"{better.description} would take {better.step_seconds:.4g} s, but leaves devices out "
             "that have been started"
         )
-    shared = _with_shared_links(work, ranked, chains, places, cluster, profile)
-    best, staging = shared[0].found, shared[0].found.staging
-    reasons += _about_cards(shared[0], ranked[0])
-    copies = shared[0].placed.copies
-    cost = staging_cost(chains[best.alternative], staging, shared[0].placed.traffic)
-    replicas, counts, devices = _placed(work, best, cost, copies, cluster, profile, reasons)
+    best, staging = ranked[0], ranked[0].staging
+    if (best.alternative, staging) not in where.known:
+        staging = where.place(best.alternative, staging, 0.0)
+        best = dataclasses.replace(best, staging=staging)
+    there = where.known[best.alternative, staging]
+    chain = chains[best.alternative]
+    reasons += _about_cards(chain, there)
+    cost = staging_cost(chain, staging, there.traffic)
+    replicas, counts, devices = _placed(work, best, cost, there.copies, cluster, profile, reasons)
     idle = sorted(set(range(len(cluster.devices))) - {d.rank for d in devices})
     if idle:
         reasons.append(f"devices {idle} have no part: with them the step would not be shorter")
@@ -154,9 +168,7 @@ def propose(
         reasons.append("the search ran out of time: the bound holds, a longer search may find more")
     reasons += [f"{which}: {why}" for which, why in found.infeasible.items()]
     firsts = itertools.accumulate((r.count for r in staging.replicas), initial=0)
-    origins = [id(own.origin) for own in shared]
-    others = [_runner_up(own.found, own.step_seconds) for own in shared[1:]]
-    others += [_runner_up(f) for f in found.ranked if id(f) not in origins]
+    others = [_runner_up(f) for f in found.ranked if f.staging is not ranked[0].staging]
     return (
         Proposal(
             alternative=best.alternative,
@@ -165,7 +177,7 @@ def propose(
             cuts=staging.cuts,
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
-                closed_form_seconds=shared[0].step_seconds,
+                closed_form_seconds=staging.step_seconds,
                 bound_seconds=found.bound_seconds,
                 devices=devices,
             ),
@@ -176,76 +188,15 @@ def propose(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Shared:
-    """A plan that the search found, as it is where its transfers share network cards."""
-
-    origin: Found
-    placed: PlacedStaging
-
-    @property
-    def found(self) -> Found:
-        """The plan with the counts and the cut that suit its transfers."""
-        return dataclasses.replace(self.origin, staging=self.placed.staging)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the closed formula."""
-        return self.placed.step_seconds
-
-
-def _with_shared_links(
-    work: ChainWork,
-    ranked: Sequence[Found],
-    chains: Mapping[Alternative, Chain],
-    places: Mapping[Alternative, Sequence[Sequence[Ranks]]],
-    cluster: Cluster,
-    profile: Profile | None,
-) -> list[_Shared]:
-    """The plans that may be the fastest where transfers at once share cards, the fastest first.
-
-    Sharing makes no plan faster, so those that are slower without it need not be looked at.
-    """
-    factor = 0.0 if _measured_sum(cluster, profile) is not None else work.reduce_factor
-    known: dict[Alternative, Tables] = {}
-    out: list[_Shared] = []
-    for found in ranked:
-        if out and found.staging.step_seconds >= min(own.step_seconds for own in out):
-            break
-        chain = chains[found.alternative]
-        if found.alternative not in known:
-            known[found.alternative] = tables(chain)
-        best: PlacedStaging | None = None
-        t = known[found.alternative]
-        for copies in placements(found.staging, places[found.alternative], cluster):
-            own = placed(chain, t, found.staging, copies, cluster, reduce_factor=factor)
-            if best is None or own.step_seconds < best.step_seconds * (1 - 1e-9):
-                best = own
-                if best.step_seconds == found.staging.step_seconds:
-                    break  # no other placement is faster
-        assert best is not None
-        if best.step_seconds > found.staging.step_seconds:
-            best = improved(chain, t, best, cluster, reduce_factor=factor)
-        out.append(_Shared(origin=found, placed=best))
-    return sorted(out, key=lambda own: own.step_seconds)
-
-
-def _about_cards(best: _Shared, first: Found) -> list[str]:
-    """What sharing network cards changed."""
-    reasons = []
-    if best.step_seconds > best.found.staging.step_seconds:
-        reasons.append(
-            "transfers at the same time share their nodes' network cards: "
-            f"{best.step_seconds:.4g} s, {best.found.staging.step_seconds:.4g} s if each had its "
-            "own; the bound is for the latter"
-        )
-    if best.origin is not first:
-        other = _runner_up(first)
-        reasons.append(
-            f"{other.description} would be faster, {other.step_seconds:.4g} s, if its transfers "
-            "shared no network card"
-        )
-    return reasons
+def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
+    """What sharing network cards costs a plan."""
+    alone = step_seconds(chain, there.staging.cuts, there.staging.replicas)
+    if there.step_seconds <= alone * (1 + 1e-9):
+        return []
+    return [
+        "transfers at the same time share their nodes' network cards: "
+        f"{there.step_seconds:.4g} s, {alone:.4g} s if each had its own"
+    ]
 
 
 def _measured_sum(cluster: Cluster, profile: Profile | None) -> float | None:
@@ -260,7 +211,7 @@ def _about_sums(
 ) -> list[str]:
     """Which algorithm suits the largest sum over copies by the slowest link's figures."""
     ranks = tuple(itertools.chain(*replicas))
-    link = _slowest_link(cluster, ranks, ranks, [])
+    link = _slowest_link(cluster, ranks)
     if len(replicas) == 1 or link is None:
         return []
     smallest = min(size for size, tensor in work.sizes if tensor == 1)
@@ -314,11 +265,11 @@ def _placed(
     return tuple(replicas), tuple(counts), tuple(out)
 
 
-def _runner_up(found: Found, step_seconds: float | None = None) -> RunnerUp:
+def _runner_up(found: Found) -> RunnerUp:
     stages = len(found.staging.cuts)
     parts = [f"{r.count} x {r.num_microbatches} microbatches" for r in found.staging.replicas]
     words = f"{found.alternative}, {stages} stage{'s' * (stages > 1)}, {', '.join(parts)}"
-    return RunnerUp(description=words, step_seconds=step_seconds or found.staging.step_seconds)
+    return RunnerUp(description=words, step_seconds=found.staging.step_seconds)
 
 
 def _kinds(cluster: Cluster, tensor: int) -> dict[str, list[Ranks]]:
@@ -384,12 +335,26 @@ def _chain(
             )
         )
     leaders = [[group[0] for group in own] for own in kinds.values()]
-    links = [[_slowest_link(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
+    links = [[_links(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
+    slowest = [
+        [min((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
+    ]
     measured = _measured_sum(cluster, profile)
     if measured is not None and len(cluster.devices) > 1:
         reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
-    per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in links]
-    slowest = max(map(max, per_byte))
+    per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in slowest]
+
+    def sum_seconds(links: Iterable[Link]) -> float:
+        """Per byte: a ring's reduce-scatter and all-gather of many devices, over the best link."""
+        return 2 * work.reduce_factor / max(map(_rate, links), default=math.inf)
+
+    cards = _card_seconds(cluster, leaders, key.tensor)
+    in_node = [sum_seconds(x for x, within in rows[a] if within) for a, rows in enumerate(links)]
+    beyond = [  # to another node or kind
+        sum_seconds(x for b, row in enumerate(rows) for x, within in row if b != a or not within)
+        for a, rows in enumerate(links)
+    ]
+    beyond = [own or within for own, within in zip(beyond, in_node, strict=True)]
     # Each device of a group sends and keeps its part of a boundary, and gathers the others'.
     send_seconds = tuple(
         tuple(own + gather for own, gather in zip(row, gathers, strict=True)) for row in per_byte
@@ -403,25 +368,63 @@ def _chain(
         keeps_inputs=key.recompute,
         send_seconds=send_seconds,
         send_latency_seconds=tuple(
-            tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in links
+            tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in slowest
         ),
-        # Twice over the slowest link: a ring's reduce-scatter and all-gather with many devices.
-        reduce_seconds=(
-            2 * work.reduce_factor * slowest if measured is None else measured / whole_bytes,
+        reduce_seconds=tuple(beyond)
+        if measured is None
+        else (measured / whole_bytes,) * len(groups),
+        rings=Rings(
+            inside_seconds=tuple(in_node),
+            card_seconds=cards,
+            card_sum_seconds=2 * work.reduce_factor * min(itertools.chain(*cards), default=0.0),
+            copies_inside=tuple(
+                max(collections.Counter(cluster.devices[r].node for r in own).values())
+                for own in leaders
+            ),
         )
-        * len(groups),
+        if measured is None
+        else None,
     )
 
 
-def _slowest_link(
+def _card_seconds(
+    cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
+) -> tuple[tuple[float, ...], ...]:
+    """What a byte of each copy takes where all send at once; none if a kind is no node alone."""
+    nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
+    alone = [min(own) for own in nodes if len(own) == 1]
+    if len(set(alone)) < len(nodes) or len(nodes) < 2:
+        return ()
+    cards = [cluster.network_card(node) for node in alone]
+    seconds = [tensor / card.bytes_per_second if card else 0.0 for card in cards]
+    return tuple(
+        tuple(max(seconds[i], seconds[j]) for j in range(len(seconds))) for i in range(len(seconds))
+    )
+
+
+def _slowest_link(cluster: Cluster, ranks: Sequence[int]) -> Link | None:
+    """Between any two of some devices."""
+    found = _links(cluster, ranks, ranks, [])
+    return min((link for link, _ in found), key=_rate, default=None)
+
+
+def _rate(link: Link) -> float:
+    return link.bytes_per_second
+
+
+def _links(
     cluster: Cluster, a: Sequence[int], b: Sequence[int], reasons: list[str], num_at_once: int = 1
-) -> Link | None:
-    """Between any device of one group and any other of another, so many transfers at once."""
+) -> list[tuple[Link, bool]]:
+    """Between devices of one group and others of another, so many transfers at once.
+
+    Returns:
+        The links between their nodes, and whether they are inside of one.
+    """
     by_node: dict[int, list[int]] = {}
     for rank in dict.fromkeys((*a, *b)):
         by_node.setdefault(cluster.devices[rank].node, []).append(rank)
     cards_of = {node: cluster.network_card(node) for node in by_node}
-    found = []
+    found: dict[tuple[int, float, bool], Link] = {}  # large clusters have many of few sorts
     for i, j in itertools.product(
         dict.fromkeys(cluster.devices[r].node for r in a),
         dict.fromkeys(cluster.devices[r].node for r in b),
@@ -437,5 +440,8 @@ def _slowest_link(
             cards = [cards_of[node] for node in (i, j) if i != j]
             shares = [card.bytes_per_second / num_at_once for card in cards if card is not None]
             least = min((link.bytes_per_second, *shares))
-            found.append(link.model_copy(update={"bytes_per_second": least}))
-    return min(found, key=lambda link: link.bytes_per_second, default=None)
+            found.setdefault((id(link), least, i == j), link)
+    return [
+        (link.model_copy(update={"bytes_per_second": least}), within)
+        for (_, least, within), link in found.items()
+    ]

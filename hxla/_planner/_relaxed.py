@@ -48,6 +48,7 @@ class Relaxation:
         if pairs.any():
             cross = t.cross[:, :kinds, :kinds][:, pairs].min(axis=1)
         after = np.triu(np.ones((size, size), bool), 1)
+        self.cross = cross
         self.cost = np.where(after, t.seconds + cross[None, None, :], np.inf)
         self.period = np.where(after, t.seconds + cross[None, :, None] + cross[None, None, :], 0.0)
         # Periods of stages that fit at all.

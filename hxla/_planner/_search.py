@@ -26,11 +26,14 @@ from ._cuts import (
     pure_periods,
 )
 from ._deadline import Deadline, OutOfTime
+from ._like_copies import like_copies
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
-_LEVELS = (1.05, 1.1, 1.3)
-_ROUGHLY = 0.02  # gap that all of a search comes to before any of it comes to less
+_LEVELS = (1.05, 1.1, 1.15, 1.2, 1.3)
+_ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
+_ALIKE = 6  # plans of like copies that are placed, of each chain
+_FINER = 0.2  # of the time: as much is spent on less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
 _ROUGH = 1.01
@@ -85,6 +88,7 @@ def search(
     time_budget_seconds: float = 10.0,
     good_enough: float = 0.005,
     can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
+    place: Callable[[Any, Staging, float], Staging] = lambda key, staging, best: staging,
 ) -> Searched:
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
@@ -98,11 +102,13 @@ def search(
 
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
-        time_budget_seconds: Where it runs out, what is known by then is returned; but never before
-            there is a plan.
+        time_budget_seconds: Of the processor. Where they run out, what is known by then is
+            returned; but never before there is a plan.
         good_enough: Certified gap at which the search may end.
         can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
             for those that are.
+        place: Of an alternative, a plan and the seconds of the best plan known, what the plan is
+            where transfers share what the chain does not know of: never faster.
 
     Returns:
         Plans, the bound, and whether time ran out. Without that the result depends on the input
@@ -122,7 +128,9 @@ def search(
     deadline = Deadline(time_budget_seconds)
     goal = _Goal(max(good_enough, _ROUGHLY))
     searches = {
-        key: _Search(chain, goal, deadline, functools.partial(can_run, key))
+        key: _Search(
+            chain, goal, deadline, functools.partial(can_run, key), functools.partial(place, key)
+        )
         for key, chain in chains.items()
     }
     infeasible: dict[Any, str] = {}
@@ -130,6 +138,7 @@ def search(
         _run(searches, infeasible, goal, deadline)
         if good_enough < goal.good_enough:
             goal.good_enough = good_enough
+            deadline.limit(_FINER * time_budget_seconds)
             _refine([s for key, s in searches.items() if key not in infeasible])
         exhausted = False
     except OutOfTime:
@@ -157,11 +166,13 @@ class _Goal:
 
     Attributes:
         good_enough: Gap at which the search may end.
-        fastest: Seconds of the best plan known.
+        fastest: Seconds of the best plan known, as far as bounds know what a plan costs.
+        placed: Seconds of the best plan on its devices.
     """
 
     good_enough: float
     fastest: float = math.inf
+    placed: float = math.inf
 
     @property
     def worthwhile(self) -> float:
@@ -203,9 +214,15 @@ class _Search:
     """One chain: the best plan known and the bound for each number of stages."""
 
     def __init__(
-        self, chain: Chain, goal: _Goal, deadline: Deadline, can_run: Callable[[int], bool]
+        self,
+        chain: Chain,
+        goal: _Goal,
+        deadline: Deadline,
+        can_run: Callable[[int], bool],
+        place: Callable[[Staging, float], Staging],
     ):
         self.chain = chain
+        self._place = place
         t = tables(chain)
         wanted = [num for num in range(1, most_stages(t) + 1) if can_run(num)]
         most = max(wanted, default=None)
@@ -265,6 +282,9 @@ class _Search:
         for i, num in enumerate(self._order):
             if i < num_tried or not self.plans:
                 self._first_plan(num)
+        alike = like_copies(self._t, self._num, self.bound.max_stages, self._check)
+        for plan in sorted(alike, key=lambda plan: plan.step_seconds)[:_ALIKE]:
+            self._keep(plan)
         stages = [] if self.plans else roomiest_pipeline(self.chain)
         if stages and all(stage.lack_bytes <= 0 for stage in stages):
             self._try_cuts([tuple(stage.layers[0] for stage in stages)])
@@ -345,8 +365,7 @@ class _Search:
         ]
 
         def urgency(num: int) -> tuple[float, float, int]:
-            visits = self._visits[num]
-            return visits, self._bounds[num] if visits else 0.0, self._promise[num]
+            return self._visits[num], self._bounds[num], self._promise[num]
 
         return min(left, key=urgency, default=None)
 
@@ -374,16 +393,20 @@ class _Search:
 
     def _branch(self, num: int, num_nodes: int) -> None:
         """Part the cuts of so many stages, and try those that may have a better plan."""
-        if num not in self._branchings:
-            self._branchings[num] = Branching(
+        is_rough = num_nodes == _NODES[0]  # a first look, of which all numbers of stages get one
+        branching = self._branchings.get(num)
+        if branching is None:
+            branching = Branching(
                 self.bound,
                 num,
                 self._goal.worthwhile,
                 self._known.get(num),
                 self._prices,
                 self._check,
+                is_rough=is_rough,
             )
-        branching = self._branchings[num]
+            if not is_rough:
+                self._branchings[num] = branching
         for _ in range(num_nodes + branching.num_roots):
             if not branching.num_open:
                 break
@@ -457,7 +480,14 @@ class _Search:
     def _keep(self, plan: Staging) -> None:
         """Keep a plan that is wanted and the best of its number of stages."""
         num = len(plan.cuts)
-        known = self.plans.get(num)
-        if num in self._bounds and (known is None or plan.step_seconds < known.step_seconds):
-            self.plans[num] = plan
-            self._goal.fastest = min(self._goal.fastest, plan.step_seconds)
+        best = self.plans[num].step_seconds if num in self.plans else math.inf
+        if num in self._bounds and plan.step_seconds < best:
+            # Sharing makes no plan faster, so one that is slower without it need not be placed.
+            may_be_best = plan.step_seconds < self._goal.placed
+            placed = self._place(plan, self._goal.placed) if may_be_best else plan
+            # A bound that knows of no cards cannot be held against what they cost.
+            own = placed if self._t.shared is not None else plan
+            self._goal.fastest = min(self._goal.fastest, own.step_seconds)
+            if placed.step_seconds < best:
+                self.plans[num] = placed
+                self._goal.placed = min(self._goal.placed, placed.step_seconds)

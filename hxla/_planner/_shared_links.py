@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from .._cluster._cluster import Cluster
 from .._cluster._transfers import Send, ring_transfers, transfer_seconds
 from ._chain import Chain, Staging
-from ._chain_tables import Tables
+from ._chain_tables import Tables, reductions
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of each stage
@@ -207,14 +207,11 @@ def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
         traffic: Of the staging.
     """
     cuts, ends = staging.cuts, (*staging.cuts[1:], t.num_layers)
-    slowest = reduce = update = 0.0
-    several = sum(replica.count for replica in staging.replicas) > 1
+    slowest = update = 0.0
     for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
-        stages = list(zip(replica.groups, cuts, ends, strict=True))
         fill, period = shared_fill_and_period(t, cuts, replica.groups, one_way)
         slowest = max(slowest, fill + (replica.num_microbatches - 1) * period)
+        stages = zip(replica.groups, cuts, ends, strict=True)
         update = max(update, *(float(t.update[s]) for s in stages))
-        if several:
-            least = zip(stages, traffic.reduction_seconds, strict=True)
-            reduce = max(reduce, *(max(float(t.reduce[s]), own) for s, own in least))
-    return slowest + reduce + update
+    least = reductions(t, cuts, staging.replicas)
+    return slowest + max(*least, *traffic.reduction_seconds) + update

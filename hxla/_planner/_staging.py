@@ -12,7 +12,7 @@ from .._schedule._blocking_replay import blocking_replay
 from .._schedule._replay import Timeline
 from .._schedule._schedules import one_f_one_b
 from ._chain import UNBOUNDED, Chain, Staging
-from ._chain_tables import tables
+from ._chain_tables import reductions, tables
 from ._shared_links import Traffic
 
 
@@ -69,16 +69,17 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
         )
         for replica, own, sent in zip(staging.replicas, stages, least_sent, strict=True)
     )
-    several = sum(replica.count for replica in staging.replicas) > 1
-    reductions = [
-        max(least, *(float(t.reduce[s]) for s in like)) if several else 0.0
-        for least, like in zip(least_reduced, zip(*stages, strict=True), strict=True)
+    summed = [
+        max(least, own)
+        for least, own in zip(
+            least_reduced, reductions(t, staging.cuts, staging.replicas), strict=True
+        )
     ]
     # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
     step = max(
         done + reduction + float(t.update[s])
         for timeline, own in zip(timelines, stages, strict=True)
-        for done, reduction, s in zip(timeline.finish_seconds, reductions, own, strict=True)
+        for done, reduction, s in zip(timeline.finish_seconds, summed, own, strict=True)
     )
     costs = []
     for replica, timeline, own in zip(staging.replicas, timelines, stages, strict=True):
@@ -97,7 +98,7 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
                     capacity_bytes=t.memory[s[0]] if t.memory[s[0]] < UNBOUNDED else 0.0,
                 )
                 for i, (busy, reduction, s) in enumerate(
-                    zip(timeline.busy_seconds, reductions, own, strict=True)
+                    zip(timeline.busy_seconds, summed, own, strict=True)
                 )
             )
         )

@@ -79,12 +79,17 @@ class _State:
         self._owed = [0] * schedule.num_stages  # transfers to send before a stage goes on
         self._computed: set[Need] = set()
         self._received: set[Need] = set()
-        self._waited_for = {
-            need
-            for stage, row in enumerate(self._rows)
-            for op in row
-            if (need := self._need(stage, op)) is not None and need[0] != stage
-        }
+        self._waited_for: set[Need] = set()
+        self._near = [{stage} for stage in range(schedule.num_stages)]  # that wait for one another
+        for stage, row in enumerate(self._rows):
+            for op in row:
+                need = self._need(stage, op)
+                if need is not None and need[0] != stage:
+                    self._waited_for.add(need)
+                    self._near[stage].add(need[0])
+                    self._near[need[0]].add(stage)
+        self._choices: list[Choice | None] = [None] * schedule.num_stages
+        self._changed = set(range(schedule.num_stages))
 
     def _need(self, stage: int, op: Action) -> Need | None:
         return needs(op, stage, self._schedule.num_stages, self._schedule.num_chunks)
@@ -105,8 +110,10 @@ class _State:
 
     def choices(self) -> list[Choice]:
         """What could happen next, of each stage."""
-        found = (self._choice(stage) for stage in range(len(self._rows)))
-        return [choice for choice in found if choice is not None]
+        for stage in self._changed:
+            self._choices[stage] = self._choice(stage)
+        self._changed = set()
+        return [choice for choice in self._choices if choice is not None]
 
     def _choice(self, stage: int) -> Choice | None:
         if self._position[stage] == len(self._rows[stage]):
@@ -125,12 +132,14 @@ class _State:
         self._computed.add((stage, op))
         self._owed[stage] += (stage, op) in self._waited_for
         self._position[stage] += 1
+        self._changed |= self._near[stage]
 
     def receive(self, stage: int, op: Action, source: int, end: float) -> None:
         """A stage has received what its next operation waits for."""
         self._free[stage] = self._free[source] = end
         self._owed[source] -= 1
         self._received.add((stage, op))
+        self._changed |= self._near[stage] | self._near[source]
 
     def waiting(self) -> list[Action]:
         """Of each stage that is not done what it would do next."""

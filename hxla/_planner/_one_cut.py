@@ -1,0 +1,104 @@
+"""Plans of one cut where every kind of device is a node: what the nodes' cards let them do."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ._chain import ReplicaSort
+from ._chain_tables import Tables, tail_seconds
+from ._packing import fractional_packing
+
+
+def like_seconds(
+    t: Tables, cuts: Sequence[int], groups: Sequence[int], least_copies: int, num_microbatches: int
+) -> float:
+    """The least time of copies that have the same kinds, as many as there are devices for.
+
+    Args:
+        t: Of the chain.
+        cuts: First layer of each stage.
+        groups: The kind of each stage.
+        least_copies: Fewer are not asked for.
+        num_microbatches: Of a global batch.
+    """
+    most = min(int(n) // groups.count(k) for k, n in enumerate(t.num_devices) if k in groups)
+    best = math.inf
+    for copies in range(least_copies, most + 1):
+        fill, period = _times(t, cuts, groups, [copies] * (len(cuts) - 1))
+        sorts = [ReplicaSort(groups=tuple(groups), count=copies, num_microbatches=1)]
+        seconds = fill + (math.ceil(num_microbatches / copies) - 1) * period
+        best = min(best, seconds + tail_seconds(t, cuts, sorts))
+    return best * (1 - 1e-9)
+
+
+def enough_for_cards(
+    t: Tables,
+    cuts: Sequence[int],
+    modes: Sequence[int],
+    copies: tuple[int, int],
+    num_microbatches: int,
+    seconds: float,
+) -> bool:
+    """Whether all microbatches might pass the cards on their way in a time.
+
+    Copies that cross a boundary the same way share a card, so that c of them with m microbatches
+    each are held up by it for m c times what one microbatch of one takes, in all for no longer than
+    the time there is. A linear programme over every choice of kinds.
+
+    Args:
+        t: Of the chain.
+        cuts: First layer of each stage.
+        modes: The kind that all copies have at a stage; below 0: several kinds, or any.
+        copies: How many there are at least and at most.
+        num_microbatches: Of a global batch.
+        seconds: That pipelines may take.
+    """
+    assert t.shared is not None
+    kinds = range(t.num_kinds)
+    ways = [
+        (i, a, b)
+        for i, (a, b) in itertools.product(range(1, len(cuts)), itertools.permutations(kinds, 2))
+        if t.shared[cuts[i], a, b] > 0
+    ]
+    at_once = [copies[0] if min(pair) >= 0 else 1 for pair in itertools.pairwise(modes)]
+    used, value = [], []
+    for groups in _choices(t, modes):
+        fill, period = _times(t, cuts, groups, at_once)
+        most = min(1 + (seconds - fill) / period * (1 + 1e-9), num_microbatches)
+        if most >= 1:
+            crossed = [groups[i - 1 : i + 1] == (a, b) for i, a, b in ways]
+            used.append([*(groups.count(k) for k in kinds), 1, *(most * x for x in crossed)])
+            value.append(most)
+    if not used:
+        return False
+    room = [seconds / float(t.shared[cuts[i], a, b]) * (1 + 1e-9) for i, a, b in ways]
+    available = [*map(float, t.num_devices), float(copies[1]), *room]
+    upper = fractional_packing(np.array(used), np.array(value), available, whole=False)[2]
+    return upper >= num_microbatches * (1 - 1e-9)
+
+
+def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every kind of every stage that is allowed."""
+    return itertools.product(*((mode,) if mode >= 0 else range(t.num_kinds) for mode in modes))
+
+
+def _times(
+    t: Tables, cuts: Sequence[int], groups: Sequence[int], at_once: Sequence[int]
+) -> tuple[float, float]:
+    """Fill and period of a copy, so many of which cross each boundary at once."""
+    assert t.shared is not None
+    ends = (*cuts[1:], t.num_layers)
+    crossed = zip(cuts[1:], itertools.pairwise(groups), at_once, strict=True)
+    edges = [0.0, *(_crossing(t, cut, a, b, num) for cut, (a, b), num in crossed), 0.0]
+    busy = [float(t.seconds[s]) for s in zip(groups, cuts, ends, strict=True)]
+    period = max(own + edges[i] + edges[i + 1] for i, own in enumerate(busy))
+    return sum(busy) + sum(edges), period
+
+
+def _crossing(t: Tables, cut: int, a: int, b: int, num: int) -> float:
+    """What crossing a boundary takes each of so many copies at least."""
+    assert t.shared is not None
+    alone = float(t.cross[cut, a, b])
+    return alone if a == b else max(alone, num * float(t.shared[cut, a, b]))
