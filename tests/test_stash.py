@@ -202,15 +202,6 @@ def test_what_cannot_wait_on_the_host_is_refused():
         (refusal({"memory": {"offload": {"stash": "tape"}}}), "'device' or 'host'"),
         (refusal({"memory": {"offload": {"stahs": "host"}}}), "stahs"),
         (
-            refusal(
-                {"memory": {"offload": {"stash": "host"}}},
-                four,
-                mesh={"tensor": 4},
-                rules="decoder",
-            ),
-            "memory.offload.stash='host': copies of the model are cut by tensor",
-        ),
-        (
             refusal({"memory": {"offload": {"stash": "host"}}}, four, stages=2),
             "memory.offload.stash='host': copies of the model are cut by stage",
         ),
