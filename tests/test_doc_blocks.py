@@ -50,6 +50,7 @@ FILES = {
     "memory": ("", as_config),
     "precision": ("", as_config),
     "job": ("", read_live_jobs),
+    "device": ("name = 'x'\n", hxla.load_cluster),
 }
 
 
