@@ -12,6 +12,7 @@ nothing, and they are written to the folder of `--folder` only.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -174,22 +175,10 @@ def dispatch(result: Any) -> list[Row]:
     ]
 
 
-def prediction(result: Any) -> list[Row]:
+def prediction(result: Any, of: str) -> list[Row]:
     return [
         (
-            f"{row['model']} on cores of {row['cluster']}: predicted beside measured step",
-            f"{row['predicted_seconds']} s",
-            f"{row['measured_seconds']} s",
-            f"{row['error']:+.1%}",
-        )
-        for row in result["rows"]
-    ]
-
-
-def prediction_forms(result: Any) -> list[Row]:
-    return [
-        (
-            f"{row['form']} on cores of {row['cluster']}: predicted beside measured step",
+            f"{row[of]} on cores of {row['cluster']}: predicted beside measured step",
             f"{row['predicted_seconds']} s",
             f"{row['measured_seconds']} s",
             f"{row['error']:+.1%}",
@@ -290,13 +279,13 @@ PARTS = (
         name="prediction",
         options=["--clusters", "1.0-0.5", "--models", "bert"],
         quick=["--clusters", "1.0", "--models", "conv", "--chunk", "8"],
-        rows=prediction,
+        rows=functools.partial(prediction, of="model"),
     ),
     Part(
         name="prediction_forms",
         options=["--forms", "zero 3", "split", "pipeline", "--meshes", "1.0-0.5"],
         quick=["--forms", "zero 3", "--meshes", "1.0-0.5", "--chunk", "8"],
-        rows=prediction_forms,
+        rows=functools.partial(prediction, of="form"),
     ),
     Part(
         name="collectives",

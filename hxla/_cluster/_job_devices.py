@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from .._core._errors import MeshError
 from .._jax import _local_clients
-from .._jax._local_clients import process_of
+from .._jax._local_clients import is_here, process_of
 from . import _nvml
 from ._cluster import Cluster, Device, Node
 
@@ -109,7 +109,7 @@ def _check_described(cluster: Cluster, devices: Sequence[jax.Device], ranks: Seq
         )
     for i, device in zip(ranks, devices, strict=True):
         described = cluster.devices[i]
-        if _local_clients.is_local() and process_of(device) != jax.process_index():
+        if _local_clients.is_local() and not is_here(device):
             continue  # a processor stands for it here
         # Without a driver JAX falls back on the processor.
         if (described.kind == "cpu") != (device.platform == "cpu"):
@@ -173,7 +173,7 @@ def job_cluster(
             platform.node(),
         ]
         for rank, device in enumerate(devices)
-        if device is not None and process_of(device) == jax.process_index()
+        if device is not None and is_here(device)
     }
     told: dict[str, list[Any]] = {}
     for text in gather("devices", json.dumps(own)):

@@ -60,6 +60,11 @@ def process_of(device: jax.Device) -> int:
     return int(device.process_index)
 
 
+def is_here(device: jax.Device) -> bool:
+    """Whether this process has a device."""
+    return process_of(device) == jax.process_index()
+
+
 def _alone(make: Callable[[], Any]) -> Any:
     """A client that is made as if no job had been joined."""
     state = _distributed.global_state

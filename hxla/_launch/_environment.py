@@ -119,8 +119,8 @@ def process_environment(
         LaunchError: If fewer cards are visible than are described.
     """
     env = dict(os.environ)
-    kinds = [own.kind for own in devices]
-    if are_unlike(kinds):
+    is_unlike = are_unlike(own.kind for own in devices)
+    if is_unlike:
         env[LOCAL_CLIENTS_VARIABLE] = "1"
     env |= {
         "HXLA_LAUNCHER_PID": str(os.getpid()),
@@ -149,7 +149,7 @@ def process_environment(
         for key, value in _KEEP_MEMORY.items():
             env.setdefault(key, value)
     else:
-        if are_unlike(kinds):  # the processor's backend is that through which processes meet
+        if is_unlike:  # the processor's backend is that through which processes meet
             env["JAX_PLATFORMS"] = f"cpu,{_PLATFORMS[library_of(device.kind)]}"
         visible = env.get("CUDA_VISIBLE_DEVICES")
         cards = visible.split(",") if visible else None
@@ -163,7 +163,7 @@ def process_environment(
         env.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_of(kind))
         mixed = len({d.kind for d in devices if d.kind != "cpu"}) > 1
         wanted = _GPU_FLAGS + (_MIXED_GPU_FLAGS if mixed else ())
-        wanted += patient if are_unlike(kinds) else ()
+        wanted += patient if is_unlike else ()
         for key, value in _MIXED_GPU_NCCL.items() if mixed else ():
             env.setdefault(key, value)
     added = [flag for flag in wanted if flag.split("=")[0] not in flags]

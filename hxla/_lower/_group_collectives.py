@@ -50,6 +50,25 @@ class GroupCollectives:
         self.under_way = [smallest(own.values()) for own in gathered]
         return [{self._trained[t]: x for t, x in own.items()} for own in gathered]
 
+    def add_group(self, k: int, values: Sequence[Sequence[Any]], before: Any) -> Any:
+        """See `Reducer.add_group`; what it gives to the next wave."""
+        self.wait()
+        found, self.under_way = self.reducer.add_group(k, values, before)
+        return found
+
+    def sum_group(
+        self,
+        k: int,
+        values: Sequence[Sequence[Any]],
+        totals: Sequence[list[jax.Array]],
+        before: Any = None,
+    ) -> None:
+        """See `Reducer.sum_group`; each local copy's totals are put behind those it has."""
+        self.wait()
+        self.under_way = self.reducer.sum_group(k, values, before)
+        for own, new in zip(totals, self.under_way, strict=True):
+            own += new
+
     def whole(self, held: Sequence[Held]) -> list[list[jax.Array]]:
         """All parameters whole on each local copy; every process calls this."""
         found = [list(own.params) for own in held]

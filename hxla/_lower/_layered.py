@@ -124,13 +124,9 @@ class Layered:
                 # No name may hold what is taken: it would be there while the next part runs.
                 before = waiting.pop(g, None)
                 if wave + 1 < self._num_waves:
-                    added = self._reducer.add_group(g, self._taken(g, running), before)
-                    waiting[g], self._collectives.under_way = added
-                    continue
-                new = self._reducer.sum_group(g, self._taken(g, running), before)
-                for own_totals, own_new in zip(totals, new, strict=True):
-                    own_totals += own_new
-                self._collectives.under_way = new
+                    waiting[g] = self._collectives.add_group(g, self._taken(g, running), before)
+                else:
+                    self._collectives.sum_group(g, self._taken(g, running), totals, before)
         ends = [runner.end(own) for runner, own in zip(self._runners, running, strict=True)]
         return [sums for sums, _ in ends], totals
 
@@ -160,8 +156,7 @@ class Layered:
         return range(num * wave // self._num_waves, num * (wave + 1) // self._num_waves)
 
     def _taken(self, k: int, running: Sequence[Running]) -> list[list[Any]]:
-        """The sums of a group, which are given up, when a collective may run."""
-        self.wait()
+        """The sums of a group, which are given up."""
         _, packs = self._groups[k]
         values = [[own.values[k] for k in packs] for own in running]
         for own in running:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from ._own_update import Gather
 from ._padding import Padding, StatePadding
 from ._per_kind import compile_all, first_of_kind, for_others, named_texts, orders_of, text_of
 from ._pipeline import Pipeline
-from ._replica import Replica
+from ._replica import Replica, device_bytes
 from ._runners import Runner, microbatches, param_groups, pipeline_spec, segmented
 from ._segment_part import last_packs, segmented_spec
 from ._segmented import Segmented
@@ -342,28 +341,27 @@ class Programs:
     @property
     def state_bytes(self) -> int:
         """Of one device between steps, of the state that waits there."""
-        placement, most = self.plan.placement, 0
-        for i in range(len(self.reducer.local)):
-            params, aux, opt_state = self._shapes(i)
-            own = self._own_state
-            leaves = [*params, *aux, *jax.tree.leaves(opt_state)]
-            first = len(params) + len(aux)
-            here = [
-                x
-                for k, x in enumerate(leaves)
-                if own is None
-                or own.is_common[k]
-                or (placement.optimizer if k >= first else placement.parameters) == "device"
-            ]
-            shapes = [x.sharding.shard_shape(x.shape) for x in here]
-            sizes = [x.dtype.itemsize for x in here]
-            most = max(most, sum(math.prod(s) * n for s, n in zip(shapes, sizes, strict=True)))
-        return most
+        each = range(len(self.reducer.local))
+        return max(sum(map(device_bytes, self._state_on_device(i))) for i in each)
+
+    def _state_on_device(self, i: int) -> list[Any]:
+        """The shapes of a local replica's state that is not on a host or a disk."""
+        own, placement = self._own_state, self.plan.placement
+        params, aux, opt_state = self._shapes(i)
+        state = jax.tree.leaves(opt_state)
+        tiers: list[str] = [placement.parameters] * len(params)
+        tiers += ["device"] * len(aux) + [placement.optimizer] * len(state)
+        return [
+            x
+            for k, (x, tier) in enumerate(zip([*params, *aux, *state], tiers, strict=True))
+            if tier == "device" or own is None or own.is_common[k]
+        ]
 
     @property
     def most_inputs(self) -> int:
         """Microbatches whose inputs a device has at once."""
-        return max(self.runners[0].spec.most if isinstance(self.runners[0], Pipeline) else 1, 1)
+        runner = self.runners[0]
+        return runner.spec.most if isinstance(runner, Pipeline) else 1
 
     def memory_bytes(self, held_bytes: int) -> int:
         """Bytes that one device needs for its state, its sums and the largest of its programs.

@@ -23,7 +23,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from ._inside import check_permutes, map_specs, only
 from ._options import compiler_options, extra_bytes
 from ._pipeline_carry import Accumulated, Buffers, Carry
 from ._pipeline_program import PipelineProgram, PipelineSpec
-from ._replica import Replica
+from ._replica import Replica, device_bytes
 from ._slots import Slots
 
 
@@ -81,6 +81,10 @@ class Pipeline:
         self._batch_shapes = shapes_of(spec.graph, spec.graph.batch_values)
         self._num_ticks = len(self.program.actions(spec.most).table_TSF)
         self.groups = spec.slot_groups
+        #: Of each group the places of its slots among those that are summed.
+        self._places = [
+            [k for k, i in enumerate(spec.slots.summed) if i in own] for own in spec.groups
+        ]
         carry, slot_specs = self.program.carry_specs, self.program.slot_specs
         self._fills = [
             self._jit(
@@ -163,14 +167,13 @@ class Pipeline:
 
     def _sums_of(self, g: int, slots: Sequence[Any]) -> list[Any]:
         """Of what there is for each slot that is summed, that of a group."""
-        place = {i: k for k, i in enumerate(self.spec.slots.summed)}
-        return [slots[place[i]] for i in self.spec.groups[g] if i in place]
+        return [slots[k] for k in self._places[g]]
 
     # -- running -----------------------------------------------------------------------------------
 
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
-        return self._collected(self._programs.empty_sums())
+        return self._collected(self.programs.empty_sums())
 
     def run(
         self,
@@ -231,7 +234,7 @@ class Pipeline:
             stored: Its parameters, by their places.
         """
         params = self.groups[g].params
-        return self._programs.fills[g]([stored[p] for p in params])  # type: ignore[no-any-return]
+        return self.programs.fills[g]([stored[p] for p in params])  # type: ignore[no-any-return]
 
     def low_params(self) -> dict[int, str]:
         """Places of the parameters that all stages read in one dtype of 16 bits, with the dtype."""
@@ -260,7 +263,7 @@ class Pipeline:
         batches: Sequence[PyTree],
     ) -> tuple[Accumulated, jax.Array | None]:
         """What the stages add up, and a small array to wait on; None: there are no microbatches."""
-        acc, tick = self._programs.empty_sums(), None
+        acc, tick = self.programs.empty_sums(), None
         if not ids:
             return acc, tick
         table = self.program.actions(len(ids)).table_TSF
@@ -273,7 +276,7 @@ class Pipeline:
         for span in spans:
             where = self.replica.put(np.array([step, ids[0], *span], np.int32))
             start = time.perf_counter()
-            carry, tick = self._programs.ticks(slots, list(aux), carry, *fixed, where, batch)
+            carry, tick = self.programs.ticks(slots, list(aux), carry, *fixed, where, batch)
             if self.timed:
                 jax.block_until_ready(tick)
                 times.append((start, time.perf_counter()))
@@ -294,18 +297,16 @@ class Pipeline:
             For each of its trained parameters the parts; with the first group everything small,
             with the other variables as its values.
         """
-        summed = self.spec.slots.summed
         small = None if g else acc._replace(slots=[])
-        found = self._programs.collects[g](self._sums_of(g, acc.slots), small)
-        for k, i in enumerate(summed):
-            if i in self.spec.groups[g]:
-                acc.slots[k] = ()
+        found = self.programs.collects[g](self._sums_of(g, acc.slots), small)
+        for k in self._places[g]:
+            acc.slots[k] = ()
         return found  # type: ignore[no-any-return]
 
     def _take_buffers(self) -> Buffers:
         """What the last step left; at first nothing, so that lowering needs no device."""
         found, self._buffers = self._buffers, None
-        return found or self._programs.empty_buffers()  # type: ignore[no-any-return]
+        return found or self.programs.empty_buffers()  # type: ignore[no-any-return]
 
     def pieces(
         self,
@@ -329,14 +330,14 @@ class Pipeline:
         slots = fill()
         stacked = self._stack([batch])
         where = self.replica.put(np.array([0, 0, 0, 1], np.int32))
-        carry = Carry(self._take_buffers(), self._programs.empty_sums())
+        carry = Carry(self._take_buffers(), self.programs.empty_sums())
 
         def run_tick(table_TSF: np.ndarray) -> Callable[[], Any]:
             placed = self._padded(table_TSF)
 
             def run() -> Any:
                 nonlocal carry
-                carry, tick = self._programs.ticks(
+                carry, tick = self.programs.ticks(
                     slots, list(aux), carry, exponents, placed, where, stacked
                 )
                 return tick, carry
@@ -351,7 +352,7 @@ class Pipeline:
             buffers, acc = carry
             carry = Carry(buffers, acc._replace(slots=[]))
             sums = self._collected(acc)
-            carry = Carry(buffers, self._programs.empty_sums())
+            carry = Carry(buffers, self.programs.empty_sums())
             return sums
 
         return run_tick, once
@@ -402,7 +403,8 @@ class Pipeline:
         self._compiled = own
 
     @property
-    def _programs(self) -> "Compiled":
+    def programs(self) -> Compiled:
+        """Those of `adopt`."""
         assert self._compiled is not None
         return self._compiled
 
@@ -415,15 +417,12 @@ class Pipeline:
 
     def _bytes_of(self, shapes: Any, specs: Any) -> int:
         """Of arrays on one device."""
-        pairs = zip(
+        like = map(
+            self.replica.like,
             jax.tree.leaves(shapes),
             jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)),
-            strict=True,
         )
-        return sum(
-            math.prod(self.replica.sharding(spec).shard_shape(x.shape)) * x.dtype.itemsize
-            for x, spec in pairs
-        )
+        return sum(map(device_bytes, like))
 
     def sums_bytes(self, g: int) -> int:
         """Of what a device adds up in the slots of a group; with the first all that is small."""
@@ -438,13 +437,6 @@ class Pipeline:
         slots = self.groups[g].slots
         return sum(math.prod(slot.piece) * jnp.dtype(slot.dtype).itemsize for slot in slots)
 
-    def extra_bytes_of(self, kind: Literal["fill", "ticks", "collect"], g: int = 0) -> int:
-        """Of a device beside the arguments while a program runs; of a group, of which there are."""
-        own = self._programs
-        return extra_bytes(
-            {"fill": own.fills, "ticks": [own.ticks], "collect": own.collects}[kind][g]
-        )
-
     def memory_bytes(self, sums_bytes: int) -> int:
         """Bytes that one device needs beside the state and `kept_bytes` while a step runs.
 
@@ -453,8 +445,8 @@ class Pipeline:
         """
         each = range(len(self.groups))
         slots, acc = sum(map(self.slots_bytes, each)), sum(map(self.sums_bytes, each))
-        ticks = slots + acc + self.extra_bytes_of("ticks")
-        return max(ticks, acc + sum(self.extra_bytes_of("collect", g) for g in each))
+        ticks = slots + acc + extra_bytes(self.programs.ticks)
+        return max(ticks, acc + sum(map(extra_bytes, self.programs.collects)))
 
     def _padded(self, table_TSF: np.ndarray) -> jax.Array:
         padded = np.zeros((self._num_ticks, *table_TSF.shape[1:]), np.int32)

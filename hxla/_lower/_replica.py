@@ -11,7 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
-from .._jax._local_clients import process_of
+from .._graph._operations import bytes_of
+from .._jax._local_clients import is_here, process_of
+
+
+def device_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the part of an array that a device has of it, as it is said to lie."""
+    assert x.sharding is not None
+    return bytes_of(x.sharding.shard_shape(x.shape), x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Replica:
     @property
     def is_local(self) -> bool:
         """Whether this process has a device of it."""
-        return any(process_of(d) == jax.process_index() for d in self.devices)
+        return any(map(is_here, self.devices))
 
     @property
     def spans_processes(self) -> bool:
@@ -71,8 +78,7 @@ class Replica:
 
         TPUs are none, for they want one program of all processes.
         """
-        here = jax.process_index()
-        places = [k for k, d in enumerate(self.devices) if process_of(d) == here]
+        places = [k for k, d in enumerate(self.devices) if is_here(d)]
         is_alone = len(places) == 1 and self.spans_processes
         return places[0] if is_alone and self.devices[0].platform != "tpu" else None
 

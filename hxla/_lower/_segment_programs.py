@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._graph._graph import shapes_of
-from .._graph._operations import bytes_of
 from .._plan._stage_storage import piece_shape
 from ._contribution import DeviceSums, empty_sums, pack_shapes
 from ._options import update_options
 from ._per_kind import firsts_alike
-from ._replica import Replica
+from ._replica import Replica, device_bytes
 from ._segment_costs import temporary_bytes
 from ._segment_part import (
     SegmentedSpec,
@@ -279,7 +278,7 @@ class SegmentPrograms:
             return 0
         found = self._residuals[self._same[i]]
         own = [found[k] for k in part.stage.own_residuals]
-        return sum(bytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in own)
+        return sum(map(device_bytes, own))
 
     def sums_bytes(self) -> list[int]:
         """For each part the bytes of the sums that begin with its backward, if made by part."""

@@ -20,6 +20,7 @@ from ._contribution import DeviceSums
 from ._group_collectives import GroupCollectives, smallest
 from ._held import Held
 from ._layered import Spans
+from ._options import extra_bytes
 from ._pipeline import Pipeline
 from ._sharded_params import ShardedParams
 from ._sum import Reducer
@@ -81,9 +82,11 @@ class SharedStages:
             small += [told for _, told in found if told is not None]
             del found
             self._collectives.under_way = values
-            self._sum(g, values, totals)
+            self._collectives.sum_group(g, values, totals)
+            del values  # they are there while the next group is collected, else
         if len(self._groups) > len(self._runners[0].groups):
-            self._sum(len(self._groups) - 1, [list(own.values) for own in small], totals)
+            others = [list(own.values) for own in small]
+            self._collectives.sum_group(len(self._groups) - 1, others, totals)
         return [own._replace(values=[]) for own in small], totals
 
     def filled(self, held: Sequence[Held]) -> list[list[jax.Array]]:
@@ -108,15 +111,6 @@ class SharedStages:
                 jax.block_until_ready(self._collectives.under_way)
         return [runner.in_order(own) for runner, own in zip(self._runners, filled, strict=True)]
 
-    def _sum(self, k: int, values: list[list[Any]], totals: Sequence[list[jax.Array]]) -> None:
-        """Add up a group over all copies; its sums are given up."""
-        self.wait()
-        new = self._reducer.sum_group(k, values)
-        values.clear()
-        for own_totals, own_new in zip(totals, new, strict=True):
-            own_totals += own_new
-        self._collectives.under_way = new
-
     def memory_bytes(self, num: int) -> int:
         """Bytes that one device needs beside the state and what pipelines keep between steps.
 
@@ -128,18 +122,18 @@ class SharedStages:
         each = range(len(runner.groups))
         most = slots = 0
         for g in each:
+            filling = extra_bytes(runner.programs.fills[g])
             if self._sharded is not None:
-                most = max(most, slots + self._sharded.gather_bytes(g))
-            whole = self._sharded.num_bytes(g) if self._sharded is not None else 0
-            most = max(most, slots + whole + runner.extra_bytes_of("fill", g))
+                filling = max(self._sharded.gather_bytes(g), self._sharded.num_bytes(g) + filling)
+            most = max(most, slots + filling)
             slots += runner.slots_bytes(g)
         sums = sum(map(runner.sums_bytes, each))
-        most = max(most, slots + sums + runner.extra_bytes_of("ticks"))
+        most = max(most, slots + sums + extra_bytes(runner.programs.ticks))
         totals = 0
         for k in range(len(self._groups)):
             own = self._reducer.group_bytes(k)
             if k in each:
-                most = max(most, sums + totals + runner.extra_bytes_of("collect", k))
+                most = max(most, sums + totals + extra_bytes(runner.programs.collects[k]))
                 sums -= runner.sums_bytes(k)
             most = max(most, sums + totals + own.sums + own.adding)
             totals += own.totals

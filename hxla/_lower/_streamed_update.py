@@ -50,7 +50,7 @@ class StreamedUpdate:
         carries: bool,
         on: OnDevices | None = None,
     ):
-        self._on, self._num_inner = on, math.prod(size for _, size in own.axes)
+        self._on, self._num_inner = on, own.num_inner
         self._spec, self._own, self._chunks, self._replica = spec, own, chunks, replica
         self._member = own.member(replica.index)
         self.groups: UpdateGroups = update_groups(own, self._member, state)

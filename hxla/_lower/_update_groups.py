@@ -123,7 +123,6 @@ def update_groups(own: Ownership, copy: int, state: Sequence[Any]) -> UpdateGrou
 def _unit(own: Ownership, domain: int, copy: int, state: Sequence[Any]) -> Unit:
     """All that a copy has of a domain."""
     num, update = own.num_params, own.update
-    num_inner = math.prod(size for _, size in own.axes)
     members = [k for k, d in enumerate(update.domain_of[: own.num_arrays]) if d == domain]
     leaves = tuple(k - num for k in members if k >= num)
     stop = None
@@ -135,7 +134,7 @@ def _unit(own: Ownership, domain: int, copy: int, state: Sequence[Any]) -> Unit:
         params=tuple(k for k in members if k < num),
         leaves=leaves,
         shapes=tuple(
-            tuple(state[k].shape) if num_inner == 1 else (state[k].size // num_inner,)
+            tuple(state[k].shape) if own.num_inner == 1 else (state[k].size // own.num_inner,)
             for k in leaves
         ),
         dtypes=tuple(jnp.dtype(state[k].dtype) for k in leaves),

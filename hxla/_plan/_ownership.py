@@ -128,6 +128,11 @@ class Ownership:
         return math.prod(piece_shape(shape, self.spec(domain), dict(self.axes)))
 
     @property
+    def num_inner(self) -> int:
+        """Devices of each copy."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
     def parts_spec(self) -> P:
         """How what each device of a copy has of its own lies, one after another."""
         return to_spec([[name for name, _ in self.axes]])

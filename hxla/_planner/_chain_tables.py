@@ -161,6 +161,23 @@ def fill_and_period(t: Tables, cuts: Sequence[int], groups: Sequence[int]) -> tu
     return float(fill), float(max(busy[i] + edges[i] + edges[i + 1] for i in range(num)))
 
 
+def times_with_edges(
+    t: Tables, cuts: Sequence[int], groups: Sequence[int], edges: Sequence[float]
+) -> tuple[float, float]:
+    """Fill and period of a copy whose boundaries take times of their own.
+
+    Args:
+        t: Of the chain.
+        cuts: First layer of each stage.
+        groups: The kind of each stage.
+        edges: Seconds of crossing each boundary between two stages.
+    """
+    around = [0.0, *edges, 0.0]
+    busy = [float(t.seconds[s]) for s in zip(groups, cuts, (*cuts[1:], t.num_layers), strict=True)]
+    period = max(own + around[i] + around[i + 1] for i, own in enumerate(busy))
+    return sum(busy) + sum(around), period
+
+
 def reductions(t: Tables, cuts: Sequence[int], replicas: Sequence[ReplicaSort]) -> list[float]:
     """Of each stage the reduction of its gradients over replicas (none for a single one).
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ._chain import ReplicaSort
-from ._chain_tables import Tables, tail_seconds
+from ._chain_tables import Tables, tail_seconds, times_with_edges
 from ._packing import fractional_packing
 
 
@@ -88,13 +88,9 @@ def _times(
     t: Tables, cuts: Sequence[int], groups: Sequence[int], at_once: Sequence[int]
 ) -> tuple[float, float]:
     """Fill and period of a copy, so many of which cross each boundary at once."""
-    assert t.shared is not None
-    ends = (*cuts[1:], t.num_layers)
     crossed = zip(cuts[1:], itertools.pairwise(groups), at_once, strict=True)
-    edges = [0.0, *(_crossing(t, cut, a, b, num) for cut, (a, b), num in crossed), 0.0]
-    busy = [float(t.seconds[s]) for s in zip(groups, cuts, ends, strict=True)]
-    period = max(own + edges[i] + edges[i + 1] for i, own in enumerate(busy))
-    return sum(busy) + sum(edges), period
+    edges = [_crossing(t, cut, a, b, num) for cut, (a, b), num in crossed]
+    return times_with_edges(t, cuts, groups, edges)
 
 
 def _crossing(t: Tables, cut: int, a: int, b: int, num: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from .._cluster._cluster import Cluster
 from .._cluster._transfers import Send, ring_transfers, transfer_seconds
 from ._chain import Chain, Staging
-from ._chain_tables import Tables, reductions
+from ._chain_tables import Tables, reductions, times_with_edges
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of each stage
@@ -186,16 +186,9 @@ def shared_fill_and_period(
         kinds: Of each stage's device.
         one_way: The least that a transfer over each boundary takes.
     """
-    num, ends = len(cuts), (*cuts[1:], t.num_layers)
     crossed = zip(cuts[1:], itertools.pairwise(kinds), one_way, strict=True)
-    edges = [
-        0.0,
-        *(max(float(t.cross[cut, *pair]), 2 * sent) for cut, pair, sent in crossed),
-        0.0,
-    ]
-    busy = [float(t.seconds[s]) for s in zip(kinds, cuts, ends, strict=True)]
-    period = max(busy[i] + edges[i] + edges[i + 1] for i in range(num))
-    return sum(busy) + sum(edges), period
+    edges = [max(float(t.cross[cut, *pair]), 2 * sent) for cut, pair, sent in crossed]
+    return times_with_edges(t, cuts, kinds, edges)
 
 
 def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:

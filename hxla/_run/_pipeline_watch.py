@@ -5,9 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from .._jax._local_clients import process_of
+from .._jax._local_clients import is_here
 from .._lower._lower import Programs
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
@@ -86,7 +84,7 @@ class PipelineWatch:
             replica: [stage, pipeline.times]
             for replica, pipeline in self._pipelines.items()
             for stage, devices in enumerate(self._replicas[replica].rows)
-            if any(process_of(d) == jax.process_index() for d in devices)
+            if any(is_here(d) for d in devices)
         }
         for text in self._gather("ticks", json.dumps(own)):
             for replica, (stage, times) in json.loads(text).items():
@@ -103,5 +101,5 @@ class PipelineWatch:
 
 def share_cores(devices: Any) -> bool:
     """Whether a process has several CPU devices: what one takes then says nothing of another."""
-    local = [d for d in devices if process_of(d) == jax.process_index()]
+    local = [d for d in devices if is_here(d)]
     return len(local) > 1 and local[0].platform == "cpu"

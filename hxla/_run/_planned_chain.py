@@ -5,8 +5,6 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 
-import jax
-
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
@@ -55,7 +53,13 @@ from ._shared_state import (
     stages_to_try,
     with_shared_state,
 )
-from ._state_elsewhere import PART_ON_DEVICE, fits_hosts, moving_seconds, on_hosts
+from ._state_elsewhere import (
+    PART_ON_DEVICE,
+    device_optimizer_bytes,
+    fits_hosts,
+    moving_seconds,
+    on_hosts,
+)
 from ._traced_job import TracedJob
 
 _MOST_RUNNERS_UP = 5
@@ -242,13 +246,12 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
             gathered_bytes=tuple(gathered_bytes(job, plan, keeps_roundings=is_exact)),
         )
 
-    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
     own = sum(math.prod(plan.device_shapes[p]) for p in model.trained_places)
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
         trained=4 * own,
         num_sums=plan.sums.num_parts,
-        optimizer=job.optimizer_bytes(size) * own / max(whole, 1),
+        optimizer=device_optimizer_bytes(job, plan),
         bucket=plan.sums.bucket_mib << 20,
         keeps_sums=plan.placement.sums == "kept",
         inputs=sum(map(cut.device_bytes, opened.batch_values)),

@@ -7,12 +7,12 @@ from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
 from .._core._format import num_bytes
-from .._launch._member import own_member
 from .._plan._plan import Plan
 from .._plan._plan_parts import ReplicaWork
+from .._planner._inner_split import in_lowest_terms
 from .._planner._state_bytes import STAGES
 from ._host_places import asked_places
-from ._shared_state import shared_update, with_shared_state
+from ._shared_state import cut_copies_may_share, with_shared_state
 from ._traced_job import TracedJob
 
 
@@ -39,7 +39,7 @@ def of_whole_programs(
         PlanError: If it cannot be as the settings ask, or its devices hold none of the stages.
     """
     memory = job.settings.memory
-    cut = cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
+    cut = _cut_in_words(plan) + ", in unlike parts" * plan.is_uneven
     if stage > 1 and plan.is_uneven:
         raise PlanError(f"memory.zero={stage}: {cut}, whose state is not shared out: use 0")
     if memory.waves is not None:
@@ -53,9 +53,10 @@ def of_whole_programs(
         )
     check_cut_copies(job, plan)
     check_segments(job)
-    found = _in_stage(job, plan, cluster, stage, groups)
-    if devices is None or memory.zero is not None or not _stages_may_share(job, plan, cluster):
-        return found
+    is_open = plan.pipeline is not None and memory.zero is None
+    is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
+    if devices is None or not (is_open and is_described) or not cut_copies_may_share(job, plan):
+        return _in_stage(job, plan, cluster, stage, groups)
     lacks: dict[int, float] = {}
     for more in STAGES[stage:]:
         found = _in_stage(job, plan, cluster, more, groups)
@@ -80,26 +81,12 @@ def _in_stage(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, groups: 
     asked = job.settings.memory.shares
     shares: tuple[int, ...] = ()
     if stage and not isinstance(asked, str) and len(set(asked)) > 1:
-        shares = tuple(n // math.gcd(*asked) for n in asked)
+        shares = in_lowest_terms(asked)
     tier = asked_places(job).optimizer
     found = with_shared_state(job, plan, cluster, stage, shares, tier, groups)
     if stage < 2:
         return found
     return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
-
-
-def _stages_may_share(job: TracedJob, plan: Plan, cluster: Cluster) -> bool:
-    """Whether stages may share state out although nobody asked for it.
-
-    That moves bits, which the next generation of an elastic job might not; and no device has the
-    whole of what the optimizer treats as one.
-    """
-    is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
-    may = plan.pipeline is not None and len(plan.replicas) > 1 and own_member() is None
-    if not may or not is_described:
-        return False
-    owners = shared_update(job, plan, (1,) * len(plan.replicas)).shares.owners
-    return all(owner is None for owner in owners)
 
 
 def compiled_lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> float:
@@ -127,7 +114,7 @@ def tightest(cluster: Cluster, replica: ReplicaWork) -> int:
     return min(replica.devices, key=lambda rank: cluster.devices[rank].memory_bytes or math.inf)
 
 
-def cut_in_words(plan: Plan) -> str:
+def _cut_in_words(plan: Plan) -> str:
     """What cuts the copies of the model."""
     return f"copies of the model are cut by {', '.join(axis.name for axis in plan.axes)}"
 
@@ -137,7 +124,7 @@ def check_cut_copies(job: TracedJob, plan: Plan) -> None:
     places = asked_places(job)
     if places.optimizer == "disk":
         raise PlanError(
-            f"memory.offload.optimizer='disk': {cut_in_words(plan)}, whose state goes to no disk: "
+            f"memory.offload.optimizer='disk': {_cut_in_words(plan)}, whose state goes to no disk: "
             "set 'host', or leave it out"
         )
     if plan.pipeline is None and not plan.is_uneven:
@@ -145,7 +132,7 @@ def check_cut_copies(job: TracedJob, plan: Plan) -> None:
     for name, place in (("stash", places.stash), ("parameters", places.parameters)):
         if place != "device":
             raise PlanError(
-                f"memory.offload.{name}={place!r}: {cut_in_words(plan)}, and it is segments whose "
+                f"memory.offload.{name}={place!r}: {_cut_in_words(plan)}, and it is segments whose "
                 f"{name} wait elsewhere: leave it out"
             )
 

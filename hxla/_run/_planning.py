@@ -15,7 +15,7 @@ from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
-from .._jax._local_clients import process_of
+from .._jax._local_clients import is_here
 from .._launch._member import pinned
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
@@ -163,7 +163,7 @@ def plan_for(
     num, counts = len(structure.replicas), wishes.counts
     fractions: tuple[float, ...] = ()
     reasons: list[str] = []
-    local = [d for d in devices or () if process_of(d) == jax.process_index()]
+    local = [d for d in devices or () if is_here(d)]
     several = structure.axes and len(local) > len(structure.replicas[0])
     if counts == "measured" and several and local[0].platform == "cpu":
         # Their programs run one after another: a time would say where in the queue, not how fast.
@@ -318,7 +318,7 @@ def _cut(
     elif devices is not None:
         own = {}
         for rank, device in enumerate(devices):
-            if process_of(device) == jax.process_index():
+            if is_here(device):
                 setting = Setting(cluster.devices[rank].label, size)
                 found = segment_profile(job, setting, request.most_segments, device, sums)
                 own[rank] = [(t.forward, t.backward) for t in found.times[setting]]
@@ -369,7 +369,7 @@ def _with_profiled_split(plan: Plan, profile: Profile, cluster: Cluster) -> Plan
     seconds = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
     if not seconds:
         return plan
-    part = plan.device_parameter_bytes / sum(p.num_bytes for p in plan.parameters)
+    part = plan.device_parameter_bytes / plan.parameter_bytes
 
     def update(rank: int) -> float:
         setting = Setting(cluster.devices[rank].label, plan.microbatch_size)

@@ -11,7 +11,7 @@ from .._core._config import BalanceConfig
 from .._core._errors import PlanError
 from .._graph._parts import graph_of
 from .._graph._segments import segments
-from .._jax._local_clients import process_of
+from .._jax._local_clients import is_here
 from .._planner._microbatch_sizes import candidate_sizes
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
@@ -56,7 +56,7 @@ def profile(
         size_asked(job, own_size)
         check_enough(job.batch_size, own_size, len(devices))
     labels = [device.label for device in cluster.devices]
-    rank = next(i for i, d in enumerate(devices) if process_of(d) == jax.process_index())
+    rank = next(i for i, d in enumerate(devices) if is_here(d))
     model = model_name(job.functional(sizes[0]).params)
     found: Profile | None = None
     if pathlib.Path(file).exists():

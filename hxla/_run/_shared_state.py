@@ -110,15 +110,19 @@ def could_share(plan: Plan) -> bool:
 
 
 def _may_share(job: TracedJob, plan: Plan) -> bool:
-    """Whether copies may share state out although nobody asked for it.
-
-    What the optimizer treats as a whole, no device has of copies that are cut. Those have other
-    bits where they share, which the next generation of an elastic job might not.
-    """
+    """Whether copies may share state out although nobody asked for it."""
     if not plan.axes:
         return could_share(plan)
-    is_one_form = plan.pipeline is None and not plan.is_uneven and not plan.sums.sparse
-    if len(plan.replicas) == 1 or not is_one_form or own_member() is not None:
+    return plan.pipeline is None and cut_copies_may_share(job, plan)
+
+
+def cut_copies_may_share(job: TracedJob, plan: Plan) -> bool:
+    """The same of copies that several devices cut.
+
+    What the optimizer treats as a whole, no device has of them. They have other bits where they
+    share, which the next generation of an elastic job might not.
+    """
+    if len(plan.replicas) == 1 or plan.is_uneven or plan.sums.sparse or own_member() is not None:
         return False
     owners = shared_update(job, plan, (1,) * len(plan.replicas)).shares.owners
     return all(owner is None for owner in owners)

@@ -10,7 +10,7 @@ from .._cluster._cluster import Cluster
 from .._cluster._hardware import copy_bytes_per_second
 from .._graph._parts import graph_of
 from .._graph._segments import segments
-from .._jax._local_clients import process_of
+from .._jax._local_clients import is_here
 from .._lower._options import compiler_options
 from .._model._functional import tree_bytes
 from .._plan._plan_parts import SumsForm
@@ -47,7 +47,7 @@ def short_profile(
     Returns:
         The same profile on every process.
     """
-    own = next(d for d in devices if process_of(d) == jax.process_index())
+    own = next(d for d in devices if is_here(d))
     label = cluster.devices[devices.index(own)].label
     rate = copy_bytes_per_second(own, _COPIED_BYTES)
     param_bytes = max(tree_bytes(job.functional(sizes[0]).params), 1)

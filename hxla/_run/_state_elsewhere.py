@@ -8,13 +8,13 @@ References:
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
+
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._format import num_bytes
-from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
-from .._plan._stage_storage import piece_shape
 from .._planner._memory_values import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
@@ -24,13 +24,12 @@ _FLOPS_OF_FORWARD = 3  # of a step: the backward is two more
 PART_ON_DEVICE = 1 / 8
 
 
-def _device_bytes(job: TracedJob, plan: Plan) -> float:
+def device_optimizer_bytes(job: TracedJob, plan: Plan) -> float:
     """Of the optimizer's state of a copy, whole: what each of its devices would have of it."""
-    whole = own = 0
-    for layout in plan.parameters:
-        whole += math.prod(layout.shape)
-        own += math.prod(piece_shape(layout.shape, to_spec(layout.spec), plan.axis_sizes))
-    return job.optimizer_bytes(plan.microbatch_size) * (own / whole if plan.axes else 1)
+    model = job.functional(plan.microbatch_size)
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
+    own = sum(math.prod(plan.device_shapes[p]) for p in model.trained_places)
+    return job.optimizer_bytes(plan.microbatch_size) * own / max(whole, 1)
 
 
 def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
@@ -39,7 +38,7 @@ def check_host(job: TracedJob, plan: Plan, cluster: Cluster) -> None:
     Raises:
         PlanError: With the bytes that it has and that it would need.
     """
-    total = _device_bytes(job, plan)
+    total = device_optimizer_bytes(job, plan)
     for replica, part in zip(plan.replicas, plan.owned_parts, strict=True):
         device, needed = cluster.devices[replica.devices[0]], total * part
         room = device.host_memory_bytes
@@ -80,7 +79,7 @@ def on_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> 
             f"memory.offload.stash='host': a chain of {num} segments keeps nothing for longer than "
             "one of them runs: set memory.segments to more, or leave it out"
         )
-    total = _device_bytes(job, plan)
+    total = device_optimizer_bytes(job, plan)
     is_state_there = plan.placement.optimizer == "host"
     devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
     for i, (replica, device) in enumerate(zip(plan.replicas, devices, strict=True)):
@@ -125,7 +124,7 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
         cluster: Its devices.
         tier: Where the state waits.
     """
-    total = _device_bytes(job, plan)
+    total = device_optimizer_bytes(job, plan)
     own = [total * part for part in plan.owned_parts]
     place = "in host memory" if tier == "host" else "on the disk"
     said = f"offload: {num_bytes(int(max(own)))} of the optimizer's state of a copy wait {place}"
@@ -183,7 +182,7 @@ def _state_on_hosts(job: TracedJob, plan: Plan, form: MemoryForm) -> list[float]
     """For each copy the bytes of the optimizer's state that a form puts on its host."""
     num = len(plan.replicas)
     granules = form.shares or (1,) * (num // form.shard_groups if form.zero else 1)
-    total = _device_bytes(job, plan) * (form.tier == "host")
+    total = device_optimizer_bytes(job, plan) * (form.tier == "host")
     return [total * granules[i % len(granules)] / sum(granules) for i in range(num)]
 
 
