@@ -589,9 +589,9 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax, hxla
 from flax import nnx
 
-class Net(nnx.Module):  # few parameters, many tokens: copies have little to send, stages much
+class Net(nnx.Module):  # two like layers on a fast device and a slow one: one waits as a stage
     def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(4)])
+        self.layers = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(2)])
     def __call__(self, x):
         for layer in self.layers:
             x = jnp.tanh(layer(x))
@@ -601,9 +601,9 @@ def loss(model, batch):
     return ((model(batch["x"]) - 0.5) ** 2).mean(axis=(1, 2))
 
 plan = sys.argv[1] if sys.argv[1:] else None
-data = {"x": np.random.default_rng(0).normal(size=(32, 1024, 32)).astype(np.float32)}
+data = {"x": np.random.default_rng(0).normal(size=(32, 1024, 128)).astype(np.float32)}
 result = hxla.train(
-    Net(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=32, microbatch_size=2, steps=12,
+    Net(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=32, microbatch_size=2, steps=6,
     plan=plan,
 )
 if jax.process_index() == 0:

@@ -36,6 +36,17 @@ def test_a_process_that_rests_is_timed_with_its_rests():
     assert median_seconds(throttled()) < steady_seconds(throttled())
 
 
+def test_runs_that_all_fit_between_two_rests_are_timed_with_rests():
+    """A burst of ten short runs after each rest: a first handful sees none."""
+
+    def throttled():
+        pauses = itertools.cycle([0.001] * 10 + [0.03])
+        return lambda: time.sleep(next(pauses))
+
+    assert steady_seconds(throttled()) > 0.04 / 11 * 0.9
+    assert median_seconds(throttled()) < 0.02
+
+
 def test_a_transfer_is_what_a_meeting_takes_beyond_its_longer_side():
     measured = PieceTimes(
         seconds={(FORWARD, 0): 2.0, (FORWARD, 1): 3.0, (FORWARD, 2): 1.0, (BACKWARD, 0): 9.0},
