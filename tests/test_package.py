@@ -260,10 +260,14 @@ def test_the_demo_runs(tmp_path):
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
     script = str(ROOT / "examples" / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
-    _runs(
-        command,
-        ["data x tensor = 1 x 2", "chosen by search", "up/kernel: P(None, 'tensor')", "1 copies"],
-    )
+    said = _runs(command, ["chosen by search", " copies, loss "])
+    # One copy that both cut, or two that share their state, by what was measured.
+    ways = {
+        "data x tensor = 1 x 2": "up/kernel: P(None, 'tensor')",
+        "copies of one device each: with whole state": "ZeRO stage 2",
+    }
+    [way] = [way for way in ways if way in said]
+    assert ways[way] in said
 
 
 @pytest.mark.slow

@@ -264,3 +264,27 @@ def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatc
         assert all(f"with stage {lacking}" in said[0] for lacking in range(zero))
     with pytest.raises(hxla.PlanError, match=r"lacks .* with stage 0, .* with stage 3, as"):
         planned_with(needed[3] // 2)
+
+
+def test_a_pipeline_has_room_for_the_inputs_of_all_that_it_may_run(tmp_path, monkeypatch):
+    """Its programs take those of a whole step, whatever the counts are."""
+    mesh, four = {"data": 2, "stage": 2}, {"cluster": {"visible_devices": [0, 1, 2, 3]}}
+
+    def opened(plan=None):
+        own = families.gpt_job(8, optax.adamw(1e-2), {"memory": {"zero": 0}, **four}, **SIZES)
+        plan = plan or own.plan(microbatch_size=2, mesh=mesh, counts="even")
+        with own.open(plan, steps=1) as session:
+            return plan, session.memory_bytes, own._traced.batch_bytes(2)
+
+    plan, needed, each = opened()
+    assert plan.counts == (2, 2)
+    file = tmp_path / "small.toml"
+    for room in (needed + 4 * each, needed + 3 * each):
+        device = f'[[device]]\nkind = "cpu"\ncount = 4\nmemory_gib = {room / 2**30}\n'
+        file.write_text(f'name = "small"\n{device}')
+        monkeypatch.setenv("HXLA_MESH", str(file))
+        if room == needed + 4 * each:
+            opened(plan)
+            continue
+        with pytest.raises(hxla.PlanError, match="a pipeline of 4 microbatches needs"):
+            opened(plan)

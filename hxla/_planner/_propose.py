@@ -39,6 +39,7 @@ class ChainWork:
             optimizer's state.
         reduce_factor: Bytes that a reduction moves per byte of gradient and direction, in units of
             a float32 all-reduce (1.5: exact sums).
+        counts_updates: Whether updates take time; not where who updates what is settled later.
     """
 
     layers: tuple[str, ...]
@@ -48,6 +49,7 @@ class ChainWork:
     batch_size: int
     state_factor: float
     reduce_factor: float = 1.0
+    counts_updates: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,7 +331,7 @@ def _chain(
                 memory_bytes=UNBOUNDED if device.memory_bytes is None else device.memory_bytes,
                 forward_seconds=tuple(seconds[0].tolist()),
                 backward_seconds=tuple(seconds[1].tolist()),
-                update_seconds=tuple(seconds[2].tolist()),
+                update_seconds=tuple((seconds[2] * work.counts_updates).tolist()),
                 parameter_bytes=tuple(s.parameter_bytes for s in sizes),
                 stash_bytes=tuple(s.stash_bytes for s in sizes),
             )

@@ -55,23 +55,30 @@ def pooled(seconds: Sequence[float], plan: Plan) -> tuple[float, ...]:
 
 
 def count_limits(
-    plan: Plan, cluster: Cluster, memory_bytes: Sequence[float], batch: PyTree
+    plan: Plan,
+    cluster: Cluster,
+    memory_bytes: Sequence[float],
+    batch: PyTree,
+    at_once: int = 1,
 ) -> tuple[int | None, ...]:
     """Most microbatches that each replica's memory takes.
 
     Microbatches run one after another, so only their inputs add up: memory is that of the
-    programs, plus one microbatch's arrays for each microbatch on the device.
+    programs, plus one microbatch's arrays for each microbatch on the device. A pipeline has room
+    for those of as many as it may ever run, however many there are.
 
     Args:
         plan: Whose devices are limited.
         cluster: Says how much memory they have.
         memory_bytes: That a device of each replica needs without inputs.
         batch: One microbatch.
+        at_once: Microbatches whose inputs a device holds, whatever its count, if more than one.
 
     Raises:
         PlanError: If a device cannot hold a single microbatch, with the missing bytes.
     """
-    each = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+    each = at_once * sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+    what = "a microbatch needs" if at_once == 1 else f"a pipeline of {at_once} microbatches needs"
     limits: list[int | None] = []
     for replica, own in zip(plan.replicas, map(int, memory_bytes), strict=True):
         known = {r: m for r in replica.devices if (m := cluster.devices[r].memory_bytes)}
@@ -82,11 +89,11 @@ def count_limits(
         free = known[rank] - own
         if free < each:
             raise PlanError(
-                f"device {rank} has {num_bytes(known[rank])}, a microbatch needs "
-                f"{num_bytes(own + each)}: {num_bytes(each - free)} are missing; "
+                f"device {rank} has {num_bytes(known[rank])}, {what} {num_bytes(own + each)}: "
+                f"{num_bytes(each - free)} are missing; "
                 "use a smaller microbatch_size or leave the device out"
             )
-        limits.append(free // each)
+        limits.append(free // each if at_once == 1 else at_once)
     return tuple(limits)
 
 

@@ -54,6 +54,7 @@ from ._shared_state import (
     with_shared_state,
 )
 from ._state_elsewhere import (
+    FLOPS_OF_FORWARD,
     PART_ON_DEVICE,
     device_optimizer_bytes,
     fits_hosts,
@@ -146,7 +147,18 @@ def with_memory(
             found = found.replaced(reasons=(*found.reasons, said))
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
+    if _microbatch_seconds(plan):
+        found = _later(found, best.extra_seconds + moving_seconds(job, plan, cluster, best))
     return _told(found, cluster, best, others) if is_described else found
+
+
+def _later(plan: Plan, seconds: float) -> Plan:
+    """The plan whose step takes so much longer than is predicted."""
+    known = plan.prediction
+    if known is None or not known.step_seconds:
+        return plan
+    step = known.step_seconds + max(seconds, 0.0)
+    return plan.replaced(prediction=known.model_copy(update={"step_seconds": step}))
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
@@ -218,9 +230,7 @@ def _best_on_hosts(
         for form in best_of(ways, _as_before(to_try)):
             if form.fits and fits_hosts(job, plan, cluster, form):
                 found.append((moving_seconds(job, plan, cluster, form), form))
-    is_timed = all(
-        cluster.devices[d.rank].product_rate(job.precision.compute) for d in plan.devices
-    )  # else the others' seconds are operations
+    is_timed = _speeds(job, plan, cluster).are_known  # else the others' seconds are operations
     found.sort(key=lambda own: own[0] + own[1].extra_seconds * is_timed)
     return [form for _, form in found]
 
@@ -265,14 +275,9 @@ def _forms(
 ) -> MemoryForms:
     shares = job.settings.memory.shares
     on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
-    compute = job.precision.compute
-    rates = [cluster.devices[d.rank].product_rate(compute) for d in plan.devices]
-    is_timed = all(rate is not None for rate in rates)
-    copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
+    speeds = _speeds(job, plan, cluster)
     ranks = [tightest(cluster, replica) for replica in plan.replicas]
     devices = [cluster.devices[rank] for rank in ranks]
-    # Those of a copy work at the pace of the slowest.
-    speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
     return MemoryForms(
         dataclasses.replace(model, optimizer=model.optimizer * on_device),
         [
@@ -280,20 +285,54 @@ def _forms(
                 name=f"device {rank} ({device.label})",
                 num_microbatches=replica.num_microbatches,
                 memory_bytes=device.memory_bytes,
-                speed=speed if all(speeds) else 1.0,
+                speed=speed,
             )
             for replica, rank, device, speed in zip(
-                plan.replicas, ranks, devices, speeds, strict=True
+                plan.replicas, ranks, devices, speeds.of_copies, strict=True
             )
         ],
         shares=shares if isinstance(shares, str) else tuple(shares),
-        travel=travel_of(plan, cluster, groups) if is_timed else None,
+        travel=travel_of(plan, cluster, groups) if speeds.are_known else None,
         shard_groups=groups,
         tier=places.optimizer,
         stash=places.stash,
         parameters=places.parameters,
         waves=job.settings.memory.waves,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Speeds:
+    """Operations of each copy of a plan per second.
+
+    Attributes:
+        of_copies: In a unit that all share.
+        are_known: Whether that is one operation.
+    """
+
+    of_copies: tuple[float, ...]
+    are_known: bool
+
+
+def _speeds(job: TracedJob, plan: Plan, cluster: Cluster) -> _Speeds:
+    """By what a microbatch was found to take, else by the rates that describe the devices."""
+    compute = job.precision.compute
+    if known := _microbatch_seconds(plan):
+        work = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
+        return _Speeds(of_copies=tuple(work / own for own in known), are_known=True)
+    copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
+    # Those of a copy work at the pace of the slowest.
+    speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
+    return _Speeds(
+        of_copies=tuple(speeds) if all(speeds) else (1.0,) * len(copies),
+        are_known=all(cluster.devices[d.rank].product_rate(compute) for d in plan.devices),
+    )
+
+
+def _microbatch_seconds(plan: Plan) -> tuple[float, ...]:
+    """Of each copy of the model; empty where it is not known."""
+    known = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
+    return known if all(known) else ()
 
 
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:

@@ -2,17 +2,19 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from .._cluster._cluster import Cluster, Device, Link, Node
+from .._cluster._job_devices import Devices
 from .._core._errors import AnnotationError, ConfigError, PlanError
 from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
-from .._plan._plan_parts import SumsForm
+from .._plan._plan_parts import RunnerUp, SumsForm
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph, split_over
 from .._planner._complete import complete
@@ -28,6 +30,7 @@ from .._schedule._replay import Timeline
 from ._limbs import with_sums_and_memory
 from ._links import measured_link
 from ._planning import size_asked
+from ._sharing_copies import SharingCopies, sharing_copies
 from ._short_profile import short_profile
 from ._traced_job import TracedJob
 
@@ -81,6 +84,7 @@ def search_plan(
     sums: SumsForm,
     size: int | None = None,
     all_devices: bool = False,
+    devices: Devices | None = None,
 ) -> FoundPlan:
     """The fastest plan that the search finds for a cluster.
 
@@ -92,6 +96,7 @@ def search_plan(
         sums: How gradients are added up.
         size: Examples of a microbatch, if that is asked for.
         all_devices: Whether only plans in which every device takes part are wanted.
+        devices: By rank, if they are here.
 
     Raises:
         ConfigError: If the model is annotated, or sizes do not divide the batch.
@@ -108,23 +113,47 @@ def search_plan(
     if profile is not None:
         num_segments = profile.most_segments
 
+    def in_form(plan: Plan) -> Plan:
+        return with_sums_and_memory(job, plan, cluster, devices)
+
     def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
         tensors = _tensors(wishes.tensors, cluster)
         work, uncut = chain_work(job, sizes, tensors, num_segments, sums)
         if profile is not None:
             profile.check(work.layers)
-        found, timelines = propose(
+        whole: FoundPlan | None = None
+        refused: PlanError | None = None
+        try:
+            found, timelines = propose(
+                work,
+                cluster,
+                profile,
+                max_stages=wishes.max_stages,
+                recompute=wishes.recompute,
+                uncounted=bool(wishes.tensors),
+                all_devices=all_devices,
+                time_budget_seconds=wishes.seconds,
+            )
+            plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
+            whole = FoundPlan(plan=in_form(plan), timelines=timelines)
+        except PlanError as error:  # nothing fits, or what is found cannot be as settings ask
+            refused = error
+        shared = sharing_copies(
             work,
             cluster,
             profile,
-            max_stages=wishes.max_stages,
-            recompute=wishes.recompute,
-            uncounted=bool(wishes.tensors),
+            lambda own: _completed(job, cluster, own, num_segments, sums, said),
+            in_form,
+            faster_than=_step_seconds(whole),
             all_devices=all_devices,
-            time_budget_seconds=wishes.seconds,
+            seconds=wishes.seconds,
         )
-        plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
-        return FoundPlan(plan=plan, timelines=timelines)
+        if shared is None:
+            if whole is None:
+                assert refused is not None
+                raise refused
+            return whole
+        return FoundPlan(plan=_beside(shared, whole))
 
     if tried or size is not None:
         return of(sizes, num_segments)
@@ -156,7 +185,9 @@ def auto_plan(
     cluster = _linked(job, job.cluster(devices), devices)
     sizes = _sizes(job, (), size_asked(job, size), len(devices))
     profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
-    found = search_plan(job, cluster, profile, wishes, sums=sums, size=size, all_devices=True)
+    found = search_plan(
+        job, cluster, profile, wishes, sums=sums, size=size, all_devices=True, devices=devices
+    )
     return found.plan.replaced(reasons=("chosen by search", *found.plan.reasons))
 
 
@@ -274,7 +305,7 @@ def _completed(
         structure = dataclasses.replace(
             structure, axes=(("stage", num_stages), *inner), pipeline=request
         )
-    plan = complete(
+    return complete(
         graph,
         structure,
         cluster=cluster,
@@ -287,4 +318,36 @@ def _completed(
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),
     )
-    return with_sums_and_memory(job, plan, cluster)
+
+
+def _step_seconds(found: FoundPlan | None) -> float:
+    known = found.plan.prediction if found is not None else None
+    return math.inf if known is None else known.step_seconds
+
+
+def _beside(shared: SharingCopies, whole: FoundPlan | None) -> Plan:
+    """Copies that share their state, with the best plan of whole state as their runner-up."""
+    plan, known = shared.plan, shared.plan.prediction
+    assert known is not None
+    bound = shared.bound_seconds
+    others: tuple[RunnerUp, ...] = ()
+    if whole is None:
+        said = "no plan with whole state fits"
+    else:
+        before = whole.plan.prediction
+        assert before is not None
+        bound = min(bound, before.bound_seconds)
+        others = (_runner_up(whole.plan, before.step_seconds), *whole.plan.runners_up)
+        said = f"with whole state the best plan takes {before.step_seconds:.4g} s"
+    return plan.replaced(
+        prediction=known.model_copy(update={"bound_seconds": bound}),
+        runners_up=(*others, *plan.runners_up),
+        reasons=(f"copies of one device each: {said}", *plan.reasons),
+    )
+
+
+def _runner_up(plan: Plan, seconds: float) -> RunnerUp:
+    names = " x ".join(("data", *plan.axis_sizes))
+    sizes = " x ".join(map(str, (len(plan.replicas), *plan.axis_sizes.values())))
+    words = f"microbatches of {plan.microbatch_size}, {names} = {sizes}"
+    return RunnerUp(description=words, step_seconds=seconds)

@@ -21,6 +21,7 @@ from .._core._fingerprint import fingerprint
 from .._core._types import PyTree
 from .._jax._compilation_events import num_compilations
 from .._jax._heap import keep_heap_small
+from .._jax._local_clients import is_here
 from .._launch._member import own_member
 from .._lower._determinism import determinism
 from .._lower._state import State
@@ -111,7 +112,7 @@ class Session:
             self._stopping = 0.0
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
-            on_cpu = any(d is not None and d.platform == "cpu" for d in devices)
+            on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
             is_tight = on_cpu and plan.placement.sums == "released"
             if is_tight:
                 keep_heap_small()
@@ -164,7 +165,8 @@ class Session:
             self._saves_alone = on_cpu and lack(devices, self._cluster, held + self.memory_bytes)
             own = [self.memory_bytes] * len(self._reducer.local)
             self._bytes_of_copies = shared_numbers(self._reducer, own)
-            limits = count_limits(plan, self._cluster, self._bytes_of_copies, self._batch)
+            at_once = self._programs.most_inputs
+            limits = count_limits(plan, self._cluster, self._bytes_of_copies, self._batch, at_once)
             counts = plan.counts
             if seconds is not None:
                 counts = best_counts(plan.num_microbatches, seconds, None, limits)
@@ -345,16 +347,14 @@ class Session:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
         now = time.perf_counter()
         tokens = num_tokens(batches, self.plan.num_microbatches)
-        seconds = now - self._began
-        record = step_record(step, outcome, self.plan, seconds=seconds, tokens=tokens)
+        record = step_record(step, outcome, self.plan, seconds=now - self._began, tokens=tokens)
         self._began = now
         self._recorder.step(record)
         if change is not None:
             self._rebalance(change)
         elif self.balancer.counts != self.plan.counts:  # one step's trial of a parked device
             self.plan = self._predicted(self.plan.with_counts(self.balancer.counts))
-        advice = self.split_watch.stepped()
-        if advice:
+        if advice := self.split_watch.stepped():
             self._recorder.log(f"step {step}: {advice}")
         settled = self.balancer.stepped(record.seconds)
         if settled is not None:

@@ -19,7 +19,7 @@ from .._planner._memory_values import MemoryForm
 from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
 
-_FLOPS_OF_FORWARD = 3  # of a step: the backward is two more
+FLOPS_OF_FORWARD = 3  #: Of a microbatch: the backward is two more.
 #: Of the state that a copy updates, what is on its device at most, see `_lower._update_groups`.
 PART_ON_DEVICE = 1 / 8
 
@@ -145,7 +145,7 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
     products = device.product_rate(job.precision.compute)
     if products is None:
         return said
-    flops = _FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
+    flops = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
     part = efficiency(flops / (2 * state), rate, products.flops_per_second)
     return f"{said}; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
 
@@ -168,12 +168,15 @@ def fits_hosts(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -
 
 
 def moving_seconds(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> float:
-    """Of what the device that moves longest moves in a step to its host and back."""
+    """Of what the device that moves longest moves in a step to its host and back.
+
+    What takes an unknown time does not count.
+    """
     of_state = _state_on_hosts(job, plan, form)
     devices = [cluster.devices[replica.devices[0]] for replica in plan.replicas]
     return max(
         (sum(own[i] for own in form.moved.values()) + 2 * of_state[i])
-        / (d.host_bytes_per_second or 1.0)
+        / (d.host_bytes_per_second or math.inf)
         for i, d in enumerate(devices)
     )
 

@@ -1,0 +1,161 @@
+"""Copies of the model that share their state, beside what a search finds with whole state.
+
+The search over stages and groups of devices counts the whole state of a stage on each of its
+devices. Copies of one device each may fit although that does not: where they share it out, run
+forwards again, or leave some of it on their hosts (`with_memory`).
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from .._cluster._cluster import Cluster
+from .._core._errors import PlanError
+from .._launch._member import own_member
+from .._plan._plan import Plan
+from .._planner._chain import UNBOUNDED
+from .._planner._estimate import layer_times
+from .._planner._propose import ChainWork, Proposal, propose
+from .._profile._profile import LayerSize, Profile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharingCopies:
+    """The fastest.
+
+    Attributes:
+        plan: Of them; its step counts what its form takes beyond whole state.
+        bound_seconds: No copies that do not fit with whole state are faster, whatever their form.
+    """
+
+    plan: Plan
+    bound_seconds: float
+
+
+def sharing_copies(
+    work: ChainWork,
+    cluster: Cluster,
+    profile: Profile | None,
+    complete: Callable[[Proposal], Plan],
+    in_form: Callable[[Plan], Plan],
+    *,
+    faster_than: float,
+    all_devices: bool,
+    seconds: float,
+) -> SharingCopies | None:
+    """The fastest copies of one device each that fit in some form; None: none is fast enough.
+
+    For each microbatch size the search deals microbatches to devices as if their memory had no end
+    and updates took no time, which bounds every form. The most promising is given its form first.
+
+    Args:
+        work: The chain of a job.
+        cluster: Described.
+        profile: Measured times.
+        complete: Makes a plan, with the state whole on every copy.
+        in_form: Gives it the cheapest form that fits.
+        faster_than: Seconds of the step of the best plan with whole state.
+        all_devices: Whether every device is to take part.
+        seconds: Time budget of each search.
+    """
+    if own_member() is not None:
+        return None  # the next generation might find another form, which has other bits
+    roomy = cluster.model_copy(
+        update={
+            "devices": tuple(
+                device.model_copy(update={"memory_bytes": int(UNBOUNDED)})
+                for device in cluster.devices
+            )
+        }
+    )
+    found: list[Proposal] = []
+    for (size, tensor), layers in sorted(work.sizes.items()):
+        if tensor > 1 or _fit_whole(work, layers, cluster):
+            continue
+        alone = dataclasses.replace(work, sizes={(size, 1): layers}, counts_updates=False)
+        with contextlib.suppress(PlanError):  # not all devices take part
+            proposal, _ = propose(
+                alone,
+                roomy,
+                profile,
+                max_stages=1,
+                recompute=False,
+                all_devices=all_devices,
+                time_budget_seconds=seconds,
+            )
+            found.append(proposal)
+    best: Plan | None = None
+    least = faster_than
+    found.sort(key=lambda own: own.prediction.step_seconds)
+    for proposal in found:
+        if proposal.prediction.step_seconds >= least:
+            break
+        try:
+            plan = in_form(_timed(complete(proposal)))
+        except PlanError:
+            continue
+        plan = _with_updates(plan, work, proposal, cluster, profile)
+        assert plan.prediction is not None
+        if plan.prediction.step_seconds < least:
+            best, least = plan, plan.prediction.step_seconds
+    if best is None:
+        return None
+    bounds = [own.prediction.bound_seconds for own in found]
+    return SharingCopies(plan=best, bound_seconds=min(bounds))
+
+
+def _fit_whole(work: ChainWork, layers: Sequence[LayerSize], cluster: Cluster) -> bool:
+    """Whether every device holds a copy with whole state, which the search then knows."""
+    needed = sum(work.state_factor * own.parameter_bytes + own.stash_bytes for own in layers)
+    return all(needed <= (device.memory_bytes or math.inf) for device in cluster.devices)
+
+
+def _timed(plan: Plan) -> Plan:
+    """The plan with what a microbatch takes on each copy, as its devices' times say."""
+    assert plan.prediction is not None
+    spent = {device.rank: device.compute_seconds for device in plan.prediction.devices}
+    each = tuple(
+        spent[replica.devices[0]] / max(replica.num_microbatches, 1) for replica in plan.replicas
+    )
+    known = {"microbatch_seconds": each, "fixed_seconds": (0.0,) * len(each)}
+    return plan.replaced(prediction=plan.prediction.model_copy(update=known))
+
+
+def _with_updates(
+    plan: Plan, work: ChainWork, proposal: Proposal, cluster: Cluster, profile: Profile | None
+) -> Plan:
+    """The plan whose step counts what each copy updates: all of the state, or its share."""
+    known, alternative = plan.prediction, proposal.alternative
+    assert known is not None
+    layers = work.sizes[alternative.microbatch_size, 1]
+    whole: dict[str, float] = {}
+    for replica in plan.replicas:
+        device = cluster.devices[replica.devices[0]]
+        if device.label not in whole:
+            times, _ = layer_times(
+                device, alternative, layers, profile, state_factor=work.state_factor
+            )
+            whole[device.label] = float(times[2].sum())
+    parts = plan.owned_parts if plan.placement.zero else (1.0,) * len(plan.replicas)
+    updates = {
+        replica.devices[0]: whole[cluster.devices[replica.devices[0]].label] * part
+        for replica, part in zip(plan.replicas, parts, strict=True)
+    }
+    longest = max(updates.values())
+    devices = tuple(
+        own.model_copy(
+            update={
+                "update_seconds": updates[own.rank],
+                "wait_seconds": own.wait_seconds + longest - updates[own.rank],
+            }
+        )
+        for own in known.devices
+    )
+    own = {
+        "step_seconds": known.step_seconds + longest,
+        "closed_form_seconds": 0.0,
+        "fixed_seconds": tuple(updates[replica.devices[0]] for replica in plan.replicas),
+        "devices": devices,
+    }
+    return plan.replaced(prediction=known.model_copy(update=own))

@@ -1,0 +1,135 @@
+"""Searches that also know copies which share their state, where whole state fits no device."""
+
+import functools
+import re
+
+import families
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._graph._parts import graph_of
+from hxla._graph._segments import segments
+from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla._profile._segment_times import model_name
+
+BATCH, SIZE, RATE = 12, 1, 1e10
+
+
+@functools.cache
+def job(**memory):
+    gpt = families.example("gpt")
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=6))
+    data = {"text": jax.ShapeDtypeStruct((64, 33), np.uint8)}
+    config = {"memory": memory}
+    return hxla.Job(model, data, gpt.loss, optax.adam(1e-3), batch_size=BATCH, config=config)
+
+
+def cluster(room):
+    """A fast device and a slow one: no layer can be cut over both."""
+    devices = [
+        hxla.Device(
+            kind=kind,
+            memory_bytes=room,
+            memory_bytes_per_second=1e11,
+            rates=(hxla.Rate(dtype="float32", flops_per_second=flops, measured=True),),
+        )
+        for kind, flops in (("fast", 2e11), ("slow", 1e11))
+    ]
+    node = hxla.Node(name="both", link=hxla.Link(bytes_per_second=RATE))
+    return hxla.Cluster(name="", devices=tuple(devices), nodes=(node,))
+
+
+def profile(own, seconds, update):
+    """Of a chain whose segments take as long each."""
+    chain = segments(graph_of(own._traced.graph(SIZE)), 8)
+    times = {
+        Setting(kind, SIZE): (LayerTime(forward=s / 3, backward=s * 2 / 3, update=update),)
+        * len(chain)
+        for kind, s in seconds.items()
+    }
+    found = Profile(
+        model=model_name(own._traced.functional(SIZE).params),
+        layers=tuple(segment.name for segment in chain),
+        num_segments=8,
+        sizes={},
+        times=times,
+    )
+    return found, len(chain)
+
+
+def runs_again(plan):
+    """Forwards beyond one of each segment; that of the last is a part of its backward."""
+    forwards = [text for text in plan.chain.sequence if text.startswith("F")]
+    return len(forwards) - len({re.match(r"F\d+", text).group() for text in forwards})
+
+
+def planned(room, own=None, **options):
+    own = own or job()
+    return own.plan(cluster(room), auto=True, microbatch_size=SIZE, **options)
+
+
+def test_where_whole_state_fits_the_search_is_as_it_was():
+    plan = planned(1 << 30)
+    assert plan.placement.zero <= 1
+    assert not any("copies of one device each" in reason for reason in plan.reasons)
+    pipelines = [own for own in plan.runners_up if "stage" in own.description]
+    assert plan.num_stages > 1 or pipelines
+
+
+@pytest.mark.parametrize("mebibytes", [7, 8])
+def test_copies_that_share_are_taken_where_they_are_faster(mebibytes):
+    plan, pipeline = planned(mebibytes << 20), planned(6 << 20)
+    assert (pipeline.num_stages, plan.num_stages, len(plan.replicas)) == (2, 1, 2)
+    assert plan.placement.zero >= 2
+    assert all(d.memory_bytes <= mebibytes << 20 for d in plan.prediction.devices)
+    # The pipeline fits here as well, and is what it was.
+    first, whole = plan.runners_up[0], pipeline.prediction.step_seconds
+    assert first.description == "microbatches of 1, data x stage = 1 x 2"
+    assert first.step_seconds == pytest.approx(whole, rel=1e-6)
+    assert plan.prediction.bound_seconds <= plan.prediction.step_seconds < whole
+    assert f"the best plan takes {whole:.4g} s" in plan.explain()
+
+
+@pytest.mark.parametrize("shares", ["even", (1, 2), (5, 4)])
+def test_a_step_is_what_its_parts_take(shares):
+    """Microbatches, a ring, and each copy's share of the update."""
+    own = job(zero=2, recompute="none", shares=shares)
+    times, num = profile(own, {"fast": 1e-4, "slow": 2e-4}, 3e-4)
+    plan = planned(8 << 20, own, profile=times)
+    assert (plan.counts, plan.num_stages, plan.placement.zero) == ((8, 4), 1, 2)
+    assert plan.owned_parts == (
+        (0.5, 0.5) if shares == "even" else tuple(s / sum(shares) for s in shares)
+    )
+    assert runs_again(plan) == 0
+    work, update = 8 * num * 1e-4, num * 3e-4
+    travels = 2 * (1 - 1 / 2) * plan.sums.travel_factor * plan.parameter_bytes / RATE
+    wanted = work + travels + update * max(plan.owned_parts)
+    assert plan.prediction.step_seconds == pytest.approx(
+        wanted, rel=3e-3
+    )  # the tied embedding counts twice
+    each = [update * part for part in plan.owned_parts]
+    assert plan.prediction.fixed_seconds == pytest.approx(each)
+
+
+def test_what_runs_again_and_what_is_gathered_counts():
+    times, _ = profile(job(), {"fast": 1e-4, "slow": 2e-4}, 0.0)
+    steps = {}
+    for zero, recompute in ((2, "none"), (2, "boundaries"), (3, "none")):
+        own = job(zero=zero, recompute=recompute, shares="even")
+        plan = planned(8 << 20, own, profile=times)
+        assert (plan.placement.zero, plan.num_stages) == (zero, 1), plan.explain()
+        steps[zero, recompute] = plan.prediction.step_seconds, plan
+    (keeps, _), (again, plan), (gathers, _) = steps.values()
+    assert runs_again(plan) >= len(plan.chain.segments) - 1
+    assert 1.2 < again / keeps < 1.34  # a forward is a third of a microbatch
+    more = plan.parameter_bytes / 2 / RATE
+    assert gathers - keeps == pytest.approx(more, rel=0.05)
+
+
+def test_what_fits_in_no_form_is_refused_with_what_the_search_says():
+    with pytest.raises(hxla.PlanError, match="no pipeline fits these devices"):
+        planned(3 << 20)
