@@ -5,7 +5,7 @@
 For each mesh the model of examples/gpt.py trains with the same global batch on every share of a
 core alone, and on all devices together with measured and with even counts, and with measured counts
 and the optimizer's state shared out by speed (ZeRO stage 1), so that a slow device also updates
-less; with an interpreter that has torch also by DDP, its counts set by hand
+less, with two limbs and with one (half of what travels); with an interpreter that has torch also by DDP, its counts set by hand
 (benchmarks/torch_ddp_worker.py). All jobs take turns of a step, until its update is done, so that
 the machine's drift meets all of them; the first turns, in which counts settle, do not count.
 `attainable` is the joint speed over the sum of the speeds alone, round by round. `attainable side
@@ -33,6 +33,7 @@ SETTLING, LENGTH = 4, 128
 FORMS = {
     "measured counts": ([], {}),
     "shared state": ([], {"HXLA_MEMORY_ZERO": "1"}),
+    "shared state, one limb": ([], {"HXLA_MEMORY_ZERO": "1", "HXLA_COMMUNICATION_LIMBS": "1"}),
     "even counts": (["--counts", "even"], {}),
 }
 DDP = "DDP, counts by hand"
