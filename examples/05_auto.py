@@ -4,9 +4,9 @@
 
 `plan="auto"` times the model's parts on the devices that are here, searches over copies, stages,
 tensor parallelism, recomputation and microbatch sizes, runs the best plan that it finds, and says
-which come next. Here whole state fits no device, so a copy is cut over both, or two copies share their
-state, whichever is faster by what was measured; on devices with more memory the same script trains one
-copy on each. `hxla plan` searches for devices that are not here:
+which come next. Here whole state fits no device, so a copy is cut over both, or two copies share
+their state, whichever is faster by what was measured; on devices with more memory the same script
+trains one copy on each. `hxla plan` searches for devices that are not here:
 
     hxla profile --mesh cpu-1.0-0.33 --write runs/gpt.json examples/05_auto.py
     hxla plan --mesh cpu-1.0-0.33 --profile runs/gpt.json --write runs/plan.json examples/05_auto.py
