@@ -6,12 +6,13 @@ For each mesh the model of examples/gpt.py trains with the same global batch on 
 core alone, and on all devices together with measured and with even counts, and with measured counts
 and the optimizer's state shared out by speed (ZeRO stage 1), so that a slow device also updates
 less, with two limbs and with one (half of what travels); with an interpreter that has torch also by
-DDP, its counts set by hand (benchmarks/torch_ddp_worker.py). All jobs take turns of a step, until its update is done, so that
-the machine's drift meets all of them; the first turns, in which counts settle, do not count.
-`attainable` is the joint speed over the sum of the speeds alone, round by round. `attainable side
-by side` is over the sum of the speeds of jobs that run at the same time and have nothing to do with
-each other, for cores share caches and memory: a step of the slowest, and steps of the others as
-long as it lasts. Writes its meshes' rows of benchmarks/results/mixed_speed.json.
+DDP, its counts set by hand (benchmarks/torch_ddp_worker.py). All jobs take turns of a step, until
+its update is done, so that the machine's drift meets all of them; the first turns, in which counts
+settle, do not count. `attainable` is the joint speed over the sum of the speeds alone, round by
+round. `attainable side by side` is over the sum of the speeds of jobs that run at the same time and
+have nothing to do with each other, for cores share caches and memory: a step of the slowest, and
+steps of the others as long as it lasts. Writes its meshes' rows of
+benchmarks/results/mixed_speed.json.
 """
 
 import argparse
