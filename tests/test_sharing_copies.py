@@ -133,3 +133,10 @@ def test_what_runs_again_and_what_is_gathered_counts():
 def test_what_fits_in_no_form_is_refused_with_what_the_search_says():
     with pytest.raises(hxla.PlanError, match="no pipeline fits these devices"):
         planned(3 << 20)
+
+
+def test_settings_that_only_copies_can_have_leave_nothing_else():
+    """A pipeline would be as fast; it runs forwards again by a setting of its own."""
+    plan = planned(1 << 30, job(zero=3, recompute="boundaries"))
+    assert (plan.num_stages, plan.placement.zero, len(plan.replicas)) == (1, 3, 2)
+    assert "no plan with whole state" in plan.explain()

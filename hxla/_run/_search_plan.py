@@ -27,6 +27,7 @@ from .._profile._kept_bytes import kept_bytes
 from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
+from ._agreement import facts_of_plan
 from ._limbs import with_sums_and_memory
 from ._links import measured_link
 from ._planning import size_asked
@@ -114,6 +115,8 @@ def search_plan(
         num_segments = profile.most_segments
 
     def in_form(plan: Plan) -> Plan:
+        if devices is not None:  # programs are compiled, by every process
+            job.agree("a plan of the search", lambda: facts_of_plan(plan))
         return with_sums_and_memory(job, plan, cluster, devices)
 
     def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
@@ -332,7 +335,7 @@ def _beside(shared: SharingCopies, whole: FoundPlan | None) -> Plan:
     bound = shared.bound_seconds
     others: tuple[RunnerUp, ...] = ()
     if whole is None:
-        said = "no plan with whole state fits"
+        said = "no plan with whole state fits, or can be as settings ask"
     else:
         before = whole.plan.prediction
         assert before is not None

@@ -55,7 +55,7 @@ def sharing_copies(
         profile: Measured times.
         complete: Makes a plan, with the state whole on every copy.
         in_form: Gives it the cheapest form that fits.
-        faster_than: Seconds of the step of the best plan with whole state.
+        faster_than: Seconds of the step of the best plan with whole state, if there is one.
         all_devices: Whether every device is to take part.
         seconds: Time budget of each search.
     """
@@ -71,7 +71,8 @@ def sharing_copies(
     )
     found: list[Proposal] = []
     for (size, tensor), layers in sorted(work.sizes.items()):
-        if tensor > 1 or _fit_whole(work, layers, cluster):
+        is_known = faster_than < math.inf and _fit_whole(work, layers, cluster)
+        if tensor > 1 or is_known:
             continue
         alone = dataclasses.replace(work, sizes={(size, 1): layers}, counts_updates=False)
         with contextlib.suppress(PlanError):  # not all devices take part
