@@ -1,7 +1,11 @@
 """Searches that also know copies which share their state, where whole state fits no device."""
 
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import families
 import jax
@@ -16,6 +20,7 @@ from hxla._graph._segments import segments
 from hxla._profile._profile import LayerTime, Profile, Setting
 from hxla._profile._segment_times import model_name
 
+ROOT = pathlib.Path(__file__).parent.parent
 BATCH, SIZE, RATE = 12, 1, 1e10
 
 
@@ -140,3 +145,48 @@ def test_settings_that_only_copies_can_have_leave_nothing_else():
     plan = planned(1 << 30, job(zero=3, recompute="boundaries"))
     assert (plan.num_stages, plan.placement.zero, len(plan.replicas)) == (1, 3, 2)
     assert "no plan with whole state" in plan.explain()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import families, jax, optax, hxla
+from flax import nnx
+
+gpt = families.example("gpt")
+how = {{"plan": "auto"}} if sys.argv[1] == "auto" else {{"mesh": {{"data": 2}}, "counts": "even"}}
+result = hxla.train(
+    gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=2), gpt.library(length=32), gpt.loss,
+    optax.adam(1e-3), batch_size=8, microbatch_size=2, steps=3,
+    config={{"memory": {{"zero": 2}}}}, **how,
+)
+if jax.process_index() == 0:
+    print("told", result.sha256, result.plan.placement.zero, len(result.plan.replicas))
+"""
+
+
+@pytest.mark.slow
+def test_processes_find_the_same_copies_and_train_them_to_the_same_bits(tmp_path):
+    """Memory for a share of the state and not for all of it; the processes measure."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(ROOT / "tests")))
+    device = '[[device]]\nkind = "cpu"\ncount = 2\ncore_share = 1.0\nmemory_gib = 0.0033\n'
+    (tmp_path / "small.toml").write_text(f'name = "small"\n{device}')
+
+    def told(*words):
+        ran = subprocess.run(
+            [sys.executable, "-m", "hxla", "run", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+            | {"PYTHONPATH": str(ROOT)},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return re.search(r"told (\w+) (\d) (\d)", ran.stdout).groups(), ran.stdout
+
+    (sha256, *form), said = told("--mesh", "small.toml", "script.py", "auto")
+    assert form == ["2", "2"], said
+    assert "copies of one device each: no plan with whole state fits" in said
+    assert told("-n", "2", "script.py", "copies")[0] == (sha256, "2", "2")

@@ -17,7 +17,8 @@ from .._plan._plan import Plan
 from .._planner._chain import UNBOUNDED
 from .._planner._estimate import layer_times
 from .._planner._propose import ChainWork, Proposal, propose
-from .._profile._profile import LayerSize, Profile
+from .._planner._shard_groups import travel_of
+from .._profile._profile import LayerSize, Profile, together_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ def sharing_copies(
     """The fastest copies of one device each that fit in some form; None: none is fast enough.
 
     For each microbatch size the search deals microbatches to devices as if their memory had no end
-    and updates took no time, which bounds every form. The most promising is given its form first.
+    and sums and updates took no time, which bounds every form. The most promising is given its form
+    first. Sums count as rings over all copies, or as they were measured.
 
     Args:
         work: The chain of a job.
@@ -74,12 +76,15 @@ def sharing_copies(
         is_known = faster_than < math.inf and _fit_whole(work, layers, cluster)
         if tensor > 1 or is_known:
             continue
-        alone = dataclasses.replace(work, sizes={(size, 1): layers}, counts_updates=False)
-        with contextlib.suppress(PlanError):  # not all devices take part
+        alone = dataclasses.replace(
+            work, sizes={(size, 1): layers}, reduce_factor=0.0, counts_updates=False
+        )
+        times = None if profile is None else dataclasses.replace(profile, reductions={})
+        with contextlib.suppress(PlanError):  # one device would be left out, for it is so slow
             proposal, _ = propose(
                 alone,
                 roomy,
-                profile,
+                times,
                 max_stages=1,
                 recompute=False,
                 all_devices=all_devices,
@@ -96,7 +101,7 @@ def sharing_copies(
             plan = in_form(_timed(complete(proposal)))
         except PlanError:
             continue
-        plan = _with_updates(plan, work, proposal, cluster, profile)
+        plan = _with_rest(plan, work, proposal, cluster, profile)
         assert plan.prediction is not None
         if plan.prediction.step_seconds < least:
             best, least = plan, plan.prediction.step_seconds
@@ -123,40 +128,41 @@ def _timed(plan: Plan) -> Plan:
     return plan.replaced(prediction=plan.prediction.model_copy(update=known))
 
 
-def _with_updates(
+def _with_rest(
     plan: Plan, work: ChainWork, proposal: Proposal, cluster: Cluster, profile: Profile | None
 ) -> Plan:
-    """The plan whose step counts what each copy updates: all of the state, or its share."""
+    """The plan whose step counts sums, and what each copy updates: all of the state, or a share."""
     known, alternative = plan.prediction, proposal.alternative
     assert known is not None
     layers = work.sizes[alternative.microbatch_size, 1]
+    leaders = [replica.devices[0] for replica in plan.replicas]
+    labels = [cluster.devices[rank].label for rank in leaders]
     whole: dict[str, float] = {}
-    for replica in plan.replicas:
-        device = cluster.devices[replica.devices[0]]
-        if device.label not in whole:
-            times, _ = layer_times(
-                device, alternative, layers, profile, state_factor=work.state_factor
-            )
-            whole[device.label] = float(times[2].sum())
-    parts = plan.owned_parts if plan.placement.zero else (1.0,) * len(plan.replicas)
-    updates = {
-        replica.devices[0]: whole[cluster.devices[replica.devices[0]].label] * part
-        for replica, part in zip(plan.replicas, parts, strict=True)
-    }
-    longest = max(updates.values())
+    for rank, label in zip(leaders, labels, strict=True):
+        if label not in whole:
+            device, factor = cluster.devices[rank], work.state_factor
+            times, _ = layer_times(device, alternative, layers, profile, state_factor=factor)
+            whole[label] = float(times[2].sum())
+    parts = plan.owned_parts if plan.placement.zero else (1.0,) * len(labels)
+    updates = [whole[label] * part for label, part in zip(labels, parts, strict=True)]
+    measured = None if profile is None else profile.reductions.get(together_key(labels))
+    sums = 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
+    sums = sums if measured is None else measured
+    each, longest = dict(zip(leaders, updates, strict=True)), max(updates)
     devices = tuple(
         own.model_copy(
             update={
-                "update_seconds": updates[own.rank],
-                "wait_seconds": own.wait_seconds + longest - updates[own.rank],
+                "reduction_seconds": sums,
+                "update_seconds": each[own.rank],
+                "wait_seconds": own.wait_seconds + longest - each[own.rank],
             }
         )
         for own in known.devices
     )
-    own = {
-        "step_seconds": known.step_seconds + longest,
+    rest = {
+        "step_seconds": known.step_seconds + sums + longest,
         "closed_form_seconds": 0.0,
-        "fixed_seconds": tuple(updates[replica.devices[0]] for replica in plan.replicas),
+        "fixed_seconds": tuple(updates),
         "devices": devices,
     }
-    return plan.replaced(prediction=known.model_copy(update=own))
+    return plan.replaced(prediction=known.model_copy(update=rest))
