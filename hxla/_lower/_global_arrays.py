@@ -94,7 +94,10 @@ class GlobalArrays:
 
     @property
     def is_ring(self) -> bool:
-        """Whether a reduce-scatter is a ring of permutes: Gloo has none of its own."""
+        """Whether a reduce-scatter is a ring of permutes.
+
+        XLA's over Gloo was seen to add up what had not yet come, between processes on a slow link.
+        """
         return self.devices[0].platform == "cpu"
 
     def sharding(self, spec: P) -> Sharding:
