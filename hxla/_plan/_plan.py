@@ -127,6 +127,12 @@ class Plan(PlanValue):
         return {axis.name: axis.size for axis in self.axes}
 
     @property
+    def mesh_in_words(self) -> str:
+        """Copies of the model and the axes inside one: `data x tensor = 2 x 4`."""
+        sizes = (len(self.replicas), *self.axis_sizes.values())
+        return f"{' x '.join(('data', *self.axis_sizes))} = {' x '.join(map(str, sizes))}"
+
+    @property
     def num_stages(self) -> int:
         """The stages of each copy of the model; 1 without a pipeline."""
         return self.axis_sizes.get(STAGE_AXIS, 1)
@@ -338,12 +344,10 @@ class Plan(PlanValue):
 
     def explain(self) -> str:
         """Tell the plan in words: what each copy and device does, its time and memory, and why."""
-        axes = " x ".join(str(n) for n in (len(self.replicas), *self.axis_sizes.values()))
-        names = " x ".join(("data", *self.axis_sizes))
         sums = self.sums.words + " over the host" * (self.sums.over == "host")
         lines = [
             f"{self.batch_size} examples a step in {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size}, {sums}" + (f"; {names} = {axes}" if self.axes else "")
+            f"{self.microbatch_size}, {sums}" + (f"; {self.mesh_in_words}" if self.axes else "")
         ]
         width = max(map(len, self.replica_names))
         for i, (name, count) in enumerate(zip(self.replica_names, self.counts, strict=True)):

@@ -147,18 +147,12 @@ def with_memory(
             found = found.replaced(reasons=(*found.reasons, said))
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
-    if _microbatch_seconds(plan):
-        found = _later(found, best.extra_seconds + moving_seconds(job, plan, cluster, best))
+    known = found.prediction
+    if known is not None and known.step_seconds and _microbatch_seconds(plan):
+        more = max(best.extra_seconds + moving_seconds(job, plan, cluster, best), 0.0)
+        later = known.model_copy(update={"step_seconds": known.step_seconds + more})
+        found = found.replaced(prediction=later)
     return _told(found, cluster, best, others) if is_described else found
-
-
-def _later(plan: Plan, seconds: float) -> Plan:
-    """The plan whose step takes so much longer than is predicted."""
-    known = plan.prediction
-    if known is None or not known.step_seconds:
-        return plan
-    step = known.step_seconds + max(seconds, 0.0)
-    return plan.replaced(prediction=known.model_copy(update={"step_seconds": step}))
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:

@@ -340,17 +340,12 @@ def _beside(shared: SharingCopies, whole: FoundPlan | None) -> Plan:
         before = whole.plan.prediction
         assert before is not None
         bound = min(bound, before.bound_seconds)
-        others = (_runner_up(whole.plan, before.step_seconds), *whole.plan.runners_up)
+        words = f"microbatches of {whole.plan.microbatch_size}, {whole.plan.mesh_in_words}"
+        best = RunnerUp(description=words, step_seconds=before.step_seconds)
+        others = (best, *whole.plan.runners_up)
         said = f"with whole state the best plan takes {before.step_seconds:.4g} s"
     return plan.replaced(
         prediction=known.model_copy(update={"bound_seconds": bound}),
         runners_up=(*others, *plan.runners_up),
         reasons=(f"copies of one device each: {said}", *plan.reasons),
     )
-
-
-def _runner_up(plan: Plan, seconds: float) -> RunnerUp:
-    names = " x ".join(("data", *plan.axis_sizes))
-    sizes = " x ".join(map(str, (len(plan.replicas), *plan.axis_sizes.values())))
-    words = f"microbatches of {plan.microbatch_size}, {names} = {sizes}"
-    return RunnerUp(description=words, step_seconds=seconds)

@@ -71,15 +71,14 @@ def sharing_copies(
             )
         }
     )
+    times = None if profile is None else dataclasses.replace(profile, reductions={})
     found: list[Proposal] = []
     for (size, tensor), layers in sorted(work.sizes.items()):
-        is_known = faster_than < math.inf and _fit_whole(work, layers, cluster)
-        if tensor > 1 or is_known:
+        if tensor > 1 or (faster_than < math.inf and _fit_whole(work, layers, cluster)):
             continue
         alone = dataclasses.replace(
             work, sizes={(size, 1): layers}, reduce_factor=0.0, counts_updates=False
         )
-        times = None if profile is None else dataclasses.replace(profile, reductions={})
         with contextlib.suppress(PlanError):  # one device would be left out, for it is so slow
             proposal, _ = propose(
                 alone,
