@@ -47,7 +47,7 @@ def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
         except _errors.PlanError:
             continue
         t, staging = tables(chain), found.ranked[-1].staging
-        for copies in _shared_links.placements(staging, places, described):
+        for _, copies in _shared_links.placements(staging, places, described):
             start = _placed.placed(chain, t, staging, copies, described, reduce_factor=1.0)
             best = _placed.improved(chain, t, start, described, reduce_factor=1.0)
             assert best.step_seconds <= start.step_seconds

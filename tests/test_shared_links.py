@@ -270,7 +270,7 @@ def test_copies_are_placed_where_they_share_cards_least():
             traffic = traffic_of(chain, staging, copies, described, reduce_factor=1.0)
             return shared_step_seconds(tables(chain), staging, traffic)
 
-        tried = [seconds(own) for own in placements(staging, places, described)]
+        tried = [seconds(own) for _, own in placements(staging, places, described)]
         least = min(map(seconds, all_placements(staging, 2, 3)))
         assert min(tried) >= least * (1 - 1e-9)
         # The bound is one of this formula, over all stagings.
@@ -287,7 +287,7 @@ def test_stages_of_like_copies_share_a_node_where_sums_are_what_takes_long():
     sort = ReplicaSort(groups=(0, 0), count=2, num_microbatches=4)
     staging = Staging(cuts=(0, 2), replicas=(sort,), step_seconds=1.0)
     described = cluster(per_node=2)
-    found = list(placements(staging, [[(i,) for i in range(4)]], described))
+    found = [own for _, own in placements(staging, [[(i,) for i in range(4)]], described)]
     assert found == [[[(0,), (1,)], [(2,), (3,)]], [[(0,), (2,)], [(1,), (3,)]]]
     sums = [
         max(traffic_of(chain, staging, own, described, reduce_factor=1.0).reduction_seconds)

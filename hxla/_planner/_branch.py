@@ -122,7 +122,7 @@ class Branching:
         self.least = math.inf
         self._num = num_stages
         self._is_rough = is_rough
-        self._pins = t.shared is not None and num_stages > 1
+        self._pins = t.knows_cards and num_stages > 1
         self._num_microbatches = bound.num_microbatches
         self._wanted = bound.num_microbatches * (1 - 1e-9)
         self._known = known

@@ -42,8 +42,10 @@ class Rings:
         inside_seconds: Per group, seconds per byte of gradient where all copies of a stage are in
             one node.
         copies_inside: Per group, the most copies of a stage that one node holds.
+        num_nodes: Per group, how many nodes it has.
         card_seconds: `card_seconds[a][b]`: seconds per byte, of each of the copies that all send
-            at once from group a to group b, where every group is a node of its own; else none.
+            at once from a node of group a to another of group b, where no node is of two groups;
+            else none.
         card_sum_seconds: There, seconds per byte of gradient that a card is busy with the ring of a
             stage of very many copies in several nodes.
 
@@ -53,6 +55,7 @@ class Rings:
 
     inside_seconds: tuple[float, ...]
     copies_inside: tuple[int, ...]
+    num_nodes: tuple[int, ...] = ()
     card_seconds: tuple[tuple[float, ...], ...] = ()
     card_sum_seconds: float = 0.0
 

@@ -29,8 +29,10 @@ class Tables:
         reduce_inside: [K, L+1, L+1] The same where all are in one node.
         copies_inside: [K] The most copies of a stage that one node holds; none: the reduction is
             the same for any number.
-        shared: [L+1, K, K] `shared[l, b, a]`: what `cross[l, b, a]` is at least for each copy that
-            sends at once, where every kind is a node of its own; None: some is not.
+        num_nodes: [K] Nodes of a kind; none: not known.
+        shared: [L+1, K, K] `shared[l, b, a]`: what crossing a boundary from a node of kind b to
+            another of kind a is at least for each copy that does so at once, where no node has
+            devices of two kinds; None: some has.
         card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
             copies in several nodes.
         state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and
@@ -47,6 +49,7 @@ class Tables:
     reduce: Array
     reduce_inside: Array
     copies_inside: tuple[int, ...]
+    num_nodes: tuple[int, ...]
     shared: Array | None
     card_sums: Array
     state_bytes: Array
@@ -64,6 +67,11 @@ class Tables:
     def num_kinds(self) -> int:
         """Kinds of devices."""
         return len(self.num_devices)
+
+    @property
+    def knows_cards(self) -> bool:
+        """Whether every kind is a node of its own, so that kinds say which cards are passed."""
+        return self.shared is not None and max(self.num_nodes) == 1
 
     def least_reduce(self, num_copies: int) -> Array:
         """[K, L+1, L+1] The least reduction over so many replicas, or more (0: a single one)."""
@@ -124,6 +132,7 @@ def tables(chain: Chain) -> Tables:
         reduce=parameters * rates[:, None, None],
         reduce_inside=parameters * np.minimum(rates, inside)[:, None, None],
         copies_inside=chain.rings.copies_inside if chain.rings else (),
+        num_nodes=chain.rings.num_nodes if chain.rings else (),
         shared=shared,
         card_sums=parameters.min(axis=0) * (chain.rings.card_sum_seconds if chain.rings else 0.0),
         state_bytes=state,
@@ -250,6 +259,8 @@ def _faults(chain: Chain) -> Iterator[str]:
         rings = chain.rings
         rows.append(("rings.inside_seconds", rings.inside_seconds, len(groups), "groups"))
         rows.append(("rings.copies_inside", rings.copies_inside, len(groups), "groups"))
+        if rings.card_seconds:
+            rows.append(("rings.num_nodes", rings.num_nodes, len(groups), "groups"))
         cards = enumerate(rings.card_seconds)
         rows += [(f"rings.card_seconds[{i}]", own, len(groups), "groups") for i, own in cards]
     for where, row, num, what in rows:

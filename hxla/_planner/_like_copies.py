@@ -1,28 +1,46 @@
 """Plans of like copies that take every kind of device in turn: each stage is of one kind.
 
-All copies of such a stage may lie in one node, so that its sum leaves no node; then all of them
-send over the boundary to another node's stage at once.
+Of such copies it is known how they lie in nodes, and so what they share: where a node holds a block
+of copies of one stage, the sum of all copies leaves it once, but they send over its card at once;
+where it holds consecutive stages of fewer copies, these send inside it, but a ring of each stage
+leaves it.
 """
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ._chain import ReplicaSort, Staging
-from ._chain_tables import Array, Tables, fill_and_period, tail_seconds
-from ._relaxed import bisected
+from ._chain_tables import Array, Tables, fill_and_period, tail_seconds, times_with_edges
 
-_TOLERANCE = 1e-3  # of the period
+_MOST = 400  # arrangements of a chain that are worked out
+_NEAR = 1.02  # of the best one: what cannot come so close is not worked out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrangement:
+    """How copies lie on devices.
+
+    Attributes:
+        copies: How many there are.
+        groups: The kind of each stage.
+        block: Copies of a stage in one node, where it holds so many devices.
+    """
+
+    copies: int
+    groups: tuple[int, ...]
+    block: int
 
 
 def like_copies(
     t: Tables, num_microbatches: int, most_stages: int, check: Callable[[], None]
-) -> Iterator[Staging]:
-    """For every number of copies that two nodes hold, and every order of kinds, a plan.
+) -> list[Staging]:
+    """For numbers of copies, orders of kinds and blocks in nodes the best plans, likely best first.
 
-    Its cut has the least period of those with stages as given, by bisection: at each limit stages
-    are made as long as they may be, from the first on.
+    The cut of each has the least period of those with stages as given: a dynamic programme.
 
     Args:
         t: Of the chain.
@@ -30,78 +48,168 @@ def like_copies(
         most_stages: Of a plan.
         check: Called often; may raise.
     """
-    inside = max(t.copies_inside, default=0)
-    for copies in range(2, min(num_microbatches, 2 * inside) + 1):
+    asked = sorted(
+        ((_optimistic(t, own, num_microbatches), i, own)
+        for i, own in enumerate(_arrangements(t, num_microbatches, most_stages))),
+    )  # fmt: skip
+    best, found = math.inf, {}
+    for least, i, own in asked[:_MOST]:
+        if least > best * _NEAR:
+            break
+        check()
+        numbers = _at_once(t, own)
+        key = own.copies, own.groups, tuple(numbers)
+        if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
+            seconds = _seconds(t, own, numbers, cuts, num_microbatches)
+            found[key] = seconds, i, _staging(t, cuts, own, num_microbatches)
+            best = min(best, seconds)
+    return [staging for _, _, staging in sorted(found.values(), key=lambda x: x[:2])]
+
+
+def _arrangements(t: Tables, num_microbatches: int, most_stages: int) -> Iterator[_Arrangement]:
+    """For numbers of copies with unlike numbers of stages, on all kinds or all but one."""
+    every = range(t.num_kinds)
+    left_out = [(), *([(k,) for k in every] if t.num_kinds > 1 else [])]
+    most = min(num_microbatches, sum(t.num_devices))
+    nodes = {min(inside, most) for inside in t.copies_inside}
+    before: list[int] = []
+    for copies in range(most, 1, -1):
         blocks = [num // copies for num in t.num_devices]
-        for order in itertools.permutations(k for k, num in enumerate(blocks) if num):
-            check()
-            groups = tuple(k for k in order for _ in range(blocks[k]))
-            if not 1 <= len(groups) <= most_stages:
+        if blocks == before and copies not in nodes and copies & (copies - 1):
+            continue  # more copies of as many stages are better
+        before = blocks
+        for without in left_out:
+            kinds = [k for k in every if blocks[k] and k not in without]
+            if not 1 <= sum(blocks[k] for k in kinds) <= most_stages:
                 continue
-            cuts = _even_periods(t, groups, copies, -(-num_microbatches // copies))
-            if cuts is not None:
-                yield _staging(t, cuts, groups, copies, num_microbatches)
+            for order in itertools.permutations(kinds):
+                groups = tuple(k for k in order for _ in range(blocks[k]))
+                for block in _blocks(t, copies):
+                    yield _Arrangement(copies, groups, block)
 
 
-def _staging(
-    t: Tables, cuts: tuple[int, ...], groups: tuple[int, ...], copies: int, num_microbatches: int
-) -> Staging:
-    few, more = divmod(num_microbatches, copies)
-    sorts = [
-        ReplicaSort(groups=groups, count=count, num_microbatches=num)
-        for count, num in ((copies - more, few), (more, few + 1))
-        if count
-    ]
-    fill, period = fill_and_period(t, cuts, groups)
-    most = sorts[-1].num_microbatches
-    seconds = fill + (most - 1) * period + tail_seconds(t, cuts, sorts)
-    return Staging(cuts=cuts, replicas=tuple(sorts), step_seconds=seconds)
+def _blocks(t: Tables, copies: int) -> list[int]:
+    """Numbers of copies that may lie in one node together, all of them if nodes hold as many."""
+    if t.shared is None:
+        return [copies]
+    most = min(copies, max(t.copies_inside))
+    return sorted({most, *(2**i for i in range(most.bit_length()))})
+
+
+def _at_once(t: Tables, own: _Arrangement) -> list[int]:
+    """Copies that send over a card at once, at each boundary between stages; 0: over none."""
+    found, run = [], 0
+    for before, after in itertools.pairwise(own.groups):
+        run = run + 1 if before == after else 0
+        if t.shared is None:
+            found.append(0)
+            continue
+        within = before == after and (t.num_nodes[after] == 1 or run % _in_node(t, own, after)[0])
+        found.append(0 if within else max(_in_node(t, own, k)[1] for k in (before, after)))
+    return found
+
+
+def _in_node(t: Tables, own: _Arrangement, kind: int) -> tuple[int, int]:
+    """How many stages a full node of a kind has, and of how many copies each."""
+    inside, num = t.copies_inside[kind], own.groups.count(kind)
+    stages = max(1, inside // own.block)
+    if stages > num:
+        stages = num
+        return stages, min(own.copies, inside // stages)
+    return stages, min(own.block, inside)
+
+
+def _optimistic(t: Tables, own: _Arrangement, num_microbatches: int) -> float:
+    """About the least that stages of equal periods without transfers would take."""
+    rate = sum(1 / float(t.seconds[k, 0, -1]) for k in own.groups)
+    total = (-(-num_microbatches // own.copies) - 1 + len(own.groups)) / rate
+    if t.copies_inside and own.copies > max(t.copies_inside):
+        total += float(t.least_reduce(own.copies)[:, 0, -1].min()) / len(own.groups)
+    return total
 
 
 def _even_periods(
-    t: Tables, groups: Sequence[int], copies: int, num_microbatches: int
+    t: Tables, own: _Arrangement, at_once: Sequence[int], num_microbatches: int
 ) -> tuple[int, ...] | None:
     """The cut of least period for the kinds of the stages; None: none fits."""
-    num, size = len(groups), t.num_layers + 1
-    kinds = (t.num_kinds, *groups, t.num_kinds)
-    after = np.triu(np.ones((size, size), bool), 1)
-    far = {  # [L+1] where a stage that begins at a layer ends at the latest, for its memory
-        (i, k): np.arange(size)
-        + (t.fits(min(num - i, num_microbatches))[k] & after).sum(axis=1)
-        for i, k in enumerate(groups)
-    }  # fmt: skip
-    around = list(zip(kinds, groups, kinds[2:], strict=False))
-    period: dict[tuple[int, ...], Array] = {
-        (b, k, n): t.seconds[k]
-        + (t.cross[:, b, k] * _num_at_once(t, b, k, copies))[:, None]
-        + (t.cross[:, k, n] * _num_at_once(t, k, n, copies))[None, :]
-        for b, k, n in dict.fromkeys(around)
-    }
-
-    def cut(limit: float) -> tuple[int, ...] | None:
-        ends = {
-            key: np.arange(size) + ((own <= limit) & after).sum(axis=1)
-            for key, own in period.items()
-        }
-        cuts, layer = [], 0
-        for i, (k, key) in enumerate(zip(groups, around, strict=True)):
-            cuts.append(layer)
-            end = min(int(ends[key][layer]), int(far[i, k][layer]), size - num + i)
-            if end <= layer:
-                return None
-            layer = end
-        return tuple(cuts) if layer == size - 1 else None
-
-    high = max(float(own[after].max()) for own in period.values())
-    if cut(high) is None:
+    num, most = len(own.groups), -(-num_microbatches // own.copies)
+    kinds = (t.num_kinds, *own.groups, t.num_kinds)
+    numbers = (0, *at_once, 0)
+    after = np.triu(np.ones((t.num_layers + 1,) * 2, bool), 1)
+    known: dict[tuple[int, ...], Array] = {}
+    rest = np.full(t.num_layers + 1, np.inf)
+    rest[-1] = 0.0
+    ends = []
+    for i in reversed(range(num)):
+        depth = min(num - i, most)
+        key = (*kinds[i : i + 3], *numbers[i : i + 2], depth)
+        if key not in known:
+            k = own.groups[i]
+            period = (
+                t.seconds[k]
+                + _crossing(t, kinds[i], k, numbers[i])[:, None]
+                + _crossing(t, k, kinds[i + 2], numbers[i + 1])[None, :]
+            )
+            known[key] = np.where(after & t.fits(depth)[k], period, np.inf)
+        total = np.maximum(known[key], rest[None, :])
+        ends.append(total.argmin(axis=1))
+        rest = total.min(axis=1)
+    if not np.isfinite(rest[0]):
         return None
-    _, limit = bisected(lambda limit: cut(limit) is not None, 0.0, high, _TOLERANCE)
-    return cut(limit)
+    cuts = [0]
+    for end in ends[:0:-1]:
+        cuts.append(int(end[cuts[-1]]))
+    return tuple(cuts)
 
 
-def _num_at_once(t: Tables, before: int, kind: int, copies: int) -> int:
-    """Copies that send at once over the card between a stage of one kind and one of the next."""
-    if t.num_kinds in (before, kind):
-        return 1
-    room = min(t.copies_inside[before], t.copies_inside[kind])
-    return 1 if before == kind and 2 * copies <= room else min(copies, room)
+def _crossing(t: Tables, before: int, after: int, at_once: int) -> Array:
+    """[L+1] What each of so many copies takes over a boundary."""
+    alone = t.cross[:, before, after]
+    if not at_once:
+        return alone
+    assert t.shared is not None
+    return np.maximum(alone, at_once * t.shared[:, before, after])
+
+
+def _seconds(
+    t: Tables,
+    own: _Arrangement,
+    at_once: Sequence[int],
+    cuts: Sequence[int],
+    num_microbatches: int,
+) -> float:
+    """About what a step takes, with what the copies share."""
+    pairs = zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True)
+    edges = [float(_crossing(t, *pair, num)[cut]) for cut, pair, num in pairs]
+    fill, period = times_with_edges(t, cuts, own.groups, edges)
+    stages = list(zip(own.groups, cuts, (*cuts[1:], t.num_layers), strict=True))
+    update = max(float(t.update[stage]) for stage in stages)
+    seconds = fill + (-(-num_microbatches // own.copies) - 1) * period + update
+    if not t.copies_inside:
+        return seconds + max(float(t.reduce[stage]) for stage in stages)
+    sums = 0.0
+    for kind, same in itertools.groupby(stages, key=lambda stage: stage[0]):
+        mine = list(same)
+        num, copies = _in_node(t, own, kind)
+        if own.copies <= copies:
+            sums = max(sums, *(float(t.reduce_inside[stage]) for stage in mine))
+            continue
+        # Rings of all stages that a node has pass its card.
+        num = num if t.shared is not None else 1
+        for first in range(0, len(mine), num):
+            last = mine[min(first + num, len(mine)) - 1]
+            sums = max(sums, float(t.reduce[kind, mine[first][1], last[2]]))
+    return seconds + sums * (1 - 1 / own.copies)
+
+
+def _staging(t: Tables, cuts: tuple[int, ...], own: _Arrangement, num: int) -> Staging:
+    """The plan, as if transfers shared nothing."""
+    few, more = divmod(num, own.copies)
+    sorts = [
+        ReplicaSort(groups=own.groups, count=count, num_microbatches=each)
+        for count, each in ((own.copies - more, few), (more, few + 1))
+        if count
+    ]
+    fill, period = fill_and_period(t, cuts, own.groups)
+    seconds = fill + (sorts[-1].num_microbatches - 1) * period + tail_seconds(t, cuts, sorts)
+    return Staging(cuts=cuts, replicas=tuple(sorts), step_seconds=seconds)

@@ -338,13 +338,14 @@ def _chain(
         )
     leaders = [[group[0] for group in own] for own in kinds.values()]
     links = [[_links(cluster, a, b, reasons, key.tensor) for b in leaders] for a in leaders]
-    slowest = [
-        [min((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
+    # Where a plan's devices lie is not known yet: no transfer is faster than over the best link.
+    fastest = [
+        [max((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
     ]
     measured = _measured_sum(cluster, profile)
     if measured is not None and len(cluster.devices) > 1:
         reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
-    per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in slowest]
+    per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in fastest]
 
     def sum_seconds(links: Iterable[Link]) -> float:
         """Per byte: a ring's reduce-scatter and all-gather of many devices, over the best link."""
@@ -370,13 +371,14 @@ def _chain(
         keeps_inputs=key.recompute,
         send_seconds=send_seconds,
         send_latency_seconds=tuple(
-            tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in slowest
+            tuple(x.latency_seconds if x is not None else 0.0 for x in row) for row in fastest
         ),
         reduce_seconds=tuple(beyond)
         if measured is None
         else (measured / whole_bytes,) * len(groups),
         rings=Rings(
             inside_seconds=tuple(in_node),
+            num_nodes=tuple(len({cluster.devices[r].node for r in own}) for own in leaders),
             card_seconds=cards,
             card_sum_seconds=2 * work.reduce_factor * min(itertools.chain(*cards), default=0.0),
             copies_inside=tuple(
@@ -392,13 +394,15 @@ def _chain(
 def _card_seconds(
     cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
 ) -> tuple[tuple[float, ...], ...]:
-    """What a byte of each copy takes where all send at once; none if a kind is no node alone."""
+    """What a byte of each copy takes where all send at once; none if a node has two kinds."""
     nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
-    alone = [min(own) for own in nodes if len(own) == 1]
-    if len(set(alone)) < len(nodes) or len(nodes) < 2:
+    num = sum(map(len, nodes))
+    if num < 2 or len(set().union(*nodes)) < num:
         return ()
-    cards = [cluster.network_card(node) for node in alone]
-    seconds = [tensor / card.bytes_per_second if card else 0.0 for card in cards]
+    cards = [[cluster.network_card(node) for node in own] for own in nodes]
+    seconds = [
+        min(tensor / card.bytes_per_second if card else 0.0 for card in own) for own in cards
+    ]
     return tuple(
         tuple(max(seconds[i], seconds[j]) for j in range(len(seconds))) for i in range(len(seconds))
     )

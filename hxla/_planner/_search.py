@@ -283,7 +283,7 @@ class _Search:
             if i < num_tried or not self.plans:
                 self._first_plan(num)
         alike = like_copies(self._t, self._num, self.bound.max_stages, self._check)
-        for plan in sorted(alike, key=lambda plan: plan.step_seconds)[:_ALIKE]:
+        for plan in alike[:_ALIKE]:
             self._keep(plan)
         stages = [] if self.plans else roomiest_pipeline(self.chain)
         if stages and all(stage.lack_bytes <= 0 for stage in stages):
@@ -486,7 +486,7 @@ class _Search:
             may_be_best = plan.step_seconds < self._goal.placed
             placed = self._place(plan, self._goal.placed) if may_be_best else plan
             # A bound that knows of no cards cannot be held against what they cost.
-            own = placed if self._t.shared is not None else plan
+            own = placed if self._t.knows_cards else plan
             self._goal.fastest = min(self._goal.fastest, own.step_seconds)
             if placed.step_seconds < best:
                 self.plans[num] = placed

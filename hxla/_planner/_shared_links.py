@@ -6,7 +6,7 @@ same time only those of one tensor-parallel group. Here every copy counts.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .._cluster._cluster import Cluster
 from .._cluster._transfers import Send, ring_transfers, transfer_seconds
@@ -31,6 +31,22 @@ class Traffic:
     reduction_seconds: tuple[float, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How the copies of a plan take devices of a kind.
+
+    Attributes:
+        block: Copies that take them together; 0: each by itself, the next that are free.
+        whole: Whether all that a block takes is to be in one node; else of each stage.
+    """
+
+    block: int
+    whole: bool
+
+
+NEXT = Way(0, whole=False)
+
+
 def copies_of(staging: Staging, places: Sequence[Sequence[Ranks]]) -> list[list[Ranks]]:
     """The devices of each copy: of each kind the next that are free, stage by stage.
 
@@ -38,81 +54,101 @@ def copies_of(staging: Staging, places: Sequence[Sequence[Ranks]]) -> list[list[
         staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
     """
-    free = [iter(groups) for groups in places]
-    return [[next(free[kind]) for kind in kinds] for kinds in _kinds_of(staging)]
+    return copies_in(staging, places, {}, [NEXT] * len(places))
 
 
-def placements(
-    staging: Staging, places: Sequence[Sequence[Ranks]], cluster: Cluster
-) -> Iterator[list[list[Ranks]]]:
-    """Ways to place the copies, that of `copies_of` first.
+def copies_in(
+    staging: Staging,
+    places: Sequence[Sequence[Ranks]],
+    node_of: Mapping[int, int],
+    ways: Sequence[Way],
+) -> list[list[Ranks]]:
+    """The devices of each copy.
+
+    Args:
+        staging: Which kinds hold the stages of how many copies.
+        places: Per kind, its tensor-parallel groups in order.
+        node_of: The node of each rank.
+        ways: Per kind.
+    """
+    kinds = [replica.groups for replica in staging.replicas for _ in range(replica.count)]
+    out: list[dict[int, Ranks]] = [{} for _ in kinds]
+    for kind, (groups, way) in enumerate(zip(places, ways, strict=True)):
+        for slots, taken in _taken(kinds, kind, groups, node_of, way):
+            for (copy, stage), ranks in zip(slots, taken, strict=False):
+                out[copy][stage] = ranks
+    return [[own[stage] for stage in range(len(own))] for own in out]
+
+
+def _taken(
+    kinds: Sequence[Sequence[int]],
+    kind: int,
+    groups: Sequence[Ranks],
+    node_of: Mapping[int, int],
+    way: Way,
+) -> Iterator[tuple[list[tuple[int, int]], Iterable[Ranks]]]:
+    """Copies and stages of one kind, and the devices that they take together."""
+    if not way.block:
+        each = ((copy, stage) for copy, own in enumerate(kinds) for stage in range(len(own)))
+        yield [x for x in each if kinds[x[0]][x[1]] == kind], groups
+        return
+    free: dict[int, list[Ranks]] = {}
+    for ranks in groups:
+        free.setdefault(node_of[ranks[0]], []).append(ranks)
+    for first in range(0, len(kinds), way.block):
+        block = range(first, min(first + way.block, len(kinds)))
+        stages = [
+            [(copy, stage) for copy in block if kinds[copy][stage] == kind]
+            for stage in range(len(kinds[0]))
+        ]
+        for slots in [list(itertools.chain(*stages))] if way.whole else stages:
+            yield slots, list(_next_of(free, len(slots)))
+
+
+def _next_of(free: Mapping[int, list[Ranks]], num: int) -> Iterator[Ranks]:
+    """The next so many, of one node if any has room for them."""
+    with_room = [own for own in free.values() if len(own) >= num]
+    for own in with_room[:1] or list(free.values()):
+        while own and num:
+            yield own.pop(0)
+            num -= 1
+
+
+def ways_of(num_copies: int) -> list[Way]:
+    """The next devices first, then blocks.
 
     A copy in one node sends over no card between its stages; one stage of several copies in a node
     leaves it as one ring. Which is better depends on what is sent and what is summed. So copies are
     placed in blocks of 1, 2, 4 and so on: a block, or each stage of one, in one node if any has
     room for it.
+    """
+    powers = (2**k for k in range((num_copies - 1).bit_length()))
+    blocks = itertools.product((*powers, num_copies), (True, False))
+    return [NEXT, *(Way(block, whole=whole) for block, whole in blocks)]
+
+
+def placements(
+    staging: Staging, places: Sequence[Sequence[Ranks]], cluster: Cluster
+) -> Iterator[tuple[tuple[Way, ...], list[list[Ranks]]]]:
+    """Ways to place the copies, all kinds in the same, that of `copies_of` first.
 
     Args:
         staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
         cluster: That the ranks are of.
     """
-    plain = copies_of(staging, places)
-    yield plain
-    if (
-        len(staging.cuts) == 1
-        or len({cluster.devices[r].node for own in plain for (r, *_) in own}) == 1
-    ):
+    node_of = {rank: cluster.devices[rank].node for own in places for (rank, *_) in own}
+    first = copies_of(staging, places)
+    yield (NEXT,) * len(places), first
+    if len(staging.cuts) == 1 or len({node_of[r] for own in first for (r, *_) in own}) == 1:
         return
-    seen = [plain]
-    powers = (2**k for k in range((len(plain) - 1).bit_length()))
-    for at_once, whole in itertools.product((*powers, len(plain)), (True, False)):
-        copies = _in_blocks(_kinds_of(staging), places, cluster, at_once, whole)
+    seen = [first]
+    for way in ways_of(len(first)):
+        ways = (way,) * len(places)
+        copies = copies_in(staging, places, node_of, ways)
         if copies not in seen:
             seen.append(copies)
-            yield copies
-
-
-def _kinds_of(staging: Staging) -> list[tuple[int, ...]]:
-    return [replica.groups for replica in staging.replicas for _ in range(replica.count)]
-
-
-def _in_blocks(
-    kinds: Sequence[tuple[int, ...]],
-    places: Sequence[Sequence[Ranks]],
-    cluster: Cluster,
-    at_once: int,
-    whole: bool,
-) -> list[list[Ranks]]:
-    """Copies in blocks of so many, each block's devices of a kind in one node, or each stage's."""
-    free: list[dict[int, list[Ranks]]] = []
-    for groups in places:
-        by_node: dict[int, list[Ranks]] = {}
-        for ranks in groups:
-            by_node.setdefault(cluster.devices[ranks[0]].node, []).append(ranks)
-        free.append(by_node)
-
-    def take(kind: int, num: int) -> Iterator[Ranks]:
-        with_room = [own for own in free[kind].values() if len(own) >= num]
-        for own in with_room[:1] or list(free[kind].values()):
-            while own and num:
-                yield own.pop(0)
-                num -= 1
-
-    out: list[list[Ranks]] = []
-    for first in range(0, len(kinds), at_once):
-        stages = list(zip(*kinds[first : first + at_once], strict=True))
-        block = list(itertools.chain(*stages))
-        if whole:
-            taken = {kind: take(kind, block.count(kind)) for kind in dict.fromkeys(block)}
-            by_stage = [[next(taken[kind]) for kind in stage] for stage in stages]
-        else:
-            by_stage = []
-            for stage in stages:
-                taken = {kind: take(kind, stage.count(kind)) for kind in dict.fromkeys(stage)}
-                by_stage.append([next(taken[kind]) for kind in stage])
-        out += map(list, zip(*by_stage, strict=True))
-    return out
+            yield ways, copies
 
 
 def traffic_of(

@@ -7,7 +7,7 @@ needs by each device's own.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -92,8 +92,39 @@ def best_sizes(
     room = np.stack([d.room(largest, padded_bytes, own_bytes) for d in devices])
     possible = (room >= least).all(axis=0) & (room.sum(axis=0) >= num_units)
     if not possible.any():
-        raise PlanError(_too_small(num_units, devices, padded_bytes, own_bytes, least))
+        raise PlanError(
+            _too_small(num_units, devices, largest, room, padded_bytes, own_bytes, least)
+        )
     room = room[:, possible]
+    if padded_bytes:
+        key = min(_best_keys(num_units, devices, room, least))
+    else:
+        # The larger the largest part may be the sooner all are done: the least that is as soon.
+        low, high = 0, room.shape[1] - 1
+        (key,) = _best_keys(num_units, devices, room[:, high:], least)
+        while low < high:
+            middle = (low + high) // 2
+            (other,) = _best_keys(num_units, devices, room[:, middle : middle + 1], least)
+            if other[0] <= key[0]:
+                key, high = other, middle
+            else:
+                low = middle + 1
+    return tuple(-size for size in key[2])
+
+
+def _best_keys(
+    num_units: int, devices: Sequence[SplitDevice], room: np.ndarray, least: int
+) -> Iterator[tuple[float, int, tuple[int, ...]]]:
+    """For sizes of the largest part the time of the slowest device, the largest, and less each.
+
+    The first is that of the best size, and of sizes that are worse than it there are none.
+
+    Args:
+        num_units: Units to hand out.
+        devices: That share them.
+        room: [n, sizes] The most units that fit each device.
+        least: Units that each device takes at least.
+    """
     unit = np.array([[d.unit_seconds] for d in devices])
     fixed = np.array([[d.fixed_seconds] for d in devices])
 
@@ -113,16 +144,14 @@ def best_sizes(
         enough = finished(middle).sum(axis=0) >= num_units
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     sizes = finished(high).astype(np.int64)
-    best: tuple[float, int, tuple[int, ...]] | None = None
+    best = np.inf
     for column in np.argsort(high, kind="stable"):
-        if best is not None and high[column] > best[0] * (1 + 1e-6):
+        if high[column] > best * (1 + 1e-6):
             break
         found = _trimmed(sizes[:, column].tolist(), num_units, devices, least)
         slowest = max(d.seconds(size) for d, size in zip(devices, found, strict=True))
-        key = (slowest, max(found), tuple(-size for size in found))  # the larger ones first
-        best = key if best is None else min(best, key)
-    assert best is not None
-    return tuple(-size for size in best[2])
+        best = min(best, slowest)
+        yield slowest, max(found), tuple(-size for size in found)  # the larger ones first
 
 
 def _trimmed(
@@ -139,26 +168,31 @@ def _trimmed(
 def _too_small(
     num_units: int,
     devices: Sequence[SplitDevice],
+    largest: np.ndarray,
+    room: np.ndarray,
     padded_bytes: float,
     own_bytes: float,
     least: int,
 ) -> str:
     """The one device that would have to grow the least, and by how much."""
     n, found = len(devices), []
-    for largest in range(max(-(-num_units // n), least), num_units - least * (n - 1) + 1):
-        rooms = [int(d.room(np.array(largest), padded_bytes, own_bytes)) for d in devices]
-        for i, device in enumerate(devices):
-            others = rooms[:i] + rooms[i + 1 :]
-            own = max(num_units - sum(others), least)
-            if min(others, default=least) < least or own > largest or device.memory_bytes is None:
-                continue
-            needed = device.fixed_bytes + padded_bytes * largest + own_bytes * own
-            found.append((needed - device.memory_bytes, i, largest, own))
+    others = room.sum(axis=0) - room
+    is_enough = room >= least
+    num_enough = is_enough.sum(axis=0)
+    for i, device in enumerate(devices):
+        own = np.maximum(num_units - others[i], least)
+        possible = (num_enough - is_enough[i] == n - 1) & (own <= largest)
+        if device.memory_bytes is None or not possible.any():
+            continue
+        missing = device.fixed_bytes + padded_bytes * largest + own_bytes * own
+        missing = np.where(possible, missing - device.memory_bytes, np.inf)
+        at = int(missing.argmin())
+        found.append((float(missing[at]), i, int(largest[at]), int(own[at])))
     if found:
-        missing, i, largest, own = min(found)
+        missing, i, padded, own = min(found)
         return (
             f"{num_units} units of a split do not fit: {devices[i].name} lacks {missing:,.0f} "
-            f"bytes for {own} of them, its arrays padded to the {largest} of the largest part. Use "
+            f"bytes for {own} of them, its arrays padded to the {padded} of the largest part. Use "
             "a smaller microbatch_size, more devices, or leave less to the split"
         )
     even = max(-(-num_units // n), least)
