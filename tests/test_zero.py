@@ -149,6 +149,19 @@ def test_what_ties_all_parameters_together_is_said():
     assert len(plan.placement.whole) == 6
 
 
+@pytest.mark.parametrize("offload", ["device", "host"])
+def test_a_copy_may_own_nothing(offload):
+    """What it sends is zeros, made where it is."""
+    linear = lambda: nnx.Linear(6, 7, rngs=nnx.Rngs(0))  # noqa: E731
+    optimizer = optax.apply_if_finite(optax.adam(1e-2), 3)
+    found = []
+    for memory in ({}, {"zero": 1, "offload": {"optimizer": offload}}):
+        config = {"memory": memory}
+        own = hxla.Job(linear, data(), loss, optimizer, batch_size=BATCH, config=config)
+        found.append(trained(own, planned(own, 2)))
+    close(*found)
+
+
 def test_clipping_is_that_of_optax():
     """Against plain JAX on one device: the whole batch at once, and optax's own transformation."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-2))

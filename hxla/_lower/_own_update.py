@@ -117,6 +117,8 @@ def own_update_program(
 
     return jax.jit(
         hxla_update if on is None else on.update(hxla_update),
+        # A copy that owns nothing makes zeros, and makes them where it is.
+        out_shardings=replica.sharding(P()) if on is None else None,
         donate_argnums=(1, 2) if own.sends_params else (0, 1, 2),
         compiler_options=update_options(replica.devices[0].platform, spec.contribution.form),
     )

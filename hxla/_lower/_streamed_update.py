@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._plan._ownership import Ownership
@@ -195,6 +196,8 @@ class StreamedUpdate:
             run = self._on.rest(run, {i for unit in self.groups.rest for i in unit.params})
         return jax.jit(
             run,
+            # A copy that owns nothing makes zeros, and makes them where it is.
+            out_shardings=self._replica.sharding(P()) if self._on is None else None,
             donate_argnums=(2, 3) if own.sends_params else (0, 2, 3),
             compiler_options=self._options,
         )
