@@ -88,20 +88,23 @@ def bytes_of_a_step(own, plan, peak):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "memory",
+    ("optimizer", "memory"),
     [
-        {"zero": 0, "recompute": "none"},
-        {"zero": 1, "recompute": "boundaries"},
-        {"zero": 2, "recompute": "none"},
-        {"zero": 3, "recompute": "boundaries"},
-        {"zero": 3, "recompute": "boundaries", "waves": 2},
-        {"zero": 1, "offload": {"optimizer": "host"}},
-        {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST},
+        (optax.adamw, {"zero": 0, "recompute": "none"}),
+        (optax.adamw, {"zero": 1, "recompute": "boundaries"}),
+        (optax.adamw, {"zero": 2, "recompute": "none"}),
+        (optax.adamw, {"zero": 3, "recompute": "boundaries"}),
+        (optax.adamw, {"zero": 3, "recompute": "boundaries", "waves": 2}),
+        (optax.adamw, {"zero": 1, "offload": {"optimizer": "host"}}),
+        (optax.adamw, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
+        (optax.contrib.muon, {"zero": 1}),
+        (optax.contrib.muon, {"zero": 3, "recompute": "boundaries", "shares": [3, 1]}),
+        (optax.contrib.muon, {"zero": 1, "offload": {"optimizer": "host"}}),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else x.__name__,
 )
-def test_a_step_of_copies_that_are_cut_does_too(memory, peak):
-    own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
+def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
+    own = families.gpt_job(16, optimizer(1e-3), {"memory": memory}, **SIZES)
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
     plan = own.plan(
         cluster,
@@ -127,3 +130,21 @@ def test_a_step_of_pipelines_does_too(memory, axes, peak):
     rules = "decoder" if "tensor" in axes else None
     plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules=rules, counts="even")
     assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.slow
+def test_little_is_whole_at_a_time():
+    """Where the optimizer treats parameters as a whole, ZeRO 1 takes less than whole state."""
+    found = []
+    for zero in (0, 1):
+        config = {"memory": {"zero": zero}}
+        own = families.gpt_job(16, optax.contrib.muon(1e-3), config, **SIZES)
+        cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
+        mesh = {"data": 2, "tensor": 2}
+        plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules="decoder", counts="even")
+        with own.open(plan, steps=1) as session:
+            found.append(session.memory_bytes)
+            largest = max(p.num_bytes for p in plan.parameters)
+            update = session._programs._updates.extra_bytes()
+    assert found[1] < 0.75 * found[0]
+    assert update < 16 * largest  # of one matrix: itself, its gradient, products, and parts of all

@@ -138,9 +138,12 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
             {"zero": 3, "offload": {"parameters": "host"}},
             *(None, 2, "stage", "it is segments whose parameters wait elsewhere"),
         ),
-        ({"zero": 1}, optax.contrib.muon, 2, "tensor", "as a whole, which no device has"),
+        (
+            {"zero": 1, "offload": {"optimizer": "host"}},
+            *(optax.lamb, 2, "tensor", "sums over whole parameters.* read its state"),
+        ),
     ],
-    ids=["waves", "offload", "alone", "parameters", "whole parameters"],
+    ids=["waves", "offload", "alone", "parameters", "sums of state"],
 )
 def test_what_cannot_be_shared_out_so_is_refused(memory, optimizer, copies, axes, said):
     own = job(optimizer and optimizer(1e-2), **memory)

@@ -111,10 +111,10 @@ class Independent:
         jaxpr = self.closed.jaxpr
         read, domains = self._env(arguments, part, zero, sums, jaxpr.outvars)
         return [
-            part.piece(d, read(v))
-            if d is not None and self.slices[d] and domains.of(v) is None
-            else MISSING
+            MISSING
             if d is not None and not part.owns(d)
+            else part.piece(d, read(v))
+            if d is not None and self.slices[d] and domains.of(v) is None
             else read(v)
             for v, d in zip(jaxpr.outvars, self.domain_of, strict=False)
         ]
@@ -150,7 +150,7 @@ class Independent:
         for v in wanted:
             domain, x = domains.of(v), read(v)
             assert domain is not None
-            found.append(part.own(domain, x) if self.slices[domain] else x)
+            found.append(part.own(domain, x) if self.slices[domain] and x is not MISSING else x)
         return found
 
     def _env(

@@ -97,20 +97,33 @@ def sum_programs(
     """
 
     def programs(level: int) -> tuple[Any, Any]:
-        def terms(params: Sequence[jax.Array], opt_state: PyTree, given: Given) -> list[Any]:
+        def of_terms(
+            made: Callable[[int, jax.Array], jax.Array],
+            params: Sequence[jax.Array],
+            opt_state: PyTree,
+            given: Given,
+        ) -> list[jax.Array]:
+            """What is made of the terms of each sum, from its number and them."""
+
+            def run(own: Sequence[Any], part: Part) -> dict[int, jax.Array]:
+                found = update.summed(level, own, part, given.where[1], given.sums)
+                return {k: made(k, x) for k, x in enumerate(found) if x is not MISSING}
+
             own, part = arguments(params, opt_state, given)
-            found = update.summed(level, own, part, given.where[1], given.sums)
-            return [jnp.zeros(0) if x is MISSING else x for x in found]
+            found = run(own, part) if on is None else on.each(run, own, part, given.where[1])
+            return [
+                found[k] if k in found else made(k, jnp.zeros(0))
+                for k in range(len(update.levels[level]))
+            ]
 
         def hxla_largest(params: Sequence[jax.Array], opt_state: PyTree, given: Given) -> jax.Array:
-            here = jnp.stack([largest(x) for x in terms(params, opt_state, given)])
+            here = jnp.stack(of_terms(lambda _, x: largest(x), params, opt_state, given))
             return here if on is None else on.largest(here)
 
         def hxla_digits(
             params: Sequence[jax.Array], opt_state: PyTree, given: Given, exponents: jax.Array
         ) -> jax.Array:
-            found = terms(params, opt_state, given)
-            digits = [digits_of(x, exponents[k]) for k, x in enumerate(found)]
+            digits = of_terms(lambda k, x: digits_of(x, exponents[k]), params, opt_state, given)
             if on is not None:
                 digits = list(map(on.added, digits, update.summed_domains(level)))
             return jnp.stack(digits)

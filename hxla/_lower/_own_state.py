@@ -54,7 +54,10 @@ class OwnState:
             spec if d is None else own.parts_spec for spec, d in zip(specs, domains, strict=True)
         ]
         #: How each leaf lies on the axes inside a copy, and the shape of a device's part.
-        self._specs = [P() if d is None else own.spec(d) for d in domains]
+        self._specs = [
+            P() if d is None else own.spec(d) if shares.owners[k] is None else specs[k]
+            for k, d in enumerate(domains)
+        ]
         self._shapes = [
             piece_shape(x.shape, spec, dict(own.axes))
             for x, spec in zip(self._leaves, self._specs, strict=True)
@@ -63,12 +66,19 @@ class OwnState:
         self._placed = shares.at(reducer.arrays.places[: reducer.arrays.num_members])
 
     def like(self, k: int, copy: int) -> jax.ShapeDtypeStruct:
-        """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none."""
+        """The shape of a leaf as a copy has it: a flat piece, the whole, or a number for none.
+
+        Of the whole each of several devices has its part, flat.
+        """
         x, member = self._leaves[k], self.own.member(copy)
-        if self.is_common[k] or self._shares.owners[k] == member:
+        if self._is_as_it_is(k, member):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
         size = self._own_size(k, member) * self._reducer.arrays.num_inner
         return jax.ShapeDtypeStruct((size,), x.dtype)
+
+    def _is_as_it_is(self, k: int, member: int) -> bool:
+        """Whether a copy has a leaf in the user's own shape."""
+        return self.is_common[k] or (self._shares.owners[k] == member and not self.own.axes)
 
     def _own_size(self, k: int, member: int) -> int:
         return self._shares.own_size(k, math.prod(self._shapes[k]), member)
@@ -82,16 +92,14 @@ class OwnState:
             copy: Number of the copy.
             first: Its first granule, perhaps traced.
         """
-        owner, member = self._shares.owners[k], self.own.member(copy)
-        if self.is_common[k] or owner == member:
+        member = self.own.member(copy)
+        if self._is_as_it_is(k, member):
             return x
-        if owner is not None:
-            return jnp.zeros(1, x.dtype)
-        piece = functools.partial(self._shares.piece, granules=self._shares.granules[member])
+        take = functools.partial(self._shares.taken, k, member)
         if not self.own.axes:
-            return piece(x, first=first)
+            return take(x, first)
         mapped = jax.shard_map(
-            lambda part, first: piece(part, first=first),
+            take,
             mesh=self._reducer.replicas[copy].mesh,
             in_specs=(self._specs[k], P()),
             out_specs=self.own.parts_spec,
@@ -107,14 +115,15 @@ class OwnState:
     def take_on_host(self, k: int, x: np.ndarray, copy: int) -> np.ndarray:
         """`take` of an array in host memory: no more of it goes to the device."""
         owner, member = self._shares.owners[k], self.own.member(copy)
-        if self.is_common[k] or owner == member:
+        if self._is_as_it_is(k, member):
             return x
         found = np.zeros(self.like(k, copy).shape, x.dtype)
-        if owner is None:
+        if owner in (None, member):
             replica = self._reducer.replicas[copy]
             where = replica.sharding(self._specs[k]).devices_indices_map(x.shape)
             parts = [x[where[device]].reshape(-1) for device in replica.devices]
-            first = self._shares.firsts[member] * self._shares.granule(parts[0].size)
+            granule = self._shares.granule(parts[0].size)
+            first = self._shares.firsts[member] * granule if owner is None else 0
             for part, own in zip(parts, np.split(found, len(parts)), strict=True):
                 piece = part[first : first + own.size]
                 own[: piece.size] = piece
@@ -169,10 +178,7 @@ class OwnState:
             return [widened(x, math.prod(shape)).reshape(shape)]
         found = self._program("shared", k)(x)
         jax.block_until_ready(found)
-        if self._shares.owners[k] is None:
-            parts = arrays.part(found, self._lengths(k))
-        else:
-            parts = arrays.local_parts(found, P(DATA_AXIS))
+        parts = arrays.part(found, self._lengths(k))
         if self.own.axes:
             return parts
         shapes = [self.like(k, r.index).shape for r in arrays.local]

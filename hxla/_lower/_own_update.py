@@ -93,7 +93,8 @@ def own_update_program(
         given: Given,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
         arguments, part = own_arguments(spec, own, chunks, copy, params, opt_state, given)
-        results = own.update.run(arguments, part, given.where[1], given.sums)
+        run = own.update.run if on is None else on.run
+        results = run(arguments, part, given.where[1], given.sums)
         leaves, state_tree = jax.tree.flatten(opt_state)
         empty = [
             jnp.zeros(1, x.dtype) if new is MISSING else new

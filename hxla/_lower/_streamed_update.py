@@ -60,7 +60,7 @@ class StreamedUpdate:
         self._away = self.groups.away
         self._carries = carries
         self._run = GroupUpdate(
-            spec=spec, own=own, chunks=chunks, copy=self._member, common=self._common
+            spec=spec, own=own, chunks=chunks, copy=self._member, common=self._common, on=on
         )
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
         self._compiled: list[Any] = []

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from .._jax._independent import MISSING
 from .._plan._ownership import Ownership
 from ._chunks import Chunks
+from ._on_devices import OnDevices
 from ._own_part import OwnPart
 from ._own_update import mean_of, own_sums
 from ._update import Given, UpdateSpec
@@ -190,6 +191,7 @@ class GroupUpdate:
         chunks: For each bucket of the sums.
         copy: Number of the copy.
         common: Places of the leaves of the optimizer's state that all copies have.
+        on: The devices of the copy, if there are several.
     """
 
     spec: UpdateSpec
@@ -197,6 +199,7 @@ class GroupUpdate:
     chunks: Sequence[Chunks]
     copy: int
     common: tuple[int, ...]
+    on: OnDevices | None
 
     def run(
         self,
@@ -238,7 +241,8 @@ class GroupUpdate:
                 arguments[num + k] = x
         for k, x in zip(self.common, common, strict=True):
             arguments[num + k] = x
-        results = update.run(arguments, part, given.where[1], given.sums)
+        run_update = update.run if self.on is None else self.on.run
+        results = run_update(arguments, part, given.where[1], given.sums)
         new = {i: self._placed(unit, params[i], results[i]) for unit in group for i in unit.params}
         after = [[results[num + k] for k in unit.leaves] for unit in group]
         return new, after, [results[num + k] for k in self.common]

@@ -73,7 +73,12 @@ class Updates:
                         leaves = jax.tree.leaves(state_specs, is_leaf=lambda x: isinstance(x, P))
                         state_specs = [None if x == own.parts_spec else x for x in leaves]
                     on = OnDevices(
-                        own=own, replica=replica, params=params, aux=aux, state=state_specs
+                        own=own,
+                        replica=replica,
+                        params=params,
+                        aux=aux,
+                        state=state_specs,
+                        leaves=jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, P)),
                     )
                     self._of_device = of_device = on.local(spec)
                 arguments: Any = functools.partial(

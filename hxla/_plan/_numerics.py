@@ -39,11 +39,14 @@ def deciding(plan: Any) -> dict[str, Any]:
         found["has_weight"] = plan.pipeline.has_weight
     if plan.chain is not None:  # whatever is recomputed, the programs are the same
         found["chain"] = plan.chain.points
-    decides = plan.placement.whole or len(kinds) > 1
+    # Each that devices of a copy put together is compiled apart from what else the copy owns.
+    is_whole = plan.placement.whole and not plan.axes
+    decides = is_whole or len(kinds) > 1
     if plan.placement.zero and (decides or plan.axes or plan.sums.kind == "float"):
         # Sums over a whole tensor depend on the program around them.
         own = plan.granules if decides else ()
-        found["zero"] = [plan.placement.whole, own, *plan.placement.tier_of_whole]
+        tier = plan.placement.tier_of_whole if is_whole else ()
+        found["zero"] = [plan.placement.whole, own, *tier]
         if plan.placement.shard_groups > 1 and (decides or plan.sums.kind == "float"):
             found["shard_groups"] = plan.placement.shard_groups
     if plan.sums.kind == "float":

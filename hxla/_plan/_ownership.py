@@ -96,6 +96,20 @@ class Shares:
         flat = jnp.pad(x.reshape(-1), (0, each * self.num - x.size))
         return jax.lax.dynamic_slice(flat, (first * each,), (granules * each,))
 
+    def taken(self, tensor: int, copy: int, x: jax.Array, first: Any) -> jax.Array:
+        """What a copy has of a whole tensor, flat.
+
+        Args:
+            tensor: Its number.
+            copy: Number of the copy.
+            x: The tensor.
+            first: Number of the copy's first granule, perhaps traced.
+        """
+        owner = self.owners[tensor]
+        if owner is None:
+            return self.piece(x, self.granules[copy], first)
+        return x.reshape(-1) if owner == copy else jnp.zeros(1, x.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Ownership:

@@ -194,10 +194,11 @@ class Plan(PlanValue):
         with the same parameters to the last bit. Counts, the number of copies, schedules and where
         devices are do not enter, unless the sums are of floats or the devices are of unlike kinds.
         That the optimizer's state is shared out (`placement.zero`), and whose share is where, enter
-        only if a parameter has an owner, the sums are of floats or the devices of unlike kinds;
-        that it is shared out, and no more of it, also if copies are of several devices. Of a
-        schedule only this enters: whether weight gradients are operations of their own, as in
-        `zb-h1`. Compiled apart from the gradients of the inputs they are rounded elsewhere.
+        only if a parameter of copies of one device has an owner, the sums are of floats or the
+        devices of unlike kinds; that it is shared out, and no more of it, also if copies are of
+        several devices. Of a schedule only this enters: whether weight gradients are operations of
+        their own, as in `zb-h1`. Compiled apart from the gradients of the inputs they are rounded
+        elsewhere.
 
         A plan does not say which CPU devices share a process, and XLA computes by it: it cuts long
         contractions by the threads of a process, and more than two devices of one copy add floats

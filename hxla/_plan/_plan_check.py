@@ -267,12 +267,6 @@ def _of_shares_of_cut_copies(plan: Any) -> Iterator[str]:
         yield f"placement.zero: {cut} in unlike parts, whose state is not shared out: use 0"
     if placement.optimizer == "disk":
         yield f"placement.optimizer: {cut}, whose state goes to no disk: use 'host' or 'device'"
-    if placement.whole:
-        names = ", ".join(placement.whole[:4])
-        yield (
-            f"placement.zero: {cut}, and the optimizer treats {names} as a whole, which no device "
-            "has: use 0"
-        )
 
 
 def _of_shard_groups(plan: Any) -> Iterator[str]:

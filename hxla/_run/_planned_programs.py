@@ -55,7 +55,7 @@ def of_whole_programs(
     check_segments(job)
     is_open = plan.pipeline is not None and memory.zero is None
     is_described = any(cluster.devices[d.rank].memory_bytes is not None for d in plan.devices)
-    if devices is None or not (is_open and is_described) or not cut_copies_may_share(job, plan):
+    if devices is None or not (is_open and is_described) or not cut_copies_may_share(plan):
         return _in_stage(job, plan, cluster, stage, groups)
     lacks: dict[int, float] = {}
     for more in STAGES[stage:]:

@@ -109,23 +109,20 @@ def could_share(plan: Plan) -> bool:
     return len(plan.replicas) > 1 and not plan.axes and not plan.sums.sparse
 
 
-def _may_share(job: TracedJob, plan: Plan) -> bool:
+def _may_share(plan: Plan) -> bool:
     """Whether copies may share state out although nobody asked for it."""
     if not plan.axes:
         return could_share(plan)
-    return plan.pipeline is None and cut_copies_may_share(job, plan)
+    return plan.pipeline is None and cut_copies_may_share(plan)
 
 
-def cut_copies_may_share(job: TracedJob, plan: Plan) -> bool:
+def cut_copies_may_share(plan: Plan) -> bool:
     """The same of copies that several devices cut.
 
-    What the optimizer treats as a whole, no device has of them. They have other bits where they
-    share, which the next generation of an elastic job might not.
+    They have other bits where they share, which the next generation of an elastic job might not.
     """
-    if len(plan.replicas) == 1 or plan.is_uneven or plan.sums.sparse or own_member() is not None:
-        return False
-    owners = shared_update(job, plan, (1,) * len(plan.replicas)).shares.owners
-    return all(owner is None for owner in owners)
+    is_one = len(plan.replicas) == 1
+    return not (is_one or plan.is_uneven or plan.sums.sparse or own_member() is not None)
 
 
 def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ...]:
@@ -157,7 +154,7 @@ def group_options(job: TracedJob, plan: Plan, cluster: Cluster) -> tuple[int, ..
             ) from error
     else:
         found = (1,)
-        if _may_share(job, plan) and plan.sums.over == "device" and isinstance(shares, str):
+        if _may_share(plan) and plan.sums.over == "device" and isinstance(shares, str):
             with contextlib.suppress(PlanError):  # nodes that make no groups
                 found = (1, groups_of_nodes(plan, cluster))
     if not isinstance(shares, str) and len(shares) != num // found[0]:
@@ -195,7 +192,7 @@ def stages_to_try(job: TracedJob, plan: Plan) -> tuple[int, ...]:
             f"memory.zero=0: {in_words(kinds)} would each round the whole update in its own way, "
             "and the copies of the model drift apart: leave it out or set it to 1"
         )
-    if asked is not None or not _may_share(job, plan):
+    if asked is not None or not _may_share(plan):
         return (asked or least,)
     return STAGES[least:] if plan.sums.over == "device" else STAGES[least:-1]
 
