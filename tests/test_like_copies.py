@@ -12,7 +12,9 @@ from hxla._planner._chain import ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
 from hxla._planner._estimate import Alternative
 from hxla._planner._placed import Placer
+from hxla._planner._search import search
 from hxla._planner._shared_links import Way, copies_in, shared_step_seconds, traffic_of
+from hxla._planner._staging import staging_cost
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 KEY = Alternative(1, 1, False)
@@ -192,3 +194,30 @@ def test_each_kind_is_placed_as_suits_it():
         num_by_kind += found < uniform * (1 - 1e-9)
     assert num_best >= 10
     assert num_by_kind >= 1
+
+
+def test_of_plans_that_the_formula_has_alike_the_replay_decides():
+    rng, num_others = np.random.default_rng(9), 0
+    for _ in range(12):
+        described, chain, places = mixed(rng)
+        where = Placer(
+            chains={KEY: chain}, places={KEY: places}, cluster=described, reduce_factor=1.0
+        )
+        found = search({KEY: chain}, time_budget_seconds=60.0, place=where.place)
+        chosen, there, cost = _propose._fastest_by_replay(
+            found.ranked, found.bound_seconds, where, {KEY: chain}
+        )
+        least, bound = found.ranked[0].staging.step_seconds, found.bound_seconds
+        near = 1.02 * bound if least <= 1.02 * bound else 1.02 * least
+        replayed = []
+        for own in found.ranked[:8]:
+            staging = own.staging
+            if (KEY, staging) not in where.known:
+                staging = where.place(KEY, staging, 0.0)
+            if own is found.ranked[0] or staging.step_seconds <= near:
+                traffic = where.known[KEY, staging].traffic
+                replayed.append(staging_cost(chain, staging, traffic).step_seconds)
+        assert cost.step_seconds <= min(replayed) * (1 + 1e-3)
+        assert there.staging.step_seconds <= max(near, least)
+        num_others += chosen is not found.ranked[0]
+    assert num_others > 0
