@@ -9,14 +9,15 @@ leaves it.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds, times_with_edges
 
-_MOST = 400  # arrangements of a chain that are worked out
+_MOST = 400  # about as many arrangements of a chain are worked out
+_MOST_ORDERED = 4  # kinds of which all orders are tried
 _NEAR = 1.02  # of the best one: what cannot come so close is not worked out
 
 
@@ -48,26 +49,30 @@ def like_copies(
         most_stages: Of a plan.
         check: Called often; may raise.
     """
-    asked = sorted(
-        ((_optimistic(t, own, num_microbatches), i, own)
-        for i, own in enumerate(_arrangements(t, num_microbatches, most_stages))),
-    )  # fmt: skip
-    best, found = math.inf, {}
-    for least, i, own in asked[:_MOST]:
-        if least > best * _NEAR:
+    choices = sorted(
+        (_optimistic(t, copies, kinds, num_microbatches), i, copies, kinds)
+        for i, (copies, kinds) in enumerate(_choices(t, num_microbatches, most_stages))
+    )
+    best, num_tried, found = math.inf, 0, {}
+    for least, _, copies, kinds in choices:
+        if least > best * _NEAR or num_tried >= _MOST:
             break
-        check()
-        numbers = _at_once(t, own)
-        key = own.copies, own.groups, tuple(numbers)
-        if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
-            seconds = _seconds(t, own, numbers, cuts, num_microbatches)
-            found[key] = seconds, i, _staging(t, cuts, own, num_microbatches)
-            best = min(best, seconds)
+        for own in _arrangements(t, copies, kinds):
+            check()
+            num_tried += 1
+            numbers = _at_once(t, own)
+            key = own.copies, own.groups, tuple(numbers)
+            if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
+                seconds = _seconds(t, own, numbers, cuts, num_microbatches)
+                found[key] = seconds, num_tried, _staging(t, cuts, own, num_microbatches)
+                best = min(best, seconds)
     return [staging for _, _, staging in sorted(found.values(), key=lambda x: x[:2])]
 
 
-def _arrangements(t: Tables, num_microbatches: int, most_stages: int) -> Iterator[_Arrangement]:
-    """For numbers of copies with unlike numbers of stages, on all kinds or all but one."""
+def _choices(
+    t: Tables, num_microbatches: int, most_stages: int
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Numbers of copies with unlike numbers of stages, and kinds: all or all but one."""
     every = range(t.num_kinds)
     left_out = [(), *([(k,) for k in every] if t.num_kinds > 1 else [])]
     most = min(num_microbatches, sum(t.num_devices))
@@ -79,13 +84,21 @@ def _arrangements(t: Tables, num_microbatches: int, most_stages: int) -> Iterato
             continue  # more copies of as many stages are better
         before = blocks
         for without in left_out:
-            kinds = [k for k in every if blocks[k] and k not in without]
-            if not 1 <= sum(blocks[k] for k in kinds) <= most_stages:
-                continue
-            for order in itertools.permutations(kinds):
-                groups = tuple(k for k in order for _ in range(blocks[k]))
-                for block in _blocks(t, copies):
-                    yield _Arrangement(copies, groups, block)
+            kinds = tuple(k for k in every if blocks[k] and k not in without)
+            if 1 <= sum(blocks[k] for k in kinds) <= most_stages:
+                yield copies, kinds
+
+
+def _arrangements(t: Tables, copies: int, kinds: Sequence[int]) -> Iterator[_Arrangement]:
+    """Orders of the kinds, and blocks; of many kinds only such orders as go round."""
+    orders: Iterable[tuple[int, ...]] = itertools.permutations(kinds)
+    if len(kinds) > _MOST_ORDERED:
+        around = [(*kinds[i:], *kinds[:i]) for i in range(len(kinds))]
+        orders = [*around, *(own[::-1] for own in around)]
+    for order in orders:
+        groups = tuple(k for k in order for _ in range(t.num_devices[k] // copies))
+        for block in _blocks(t, copies):
+            yield _Arrangement(copies, groups, block)
 
 
 def _blocks(t: Tables, copies: int) -> list[int]:
@@ -119,12 +132,14 @@ def _in_node(t: Tables, own: _Arrangement, kind: int) -> tuple[int, int]:
     return stages, min(own.block, inside)
 
 
-def _optimistic(t: Tables, own: _Arrangement, num_microbatches: int) -> float:
+def _optimistic(t: Tables, copies: int, kinds: Sequence[int], num_microbatches: int) -> float:
     """About the least that stages of equal periods without transfers would take."""
-    rate = sum(1 / float(t.seconds[k, 0, -1]) for k in own.groups)
-    total = (-(-num_microbatches // own.copies) - 1 + len(own.groups)) / rate
-    if t.copies_inside and own.copies > max(t.copies_inside):
-        total += float(t.least_reduce(own.copies)[:, 0, -1].min()) / len(own.groups)
+    stages = {k: t.num_devices[k] // copies for k in kinds}
+    rate = sum(num / float(t.seconds[k, 0, -1]) for k, num in stages.items())
+    num_stages = sum(stages.values())
+    total = (-(-num_microbatches // copies) - 1 + num_stages) / rate
+    if t.copies_inside and copies > max(t.copies_inside):
+        total += float(t.least_reduce(copies)[:, 0, -1].min()) / num_stages
     return total
 
 
