@@ -175,7 +175,11 @@ class Priced:
         rests = [rest]
         low_end, high_end = layers, layers + 1
         whole = slice(0, layers), slice(0, width)
-        shared = self._stage(1, prices, *whole, None) if self._same and bands is None else None
+        is_alike = self._same and pins is None
+        # One table of all stages serves every position, unless bands leave little of it.
+        if bands is not None:
+            is_alike = is_alike and layers < sum(high - low for low, high in bands[:num])
+        shared = self._stage(1, prices, *whole, None) if is_alike else None
         for position in range(1, num + 1):
             self._check()
             low, high = (0, layers) if bands is None else bands[position - 1]
@@ -184,8 +188,9 @@ class Priced:
             long = long if bands is None else min(long, high_end - 1 - low)
             here = np.full_like(rest, np.inf)
             if long > short:
-                own = shared
-                if own is None:
+                if shared is not None:
+                    own = shared[:, low:high, short:long]
+                else:
                     own = self._stage(position, prices, slice(low, high), slice(short, long), pins)
                 ends = np.lib.stride_tricks.sliding_window_view(rest, long - short, axis=1)
                 after = ends[:, low + 1 + short : high + 1 + short]

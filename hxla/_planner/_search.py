@@ -233,6 +233,7 @@ class _Search:
         self._check = deadline.check
         self._num = chain.num_microbatches
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
+        self._has_several_nodes = t.shared is not None and not t.knows_cards
         self._small = sum(self._t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(wanted, key=lambda num: (self._estimate(num), num))
         self.can_run = bool(self._order)
@@ -412,7 +413,9 @@ class _Search:
                 break
             seconds = self._goal.worthwhile
             worth = self._goal.fastest / (1 + self._goal.good_enough / 2)
-            for cuts in branching.step(seconds):
+            met = branching.step(seconds)
+            # Without places a plan says little where kinds have several nodes: bounds come first.
+            for cuts in [] if is_rough and self._has_several_nodes else met:
                 if cuts not in self._tried and branching.may_pay(cuts, worth):
                     self._tried.add(cuts)
                     pipelines = cut_pipelines(self._t, cuts, self._num, self._check)
