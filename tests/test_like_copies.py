@@ -63,10 +63,6 @@ def mixed(rng, sizes=((4, 2), (2, 2))):
     return described, chain, list(kinds.values())
 
 
-def node_of(described):
-    return {rank: device.node for rank, device in enumerate(described.devices)}
-
-
 def test_what_they_are_said_to_take_they_take_on_their_devices():
     """Where blocks divide copies and nodes, so that nothing is left over."""
     rng, num, num_sharing = np.random.default_rng(5), 0, 0
@@ -89,7 +85,7 @@ def test_what_they_are_said_to_take_they_take_on_their_devices():
                 continue
             staging = _like_copies._staging(t, cuts, own, 48)
             ways = [Way(own.block, whole=True)] * 2
-            copies = copies_in(staging, places, node_of(described), ways)
+            copies = copies_in(staging, places, described, ways)
             traffic = traffic_of(chain, staging, copies, described, reduce_factor=1.0)
             told = _like_copies._seconds(t, own, at_once, cuts, 48)
             assert told == pytest.approx(shared_step_seconds(t, staging, traffic), rel=1e-6), own
@@ -191,9 +187,7 @@ def test_each_kind_is_placed_as_suits_it():
         placer = Placer(chains={0: chain}, places={0: places}, cluster=described, reduce_factor=1.0)
         found = placer.place(0, staging, least / 1.05).step_seconds
         ways = {Way(b, whole=w) for b, w in itertools.product((1, 2), (True, False))}
-        uniform = min(
-            seconds(copies_in(staging, places, node_of(described), [way] * 2)) for way in ways
-        )
+        uniform = min(seconds(copies_in(staging, places, described, [way] * 2)) for way in ways)
         assert least * (1 - 1e-9) <= found <= uniform * (1 + 1e-9)
         num_best += found <= least * (1 + 1e-9)
         num_by_kind += found < uniform * (1 - 1e-9)

@@ -14,7 +14,13 @@ from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
 from hxla._planner._cost import ring_all_reduce_seconds
 from hxla._planner._propose import ChainWork, propose
-from hxla._planner._shared_links import copies_of, placements, shared_step_seconds, traffic_of
+from hxla._planner._shared_links import (
+    NEXT,
+    copies_in,
+    placements,
+    shared_step_seconds,
+    traffic_of,
+)
 from hxla._planner._staging import staging_cost
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
@@ -132,12 +138,16 @@ def chain_of(num_groups, *, num_layers=4, devices=4):
     return Chain(groups=(group,) * num_groups, num_microbatches=8, output_bytes=(1e9,) * num_layers)
 
 
+def placed_next(staging, places):
+    return copies_in(staging, places, cluster(), [NEXT] * len(places))
+
+
 def test_copies_that_send_at_once_share_the_card():
     """Four copies of two stages, each with its first on one node and its second on the other."""
     chain = chain_of(2)
     sort = ReplicaSort(groups=(0, 1), count=4, num_microbatches=2)
     staging = Staging(cuts=(0, 2), replicas=(sort,), step_seconds=1.0)
-    copies = copies_of(staging, [[(i,) for i in range(4)], [(i,) for i in range(4, 8)]])
+    copies = placed_next(staging, [[(i,) for i in range(4)], [(i,) for i in range(4, 8)]])
     assert copies == [[(i,), (4 + i,)] for i in range(4)]
     traffic = traffic_of(chain, staging, copies, cluster(), reduce_factor=1.0)
     assert traffic.send_seconds == ((4.0,),)
@@ -155,7 +165,7 @@ def test_rings_of_all_stages_share_the_card():
     chain = chain_of(1, devices=8)
     sort = ReplicaSort(groups=(0,) * 4, count=2, num_microbatches=4)
     staging = Staging(cuts=(0, 1, 2, 3), replicas=(sort,), step_seconds=1.0)
-    copies = copies_of(staging, [[(i,) for i in range(8)]])
+    copies = placed_next(staging, [[(i,) for i in range(8)]])
     traffic = traffic_of(chain, staging, copies, cluster(), reduce_factor=1.0)
     assert traffic.reduction_seconds == pytest.approx((4 * 1.0,) * 4)
     assert traffic.send_seconds == ((1e-3,) * 3,)
@@ -167,7 +177,7 @@ def test_a_tensor_parallel_group_sends_all_at_once():
     chain = chain_of(2, devices=2)
     sort = ReplicaSort(groups=(0, 1), count=1, num_microbatches=8)
     staging = Staging(cuts=(0, 2), replicas=(sort,), step_seconds=1.0)
-    copies = copies_of(staging, [[(0, 1, 2, 3)], [(4, 5, 6, 7)]])
+    copies = placed_next(staging, [[(0, 1, 2, 3)], [(4, 5, 6, 7)]])
     traffic = traffic_of(chain, staging, copies, cluster(), reduce_factor=1.0)
     assert traffic.send_seconds == ((4.0,),)
 

@@ -7,6 +7,7 @@ leaves it.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds, times_with_edges
+from ._relaxed import best_cut
 
 _MOST = 400  # about as many arrangements of a chain are worked out
 _MOST_ORDERED = 4  # kinds of which all orders are tried
@@ -111,14 +113,14 @@ def _blocks(t: Tables, copies: int) -> list[int]:
 
 def _at_once(t: Tables, own: _Arrangement) -> list[int]:
     """Copies that send over a card at once, at each boundary between stages; 0: over none."""
+    if t.shared is None:
+        return [0] * (len(own.groups) - 1)
+    in_node = {k: _in_node(t, own, k) for k in dict.fromkeys(own.groups)}
     found, run = [], 0
     for before, after in itertools.pairwise(own.groups):
         run = run + 1 if before == after else 0
-        if t.shared is None:
-            found.append(0)
-            continue
-        within = before == after and (t.num_nodes[after] == 1 or run % _in_node(t, own, after)[0])
-        found.append(0 if within else max(_in_node(t, own, k)[1] for k in (before, after)))
+        within = before == after and (t.num_nodes[after] == 1 or run % in_node[after][0])
+        found.append(0 if within else max(in_node[before][1], in_node[after][1]))
     return found
 
 
@@ -151,30 +153,18 @@ def _even_periods(
     kinds = (t.num_kinds, *own.groups, t.num_kinds)
     numbers = (0, *at_once, 0)
     after = np.triu(np.ones((t.num_layers + 1,) * 2, bool), 1)
-    known: dict[tuple[int, ...], Array] = {}
-    rest = np.full(t.num_layers + 1, np.inf)
-    rest[-1] = 0.0
-    ends = []
-    for i in reversed(range(num)):
-        depth = min(num - i, most)
-        key = (*kinds[i : i + 3], *numbers[i : i + 2], depth)
-        if key not in known:
-            k = own.groups[i]
-            period = (
-                t.seconds[k]
-                + _crossing(t, kinds[i], k, numbers[i])[:, None]
-                + _crossing(t, k, kinds[i + 2], numbers[i + 1])[None, :]
-            )
-            known[key] = np.where(after & t.fits(depth)[k], period, np.inf)
-        total = np.maximum(known[key], rest[None, :])
-        ends.append(total.argmin(axis=1))
-        rest = total.min(axis=1)
-    if not np.isfinite(rest[0]):
-        return None
-    cuts = [0]
-    for end in ends[:0:-1]:
-        cuts.append(int(end[cuts[-1]]))
-    return tuple(cuts)
+
+    @functools.cache
+    def periods(before: int, k: int, behind: int, into: int, out: int, depth: int) -> Array:
+        first = _crossing(t, before, k, into)[:, None]
+        last = _crossing(t, k, behind, out)[None, :]
+        return np.where(after & t.fits(depth)[k], t.seconds[k] + first + last, np.inf)
+
+    def score(position: int) -> Array:
+        i = num - position
+        return periods(*kinds[i : i + 3], *numbers[i : i + 2], min(position, most))
+
+    return best_cut(num, score, np.maximum)
 
 
 def _crossing(t: Tables, before: int, after: int, at_once: int) -> Array:

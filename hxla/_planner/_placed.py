@@ -106,7 +106,6 @@ class Placer:
     def _by_kind(self, key: Any, best: PlacedStaging, ways: tuple[Way, ...]) -> PlacedStaging:
         """The same plan with some kinds of devices taken in other ways, by descent."""
         chain, t, places = self._chains[key], self._tables[key], self._places[key]
-        node_of = {r: self._cluster.devices[r].node for own in places for (r, *_) in own}
         kinds = {k for replica in best.staging.replicas for k in replica.groups}
         if len(kinds) == 1:
             return best
@@ -123,7 +122,7 @@ class Placer:
                     return best
                 num_left -= 1
                 tried.add(other)
-                copies = copies_in(best.staging, places, node_of, other)
+                copies = copies_in(best.staging, places, self._cluster, other)
                 own = placed(
                     chain, t, best.staging, copies, self._cluster, reduce_factor=self._factor
                 )

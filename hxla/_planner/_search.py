@@ -414,8 +414,9 @@ class _Search:
             seconds = self._goal.worthwhile
             worth = self._goal.fastest / (1 + self._goal.good_enough / 2)
             met = branching.step(seconds)
-            # Without places a plan says little where kinds have several nodes: bounds come first.
-            for cuts in [] if is_rough and self._has_several_nodes else met:
+            if is_rough and self._has_several_nodes:
+                continue  # there a plan without places says little: bounds come first
+            for cuts in met:
                 if cuts not in self._tried and branching.may_pay(cuts, worth):
                     self._tried.add(cuts)
                     pipelines = cut_pipelines(self._t, cuts, self._num, self._check)

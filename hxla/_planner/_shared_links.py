@@ -47,20 +47,10 @@ class Way:
 NEXT = Way(0, whole=False)
 
 
-def copies_of(staging: Staging, places: Sequence[Sequence[Ranks]]) -> list[list[Ranks]]:
-    """The devices of each copy: of each kind the next that are free, stage by stage.
-
-    Args:
-        staging: Which kinds hold the stages of how many copies.
-        places: Per kind, its tensor-parallel groups in order.
-    """
-    return copies_in(staging, places, {}, [NEXT] * len(places))
-
-
 def copies_in(
     staging: Staging,
     places: Sequence[Sequence[Ranks]],
-    node_of: Mapping[int, int],
+    cluster: Cluster,
     ways: Sequence[Way],
 ) -> list[list[Ranks]]:
     """The devices of each copy.
@@ -68,13 +58,13 @@ def copies_in(
     Args:
         staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
-        node_of: The node of each rank.
+        cluster: That the ranks are of.
         ways: Per kind.
     """
     kinds = [replica.groups for replica in staging.replicas for _ in range(replica.count)]
     out: list[dict[int, Ranks]] = [{} for _ in kinds]
     for kind, (groups, way) in enumerate(zip(places, ways, strict=True)):
-        for slots, taken in _taken(kinds, kind, groups, node_of, way):
+        for slots, taken in _taken(kinds, kind, groups, cluster, way):
             for (copy, stage), ranks in zip(slots, taken, strict=False):
                 out[copy][stage] = ranks
     return [[own[stage] for stage in range(len(own))] for own in out]
@@ -84,7 +74,7 @@ def _taken(
     kinds: Sequence[Sequence[int]],
     kind: int,
     groups: Sequence[Ranks],
-    node_of: Mapping[int, int],
+    cluster: Cluster,
     way: Way,
 ) -> Iterator[tuple[list[tuple[int, int]], Iterable[Ranks]]]:
     """Copies and stages of one kind, and the devices that they take together."""
@@ -94,7 +84,7 @@ def _taken(
         return
     free: dict[int, list[Ranks]] = {}
     for ranks in groups:
-        free.setdefault(node_of[ranks[0]], []).append(ranks)
+        free.setdefault(cluster.devices[ranks[0]].node, []).append(ranks)
     for first in range(0, len(kinds), way.block):
         block = range(first, min(first + way.block, len(kinds)))
         stages = [
@@ -130,22 +120,23 @@ def ways_of(num_copies: int) -> list[Way]:
 def placements(
     staging: Staging, places: Sequence[Sequence[Ranks]], cluster: Cluster
 ) -> Iterator[tuple[tuple[Way, ...], list[list[Ranks]]]]:
-    """Ways to place the copies, all kinds in the same, that of `copies_of` first.
+    """Ways to place the copies, all kinds in the same, `NEXT` first.
 
     Args:
         staging: Which kinds hold the stages of how many copies.
         places: Per kind, its tensor-parallel groups in order.
         cluster: That the ranks are of.
     """
-    node_of = {rank: cluster.devices[rank].node for own in places for (rank, *_) in own}
-    first = copies_of(staging, places)
-    yield (NEXT,) * len(places), first
-    if len(staging.cuts) == 1 or len({node_of[r] for own in first for (r, *_) in own}) == 1:
+    nexts = (NEXT,) * len(places)
+    first = copies_in(staging, places, cluster, nexts)
+    yield nexts, first
+    used = {cluster.devices[rank].node for own in first for (rank, *_) in own}
+    if len(staging.cuts) == 1 or len(used) == 1:
         return
     seen = [first]
     for way in ways_of(len(first)):
         ways = (way,) * len(places)
-        copies = copies_in(staging, places, node_of, ways)
+        copies = copies_in(staging, places, cluster, ways)
         if copies not in seen:
             seen.append(copies)
             yield ways, copies
