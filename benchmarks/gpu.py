@@ -51,6 +51,7 @@ ALL = (
     Part(name="unlike", seconds=90, what="a GPU and a processor in one job"),
     Part(name="gpt_speed", seconds=240, what="124 million parameters beside JAX and PyTorch"),
     Part(name="precision", seconds=120, what="bf16 and fp16 by a word, beside casts by hand"),
+    Part(name="memory", seconds=150, what="state on the host and recomputation"),
     Part(name="dispatch", seconds=60, what="what a microbatch of a tiny model costs"),
     Part(name="prediction", seconds=100, what="what is predicted beside what is measured"),
 )

@@ -27,6 +27,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("kind", choices=["exact", "float", "plain", *PRECISIONS])
 parser.add_argument("--size", choices=gpu_jobs.SIZES, required=True)
 parser.add_argument("--micro", type=int, required=True, help="sequences of a microbatch")
+parser.add_argument("--memory", type=json.loads, default={}, help="that setting of hxla, as JSON")
 parser.add_argument("--turns", required=True)
 parser.add_argument("--rounds", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True, help="of a turn")
@@ -41,21 +42,31 @@ def batch(n):
     return {"text": text[rows]}
 
 
+told, ends = {}, []  # what is told, and what tells more of it after the last turn
+
+
 def wait(state):
     jax.block_until_ready(jax.tree.leaves(state))
 
 
 def ours():
     """A step, and a wait until all is done."""
-    of, batch_size, reduction, config = size, num * args.micro, args.kind, None
+    of, batch_size, reduction = size, num * args.micro, args.kind
+    config = {"memory": args.memory}
     if args.kind in PRECISIONS:
         of, reduction = dataclasses.replace(size, dtype="float32"), "exact"
-        config = {"precision": args.kind}
+        config |= {"precision": args.kind}
     job = hxla.Job(
         of.make(), {"text": text}, of.loss, optimizer, batch_size=batch_size, config=config
     )
     session = job.open(job.plan(microbatch_size=args.micro, reduction=reduction))
-    return lambda n: session.step(batch(n)).loss, lambda: wait(session.state.params)
+    told["numerics"] = session.plan.numerics
+
+    def end():
+        told["memory_bytes"], told["sha256"] = session.memory_bytes, session.result().sha256
+
+    ends.append(end)
+    return lambda n: session.step(batch(n)).loss, lambda: wait(jax.live_arrays())
 
 
 def plain():
@@ -80,8 +91,10 @@ taken = turns_of_steps(
     num_turns=args.rounds,
     num_steps=args.steps,
 )
-told = taken | {
+told |= taken | {
     "tokens_per_step": num * args.micro * size.length,
     "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
 }
+for end in ends:
+    end()
 args.out.write_text(json.dumps(told))

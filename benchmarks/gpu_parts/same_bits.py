@@ -137,6 +137,8 @@ def main() -> None:
         if way is not None:
             even = begin("--counts", "4", "4", variables=WAYS[way])
             compared("and 4 and 4", even, base)
+        over = begin("--counts", "2", "6", variables=[{"HXLA_COMMUNICATION_OVER": "host"}] * 2)
+        compared("two replicas that meet in host memory, 2 and 6", over, base)
         runs = [begin("--reduction", "float") for _ in range(2)]
         a_float = report.attempt("float sums", runs[0].told)
         compared("two runs with float sums (nothing is promised)", runs[1], a_float, is_law=False)
