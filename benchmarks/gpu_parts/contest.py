@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,8 +30,7 @@ class Contender:
                 [*command, "--turns", str(own), "--out", str(self._out)],
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
-            )
+            )  # in the part's process group, which ends with the part
 
     def ready(self, deadline: float) -> None:
         """Wait for it; raises RuntimeError if it fails."""
@@ -50,8 +47,7 @@ class Contender:
         if self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
         self.turns.close()
 

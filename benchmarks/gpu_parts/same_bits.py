@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -67,15 +66,13 @@ class Run:
                     stdout=log,
                     stderr=log,
                     env=os.environ | own,
-                    start_new_session=True,
-                )
+                )  # in the part's process group, which ends with the part
             self._processes.append(process)
             stack.callback(self._end, process)
 
     @staticmethod
     def _end(process: subprocess.Popen) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
     def told(self) -> dict[str, Any]:
