@@ -8,8 +8,8 @@ The interpreter needs jax with its CUDA plugin and hxla's other dependencies; hx
 checkout. The parts below run one after another, each in a process of its own with a time limit, so
 that a crash, a hang or a lack of memory loses that part only. After each of them
 benchmarks/results/gpu.json holds what was found so far with the commit, the date, the versions and
-the last lines of what failed, and gpu.md the same as a table. Figures of `--tiny` mean nothing, and
-go to a temporary folder.
+the last lines of what failed, and gpu.md the same as a table; with `--only` they keep what they had
+of the other parts. Figures of `--tiny` mean nothing, and go to a temporary folder.
 """
 
 import argparse
@@ -50,10 +50,10 @@ ALL = (
     Part(name="same_bits", seconds=150, what="one SHA-256, however the work is spread"),
     Part(name="unlike", seconds=90, what="a GPU and a processor in one job"),
     Part(name="gpt_speed", seconds=240, what="124 million parameters beside JAX and PyTorch"),
+    Part(name="prediction", seconds=150, what="what is predicted beside what is measured"),
+    Part(name="memory", seconds=120, what="state on the host and recomputation"),
     Part(name="precision", seconds=120, what="bf16 and fp16 by a word, beside casts by hand"),
-    Part(name="memory", seconds=150, what="state on the host and recomputation"),
     Part(name="dispatch", seconds=60, what="what a microbatch of a tiny model costs"),
-    Part(name="prediction", seconds=100, what="what is predicted beside what is measured"),
 )
 
 # In a process of its own, for it takes the card.
@@ -161,6 +161,7 @@ def run(part: Part, facts: dict[str, Any], torch: str, left: float) -> dict[str,
         failures.append("\n".join([f"exit: {code}", *lines[-25:]]))
     return {
         "shows": part.what,
+        **{name: facts[name] for name in ("commit", "date")},
         "seconds": round(time.monotonic() - begun, 1),
         "rows": found.get("rows", []),
         "failures": failures,
@@ -183,12 +184,19 @@ def table(facts: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|",
     ]
     for result in results.values():
-        lines.append(f"| **{result['shows']}** ({result['seconds']} s) | | | |")
+        lines.append(
+            f"| **{result['shows']}** ({result['seconds']} s{_elsewhen(result, facts)}) | | | |"
+        )
         for row in result["rows"]:
             lines.append(f"| {' | '.join(row[k] for k in ('what', 'hxla', 'beside', 'ratio'))} |")
         for failure in result["failures"]:
             lines.append(f"| FAILED: {failure.splitlines()[0]} | | | |")
     return "\n".join(lines) + "\n"
+
+
+def _elsewhen(result: dict[str, Any], facts: dict[str, Any]) -> str:
+    own = [result[name] for name in ("commit", "date")]
+    return "" if own == [facts["commit"], facts["date"]] else f"; {', '.join(own)}"
 
 
 def main() -> int:
@@ -203,7 +211,8 @@ def main() -> int:
     folder = args.folder or (pathlib.Path(tempfile.mkdtemp()) if args.tiny else usual)
     folder.mkdir(parents=True, exist_ok=True)
     facts = machine(args.tiny, args.torch)
-    results = {}
+    kept = folder / "gpu.json"
+    results = json.loads(kept.read_text())["parts"] if args.only and kept.exists() else {}
     for part in ALL:
         if args.only and part.name not in args.only:
             continue

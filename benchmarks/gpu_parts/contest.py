@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from report import Report
@@ -61,15 +61,20 @@ class Contender:
 
 
 def contest(
-    report: Report, commands: Mapping[str, Sequence[str]], num_turns: int, seconds: float
+    report: Report,
+    commands: Mapping[str, Sequence[str]],
+    num_turns: int,
+    seconds: float,
+    quiet: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """What each contender told; those that fail are reported and left out.
 
     Args:
         report: To write to.
-        commands: Of the contenders, those first that time their kernels.
+        commands: Of the contenders, those of `quiet` first.
         num_turns: Of each.
         seconds: After which the others are ended.
+        quiet: Those that time their kernels: nobody else begins before they are ready.
     """
     deadline, found = time.monotonic() + seconds, {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -87,8 +92,8 @@ def contest(
         for name, command in commands.items():
             waiting.append(Contender(name, list(command), pathlib.Path(folder)))
             stack.callback(waiting[-1].close)
-            if not name.endswith("exact"):
-                settle()  # it measures its kernels, so nobody else is busy meanwhile
+            if name in quiet:
+                settle()
         settle()
         for turn in range(num_turns):
             for own in list(running):

@@ -20,6 +20,7 @@ AS_EXACT = (
 args = arguments()
 report = Report(args.out)
 ROUNDS, STEPS, SECONDS = (2, 1, 900) if args.tiny else (5, 4, 230)
+QUIET = ("plain", "hxla float", "torch.compile")
 SEQUENCES = microbatch_size(args.gib, 5, is_tiny=args.tiny)
 
 
@@ -45,7 +46,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    found = contest(report, commands(), ROUNDS, SECONDS)
+    found = contest(report, commands(), ROUNDS, SECONDS, QUIET)
     pairs = [("hxla exact", other) for other in found if other != "hxla exact"]
     pairs += [("hxla float", other) for other in ("plain", "torch.compile")]
     compare(report, found, pairs)

@@ -22,7 +22,11 @@ options = ["--size", "tiny" if args.tiny else "124m", "--steps", str(STEPS)]
 options += ["--rounds", str(ROUNDS), "--micro", str(SEQUENCES)]
 run = [sys.executable, str(HERE / "gpt_run.py")]
 found = contest(
-    report, {name: [*run, kind, *options] for name, kind in KINDS.items()}, ROUNDS, SECONDS
+    report,
+    {name: [*run, kind, *options] for name, kind in KINDS.items()},
+    ROUNDS,
+    SECONDS,
+    quiet=["plain"],
 )
 low = ("bf16 exact", "fp16 exact")
 compare(report, found, [(own, other) for own in low for other in ("plain", "fp32 exact")])

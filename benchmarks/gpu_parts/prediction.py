@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 from report import ROOT, Report, arguments
 
@@ -29,15 +30,22 @@ def hxla(*command: str) -> str:
 
 
 def ran(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines()[-15:]
-        raise RuntimeError("\n".join([" ".join(command[:4]), *lines]))
-    return done.stdout
+    """What a command prints, which goes to this part's log with the time of each line."""
+    begun, lines = time.perf_counter(), []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            print(f"{time.perf_counter() - begun:6.1f} {line.rstrip()}", flush=True)
+    if process.returncode:
+        raise RuntimeError("".join([f"{' '.join(command[:4])}\n", *lines[-15:]]))
+    report.detail(f"seconds of {' '.join(command[1:4])}", time.perf_counter() - begun)
+    return "".join(lines)
 
 
 def devices(mesh: pathlib.Path) -> None:
-    print(hxla("devices", "--measure", "--write", str(mesh)))
+    hxla("devices", "--measure", "--write", str(mesh))
     [device] = load_cluster(str(mesh)).devices
     rates = {rate.dtype: rate.flops_per_second / 1e12 for rate in device.rates}
     report.row(
@@ -50,9 +58,11 @@ def devices(mesh: pathlib.Path) -> None:
 
 def planned(folder: pathlib.Path, mesh: pathlib.Path) -> Plan:
     profile, plan = folder / "profile.json", folder / "plan.json"
-    print(hxla("profile", "--write", str(profile), *script))
+    begun = time.perf_counter()
+    hxla("profile", "--write", str(profile), *script)
+    report.row("hxla profile takes", f"{time.perf_counter() - begun:.1f} s")
     options = ["--mesh", str(mesh), "--profile", str(profile), "--stages", "1"]
-    print(hxla("plan", *options, "--write", str(plan), *script))
+    hxla("plan", *options, "--write", str(plan), *script)
     return Plan.read(plan)
 
 

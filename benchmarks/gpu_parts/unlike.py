@@ -13,7 +13,7 @@ from report import ROOT, Report, arguments
 args = arguments()
 report = Report(args.out)
 script = pathlib.Path(__file__).with_name("train_gpt.py")
-env = os.environ | {"PYTHONPATH": str(ROOT)}
+env = dict(os.environ)
 env.pop("JAX_PLATFORMS", None)
 kinds = ["gpu", "cpu"]
 if args.tiny:  # two processors, one of them with a backend that knows its own process only
@@ -21,7 +21,7 @@ if args.tiny:  # two processors, one of them with a backend that knows its own p
     env |= {
         "HXLA_LOCAL_CLIENTS": "1",
         "HXLA_COMMUNICATION_OVER": "host",
-        "PYTHONPATH": f"{ROOT / 'tests' / 'local_clients'}:{ROOT}",
+        "PYTHONPATH": f"{ROOT / 'tests' / 'local_clients'}:{env['PYTHONPATH']}",
     }
 with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
