@@ -149,8 +149,8 @@ def test_programs_compile_for_h100(plan):
     if "microbatch" in programs:
         num_parts = 1 if "float" in plan else 2
         assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
-    if plan in LOW:  # no product of float32 is left, forward or backward
-        low = LOW[plan]
+    if plan in LOW or "million" in plan:  # no product of float32 is left, forward or backward
+        low = LOW.get(plan, "bf16")  # the large model's loss casts by hand
         assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
     if plan == "fp8":  # all else is the attention's
         assert set(programs["microbatch"]["products"]) == FLOAT8 | {"bf16 = bf16 x bf16"}

@@ -20,8 +20,9 @@ AS_EXACT = (
 args = arguments()
 report = Report(args.out)
 ROUNDS, STEPS, SECONDS = (2, 1, 900) if args.tiny else (5, 4, 230)
+MORE = ("hxla float", "hxla bf16 by a word")
 QUIET = ("plain", "hxla float", "torch.compile")
-SEQUENCES = microbatch_size(args.gib, 5, is_tiny=args.tiny)
+SEQUENCES = microbatch_size(args.gib, 6, is_tiny=args.tiny)
 
 
 def commands() -> dict[str, list[str]]:
@@ -39,6 +40,7 @@ def commands() -> dict[str, list[str]]:
     except (OSError, subprocess.CalledProcessError):
         report.row("beside torch.compile", "LEFT OUT", f"{args.torch} has no torch for {device}")
     found["hxla exact"] = [*of_jax, "exact", *options]
+    found["hxla bf16 by a word"] = [*of_jax, "bf16", *options]
     if not args.tiny:
         found["hxla float, compiled as exact"] = ["env", f"XLA_FLAGS={AS_EXACT}", *of_jax, "float"]
         found["hxla float, compiled as exact"] += options
@@ -48,7 +50,7 @@ def commands() -> dict[str, list[str]]:
 def main() -> None:
     found = contest(report, commands(), ROUNDS, SECONDS, QUIET)
     pairs = [("hxla exact", other) for other in found if other != "hxla exact"]
-    pairs += [("hxla float", other) for other in ("plain", "torch.compile")]
+    pairs += [(own, other) for own in MORE for other in ("plain", "torch.compile")]
     compare(report, found, pairs)
     report.row("microbatches of", f"{SEQUENCES} sequences")
 

@@ -51,8 +51,13 @@ class Size:
         """The model in `dtype`, its logits in float32."""
         graphdef, state = nnx.split(model)
         cast = lambda x: x.astype(self.dtype) if x.dtype == jnp.float32 else x  # noqa: E731
+        low = nnx.merge(graphdef, jax.tree.map(cast, state))
+        for _, module in nnx.iter_modules(low):
+            if isinstance(module, nnx.Embed):
+                # It keeps that of its table at first, to which all after it would be promoted.
+                module.dtype = self.dtype
         text_BT = batch["text"]
-        logits_BTV = nnx.merge(graphdef, jax.tree.map(cast, state))(text_BT[:, :-1])
+        logits_BTV = low(text_BT[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(
             logits_BTV.astype(jnp.float32), text_BT[:, 1:]
         ).mean()

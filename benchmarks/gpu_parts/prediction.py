@@ -40,7 +40,10 @@ def ran(command: list[str]) -> str:
             print(f"{time.perf_counter() - begun:6.1f} {line.rstrip()}", flush=True)
     if process.returncode:
         raise RuntimeError("".join([f"{' '.join(command[:4])}\n", *lines[-15:]]))
-    report.detail(f"seconds of {' '.join(command[1:4])}", time.perf_counter() - begun)
+    report.detail(
+        f"seconds of {' '.join(pathlib.Path(own).name for own in command[1:4])}",
+        time.perf_counter() - begun,
+    )
     return "".join(lines)
 
 

@@ -1,6 +1,7 @@
 """How fast the devices of this process multiply, copy and talk, whatever model runs on them."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,9 @@ def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
         seconds = median_seconds(functools.partial(product, x, x))
         if seconds >= _MIN_SECONDS or size >= _LARGEST:
             return 2 * size**3 / seconds
-        size *= 2
+        # Seconds grow at most with the cube: the largest power of two that stays below the time.
+        more = math.log2(_MIN_SECONDS / seconds) / 3
+        size = min(_LARGEST, size * 2 ** max(1, int(more)))
 
 
 def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:
