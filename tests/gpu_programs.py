@@ -37,6 +37,7 @@ import hxla
 from hxla._graph._precision_calls import PrecisionCalls
 from hxla._graph._trace import trace_functional
 from hxla._jax._jaxpr import as_function
+from hxla._jax._multiprocessors import multiprocessors
 from hxla._lower import _streamed_update
 from hxla._lower._lower import Programs, lower
 from hxla._lower._update import Given
@@ -480,6 +481,7 @@ ALONE = {
     "offload": offloaded,
     "waiting": waiting,
     "families": products_of_families,
+    "multiprocessors": lambda: {k: multiprocessors(cards(1, k)[0]) for k in CARDS},
     "cut segments": cut_segments,
 }
 

@@ -16,10 +16,12 @@ import pynvml
 import pytest
 
 from hxla import MeshError, load_cluster
+from hxla._cluster import _hardware
 from hxla._cluster._cluster import Rate
 from hxla._cluster._detect import describe, detect
 from hxla._cluster._job_devices import device_kind
 from hxla._cluster._mesh_file import dump_cluster
+from hxla._jax._multiprocessors import multiprocessors
 from hxla._launch._environment import num_gpus
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -79,6 +81,14 @@ def test_devices_are_measured_and_written(tmp_path, no_driver):
     assert 1e-7 < link.latency_seconds < 1e-2
     assert link.seconds(2**27) == pytest.approx(2**27 / link.bytes_per_second)
     assert "0 - 1" in ran.stdout
+
+
+def test_what_is_measured_of_cards_alone_is_a_time_and_a_rate():
+    """Here on a processor, whose host's memory is its own, and of which neither is written."""
+    [device, *_] = jax.local_devices()
+    assert 1e-8 < _hardware.launch_seconds(device) < 1e-3
+    assert 1e8 < _hardware.host_bytes_per_second(device, 1 << 24) < 1e13
+    assert multiprocessors(device) is None
 
 
 def test_a_platform_that_is_not_here_is_said_and_cannot_be_measured(tmp_path, no_driver):
@@ -233,20 +243,23 @@ def test_like_devices_are_described_alike_by_their_median(monkeypatch, tmp_path)
     bandwidths = {(0, 1): 5e10, (0, 2): 1e10, (1, 2): 9e9}
     curves = {pair: ((4096.0, 1e8), (1e8, b)) for pair, b in bandwidths.items()}
     figures = ((1.234567e13, 1.8e12), (1.2e13, 1.7e12), (9e12, 9e11))
+    launches = (3e-6, 5e-6, 1.23456e-5)
     measured = [
         device.model_copy(
             update={
                 "rates": (Rate(dtype="float32", flops_per_second=rate, source="measured"),),
                 "memory_bytes_per_second": memory,
+                "launch_seconds": launch,
             }
         )
-        for device, (rate, memory) in zip(here.devices, figures, strict=True)
+        for device, (rate, memory), launch in zip(here.devices, figures, launches, strict=True)
     ]
     here = dataclasses.replace(here, devices=tuple(measured), curves=curves)
     cluster = describe(here, "three")
     rates = [d.rate("float32").flops_per_second for d in cluster.devices]
     assert rates == [1.217e13, 1.217e13, 9e12]
     assert [d.memory_bytes_per_second for d in cluster.devices] == [1.75e12, 1.75e12, 9e11]
+    assert [d.launch_seconds for d in cluster.devices] == [4e-6, 4e-6, 1.235e-5]
     assert cluster.link(0, 1).curve[-1] == (1e8, 9e9)  # the slowest pair's
     assert cluster.link(0, 1).latency_seconds == pytest.approx(4096 / 1e8)
     assert load_cluster_from(tmp_path, dump_cluster(cluster)) == cluster

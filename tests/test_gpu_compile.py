@@ -175,6 +175,13 @@ def test_low_programs_compile_for_older_cards(card):
         assert not own["racing_scatters"], name
 
 
+def test_a_gpus_multiprocessors_are_what_its_backend_says():
+    found = compiled("multiprocessors")
+    assert {card: found[card] for card in ("h100", "v100", "p100")} == {
+        "h100": 132, "v100": 80, "p100": 56,
+    }  # fmt: skip
+
+
 def test_all_products_of_all_families_are_low():
     """Forward and backward, convolutions too, in what XLA made of them."""
     found = compiled("families")

@@ -60,6 +60,8 @@ class Device(_Value):
             described.
         multiprocessors: The streaming multiprocessors of a GPU, each of which computes a tile of a
             matrix product at a time; None if not described.
+        launch_seconds: What one of many small kernels takes, or the host to launch the next; None
+            if not described.
         rates: The rates of matrix products, one for each dtype.
         speeds: The speeds of training, one for each model.
         uuid: The identity of one card; None if not described.
@@ -75,6 +77,7 @@ class Device(_Value):
     host_bytes_per_second: pydantic.PositiveFloat | None = None
     disk_bytes_per_second: pydantic.PositiveFloat | None = None
     multiprocessors: Annotated[int, pydantic.Field(ge=1)] | None = None
+    launch_seconds: pydantic.PositiveFloat | None = None
     rates: tuple[Rate, ...] = ()
     speeds: tuple[Speed, ...] = ()
     uuid: str | None = None
@@ -97,17 +100,18 @@ class Device(_Value):
         """
         return next((r for r in self.rates if r.dtype == dtype), None)
 
-    def product_rate(self, dtype: str = "model") -> Rate | None:
-        """Find the rate of the matrix products of a model that computes in a dtype.
+    def product_rate(self, arithmetic: str = "model") -> Rate | None:
+        """Find the rate of matrix products.
 
         Args:
-            dtype: As of `Precision.compute`; `model` is float32 as jax computes it by default.
+            arithmetic: The name of a rate; `model` is float32 as jax computes it by default, on
+                NVIDIA cards from Ampere on in TF32.
 
         Returns:
-            The rate; that of float32 where a lower dtype's is not described; None if neither is.
+            The rate; that of float32 by default where it is not described; None if neither is.
         """
-        low = self.rate(dtype) if dtype not in ("model", "float32") else None
-        return low or self.rate("tensorfloat32") or self.rate("float32")
+        own = self.rate(arithmetic) if arithmetic != "model" else None
+        return own or self.rate("tensorfloat32") or self.rate("float32")
 
     def speed(self, model: str) -> Speed | None:
         """Find the speed of training of a model.

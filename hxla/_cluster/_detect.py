@@ -7,18 +7,21 @@ import os
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
 from .._core._errors import MeshError
+from .._jax._multiprocessors import multiprocessors
 from . import _hardware, _nvml
 from ._cluster import Cluster, Device, Link, Node, Rate
 from ._mesh_file import dump_cluster
 
 _MAX_COPY_BYTES = 2**28  # beyond any cache
+_MEASURED = ("memory_bytes_per_second", "host_bytes_per_second", "launch_seconds")
 _SHOWN_LINKS = 28  # of eight devices
 _SOURCE = f"hxla devices --measure, jax {jax.__version__}"
 
@@ -140,10 +143,11 @@ def _of_card(card: _nvml.Card) -> Device:
 def _of_handle(handle: jax.Device, card: _nvml.Card | None) -> Device:
     # What JAX may allocate, by default three quarters of a card.
     limit = (handle.memory_stats() or {}).get("bytes_limit")
-    if card is None:
-        return Device(kind=handle.device_kind, memory_bytes=limit or None, source="JAX")
-    device = _of_card(card)
-    return device.model_copy(update={"memory_bytes": limit, "source": "JAX"}) if limit else device
+    own = Device(kind=handle.device_kind, source="JAX") if card is None else _of_card(card)
+    known: dict[str, Any] = {"multiprocessors": multiprocessors(handle)}
+    if limit:
+        known |= {"memory_bytes": limit, "source": "JAX"}
+    return own.model_copy(update=known)
 
 
 def _cores(handles: tuple[jax.Device, ...], num_cores: int, notes: list[str]) -> Here:
@@ -203,6 +207,9 @@ def measure(here: Here) -> Here:
                 "memory_bytes_per_second": _hardware.copy_bytes_per_second(handle, size),
                 "source": f"{here.devices[i].source}; bandwidth: {_SOURCE}",
             }
+            if handle.platform != "cpu":  # whose host's memory is its own
+                known["launch_seconds"] = _hardware.launch_seconds(handle)
+                known["host_bytes_per_second"] = _hardware.host_bytes_per_second(handle, size)
             devices.append(here.devices[i].model_copy(update=known))
         curves = {}
         for i, j in itertools.combinations(range(len(here.handles)), 2):
@@ -226,10 +233,10 @@ def describe(here: Here, name: str) -> Cluster:
             )
             for i, rate in enumerate(device.rates)
         ]
-        bandwidth = device.memory_bytes_per_second
-        if bandwidth is not None:
-            bandwidth = _median(d.memory_bytes_per_second or 0.0 for d in like)
-        known = {"rates": tuple(rates), "memory_bytes_per_second": bandwidth}
+        known: dict[str, Any] = {"rates": tuple(rates)}
+        for name in _MEASURED:
+            own = [getattr(d, name) for d in like]
+            known[name] = _median(own) if None not in own else None
         devices.append(device.model_copy(update=known))
     link = _slowest(here) if len(devices) > 1 else None
     return Cluster(
@@ -256,7 +263,7 @@ def _slowest(here: Here) -> Link | None:
     return Link(bytes_per_second=_round(wire.bytes_per_second or 0), source=f"NVML: {wire.name}")
 
 
-def _median(values: Iterator[float]) -> float:
+def _median(values: Iterable[float]) -> float:
     return _round(statistics.median(values))
 
 

@@ -10,6 +10,7 @@ from .._core._timing import median_seconds
 
 _MIN_SECONDS = 0.02  # of one product: far above the clock's and the dispatch's noise
 _LARGEST = 16384  # 1 GiB per float32 operand
+_LAUNCHED, _SMALL = 128, 64  # products in a chain, and their size
 _MESSAGE_BYTES = (2**12, 2**16, 2**20, 2**24, 2**27)
 
 
@@ -34,6 +35,43 @@ def matmul_flops_per_second(device: jax.Device, dtype: str) -> float:
         # Seconds grow at most with the cube: the largest power of two that stays below the time.
         more = math.log2(_MIN_SECONDS / seconds) / 3
         size = min(_LARGEST, size * 2 ** max(1, int(more)))
+
+
+def launch_seconds(device: jax.Device) -> float:
+    """What one of many small kernels takes: to run, or the host to launch the next.
+
+    Args:
+        device: Where.
+    """
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(_LAUNCHED):
+            x = x @ x
+        return x
+
+    x = jax.device_put(jnp.eye(_SMALL), device)
+    return median_seconds(functools.partial(chain, x)) / _LAUNCHED
+
+
+def host_bytes_per_second(device: jax.Device, num_bytes: int) -> float | None:
+    """Rate of copies to pinned memory of the device's host or back, the slower of the two.
+
+    Args:
+        device: That copies.
+        num_bytes: Of a copy.
+
+    Returns:
+        The rate; None if its backend has no such memory.
+    """
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    kinds = ("device", "pinned_host")
+    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in kinds)
+    x = jax.device_put(jnp.zeros(num_bytes // 4, jnp.float32), here)
+    y = jax.device_put(x, there)
+    ways = (functools.partial(jax.device_put, x, there), functools.partial(jax.device_put, y, here))
+    return x.nbytes / max(map(median_seconds, ways))
 
 
 def copy_bytes_per_second(device: jax.Device, num_bytes: int) -> float:

@@ -55,6 +55,7 @@ class _Device(_Table):
     host_gigabytes_per_second: _Figure | None = None
     disk_gigabytes_per_second: _Figure | None = None
     multiprocessors: int | None = pydantic.Field(None, ge=1, le=65536)
+    launch_microseconds: _Figure | None = None
     rates: _Rates = _Rates()
     speeds: dict[str, _Speed] = {}
     uuids: list[str] = []
@@ -189,11 +190,12 @@ def _devices(table: _Device, node: int) -> Iterator[Device]:
         memory_bytes=_gib(table.memory_gib),
         core_share=table.core_share if table.kind != "cpu" else table.core_share or 1.0,
         node=node,
-        memory_bytes_per_second=_giga(table.memory_gigabytes_per_second),
+        memory_bytes_per_second=_maybe(9, table.memory_gigabytes_per_second),
         host_memory_bytes=_gib(table.host_memory_gib),
-        host_bytes_per_second=_giga(table.host_gigabytes_per_second),
-        disk_bytes_per_second=_giga(table.disk_gigabytes_per_second),
+        host_bytes_per_second=_maybe(9, table.host_gigabytes_per_second),
+        disk_bytes_per_second=_maybe(9, table.disk_gigabytes_per_second),
         multiprocessors=table.multiprocessors,
+        launch_seconds=_maybe(-6, table.launch_microseconds),
         rates=tuple(
             Rate(
                 dtype=dtype,
@@ -229,8 +231,8 @@ def _gib(value: float | None) -> int | None:
     return None if value is None else int(value * 2**30)
 
 
-def _giga(value: float | None) -> float | None:
-    return None if value is None else _times_ten_to(9, value)
+def _maybe(power: int, value: float | None) -> float | None:
+    return None if value is None else _times_ten_to(power, value)
 
 
 def _times_ten_to(power: int, value: float) -> float:
@@ -378,6 +380,8 @@ def _device_lines(devices: Iterable[Device], table: str) -> Iterator[str]:
                 yield f"{place}_gigabytes_per_second = {_number(-9, rate)}"
         if device.multiprocessors is not None:
             yield f"multiprocessors = {device.multiprocessors}"
+        if device.launch_seconds is not None:
+            yield f"launch_microseconds = {_number(6, device.launch_seconds)}"
         yield from _source_lines(device.source)
         if device.rates:
             yield f"[{table}.rates]"

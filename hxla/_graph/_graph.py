@@ -70,9 +70,9 @@ class Graph:
         return sum(t.flops for t in self.task_graphs)
 
     @property
-    def compute(self) -> str:
-        """The dtype of its matrix products; `model` where that is the model's own."""
-        return "model" if self.precision is None else str(self.precision.compute)
+    def arithmetic(self) -> str:
+        """What its matrix products are computed in; `model` where that is the model's own."""
+        return "model" if self.precision is None else str(self.precision.arithmetic)
 
     def __str__(self) -> str:
         return table(self.task_graphs)

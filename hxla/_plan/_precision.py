@@ -113,6 +113,15 @@ class Precision(PlanValue):
         return self.compute == "model"
 
     @property
+    def arithmetic(self) -> str:
+        """What matrix products are computed in, as mesh files name rates; ``model``: not said."""
+        if self.products == "float8":
+            return "float8"
+        if self.compute == "float32":
+            return {"float32": "float32", "tf32": "tensorfloat32"}.get(self.products, "model")
+        return self.compute
+
+    @property
     def low_dtypes(self) -> frozenset[str]:
         """The dtypes of fewer bits than float32 that some operation computes in."""
         every: set[str] = {self.params, self.compute, self.buffers, self.output}

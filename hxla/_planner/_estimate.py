@@ -20,6 +20,9 @@ _SHARE_OF_DATA_SHEET = 0.9
 # A chain of short kernels goes at so many seconds each on a V100: NVIDIA, "Getting Started with
 # CUDA Graphs", 2019.
 _LAUNCH_SECONDS = 3.8e-6
+# Kernels beside those of products, for each of these: the GPTs of benchmarks/gpu_parts, compiled
+# for an H100, have 492 beside 219 (124 million parameters) and 174 beside 75.
+_FUSED_PER_PRODUCT = 2.25
 # Sides of the tiles of products. Operations per number that is loaded go with the side; the speed
 # is taken half way (geometrically) between that and none of it.
 _TILES = (128, 64, 32)
@@ -109,8 +112,8 @@ def _share(
 ) -> np.ndarray:
     """[3, L] What one device of a group takes of the time of a device alone, by estimate."""
     even = np.full((3, len(sizes)), 1.0 / alternative.tensor)
-    compute = sizes[0].compute if sizes else "model"
-    if device.product_rate(compute) is None or len(whole) != len(sizes):
+    arithmetic = sizes[0].arithmetic if sizes else "model"
+    if device.product_rate(arithmetic) is None or len(whole) != len(sizes):
         return even
     own, alone = (_estimated(device, alternative, s, state_factor)[0] for s in (sizes, whole))
     return np.divide(own, alone, out=even, where=alone > 0)
@@ -120,7 +123,7 @@ def _estimated(
     device: Device, alternative: Alternative, sizes: Sequence[LayerSize], state_factor: float
 ) -> tuple[np.ndarray, str]:
     """[3, L] Seconds of products, of what stands between them, and of launching both."""
-    rate = device.product_rate(sizes[0].compute if sizes else "model")
+    rate = device.product_rate(sizes[0].arithmetic if sizes else "model")
     if rate is None:
         raise PlanError(
             f"device kind {device.label!r}: the profile has no times for {alternative}, "
@@ -128,15 +131,28 @@ def _estimated(
             "add [device.rates] float32 to the mesh file"
         )
     bandwidth = device.memory_bytes_per_second or math.inf
-    speed = rate.flops_per_second * (1.0 if rate.measured else _SHARE_OF_DATA_SHEET)
-    launch = _LAUNCH_SECONDS if device.multiprocessors else 0.0
+    every = [rate] + [device.product_rate(p.arithmetic) or rate for s in sizes for p in s.products]
+    rates = {own.dtype: own for own in every}
+    speeds = {
+        name: own.flops_per_second * (1.0 if own.measured else _SHARE_OF_DATA_SHEET)
+        for name, own in rates.items()
+    }
+    launch = device.launch_seconds or (_LAUNCH_SECONDS if device.multiprocessors else 0.0)
 
     def own(products: Sequence[MatrixProduct], flops: float, num_bytes: float) -> float:
-        work = sum(product_flops(p, device.multiprocessors) for p in products)
-        rest = max(0.0, flops - sum(p.flops for p in products))
-        num_launched = 2 * sum(p.count for p in products)  # with what is fused between two
+        # No kernel takes less than it takes to launch the next.
+        work = sum(
+            max(
+                product_flops(p, device.multiprocessors)
+                / speeds[(device.product_rate(p.arithmetic) or rate).dtype],
+                launch * p.count,
+            )
+            for p in products
+        )
+        rest = max(0.0, flops - sum(p.flops for p in products)) / speeds[rate.dtype]
+        fused = launch * _FUSED_PER_PRODUCT * sum(p.count for p in products)
         # What only moves bytes does not run beside products: one operation follows another.
-        return (work + rest) / speed + num_bytes / bandwidth + launch * num_launched
+        return work + rest + max(num_bytes / bandwidth, fused)
 
     rows = []
     for s in sizes:
@@ -150,8 +166,10 @@ def _estimated(
                 update,
             )
         )
-    origin = "measured" if rate.measured else "data-sheet"
-    how = f"not measured, estimated from FLOPs at the {origin} rate of {rate.dtype}"
+    used = [rates[name] for name in dict.fromkeys(own.dtype for own in every[1:])] or [rate]
+    origin = "measured" if all(own.measured for own in used) else "data-sheet"
+    names = " and ".join(own.dtype for own in used)
+    how = f"not measured, estimated from FLOPs at the {origin} rate of {names}"
     if device.multiprocessors is None and not rate.measured:
         how += (
             "; small products are taken to be as fast as large ones, for the mesh file does not "

@@ -337,11 +337,11 @@ def _sent_bytes(sharded: Sharded) -> float:
     return sum(axis.sent_bytes for axis in sharded.axes.values())
 
 
-def described_speed(device: Device, compute: str) -> float:
-    """Of products in a dtype, in any unit that devices of a cluster share; 0: not known."""
+def described_speed(device: Device, arithmetic: str) -> float:
+    """Of products in an arithmetic, in any unit that devices of a cluster share; 0: not known."""
     if device.core_share is not None or device.kind == "cpu":
         return device.core_share or 1.0
-    rate = device.product_rate(compute)
+    rate = device.product_rate(arithmetic)
     return rate.flops_per_second if rate is not None else 0.0
 
 

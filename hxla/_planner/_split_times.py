@@ -69,7 +69,7 @@ def places_of(
     measured = _measured({d.label for own in columns for d in own}, profile, size)
     found = []
     for place, own in enumerate(columns):
-        speeds = [_speed(d, graph.compute) for d in own]
+        speeds = [_speed(d, graph.arithmetic) for d in own]
         if not all(flops for flops, _, _ in speeds):
             return ()
         memory = [d.memory_bytes for d in own if d.memory_bytes is not None]
@@ -86,14 +86,14 @@ def places_of(
     return tuple(found)
 
 
-def _speed(device: Device, compute: str) -> tuple[float, float, float]:
+def _speed(device: Device, arithmetic: str) -> tuple[float, float, float]:
     """Operations, bytes of memory and bytes of collectives a second; zero: not known."""
     if device.core_share is not None or device.kind == "cpu":
         share = device.core_share or 1.0
         of_core = (_CORE_FLOPS_PER_SECOND, _CORE_BYTES_PER_SECOND, _CORE_SENT_BYTES_PER_SECOND)
         flops, rate, sent = (share * figure for figure in of_core)
         return flops, rate, sent
-    known = device.product_rate(compute)
+    known = device.product_rate(arithmetic)
     if known is None:
         return 0.0, 0.0, 0.0
     flops = known.flops_per_second

@@ -5,6 +5,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
+
 from .._graph._graph import Graph
 from .._graph._operations import Op, leaves
 from .._plan._sharding import Sharded
@@ -26,6 +28,8 @@ class MatrixProduct:
         rows: Of the first matrix and the result.
         columns: Of the second matrix and the result.
         depth: Over which is summed.
+        arithmetic: What it is computed in, as mesh files name rates; `model`: float32 as jax
+            computes it by default.
 
     References:
         Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014, section 3.1
@@ -37,6 +41,7 @@ class MatrixProduct:
     rows: int
     columns: int
     depth: int
+    arithmetic: str = "model"
 
     @property
     def flops(self) -> float:
@@ -61,11 +66,24 @@ def products_of(graph: Graph, ops: Sequence[Op], cut: Sharded) -> tuple[MatrixPr
     """
     found: collections.Counter[MatrixProduct] = collections.Counter()
     for op in leaves(tuple(ops)):
-        if op.name == "dot_general":
-            found[_of_dot(op, _operands(op, cut))] += op.times
-        elif op.name == "conv_general_dilated":
-            found[_of_convolution(op, graph, cut)] += op.times
+        if op.name not in _PRODUCTS:
+            continue
+        is_dot = op.name == "dot_general"
+        own = _of_dot(op, _operands(op, cut)) if is_dot else _of_convolution(op, graph, cut)
+        said = graph.arithmetic if graph.arithmetic != "model" else _arithmetic(op)
+        found[dataclasses.replace(own, arithmetic=said)] += op.times
     return tuple(dataclasses.replace(own, count=num) for own, num in found.items())
+
+
+def _arithmetic(op: Op) -> str:
+    """By the dtype of its operands, where those of float32 may say that all bits count."""
+    dtypes = {v.aval.dtype.name for v in op.eqn.invars[:2]}
+    asked = op.eqn.params.get("precision")
+    if dtypes == {"float32"}:
+        is_whole = asked in (jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2)
+        return "float32" if is_whole else "model"
+    low = [name for name in ("bfloat16", "float16", "float64") if dtypes == {name}]
+    return low[0] if low else "model"
 
 
 def _operands(op: Op, cut: Sharded) -> list[Shape]:

@@ -17,7 +17,8 @@ class LayerSize:
         output_bytes: The bytes of one microbatch's output, what the next layer is sent.
         stash_bytes: The bytes that one microbatch's backward keeps from its forward.
         flops: The forward operations of one microbatch (0: not known).
-        compute: The dtype of its matrix products; `model`: float32 as jax computes it.
+        arithmetic: What its matrix products are computed in, as mesh files name rates; `model`:
+            each as the model says.
         products: The matrix products of one microbatch's forward; none: not known.
         moved_bytes: The bytes that one microbatch's forward moves through memory beside them; 0:
             not known, about what its backward keeps.
@@ -27,7 +28,7 @@ class LayerSize:
     output_bytes: float
     stash_bytes: float
     flops: float = 0.0
-    compute: str = "model"
+    arithmetic: str = "model"
     products: tuple[MatrixProduct, ...] = ()
     moved_bytes: float = 0.0
 

@@ -21,6 +21,9 @@ _VERSION = 1
 _Seconds = Annotated[float, pydantic.Field(ge=0, le=1e9)]
 _Bytes = Annotated[float, pydantic.Field(ge=0, le=2**60)]
 _Count = Annotated[int, pydantic.Field(ge=1, le=2**40)]
+_Arithmetic = Literal[
+    "model", "float64", "float32", "tensorfloat32", "bfloat16", "float16", "float8"
+]
 
 
 class _FileTable(pydantic.BaseModel):
@@ -33,6 +36,7 @@ class _ProductTable(_FileTable):
     rows: _Count
     columns: _Count
     depth: _Count
+    arithmetic: _Arithmetic = "model"
 
 
 class _SizeTable(_FileTable):
@@ -40,7 +44,7 @@ class _SizeTable(_FileTable):
     output_bytes: _Bytes
     stash_bytes: _Bytes
     flops: Annotated[float, pydantic.Field(ge=0, le=1e30)] = 0.0
-    compute: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    arithmetic: _Arithmetic = "model"
     products: list[_ProductTable] = []
     moved_bytes: _Bytes = 0.0
 

@@ -66,7 +66,7 @@ def layer_sizes(
             output_bytes=s.output_bytes,
             stash_bytes=kept[i] * (shares[i] / whole[i] if whole[i] else 1.0),
             flops=s.flops / num,
-            compute=graph.compute,
+            arithmetic=graph.arithmetic,
             products=products_of(graph, s.ops, cut),
             # Where nothing is multiplied or summed up, what is made moves through memory.
             moved_bytes=moved_bytes(graph, s.ops, cut) or shares[i],

@@ -147,12 +147,28 @@ def with_memory(
             found = found.replaced(reasons=(*found.reasons, said))
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
-    known = found.prediction
-    if known is not None and known.step_seconds and _microbatch_seconds(plan):
-        more = max(best.extra_seconds + moving_seconds(job, plan, cluster, best), 0.0)
-        later = known.model_copy(update={"step_seconds": known.step_seconds + more})
+    if found.prediction is not None and _microbatch_seconds(plan):
+        later = _with_more(found.prediction, best, moving_seconds(job, plan, cluster, best))
         found = found.replaced(prediction=later)
     return _told(found, cluster, best, others) if is_described else found
+
+
+def _with_more(known: Prediction, form: MemoryForm, moving: float) -> Prediction:
+    """What a form adds to the seconds of a plan: what runs again, and what moves meanwhile."""
+    if not known.step_seconds:
+        return known
+    more = max(form.extra_seconds + moving, 0.0)
+    again = min(more, max(form.extra_seconds, 0.0))
+    devices = tuple(
+        device.model_copy(
+            update={
+                "compute_seconds": device.compute_seconds + again,
+                "wait_seconds": device.wait_seconds + more - again,
+            }
+        )
+        for device in known.devices
+    )
+    return known.model_copy(update={"step_seconds": known.step_seconds + more, "devices": devices})
 
 
 def _check_chain(job: TracedJob, plan: Plan) -> None:
@@ -310,22 +326,30 @@ class _Speeds:
 
 def _speeds(job: TracedJob, plan: Plan, cluster: Cluster) -> _Speeds:
     """By what a microbatch was found to take, else by the rates that describe the devices."""
-    compute = job.precision.compute
+    arithmetic = job.precision.arithmetic
     if known := _microbatch_seconds(plan):
         work = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
         return _Speeds(of_copies=tuple(work / own for own in known), are_known=True)
     copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
     # Those of a copy work at the pace of the slowest.
-    speeds = [len(own) * min(described_speed(d, compute) for d in own) for own in copies]
+    speeds = [len(own) * min(described_speed(d, arithmetic) for d in own) for own in copies]
     return _Speeds(
         of_copies=tuple(speeds) if all(speeds) else (1.0,) * len(copies),
-        are_known=all(cluster.devices[d.rank].product_rate(compute) for d in plan.devices),
+        are_known=all(cluster.devices[d.rank].product_rate(arithmetic) for d in plan.devices),
     )
 
 
 def _microbatch_seconds(plan: Plan) -> tuple[float, ...]:
-    """Of each copy of the model; empty where it is not known."""
-    known = plan.prediction.microbatch_seconds if plan.prediction is not None else ()
+    """Of each copy of the model, measured or predicted; empty where it is not known."""
+    if plan.prediction is None:
+        return ()
+    known = plan.prediction.microbatch_seconds
+    if not known:
+        spent = {device.rank: device.compute_seconds for device in plan.prediction.devices}
+        known = tuple(
+            max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
+            for own in plan.replicas
+        )
     return known if all(known) else ()
 
 

@@ -142,7 +142,7 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
         f"; a step moves {num_bytes(int(2 * state))} at {rate / 1e9:.3g} GB/s, {seconds:.3g} s "
         f"({ways}), hidden behind nothing but the update itself"
     )
-    products = device.product_rate(job.precision.compute)
+    products = device.product_rate(job.precision.arithmetic)
     if products is None:
         return said
     flops = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
