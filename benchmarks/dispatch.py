@@ -9,11 +9,12 @@ float32 sums that are donated. What is left is hxla's own: handing over a microb
 program, the scales and peaks of exact sums, and the step's fixed part, which a second session with
 four times as many microbatches tells apart.
 
-For comparison, plain JAX with a `lax.scan` over the same microbatches, dispatched once a step. All
-take turns of a step. The same again in seconds of the processor that the thread spent which hands
-out the work: these the rest of the machine disturbs little, but they leave out what other threads
-do. Last, where that thread's time goes, by cProfile, which makes Python's part of it look larger
-than it is. Writes benchmarks/results/dispatch.json.
+For comparison, plain JAX with a `lax.scan` over the same microbatches, dispatched once a step, and
+hxla with calls of 32 microbatches (`cluster.microbatches_per_call`). All take turns of a step. The
+same again in seconds of the processor that the thread spent which hands out the work: these the
+rest of the machine disturbs little, but they leave out what other threads do. Last, where that
+thread's time goes, by cProfile, which makes Python's part of it look larger than it is. Writes
+benchmarks/results/dispatch.json.
 """
 
 import os
@@ -40,6 +41,7 @@ from flax import nnx
 import hxla
 
 WIDTH, HIDDEN, SIZE = 16, 64, 2  # SIZE: examples of a microbatch
+PER_CALL = 32
 MORE = 4  # times as many microbatches in the second session
 OPTIMIZER = optax.sgd(1e-3)
 
@@ -68,10 +70,13 @@ def examples(num: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": x.sum(1)}
 
 
-def ours(num: int, reduction: str) -> Callable[[], object]:
+def ours(num: int, reduction: str, per_call: int = 1) -> Callable[[], object]:
     """A step of hxla with so many microbatches."""
-    data = examples(num * SIZE)
-    job = hxla.Job(Net(nnx.Rngs(0)), data, loss, OPTIMIZER, batch_size=num * SIZE, shuffle=False)
+    data, config = examples(num * SIZE), {"cluster": {"microbatches_per_call": per_call}}
+    model = Net(nnx.Rngs(0))
+    job = hxla.Job(
+        model, data, loss, OPTIMIZER, batch_size=num * SIZE, shuffle=False, config=config
+    )
     session = job.open(job.plan(mesh={"data": 1}, microbatch_size=SIZE, reduction=reduction))
 
     def step() -> None:
@@ -142,6 +147,7 @@ def main() -> None:
     for reduction in ("exact", "float"):
         runs[reduction] = ours(num, reduction)
         runs[f"{reduction}, more"] = ours(num * MORE, reduction)
+        runs[f"{reduction}, in calls"] = ours(num, reduction, PER_CALL)
     seconds = turns.seconds_in_turns(runs, args.rounds)
 
     def microseconds(own: list[float], num: int) -> float:
@@ -157,6 +163,9 @@ def main() -> None:
         each = [(b - a) / ((MORE - 1) * num) for a, b in zip(less, more, strict=True)]
         rows |= {
             f"step of hxla over its microbatches, {reduction} sums": microseconds(less, num),
+            f"the same in calls of {PER_CALL}, {reduction} sums": microseconds(
+                seconds[f"{reduction}, in calls"], num
+            ),
             f"overhead of a microbatch, {reduction} sums": microseconds(
                 [s / num - d for s, d in zip(less, device, strict=True)], 1
             ),

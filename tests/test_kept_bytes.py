@@ -10,9 +10,13 @@ from flax import nnx
 import hxla
 from hxla._graph._interpreter import AS_THEY_ARE
 from hxla._graph._operations import bytes_of
-from hxla._graph._parts import graph_of, parts_of
+from hxla._graph._parts import graph_at, graph_of, parts_of
+from hxla._graph._repeats import layer_points
 from hxla._graph._segments import cut_points, segments_at
+from hxla._lower._segment_costs import segment_costs
+from hxla._lower._segment_part import direct_parts
 from hxla._lower._stage import StagePart
+from hxla._plan._sharding import Sharded
 from hxla._planner._axes import shard_graph
 from hxla._planner._chain import Chain, Group
 from hxla._planner._chain_tables import tables
@@ -107,3 +111,19 @@ def test_stages_that_run_forwards_again_keep_inputs_and_make_one_stage_again():
     assert t.state_bytes[0, 1, 3] == 2 * 50 + 500
     assert t.stash_bytes[0, 1, 3] == 7
     assert t.stash_bytes[0, 0, 2] == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_segments_that_are_alike_are_traced_once_and_cost_the_same(name, fused, monkeypatch):
+    graph = of_family(name)
+    own = graph_of(graph)
+    ordered, parts = graph_at(own, "work", layer_points(own, None))
+    stages = [
+        StagePart(ordered, part, AS_THEY_ARE, trained=range(len(own.param_values)), on_cpu=False)
+        for part in direct_parts(ordered, parts)
+    ]
+    whole = Sharded(graph, {}).over(ordered)
+    found = segment_costs(whole, stages, fused=fused)
+    monkeypatch.setattr(StagePart, "kind", property(id))
+    assert segment_costs(whole, stages, fused=fused) == found

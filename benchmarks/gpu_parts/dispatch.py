@@ -1,7 +1,8 @@
 """What a microbatch costs beside its arithmetic: a model of a few thousand parameters.
 
 Its kernels take microseconds, so a step is what the host does: hxla calls a program for each
-microbatch; a plain loop may do the same, or put all of them into one program.
+microbatch, or for 32 of them (`cluster.microbatches_per_call`); a plain loop may call one for each
+too, or put all of them into one program.
 """
 
 import statistics
@@ -21,6 +22,7 @@ args = arguments()
 report = Report(args.out)
 SIZE = 4
 NUMS, ROUNDS = ((4, 8), 3) if args.tiny else ((32, 256), 15)
+IN_CALLS = "hxla exact, 32 a call"
 optimizer = optax.adam(1e-3)
 x = np.random.default_rng(0).normal(size=(4096, 32)).astype(np.float32)
 data = {"x": x, "y": np.tanh(x[:, :10])}
@@ -30,8 +32,10 @@ def batch(num):
     return {name: a[: num * SIZE] for name, a in data.items()}
 
 
-def ours(num, reduction):
-    job = hxla.Job(gpu_jobs.perceptron(), data, gpu_jobs.squares, optimizer, batch_size=num * SIZE)
+def ours(num, reduction, per_call=1):
+    config = {"cluster": {"microbatches_per_call": per_call}}
+    own = gpu_jobs.perceptron()
+    job = hxla.Job(own, data, gpu_jobs.squares, optimizer, batch_size=num * SIZE, config=config)
     session = job.open(job.plan(microbatch_size=SIZE, reduction=reduction))
 
     def step():
@@ -97,16 +101,18 @@ def seconds(steps):
 found = {}
 for num in NUMS:
     steps = {f"hxla {kind}": ours(num, kind) for kind in ("exact", "float")}
+    steps[IN_CALLS] = ours(num, "exact", 32)
     found[num] = seconds(
         {**steps, "a call each": a_call_each(num), "one program": one_program(num)}
     )
 report.detail("seconds_per_step", found)
 few, many = NUMS
 each = {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
-own = each["hxla exact"]
-for other in ("hxla float", "a call each", "one program"):
-    what, theirs = f"a microbatch more, beside {other}", each[other]
-    report.row(what, f"{1e6 * own:.1f} us", f"{1e6 * theirs:.1f} us", f"{own / theirs:.2f}x")
-    step = f"a step of {few} microbatches, beside {other}"
-    pair = found[few]["hxla exact"], found[few][other]
+pairs = [("hxla exact", other) for other in ("hxla float", "a call each", "one program")]
+for own, other in [*pairs, (IN_CALLS, "one program")]:
+    a, b = each[own], each[other]
+    what = f"{own}: a microbatch more, beside {other}"
+    report.row(what, f"{1e6 * a:.1f} us", f"{1e6 * b:.1f} us", f"{a / b:.2f}x")
+    step = f"{own}: a step of {few} microbatches, beside {other}"
+    pair = found[few][own], found[few][other]
     report.row(step, *(f"{1e3 * s:.2f} ms" for s in pair), f"{pair[0] / pair[1]:.2f}x")

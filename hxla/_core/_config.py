@@ -111,6 +111,10 @@ class ClusterConfig(_Section):
     the model alone; no bit moves. `auto`: for a CPU device with several cores the number that is
     fastest when a session begins, if it has so many steps that trying takes a twentieth of them at
     most; else one."""
+    microbatches_per_call: int = pydantic.Field(1, ge=1, le=4096)
+    """Microbatches that one call of a program runs, at most, in a loop on the device: a call costs
+    what many small operations take. Equal bits for any counts; another number has bits of its own.
+    """
     layout: Literal["auto", "all", "host"] | list[list[pydantic.NonNegativeInt]] = "auto"
     """Devices among which one copy of the model is placed: `auto`, as many as the TaskGraphs ask
     for; `all`, one copy over every device; `host`, those of one host; or lists of numbers."""

@@ -56,6 +56,7 @@ class MicrobatchSpec:
         contribution: How they join the sums.
         num_microbatches: M, of a step.
         num_columns: S, sums of a microbatch.
+        per_call: Microbatches that a call runs at most; more than one run in a loop.
         seed: Root of all random keys.
         mean: Whether a microbatch's own gradient is that of its mean loss, or of its sum.
         clip_norm: Global norm to which each microbatch's own gradient is clipped; None: not at all.
@@ -71,6 +72,7 @@ class MicrobatchSpec:
     num_microbatches: int
     num_columns: int
     seed: int
+    per_call: int = 1
     mean: bool = True
     clip_norm: float | None = None
     sharded: Sharded | None = None
@@ -100,7 +102,10 @@ class Microbatches:
         if spec.uneven is not None:
             spec = dataclasses.replace(spec, uneven=spec.uneven.on(replica))
         self._spec, self._replica = spec, replica
-        self._batch_specs = None if spec.sharded is None else spec.sharded.batch_specs()
+        specs = None if spec.sharded is None else spec.sharded.batch_specs()
+        if specs is not None and spec.per_call > 1:
+            specs = [P(None, *own) for own in specs]
+        self._batch_specs = specs
         zeros = functools.partial(empty_sums, spec)
         self._sums = _placed(jax.eval_shape(zeros), _sums_specs(spec), replica)
         shardings = jax.tree.map(lambda x: x.sharding, self._sums)
@@ -127,13 +132,20 @@ class Microbatches:
 
     def lower(self, params: Sequence[Any], aux: Sequence[Any], exponents: Any) -> list[Any]:
         """The programs before compilation: a microbatch, empty sums."""
-        shapes = shapes_of(self._spec.graph, self._spec.graph.batch_values)
-        batch = _placed(shapes, self._batch_specs, self._replica)
-        where = np.zeros(3, np.int32)
+        where = np.zeros(4 if self._spec.per_call > 1 else 3, np.int32)
+        batch = _placed(self._batch_shapes(), self._batch_specs, self._replica)
         return [
             self._program.lower(list(params), list(aux), self._sums, exponents, where, batch),
             self._zeros.lower(),
         ]
+
+    def _batch_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What a call takes."""
+        num = self._spec.per_call
+        shapes = shapes_of(self._spec.graph, self._spec.graph.batch_values)
+        if num == 1:
+            return shapes
+        return [jax.ShapeDtypeStruct((num, *x.shape), x.dtype) for x in shapes]
 
     def adopt(self, compiled: Sequence[Any]) -> None:
         """Take over the programs of `lower`, compiled."""
@@ -164,19 +176,24 @@ class Microbatches:
             The sums of these microbatches, and a small array to wait on.
         """
 
-        def run_one(own: DeviceSums, goes_on: bool, index: int, batch: Any) -> Any:
-            where = np.array([step, index, goes_on], np.int32)
-            placed = jax.tree.leaves(batch)
+        def run_some(own: DeviceSums, batch: list[Any], *where: int) -> Any:
             # A program of one device takes host arrays itself, which costs a tenth of a device_put.
             if self._replica.axes:
-                placed = self._replica.put_tree(placed, self._batch_specs)
-            return self._compiled(params, aux, own, exponents, where, placed)
+                batch = self._replica.put_tree(batch, self._batch_specs)
+            return self._compiled(params, aux, own, exponents, np.array(where, np.int32), batch)
+
+        def run_one(own: DeviceSums, goes_on: bool, index: int, batch: Any) -> Any:
+            return run_some(own, jax.tree.leaves(batch), step, index, goes_on)
 
         if self._executors is not None:
             return self._executors.run(run_one, sums, ids, batches)
-        sums, tick = sums or self.empty(), None
-        for index, batch in zip(ids, batches, strict=True):
-            sums, tick = run_one(sums, tick is not None, index, batch)
+        sums, tick, num = sums or self.empty(), None, self._spec.per_call
+        for first in range(0, len(ids), num):
+            index, own = ids[first], batches[first : first + num]
+            if num == 1:
+                sums, tick = run_one(sums, first > 0, index, own[0])
+            else:
+                sums, tick = run_some(sums, _stacked(own, num), step, index, first > 0, len(own))
         assert tick is not None
         return sums, tick
 
@@ -189,6 +206,11 @@ class Microbatches:
         """
         own = None if num == 1 else Executors(num, self._sums, self.empty, keeps=keeps)
         self._executors = own
+
+    @property
+    def num_together(self) -> int:
+        """Microbatches whose time together says how fast one is."""
+        return max(self.num_executors, self._spec.per_call)
 
     @property
     def num_executors(self) -> int:
@@ -208,7 +230,15 @@ class Microbatches:
         Args:
             sums_bytes: Of the sums.
         """
-        return sums_bytes + self.num_executors * extra_bytes(self._compiled)
+        waiting = tree_bytes(self._batch_shapes()) if self._spec.per_call > 1 else 0
+        return sums_bytes + self.num_executors * extra_bytes(self._compiled) + waiting
+
+
+def _stacked(batches: Sequence[PyTree], num: int) -> list[np.ndarray]:
+    """The arrays of some microbatches as those of `num`, the last of them as often as need be."""
+    leaves = [jax.tree.leaves(batch) for batch in batches]
+    leaves += [leaves[-1]] * (num - len(leaves))
+    return [np.stack([np.asarray(x) for x in own]) for own in zip(*leaves, strict=True)]
 
 
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:
@@ -354,6 +384,28 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
             [first_only(a * keep, b, index) for a, b in zip(sums.ints, ints, strict=True)],
         )
         return out, row_S[1]
+
+    return hxla_micro if spec.per_call == 1 else _looped(hxla_micro)
+
+
+def _looped(one: Callable[..., tuple[DeviceSums, Any]]) -> Callable[..., tuple[DeviceSums, Any]]:
+    """The same of several microbatches, one after another.
+
+    `where` has a fourth number, of those that are run: the body is one for all counts, so that no
+    bit depends on them.
+    """
+
+    def hxla_micro(
+        params: Any, aux: Any, sums: DeviceSums, exponents_T: jax.Array, where: Any, batches: Any
+    ) -> tuple[DeviceSums, jax.Array]:
+        step, first, keep, num = where[0], where[1], where[2], where[3]
+
+        def body(i: jax.Array, held: tuple[DeviceSums, jax.Array]) -> tuple[DeviceSums, jax.Array]:
+            batch = [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in batches]
+            own = jnp.stack([step, first + i, jnp.where(i == 0, keep, 1)])
+            return one(params, aux, held[0], exponents_T, own, batch)
+
+        return jax.lax.fori_loop(0, num, body, (sums, jnp.float32(0)))
 
     return hxla_micro
 

@@ -59,6 +59,7 @@ def microbatches(
         trained=trained,
         contribution=contribution,
         num_microbatches=plan.num_microbatches,
+        per_call=plan.microbatches_per_call,
         num_columns=num_columns(graph.metrics),
         seed=training.seed,
         mean=training.mean,

@@ -48,10 +48,12 @@ def segment_costs(
     """
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
+    firsts: dict[Any, StagePart] = {}
     out = []
     for i, stage in enumerate(stages):
+        like = firsts.setdefault(stage.kind, stage)  # of equal ones the first is traced
         if residuals is None:
-            own = stage.own_residual_bytes(_fewest_parts(sharded, stage.part), fused=fused)
+            own = like.own_residual_bytes(_fewest_parts(sharded, stage.part), fused=fused)
         else:
             own = residuals[i]
         floats = {v for later in stages[i:] for v in later.above_floats}
@@ -68,7 +70,7 @@ def segment_costs(
             name=name,
             # Not none: only the last starts from its input alone.
             num_bytes=0 if stage.part.is_last else max(own, 1),
-            reads_input=stage.part.is_last or stage.reads_its_input,
+            reads_input=stage.part.is_last or like.reads_its_input,
             forward_seconds=known[i],
             backward_seconds=both,
             forward_temporary_bytes=forward,

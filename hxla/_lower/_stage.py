@@ -17,6 +17,7 @@ from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import ArrayPlacement, Env
 from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart, run_part
+from .._graph._segment_kind import segment_kind
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr, is_cheap, is_fused
 from .._jax._min_cut import Halves, halve
@@ -89,6 +90,14 @@ class StagePart:
         self.below = crossing(graph, part.outputs, wanted)
         self._given = part.segment.given
         self._run = run_part(graph, part, place)
+
+    @property
+    def kind(self) -> Any:
+        """Equal for those whose programs compute the same from arrays of the same shapes."""
+        part = self.part
+        own = segment_kind(self._graph, part.segment, ())
+        crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
+        return own, self.trained, crossing, part.is_last
 
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:

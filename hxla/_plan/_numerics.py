@@ -39,6 +39,8 @@ def deciding(plan: Any) -> dict[str, Any]:
         found["has_weight"] = plan.pipeline.has_weight
     if plan.chain is not None:  # whatever is recomputed, the programs are the same
         found["chain"] = plan.chain.points
+    if plan.microbatches_per_call > 1:
+        found["microbatches_per_call"] = plan.microbatches_per_call
     # Each that devices of a copy put together is compiled apart from what else the copy owns.
     is_whole = plan.placement.whole and not plan.axes
     decides = is_whole or len(kinds) > 1

@@ -60,6 +60,7 @@ class Plan(PlanValue):
         replicas: The copies of the model, with their devices and their work.
         pipeline: The stages and their schedule, where `stage` is the first of the axes.
         chain: The segments of a microbatch that are programs of their own; None: it is one program.
+        microbatches_per_call: The microbatches that one call of a program runs, at most.
         parameters: The layout of each parameter over its copy's devices between steps.
         sums: The way gradients are added up.
         precision: The dtypes of the computation.
@@ -94,6 +95,7 @@ class Plan(PlanValue):
     replicas: tuple[ReplicaWork, ...] = pydantic.Field(min_length=1)
     pipeline: PlannedPipeline | None = None
     chain: PlannedChain | None = None
+    microbatches_per_call: Annotated[int, pydantic.Field(ge=1, le=4096)] = 1
     parameters: tuple[Layout, ...]
     sums: SumsForm = SumsForm()
     precision: Precision = Precision()

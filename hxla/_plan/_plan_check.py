@@ -57,6 +57,7 @@ def faults(plan: Any) -> Iterator[str]:
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     yield from _of_sums_over_the_host(plan)
     yield from _of_executors(plan)
+    yield from _of_calls(plan)
     known = {p.name for p in plan.parameters}
     for sparse in plan.sums.sparse:
         if sparse.name not in known:
@@ -101,6 +102,22 @@ def _of_executors(plan: Any) -> Iterator[str]:
         yield (
             "replicas: executors take microbatches in no fixed order, which moves the bits of "
             f"{plan.sums.kind} sums: use executors 1, or sums of kind 'exact'"
+        )
+
+
+def _of_calls(plan: Any) -> Iterator[str]:
+    if plan.microbatches_per_call == 1:
+        return
+    if plan.pipeline is not None or plan.chain is not None:
+        form = "pipeline" if plan.pipeline is not None else "chain of segments"
+        yield (
+            f"microbatches_per_call: a {form} has several programs for each microbatch, and none "
+            "that runs several of them: use 1"
+        )
+    if any(replica.executors > 1 for replica in plan.replicas):
+        yield (
+            "microbatches_per_call: executors take one microbatch after another, each as soon as "
+            "it has done one: use 1, or executors 1"
         )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._graph._graph import Graph, params_of, shapes_of
+from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import Env
-from .._graph._operations import Op, bytes_of
+from .._graph._operations import bytes_of
+from .._graph._segment_kind import segment_kind, trained_params
 from .._graph._segments import Segment, run_segment
 from .._jax._min_cut import halve
 
@@ -31,7 +32,7 @@ def kept_bytes(
     known: dict[Any, int] = {}
     out = []
     for segment in chain:
-        key = _kind(graph, segment, trained)
+        key = segment_kind(graph, segment, trained)
         if key not in known:
             known[key] = _kept(graph, segment, trained)
         out.append(known[key])
@@ -41,7 +42,7 @@ def kept_bytes(
 def _kept(graph: Graph, segment: Segment, trained: Collection[int] | None) -> int:
     run = run_segment(graph, segment)
     values = graph.values
-    own = _trained(graph, segment, trained)
+    own = trained_params(graph, segment, trained)
     floats = [v for v in segment.inputs if values[v].differentiable]
     given_back = [i for i, v in enumerate(segment.outputs) if values[v].differentiable]
     param_values = [graph.param_values[p] for p in segment.params]
@@ -74,48 +75,3 @@ def _kept(graph: Graph, segment: Segment, trained: Collection[int] | None) -> in
         only_late=range(ends[2], ends[3]),
     )
     return sum(bytes_of(x.shape, x.dtype) for x in halves.kept)
-
-
-def _trained(graph: Graph, segment: Segment, trained: Collection[int] | None) -> list[int]:
-    """Places among the segment's parameters of those that have a gradient."""
-    of = params_of(graph)
-    return [
-        i
-        for i, p in enumerate(segment.params)
-        if graph.values[graph.param_values[p]].differentiable
-        and (trained is None or of[p] in trained)
-    ]
-
-
-def _kind(graph: Graph, segment: Segment, trained: Collection[int] | None) -> Any:
-    """Equal for segments which compute the same from arrays of the same shapes."""
-    number: dict[int, int] = {}
-
-    def place(v: Any) -> Any:
-        if not isinstance(v, int):
-            return str(v)
-        if v not in number:
-            number[v] = len(number)
-        value = graph.values[v]
-        return number[v], value.shape, str(value.dtype), value.differentiable
-
-    def of(op: Op) -> Any:
-        # Rules of a user's own for gradients are not in the body: their place in the code is.
-        others = op.source if op.kind == "custom" else ""
-        if not op.body:
-            others = str(sorted(op.eqn.params.items()))
-        return (
-            *(op.name, others, op.iterations and op.iterations[1] - op.iterations[0]),
-            tuple(map(place, op.inputs)),
-            tuple(map(place, op.body_inputs)),
-            tuple(map(of, op.body)),
-            tuple(map(place, op.body_outputs)),
-            tuple(map(place, op.outputs)),
-        )
-
-    return (
-        tuple(map(of, segment.ops)),
-        tuple(map(place, segment.inputs)),
-        tuple(map(place, segment.outputs)),
-        tuple(_trained(graph, segment, trained)),
-    )

@@ -33,16 +33,16 @@ def with_executors(plan: Plan, executors: tuple[int, ...]) -> Plan:
     return plan.replaced(replicas=replicas)
 
 
-def with_asked_executors(job: TracedJob, plan: Plan) -> Plan:
-    """The plan with the number that `cluster.executors` asks for, if it does.
+def with_asked_calls(job: TracedJob, plan: Plan) -> Plan:
+    """The plan with what `cluster` asks of calls: executors, and microbatches of each call.
 
     Raises:
         PlanError: If its copies cannot have several.
     """
-    asked = job.settings.cluster.executors
-    if asked == "auto":
-        return plan
-    return with_executors(plan, (asked,) * len(plan.replicas))
+    asked, num = job.settings.cluster.executors, job.settings.cluster.microbatches_per_call
+    if num > 1:
+        plan = plan.replaced(microbatches_per_call=num)
+    return plan if asked == "auto" else with_executors(plan, (asked,) * len(plan.replicas))
 
 
 def with_fastest_executors(
@@ -61,7 +61,7 @@ def with_fastest_executors(
     Args:
         stepper: That is warm; it uses the fastest number from then on.
         programs: That it runs.
-        plan: Of them; where it has several executors already it stays.
+        plan: Of them; where it has several executors, or calls of several microbatches, it stays.
         batch: A microbatch.
         seconds: Of a microbatch on each local replica, one after another.
         min_gain: The share of its time by which a microbatch must be faster.
@@ -71,7 +71,7 @@ def with_fastest_executors(
     Returns:
         The plan with the fastest number of executors on each copy, and the seconds with them.
     """
-    if any(replica.executors > 1 for replica in plan.replicas):
+    if plan.microbatches_per_call > 1 or any(r.executors > 1 for r in plan.replicas):
         return plan, seconds
     best, most, num = plan, _most_executors(programs), 1
     left = _MOST_OF_WORK * num_steps * max(plan.counts)

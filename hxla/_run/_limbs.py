@@ -9,7 +9,7 @@ from .._lower._exact import Limbs
 from .._lower._num_terms import num_terms
 from .._lower._segment_part import direct_parts
 from .._plan._plan import Plan
-from ._executors_of_plan import with_asked_executors
+from ._executors_of_plan import with_asked_calls
 from ._planned_chain import with_memory
 from ._sums_over import with_sums_over
 from ._traced_job import TracedJob
@@ -34,7 +34,7 @@ def with_sums_and_memory(
     Raises:
         PlanError: If it cannot be as the settings ask, or does not fit.
     """
-    plan = with_asked_executors(job, with_sums_over(job, plan))
+    plan = with_asked_calls(job, with_sums_over(job, plan))
     asked = job.settings.communication.limbs
     if plan.sums.kind != "exact" or asked == 2:
         return with_memory(job, plan, cluster, devices)

@@ -266,7 +266,8 @@ def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
             gathered_bytes=tuple(gathered_bytes(job, plan, keeps_roundings=is_exact)),
         )
 
-    own = sum(math.prod(plan.device_shapes[p]) for p in model.trained_places)
+    shapes = plan.device_shapes
+    own = sum(math.prod(shapes[p]) for p in model.trained_places)
     return ModelBytes(
         parameters=plan.device_parameter_bytes,
         trained=4 * own,

@@ -28,7 +28,8 @@ def device_optimizer_bytes(job: TracedJob, plan: Plan) -> float:
     """Of the optimizer's state of a copy, whole: what each of its devices would have of it."""
     model = job.functional(plan.microbatch_size)
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(model.trained))
-    own = sum(math.prod(plan.device_shapes[p]) for p in model.trained_places)
+    shapes = plan.device_shapes
+    own = sum(math.prod(shapes[p]) for p in model.trained_places)
     return job.optimizer_bytes(plan.microbatch_size) * own / max(whole, 1)
 
 

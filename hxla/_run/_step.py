@@ -139,7 +139,7 @@ class Stepper:
     def _at_once(self, runner: Runner) -> int:
         """Microbatches whose time says how fast they are."""
         if isinstance(runner, Microbatches):
-            return min(runner.num_executors, self._programs.plan.num_microbatches)
+            return min(runner.num_together, self._programs.plan.num_microbatches)
         if not isinstance(runner, Pipeline):
             return 1
         # A pipeline's time for one microbatch says little: most of it is bubble.
