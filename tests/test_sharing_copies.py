@@ -1,5 +1,6 @@
 """Searches that also know copies which share their state, where whole state fits no device."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -131,6 +132,12 @@ def test_what_runs_again_and_what_is_gathered_counts():
     assert 1.2 < again / keeps < 1.34  # a forward is a third of a microbatch
     more = plan.parameter_bytes / 2 / RATE
     assert gathers - keeps == pytest.approx(more, rel=0.05)
+    # Times that were measured in that form know what it runs again.
+    known = dataclasses.replace(times, form=plan.memory_form)
+    own = job(zero=2, recompute="boundaries", shares="even")
+    timed = planned(8 << 20, own, profile=known)
+    assert timed.memory_form == plan.memory_form
+    assert timed.prediction.step_seconds == pytest.approx(keeps, rel=1e-6)
 
 
 def test_what_fits_in_no_form_is_refused_with_what_the_search_says():

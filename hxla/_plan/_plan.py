@@ -173,6 +173,13 @@ class Plan(PlanValue):
         return sum(p.device_bytes(sizes) for p in self.parameters)
 
     @property
+    def memory_form(self) -> str:
+        """How a step lies in memory, in words: what of it times that were measured know."""
+        own = self.placement
+        runs = "one program" if self.chain is None else "a chain"
+        return f"zero {own.zero}, {runs}, {own.optimizer}, {own.stash}, {own.parameters}"
+
+    @property
     def replica_names(self) -> tuple[str, ...]:
         """Short unique names of the copies: their devices' kinds and ranks, `cpu0@0.5`."""
         kinds = {device.rank: device.kind for device in self.devices}

@@ -82,6 +82,9 @@ class Profile:
             microbatches: state, sums, and what the compiled programs say of themselves.
         num_segments: The most layers that were asked for, of which a chain may have fewer (0: as
             many as there are).
+        form: The form of memory in which the model trained meanwhile, whose forwards that run again
+            and copies are in its times, as `Plan.memory_form` names it; empty: each layer ran
+            alone.
     """
 
     model: str
@@ -91,6 +94,7 @@ class Profile:
     reductions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
     num_segments: int = 0
+    form: str = ""
 
     @property
     def most_segments(self) -> int:
@@ -118,6 +122,7 @@ class Profile:
             "model": self.model,
             "layers": list(self.layers),
             "num_segments": self.num_segments,
+            "form": self.form,
             "sizes": [
                 {"microbatch_size": b, "tensor": t, "layers": [dataclasses.asdict(s) for s in own]}
                 for (b, t), own in sorted(self.sizes.items())
@@ -164,6 +169,7 @@ class Profile:
             reductions={str(k): float(v) for k, v in table.get("reductions", {}).items()},
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
             num_segments=int(table.get("num_segments", 0)),
+            form=str(table.get("form", "")),
         )
 
 

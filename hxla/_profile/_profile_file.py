@@ -89,6 +89,7 @@ class _ProfileTable(_FileTable):
     model: str
     layers: list[str] = pydantic.Field(min_length=1)
     num_segments: int = pydantic.Field(0, ge=0, le=2**20)
+    form: str = ""
     sizes: list[_Sizes]
     times: list[_Times]
     reductions: dict[str, _Seconds] = {}
@@ -168,6 +169,7 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
             times={**first.times, **other.times},
             reductions={**first.reductions, **other.reductions},
             peaks={**first.peaks, **other.peaks},
+            form=other.form or first.form,
         )
     return first
 

@@ -20,7 +20,12 @@ _MOST_ERROR = 2.0**-16
 
 
 def with_sums_and_memory(
-    job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices | None = None
+    job: TracedJob,
+    plan: Plan,
+    cluster: Cluster,
+    devices: Devices | None = None,
+    *,
+    timed_form: str = "",
 ) -> Plan:
     """The plan with its sums and its memory as the settings ask, `communication.limbs` among them.
 
@@ -30,25 +35,30 @@ def with_sums_and_memory(
             only if it is asked for.
         cluster: Its devices.
         devices: By rank, if they are here.
+        timed_form: As for `with_memory`.
 
     Raises:
         PlanError: If it cannot be as the settings ask, or does not fit.
     """
+
+    def in_memory(own: Plan) -> Plan:
+        return with_memory(job, own, cluster, devices, timed_form=timed_form)
+
     plan = with_asked_calls(job, with_sums_over(job, plan))
     asked = job.settings.communication.limbs
     if plan.sums.kind != "exact" or asked == 2:
-        return with_memory(job, plan, cluster, devices)
+        return in_memory(plan)
     terms = _terms(job, plan)
     if asked == 1 or _mean_error(terms) <= _MOST_ERROR:
         sums = plan.sums.model_copy(update={"limbs": 1})
-        one = with_memory(job, plan.replaced(sums=sums), cluster, devices)
+        one = in_memory(plan.replaced(sums=sums))
         terms = _terms(job, one)  # more, where its cuts part what shares a parameter
     if asked == "auto" and (mean := _mean_error(terms)) > _MOST_ERROR:
         reason = (
             f"two limbs: one would let the mean of {terms} terms err by 2**{_power(mean)} of "
             f"its tensor's largest, more than 2**{_power(_MOST_ERROR)}"
         )
-        return with_memory(job, plan.replaced(reasons=(*plan.reasons, reason)), cluster, devices)
+        return in_memory(plan.replaced(reasons=(*plan.reasons, reason)))
     bound = Limbs(1, terms).error_bound
     reason = (
         f"one limb: an element's sum of {terms} terms errs by at most 2**{_power(bound)} of the "

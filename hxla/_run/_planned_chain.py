@@ -67,7 +67,12 @@ _MOST_RUNNERS_UP = 5
 
 
 def with_memory(
-    job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices | None = None
+    job: TracedJob,
+    plan: Plan,
+    cluster: Cluster,
+    devices: Devices | None = None,
+    *,
+    timed_form: str = "",
 ) -> Plan:
     """The plan with state shared out and a microbatch recomputed as the settings ask.
 
@@ -80,6 +85,8 @@ def with_memory(
         plan: Of it, with the state whole on every copy.
         cluster: Its devices.
         devices: By rank, if they are here; None: bytes are told by owner, however few.
+        timed_form: In which the plan's times were measured, if they were while it trained: what it
+            runs again and moves is in them.
 
     Raises:
         PlanError: If it cannot be as the settings ask, or nothing that they leave open fits.
@@ -147,7 +154,8 @@ def with_memory(
             found = found.replaced(reasons=(*found.reasons, said))
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
-    if found.prediction is not None and _microbatch_seconds(plan):
+    is_timed = found.memory_form == timed_form
+    if found.prediction is not None and _microbatch_seconds(plan) and not is_timed:
         later = _with_more(found.prediction, best, moving_seconds(job, plan, cluster, best))
         found = found.replaced(prediction=later)
     return _told(found, cluster, best, others) if is_described else found

@@ -81,6 +81,7 @@ def profile(
             sizes={},
             times={},
             reductions={together_key(labels): trial.rest_seconds},
+            form=trial.form,
         )
         mine = merge_profiles([*([found] if found is not None else []), mine])
         if setting not in mine.times:
@@ -133,6 +134,7 @@ def _trial(job: TracedJob, size: int, reduction: str, start: int) -> Trial:
             step_seconds=seconds,
             peak_bytes=session.memory_bytes,
             end_step=session.step_number + job.settings.data.prefetch_steps,
+            form=plan.memory_form,
         )
 
 

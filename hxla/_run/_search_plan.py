@@ -117,7 +117,8 @@ def search_plan(
     def in_form(plan: Plan) -> Plan:
         if devices is not None:  # programs are compiled, by every process
             job.agree("a plan of the search", lambda: facts_of_plan(plan))
-        return with_sums_and_memory(job, plan, cluster, devices)
+        form = "" if profile is None else profile.form
+        return with_sums_and_memory(job, plan, cluster, devices, timed_form=form)
 
     def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
         tensors = _tensors(wishes.tensors, cluster)

@@ -26,6 +26,7 @@ class Trial:
         step_seconds: One of those steps.
         peak_bytes: See `Profile.peaks`.
         end_step: No step from here on was read.
+        form: Of memory in which it trained, as `Plan.memory_form` names it.
     """
 
     micro_seconds: tuple[float, ...]
@@ -34,6 +35,7 @@ class Trial:
     step_seconds: float
     peak_bytes: int
     end_step: int
+    form: str = ""
 
     def by_kind(self, labels: Sequence[str]) -> "Trial":
         """With the mean of like devices for each of them.
