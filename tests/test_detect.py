@@ -256,6 +256,7 @@ def test_like_devices_are_described_alike_by_their_median(monkeypatch, tmp_path)
     ]
     here = dataclasses.replace(here, devices=tuple(measured), curves=curves)
     cluster = describe(here, "three")
+    assert cluster.name == "three"
     rates = [d.rate("float32").flops_per_second for d in cluster.devices]
     assert rates == [1.217e13, 1.217e13, 9e12]
     assert [d.memory_bytes_per_second for d in cluster.devices] == [1.75e12, 1.75e12, 9e11]

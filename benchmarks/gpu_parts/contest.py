@@ -132,6 +132,17 @@ def compare(
         report.row(f"{name}: loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}", ready)
 
 
+def gpt_options(num_sequences: int, num_turns: int, num_steps: int, *, is_tiny: bool) -> list[str]:
+    """What gpt_run.py and torch_run.py are told, all alike."""
+    options = {
+        "size": "tiny" if is_tiny else "124m",
+        "micro": num_sequences,
+        "rounds": num_turns,
+        "steps": num_steps,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
 def microbatch_size(gib: float | None, num_contenders: int, *, is_tiny: bool) -> int:
     """Sequences: a contender takes some 4 GiB and 2 GiB for each."""
     if is_tiny or gib is None:

@@ -9,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 
-from contest import compare, contest, microbatch_size
+from contest import compare, contest, gpt_options, microbatch_size
 from report import Report, arguments
 
 HERE = pathlib.Path(__file__).parent
@@ -27,8 +27,7 @@ SEQUENCES = microbatch_size(args.gib, 6, is_tiny=args.tiny)
 
 def commands() -> dict[str, list[str]]:
     """Of the contenders, those first that time their kernels."""
-    options = ["--size", "tiny" if args.tiny else "124m", "--steps", str(STEPS)]
-    options += ["--rounds", str(ROUNDS), "--micro", str(SEQUENCES)]
+    options = gpt_options(SEQUENCES, ROUNDS, STEPS, is_tiny=args.tiny)
     of_jax = [sys.executable, str(HERE / "gpt_run.py")]
     found = {"plain": [*of_jax, "plain", *options], "hxla float": [*of_jax, "float", *options]}
     device = "cpu" if args.tiny else "cuda"

@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 
-from contest import compare, contest, microbatch_size
+from contest import compare, contest, gpt_options, microbatch_size
 from report import Report, arguments
 
 HERE = pathlib.Path(__file__).parent
@@ -24,8 +24,7 @@ FORMS = {
 }
 SEQUENCES = microbatch_size(args.gib, len(FORMS), is_tiny=args.tiny)
 
-options = ["--size", "tiny" if args.tiny else "124m", "--steps", str(STEPS)]
-options += ["--rounds", str(ROUNDS), "--micro", str(SEQUENCES)]
+options = gpt_options(SEQUENCES, ROUNDS, STEPS, is_tiny=args.tiny)
 run = [sys.executable, str(HERE / "gpt_run.py"), "bf16", *options]
 found = contest(
     report,
@@ -44,13 +43,5 @@ for name, told in found.items():
         f"{own / peak - 1:+.1%}" if peak else "",
     )
     first = firsts.setdefault(told["numerics"], name)
-    is_same = told["sha256"] == found[first]["sha256"]
-    report.row(
-        f"{name}: bits as of {first}",
-        told["sha256"][:16],
-        found[first]["sha256"][:16],
-        "same" if is_same else "OTHER",
-    )
-    if not is_same:
-        report.failure(f"{name}: other bits than {first}")
+    report.bits(f"{name}: bits as of {first}", told["sha256"], found[first]["sha256"])
 report.row("microbatches of", f"{SEQUENCES} sequences")

@@ -8,7 +8,7 @@ and hxla in float32, for what a low precision gains.
 import pathlib
 import sys
 
-from contest import compare, contest, microbatch_size
+from contest import compare, contest, gpt_options, microbatch_size
 from report import Report, arguments
 
 HERE = pathlib.Path(__file__).parent
@@ -18,8 +18,7 @@ ROUNDS, STEPS, SECONDS = (2, 1, 900) if args.tiny else (5, 4, 110)
 KINDS = {"plain": "plain", "fp32 exact": "fp32", "bf16 exact": "bf16", "fp16 exact": "fp16"}
 SEQUENCES = microbatch_size(args.gib, len(KINDS), is_tiny=args.tiny)
 
-options = ["--size", "tiny" if args.tiny else "124m", "--steps", str(STEPS)]
-options += ["--rounds", str(ROUNDS), "--micro", str(SEQUENCES)]
+options = gpt_options(SEQUENCES, ROUNDS, STEPS, is_tiny=args.tiny)
 run = [sys.executable, str(HERE / "gpt_run.py")]
 found = contest(
     report,

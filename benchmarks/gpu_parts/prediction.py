@@ -20,8 +20,8 @@ script = [str(pathlib.Path(__file__).with_name("train_gpt.py"))]
 script += ["--tiny", "--steps", "6"] if args.tiny else []
 
 
-def hxla(*command: str) -> str:
-    """What a command of hxla prints.
+def hxla(*command: str) -> float:
+    """Seconds of a command of hxla.
 
     Raises:
         RuntimeError: With the last lines, if it fails.
@@ -29,8 +29,8 @@ def hxla(*command: str) -> str:
     return ran([sys.executable, "-m", "hxla", *command])
 
 
-def ran(command: list[str]) -> str:
-    """What a command prints, which goes to this part's log with the time of each line."""
+def ran(command: list[str]) -> float:
+    """Seconds of a command; what it prints goes to this part's log, with the time of each line."""
     begun, lines = time.perf_counter(), []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -40,11 +40,9 @@ def ran(command: list[str]) -> str:
             print(f"{time.perf_counter() - begun:6.1f} {line.rstrip()}", flush=True)
     if process.returncode:
         raise RuntimeError("".join([f"{' '.join(command[:4])}\n", *lines[-15:]]))
-    report.detail(
-        f"seconds of {' '.join(pathlib.Path(own).name for own in command[1:4])}",
-        time.perf_counter() - begun,
-    )
-    return "".join(lines)
+    seconds = time.perf_counter() - begun
+    report.detail(f"seconds of {' '.join(pathlib.Path(own).name for own in command[1:4])}", seconds)
+    return seconds
 
 
 def devices(mesh: pathlib.Path) -> None:
@@ -61,9 +59,8 @@ def devices(mesh: pathlib.Path) -> None:
 
 def planned(folder: pathlib.Path, mesh: pathlib.Path) -> Plan:
     profile, plan = folder / "profile.json", folder / "plan.json"
-    begun = time.perf_counter()
-    hxla("profile", "--write", str(profile), *script)
-    report.row("hxla profile takes", f"{time.perf_counter() - begun:.1f} s")
+    seconds = hxla("profile", "--write", str(profile), *script)
+    report.row("hxla profile takes", f"{seconds:.1f} s")
     options = ["--mesh", str(mesh), "--profile", str(profile), "--stages", "1"]
     hxla("plan", *options, "--write", str(plan), *script)
     return Plan.read(plan)

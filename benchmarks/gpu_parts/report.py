@@ -43,6 +43,19 @@ class Report:
         self._rows.append({"what": what} | {name: str(cell) for name, cell in cells.items()})
         self._write()
 
+    def bits(self, what: str, own: str, other: str, *, is_law: bool = True) -> None:
+        """A row of two SHA-256.
+
+        Args:
+            what: In words.
+            own: Of a run.
+            other: Of the one beside it.
+            is_law: Whether they must be the same: a failure if they are not.
+        """
+        self.row(what, own[:16], other[:16], "same" if own == other else "OTHER")
+        if is_law and own != other:
+            self.failure(f"{what}: {own[:16]}, not {other[:16]}")
+
     def detail(self, name: str, value: Any) -> None:
         """Beside the table."""
         self._details[name] = value

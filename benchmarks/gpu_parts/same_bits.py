@@ -105,10 +105,7 @@ def compared(what: str, run: Run, base: dict | None, *, is_law: bool = True) -> 
         report.row(what, "NOT KNOWN")
         return
     report.detail(what, found)
-    is_same = found["sha256"] == base["sha256"]
-    report.row(what, found["sha256"][:16], base["sha256"][:16], "same" if is_same else "OTHER")
-    if is_law and not is_same:
-        report.failure(f"{what}: {found['sha256'][:16]}, not {base['sha256'][:16]}")
+    report.bits(what, found["sha256"], base["sha256"], is_law=is_law)
 
 
 def main() -> None:

@@ -234,9 +234,9 @@ def describe(here: Here, name: str) -> Cluster:
             for i, rate in enumerate(device.rates)
         ]
         known: dict[str, Any] = {"rates": tuple(rates)}
-        for name in _MEASURED:
-            own = [getattr(d, name) for d in like]
-            known[name] = _median(own) if None not in own else None
+        for figure in _MEASURED:
+            own = [getattr(d, figure) for d in like]
+            known[figure] = _median(own) if None not in own else None
         devices.append(device.model_copy(update=known))
     link = _slowest(here) if len(devices) > 1 else None
     return Cluster(

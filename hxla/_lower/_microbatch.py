@@ -188,12 +188,14 @@ class Microbatches:
         if self._executors is not None:
             return self._executors.run(run_one, sums, ids, batches)
         sums, tick, num = sums or self.empty(), None, self._spec.per_call
-        for first in range(0, len(ids), num):
-            index, own = ids[first], batches[first : first + num]
+        work = list(zip(ids, batches, strict=True))
+        for first in range(0, len(work), num):
+            (index, batch), *more = work[first : first + num]
             if num == 1:
-                sums, tick = run_one(sums, first > 0, index, own[0])
+                sums, tick = run_one(sums, first > 0, index, batch)
             else:
-                sums, tick = run_some(sums, _stacked(own, num), step, index, first > 0, len(own))
+                every = _stacked([batch, *(own for _, own in more)], num)
+                sums, tick = run_some(sums, every, step, index, first > 0, 1 + len(more))
         assert tick is not None
         return sums, tick
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._cluster._cluster import Device, Link
+from .._cluster._cluster import Device, Link, Rate
 from .._core._errors import PlanError
 from .._profile._products import MatrixProduct
 from .._profile._profile import LayerSize, Profile, Setting
@@ -131,25 +131,23 @@ def _estimated(
             "add [device.rates] float32 to the mesh file"
         )
     bandwidth = device.memory_bytes_per_second or math.inf
-    every = [rate] + [device.product_rate(p.arithmetic) or rate for s in sizes for p in s.products]
-    rates = {own.dtype: own for own in every}
-    speeds = {
-        name: own.flops_per_second * (1.0 if own.measured else _SHARE_OF_DATA_SHEET)
-        for name, own in rates.items()
-    }
+    said = dict.fromkeys(p.arithmetic for s in sizes for p in s.products)
+    rates = {arithmetic: device.product_rate(arithmetic) or rate for arithmetic in said}
     launch = device.launch_seconds or (_LAUNCH_SECONDS if device.multiprocessors else 0.0)
+
+    def speed(own: Rate) -> float:
+        return own.flops_per_second * (1.0 if own.measured else _SHARE_OF_DATA_SHEET)
 
     def own(products: Sequence[MatrixProduct], flops: float, num_bytes: float) -> float:
         # No kernel takes less than it takes to launch the next.
         work = sum(
             max(
-                product_flops(p, device.multiprocessors)
-                / speeds[(device.product_rate(p.arithmetic) or rate).dtype],
+                product_flops(p, device.multiprocessors) / speed(rates[p.arithmetic]),
                 launch * p.count,
             )
             for p in products
         )
-        rest = max(0.0, flops - sum(p.flops for p in products)) / speeds[rate.dtype]
+        rest = max(0.0, flops - sum(p.flops for p in products)) / speed(rate)
         fused = launch * _FUSED_PER_PRODUCT * sum(p.count for p in products)
         # What only moves bytes does not run beside products: one operation follows another.
         return work + rest + max(num_bytes / bandwidth, fused)
@@ -166,7 +164,7 @@ def _estimated(
                 update,
             )
         )
-    used = [rates[name] for name in dict.fromkeys(own.dtype for own in every[1:])] or [rate]
+    used = list(dict.fromkeys(rates.values())) or [rate]
     origin = "measured" if all(own.measured for own in used) else "data-sheet"
     names = " and ".join(own.dtype for own in used)
     how = f"not measured, estimated from FLOPs at the {origin} rate of {names}"

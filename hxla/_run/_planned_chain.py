@@ -352,14 +352,22 @@ def _microbatch_seconds(plan: Plan) -> tuple[float, ...]:
     """Of each copy of the model, measured or predicted; empty where it is not known."""
     if plan.prediction is None:
         return ()
-    known = plan.prediction.microbatch_seconds
-    if not known:
-        spent = {device.rank: device.compute_seconds for device in plan.prediction.devices}
-        known = tuple(
-            max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
-            for own in plan.replicas
-        )
+    known = plan.prediction.microbatch_seconds or predicted_microbatches(plan, plan.prediction)
     return known if all(known) else ()
+
+
+def predicted_microbatches(plan: Plan, known: Prediction) -> tuple[float, ...]:
+    """Seconds of a microbatch on each copy of the model, as its devices' times say.
+
+    Args:
+        plan: Of the copies.
+        known: Of the plan; what it does not say of a device is 0.
+    """
+    spent = {device.rank: device.compute_seconds for device in known.devices}
+    return tuple(
+        max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
+        for own in plan.replicas
+    )
 
 
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:

@@ -19,6 +19,7 @@ from .._planner._estimate import layer_times
 from .._planner._propose import ChainWork, Proposal, propose
 from .._planner._shard_groups import travel_of
 from .._profile._profile import LayerSize, Profile, together_key
+from ._planned_chain import predicted_microbatches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,10 +120,7 @@ def _fit_whole(work: ChainWork, layers: Sequence[LayerSize], cluster: Cluster) -
 def _timed(plan: Plan) -> Plan:
     """The plan with what a microbatch takes on each copy, as its devices' times say."""
     assert plan.prediction is not None
-    spent = {device.rank: device.compute_seconds for device in plan.prediction.devices}
-    each = tuple(
-        spent[replica.devices[0]] / max(replica.num_microbatches, 1) for replica in plan.replicas
-    )
+    each = predicted_microbatches(plan, plan.prediction)
     known = {"microbatch_seconds": each, "fixed_seconds": (0.0,) * len(each)}
     return plan.replaced(prediction=plan.prediction.model_copy(update=known))
 
