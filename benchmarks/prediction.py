@@ -82,7 +82,7 @@ def planned(
     profile, plan = folder / f"profile-{name}.json", folder / f"plan-{name}.json"
     where, script = ["--mesh", mesh], [SCRIPT, "none", model]
     options = ["--segments", 1, "--write", profile]
-    command("profile", *where, *options, *script, folder=folder, settings=settings)
+    command("profile", *where, *options, *script, *form, folder=folder, settings=settings)
     options = [*([] if form else ["--stages", 1, "--segments", 1]), "--profile", profile]
     options += ["--write", plan]
     command("plan", *where, *options, *script, *form, folder=folder, settings=settings)

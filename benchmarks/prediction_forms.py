@@ -6,10 +6,11 @@ Two GPT of benchmarks/prediction_script.py on processes with shares of a core.
 
 `zero` is data parallelism with `memory.zero` of 1, 2 and 3, profiled, planned and trained as in
 benchmarks/prediction.py. A `split` of one wide layer is planned by a profile of its devices, each
-alone. A `pipeline` is predicted by a job of it that measures the pieces before its first step, and
-the update in a few steps: the training comes between two such jobs, which have its plan, and the
-mean of their predictions is held against the mean of the middle half of its steps. Each row is
-written to benchmarks/results/prediction_forms.json at once; rows of others that it holds stay.
+alone, and of the split itself. A `pipeline` is predicted by a job of it that measures the pieces
+before its first step, and the update in a few steps: the training comes between two such jobs,
+which have its plan, and the mean of their predictions is held against the mean of the middle half
+of its steps. Each row is written to benchmarks/results/prediction_forms.json at once; rows of
+others that it holds stay.
 
 Where the predictions before and after the training are more than a tenth apart, other work has
 disturbed them, and the row is no verdict: the summary counts the others.

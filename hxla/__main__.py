@@ -365,8 +365,7 @@ def _profile(args: argparse.Namespace, command: list[str]) -> int:
             job, wishes = job_of(command)
             profile(
                 job,
-                wishes.microbatch_size,
-                wishes.reduction,
+                wishes,
                 file=os.path.abspath(args.write),
                 microbatch_sizes=args.microbatch_sizes,
                 num_segments=args.segments,

@@ -105,6 +105,25 @@ hxla.train(""",
     assert not (tmp_path / "run").exists()
 
 
+def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_path):
+    columns = (
+        "hxla.RuleSet(name='columns', rules=("
+        "hxla.Rule(path='kernel', rank=2, axes=((), ('tensor',))),))"
+    )
+
+    text = SCRIPT.replace("steps=3", f"mesh={{'data': 1, 'tensor': 2}}, rules={columns}, steps=3")
+    flags = "--xla_force_host_platform_device_count=2"
+    ran = profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
+    assert ran.returncode == 0, ran.stderr
+    [split] = load_profile(tmp_path / "p.json").splits
+    assert split.kinds == ("cpu", "cpu")
+    assert (split.microbatch_size, split.parts) == (2, (0.5, 0.5))
+    assert split.seconds > 0
+    assert "cut over cpu 50%, cpu 50%" in ran.stdout
+    profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
+    assert load_profile(tmp_path / "p.json").splits == (split,)
+
+
 def record(step, counts, seconds):
     return StepRecord(
         step=step,

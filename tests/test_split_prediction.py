@@ -1,5 +1,6 @@
 """A split's step is predicted from its devices alone, within a tenth of what was measured."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla._planner._split_seconds import split_time
 from hxla._profile._profile import LayerTime, Profile, Setting
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -31,13 +33,13 @@ def a_job(width=1024, heads=16):
     return hxla.Job(model, gpt.library(), gpt.loss, optax.adamw(2e-3), batch_size=MICROBATCH * NUM)
 
 
-def alone(seconds, update=0.0):
+def alone(seconds, update=0.0, splits=()):
     """A profile of devices alone: of each kind, a microbatch's seconds and an update's."""
     times = {
         Setting(kind, MICROBATCH): (LayerTime(forward=s / 3, backward=2 * s / 3, update=update),)
         for kind, s in seconds.items()
     }
-    return Profile(model="", layers=("all",), sizes={}, times=times)
+    return Profile(model="", layers=("all",), sizes={}, times=times, splits=splits)
 
 
 def planned(job, mesh, ratio, profile):
@@ -71,3 +73,32 @@ def test_an_update_is_of_the_largest_part_and_unmeasured_devices_predict_nothing
     assert 0.75 < without.microbatch_seconds[0] < 1.2
     some = planned(job, "cpu-1.0-0.5", (3, 1), alone({labels[0]: 1.0})).prediction
     assert not some.step_seconds
+
+
+def test_what_a_measured_split_takes_beyond_its_devices_counts_for_other_parts_too():
+    job, cluster = a_job(width=64, heads=4), hxla.load_cluster("cpu-1.0-0.5")
+    times = dict(zip([d.label for d in cluster.devices], (1.0, 2.0), strict=True))
+
+    def micro(ratio, splits=()):
+        plan = planned(job, "cpu-1.0-0.5", ratio, alone(times, splits=splits))
+        return plan, plan.prediction.microbatch_seconds[0]
+
+    plan, before = micro((3, 1))
+    _, even_before = micro((1, 1))
+    ran = split_time(plan, cluster, before + 0.3)
+    assert ran.kinds == tuple(times)
+    assert ran.parts == pytest.approx((0.75, 0.25))
+    # With the parts that ran, what was measured; with others, as much more than without.
+    assert micro((3, 1), (ran,))[1] == pytest.approx(before + 0.3)
+    assert micro((1, 1), (ran,))[1] == pytest.approx(even_before + 0.3)
+    # Another size of a microbatch, another way to cut, other devices: nothing is known of them.
+    for other in (
+        {"microbatch_size": MICROBATCH + 1},
+        {"sent_bytes": ran.sent_bytes + 1},
+        {"kinds": ran.kinds[::-1]},
+    ):
+        unlike = dataclasses.replace(ran, **other)
+        assert micro((3, 1), (unlike,))[1] == pytest.approx(before)
+    # A split cannot take less than no time.
+    fast = dataclasses.replace(ran, seconds=0.0)
+    assert micro((1, 1), (fast,))[1] >= 0

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from .._cluster._cluster import Cluster
 from .._graph._graph import Graph
 from .._plan._layout import Layout
+from .._plan._plan import Plan
 from .._plan._sharding import Sharded
-from .._profile._profile import Profile, Setting
+from .._profile._profile import Profile, Setting, SplitTime, together_key
 from ._split_times import places_of, split_devices
 
 NUM_GRANULES = 120  #: Of a split's whole work.
@@ -40,8 +41,9 @@ def microbatch_seconds(
     """Seconds of a microbatch on a copy that one axis cuts: those of its slowest device.
 
     Each takes its part of what the profile says that it takes alone, all of what every device
-    repeats, and its own share of the collectives' work. Zero where a kind of device was not
-    measured with microbatches of this size.
+    repeats, and its own share of the collectives' work. Where the profile has the split itself,
+    with these parts or others, what it took beyond that counts: collectives, and waiting for each
+    other in them. Zero where a kind of device was not measured with microbatches of this size.
 
     Args:
         graph: Of the loss.
@@ -59,6 +61,42 @@ def microbatch_seconds(
     if not granules or not places or not {Setting(k, size) for k in kinds} <= profile.times.keys():
         return 0.0
     devices = split_devices(graph, sharded, places, NUM_GRANULES)
-    return max(
-        d.fixed_seconds + d.unit_seconds * own for d, own in zip(devices, granules, strict=True)
+
+    def apart(granules: Sequence[float]) -> float:
+        """Of devices that do not wait for each other."""
+        each = zip(devices, granules, strict=True)
+        return max(d.fixed_seconds + d.unit_seconds * own for d, own in each)
+
+    split = _kinds_of_places(replicas, cluster), size, float(sharded.axes[axis].sent_bytes)
+    for known in profile.splits:
+        if known.split == split:
+            beyond = known.seconds - apart([NUM_GRANULES * part for part in known.parts])
+            return max(0.0, apart(granules) + beyond)
+    return apart(granules)
+
+
+def split_time(plan: Plan, cluster: Cluster, seconds: float) -> SplitTime | None:
+    """What a profile is to know of a split that ran; None: one device has nothing of it.
+
+    Args:
+        plan: Whose copies one axis cuts.
+        cluster: Its devices.
+        seconds: That a microbatch took.
+    """
+    [axis] = plan.axes
+    granules = granules_of(plan.parameters, axis.name, axis.size)
+    if not granules or plan.prediction is None:
+        return None
+    return SplitTime(
+        kinds=_kinds_of_places([replica.devices for replica in plan.replicas], cluster),
+        microbatch_size=plan.microbatch_size,
+        sent_bytes=plan.prediction.sent_bytes,
+        parts=tuple(own / NUM_GRANULES for own in granules),
+        seconds=seconds,
     )
+
+
+def _kinds_of_places(replicas: Sequence[Sequence[int]], cluster: Cluster) -> tuple[str, ...]:
+    """The kinds of the devices at each place of a copy, as a profile names them."""
+    columns = zip(*replicas, strict=True)
+    return tuple(together_key({cluster.devices[r].label for r in own}) for own in columns)

@@ -67,6 +67,32 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitTime:
+    """Seconds of one microbatch on devices over which an axis cuts the model, all at work together.
+
+    Attributes:
+        kinds: The kinds of the devices at each place of a copy, those of several copies sorted and
+            joined by ` + `.
+        microbatch_size: The examples of the microbatch.
+        sent_bytes: The bytes that one device sends over the axis for it, which tell one way to cut
+            the model from another.
+        parts: The part of all that is cut that each place has.
+        seconds: The seconds of the microbatch, forward and backward, with its collectives.
+    """
+
+    kinds: tuple[str, ...]
+    microbatch_size: int
+    sent_bytes: float
+    parts: tuple[float, ...]
+    seconds: float
+
+    @property
+    def split(self) -> tuple[tuple[str, ...], int, float]:
+        """What is cut, whatever the parts."""
+        return self.kinds, self.microbatch_size, self.sent_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model as a chain of layers, with the sizes and times that are known.
 
@@ -85,6 +111,7 @@ class Profile:
         form: The form of memory in which the model trained meanwhile, whose forwards that run again
             and copies are in its times, as `Plan.memory_form` names it; empty: each layer ran
             alone.
+        splits: Times of splits of the model, of each with the parts that it ran with.
     """
 
     model: str
@@ -95,6 +122,7 @@ class Profile:
     peaks: Mapping[Setting, int] = dataclasses.field(default_factory=dict)
     num_segments: int = 0
     form: str = ""
+    splits: tuple[SplitTime, ...] = ()
 
     @property
     def most_segments(self) -> int:
@@ -136,6 +164,7 @@ class Profile:
                 {**dataclasses.asdict(setting), "bytes": peak}
                 for setting, peak in sorted(self.peaks.items())
             ],
+            "splits": [dataclasses.asdict(own) for own in self.splits],
         }
 
     @classmethod
@@ -170,12 +199,18 @@ class Profile:
             peaks={_setting(row): int(row["bytes"]) for row in table.get("peaks", ())},
             num_segments=int(table.get("num_segments", 0)),
             form=str(table.get("form", "")),
+            splits=tuple(map(_split, table.get("splits", ()))),
         )
 
 
 def _size(layer: Mapping[str, Any]) -> LayerSize:
     products = tuple(MatrixProduct(**product) for product in layer.get("products", ()))
     return LayerSize(**{**layer, "products": products})
+
+
+def _split(row: Mapping[str, Any]) -> SplitTime:
+    rows = {name: tuple(row[name]) for name in ("kinds", "parts")}
+    return SplitTime(**{**row, **rows})
 
 
 def _setting(row: Mapping[str, Any]) -> Setting:

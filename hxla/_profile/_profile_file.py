@@ -84,6 +84,14 @@ class _Peak(_OfKind):
     bytes: Annotated[int, pydantic.Field(ge=0, le=2**60)]
 
 
+class _Split(_FileTable):
+    kinds: list[str] = pydantic.Field(min_length=2)
+    microbatch_size: _Count
+    sent_bytes: _Bytes
+    parts: list[Annotated[float, pydantic.Field(gt=0, lt=1)]]
+    seconds: _Seconds
+
+
 class _ProfileTable(_FileTable):
     version: int
     model: str
@@ -94,6 +102,7 @@ class _ProfileTable(_FileTable):
     times: list[_Times]
     reductions: dict[str, _Seconds] = {}
     peaks: list[_Peak] = []
+    splits: list[_Split] = []
 
 
 def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -170,6 +179,7 @@ def merge_profiles(profiles: Iterable[Profile]) -> Profile:
             reductions={**first.reductions, **other.reductions},
             peaks={**first.peaks, **other.peaks},
             form=other.form or first.form,
+            splits=tuple({own.split: own for own in (*first.splits, *other.splits)}.values()),
         )
     return first
 
@@ -188,6 +198,9 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}: {shown(setting)} is there {times} times"
     layered = [(f"sizes.{i}", len(row.layers)) for i, row in enumerate(file.sizes)]
     layered += [(f"times.{i}", len(row.layers)) for i, row in enumerate(file.times)]
+    for i, split in enumerate(file.splits):
+        if len(split.parts) != len(split.kinds):
+            yield f"splits.{i}.parts: {len(split.parts)} of {len(split.kinds)} places"
     for where, num in layered:
         if num != len(file.layers):
             yield f"{where}.layers: {num} of {len(file.layers)} layers"

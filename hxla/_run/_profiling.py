@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from .._cluster._cluster import Cluster
 from .._core._config import BalanceConfig
 from .._core._errors import PlanError
 from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._jax._local_clients import is_here
+from .._plan._plan import Plan
 from .._planner._microbatch_sizes import candidate_sizes
+from .._planner._split_seconds import split_time
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
 from .._profile._segment_times import model_name
@@ -26,8 +29,7 @@ from ._trial import MOST_STEPS, Observer, Trial
 
 def profile(
     job: TracedJob,
-    size: int | None,
-    reduction: str,
+    wishes: Wishes,
     *,
     file: str,
     microbatch_sizes: Sequence[int],
@@ -37,8 +39,8 @@ def profile(
 
     Args:
         job: What is trained.
-        size: Examples of a microbatch, if the job's script says.
-        reduction: `exact` or `float`.
+        wishes: Of the job's script. Where its mesh cuts a copy of the model over several devices
+            by one axis, that split is measured too.
         file: Profile to write, and to resume from.
         microbatch_sizes: To measure; empty: those that the planner would try.
         num_segments: Most segments of the chain.
@@ -48,7 +50,7 @@ def profile(
     """
     devices = job.all_devices()
     cluster = job.cluster(devices)
-    asked = size_asked(job, size)
+    asked = size_asked(job, wishes.microbatch_size)
     sizes = tuple(sorted(microbatch_sizes)) or (
         (asked,) if asked else tuple(sorted(candidate_sizes(job.batch_size, len(devices))))
     )
@@ -69,47 +71,77 @@ def profile(
                 f"profile {file} has {len(found.layers)} segments, now there are "
                 f"{len(chain)}: use the same number, or write to another file"
             )
-        if found is not None and not _is_new(found, labels, own_size):
-            continue
-        trial = _trial(job, own_size, reduction, next_step).by_kind(labels)
-        next_step = trial.end_step
-        setting = Setting(labels[rank], own_size)
-        mine = Profile(
-            model=model,
-            layers=tuple(s.name for s in chain),
-            num_segments=num_segments,
-            sizes={},
-            times={},
-            reductions={together_key(labels): trial.rest_seconds},
-            form=trial.form,
-        )
-        mine = merge_profiles([*([found] if found is not None else []), mine])
-        if setting not in mine.times:
-            told = _progress(setting, len(chain))
-            sums = job.sums(reduction)
-            alone = segment_profile(job, setting, num_segments, devices[rank], sums, told)
-            scaled = _scaled(alone.times[setting], alone.sizes[own_size, 1], trial, rank)
-            peaks = {setting: trial.peak_bytes}
-            alone = dataclasses.replace(alone, times={setting: scaled}, peaks=peaks)
-            mine = merge_profiles([mine, alone])
-        found = everywhere(job, mine)
-        if jax.process_index() == 0:
-            dump_profile(found, file)  # after each size: an interrupted run resumes
+        own = dataclasses.replace(wishes, microbatch_size=own_size)
+        if found is None or _is_new(found, labels, own_size):
+            trial = _trial(job, _alone(job, own, cluster), next_step).by_kind(labels)
+            next_step = trial.end_step
+            setting = Setting(labels[rank], own_size)
+            mine = Profile(
+                model=model,
+                layers=tuple(s.name for s in chain),
+                num_segments=num_segments,
+                sizes={},
+                times={},
+                reductions={together_key(labels): trial.rest_seconds},
+                form=trial.form,
+            )
+            mine = merge_profiles([*([found] if found is not None else []), mine])
+            if setting not in mine.times:
+                told = _progress(setting, len(chain))
+                sums = job.sums(wishes.reduction)
+                alone = segment_profile(job, setting, num_segments, devices[rank], sums, told)
+                scaled = _scaled(alone.times[setting], alone.sizes[own_size, 1], trial, rank)
+                peaks = {setting: trial.peak_bytes}
+                alone = dataclasses.replace(alone, times={setting: scaled}, peaks=peaks)
+                mine = merge_profiles([mine, alone])
+            found = everywhere(job, mine)
+            if jax.process_index() == 0:
+                dump_profile(found, file)  # after each size: an interrupted run resumes
+        if wishes.mesh is not None:
+            plan, _ = plan_for(job, own, cluster, devices, found)
+            if (
+                plan.pipeline is None
+                and len(plan.axes) == 1
+                and _is_new_split(found, plan, cluster)
+            ):
+                found, next_step = _with_split(job, plan, found, next_step)
+                if jax.process_index() == 0:
+                    dump_profile(found, file)
     assert found is not None
     if jax.process_index() == 0:
         _show(found, file)
 
 
-def _trial(job: TracedJob, size: int, reduction: str, start: int) -> Trial:
-    """Train with microbatches of a size until the times of a step are known."""
-    devices = job.all_devices()
-    wishes = Wishes(microbatch_size=size, reduction=reduction)
-    plan, _ = plan_for(job, wishes, job.cluster(devices), devices)
+def _alone(job: TracedJob, wishes: Wishes, cluster: Cluster) -> Plan:
+    """A plan of copies of one device each."""
+    alone = Wishes(microbatch_size=wishes.microbatch_size, reduction=wishes.reduction)
+    plan, _ = plan_for(job, alone, cluster, job.all_devices())
     if plan.axes:
         raise PlanError(
             "hxla profile measures a model on one device, but annotations or stages put a copy of "
             f"this one on {len(plan.replicas[0].devices)}: profile it without them"
         )
+    return plan
+
+
+def _is_new_split(profile: Profile, plan: Plan, cluster: Cluster) -> bool:
+    own = split_time(plan, cluster, 0.0)
+    return own is not None and own.split not in {known.split for known in profile.splits}
+
+
+def _with_split(job: TracedJob, plan: Plan, profile: Profile, start: int) -> tuple[Profile, int]:
+    """A profile with what a microbatch takes the slowest copy of a split, and the next step."""
+    trial = _trial(job, plan, start)
+    cluster = job.cluster(job.all_devices())
+    own = split_time(plan, cluster, max(trial.micro_seconds))
+    assert own is not None
+    told = dataclasses.replace(profile, splits=(*profile.splits, own))
+    return everywhere(job, told), trial.end_step
+
+
+def _trial(job: TracedJob, plan: Plan, start: int) -> Trial:
+    """Train as planned from some step on until the times of a step are known."""
+    devices = job.all_devices()
     # Counts that follow every breath of a device would leave too few steps of each.
     moves = job.settings.balance
     calm = BalanceConfig(
@@ -177,4 +209,8 @@ def _show(profile: Profile, file: str) -> None:
         row = [sum(getattr(t, part) for t in times) for part in ("forward", "backward", "update")]
         seconds = " ".join(f"{1e3 * s:>7.2f} ms" for s in row)
         print(f"{setting.kind:<24} {setting.microbatch_size:>10} {seconds}")
+    for own in profile.splits:
+        parts = ", ".join(f"{kind} {p:.0%}" for kind, p in zip(own.kinds, own.parts, strict=True))
+        seconds = f"{1e3 * own.seconds:.2f} ms a microbatch of {own.microbatch_size}"
+        print(f"cut over {parts}: {seconds}")
     print(f"{len(profile.layers)} segments of model {profile.model}, written to {file}")
