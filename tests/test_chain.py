@@ -17,7 +17,7 @@ from hxla._graph._parts import graph_of
 from hxla._graph._repeats import layer_points
 from hxla._graph._segments import chain_ops, crossing_bytes, segments_at
 from hxla._lower._segmented import Segmented
-from hxla._run._planned_chain import costs_of
+from hxla._run._forms_of_job import costs_of
 from hxla._schedule._segment_sequence import sequence_from_texts
 from hxla._schedule._sequence_replay import replay_sequence
 

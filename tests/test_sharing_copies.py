@@ -1,7 +1,9 @@
 """Searches that also know copies which share their state, where whole state fits no device."""
 
+import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import re
@@ -20,6 +22,8 @@ from hxla._graph._parts import graph_of
 from hxla._graph._segments import segments
 from hxla._profile._profile import LayerTime, Profile, Setting
 from hxla._profile._segment_times import model_name
+from hxla._run._copies_bound import least_seconds
+from hxla._run._planned_chain import with_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
 BATCH, SIZE, RATE = 12, 1, 1e10
@@ -34,16 +38,17 @@ def job(**memory):
     return hxla.Job(model, data, gpt.loss, optax.adam(1e-3), batch_size=BATCH, config=config)
 
 
-def cluster(room):
+def cluster(*rooms, **host):
     """A fast device and a slow one: no layer can be cut over both."""
     devices = [
         hxla.Device(
             kind=kind,
-            memory_bytes=room,
+            memory_bytes=rooms[i % len(rooms)],
             memory_bytes_per_second=1e11,
+            **host,
             rates=(hxla.Rate(dtype="float32", flops_per_second=flops, measured=True),),
         )
-        for kind, flops in (("fast", 2e11), ("slow", 1e11))
+        for i, (kind, flops) in enumerate((("fast", 2e11), ("slow", 1e11)))
     ]
     node = hxla.Node(name="both", link=hxla.Link(bytes_per_second=RATE))
     return hxla.Cluster(name="", devices=tuple(devices), nodes=(node,))
@@ -138,6 +143,42 @@ def test_what_runs_again_and_what_is_gathered_counts():
     timed = planned(8 << 20, own, profile=known)
     assert timed.memory_form == plan.memory_form
     assert timed.prediction.step_seconds == pytest.approx(keeps, rel=1e-6)
+
+
+HOST = {"host_memory_bytes": 1 << 30, "host_bytes_per_second": 1e10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rooms", "host", "is_close"),
+    [
+        ((3, 3), {}, False),  # nothing fits
+        ((4, 4.5), {}, True),
+        ((5, 5), {}, True),
+        ((6, 8), {}, True),
+        ((8, 5), {}, False),  # what suits the larger device alone does not suit both
+        ((3, 3), HOST, True),
+        ((3, 4), HOST, True),
+    ],
+)
+def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(rooms, host, is_close):
+    seconds, own = (1e-3, 2e-3), job()
+    roomy = own.plan(cluster(1 << 30), microbatch_size=SIZE, mesh={"data": 2})
+    here, found = cluster(*(int(room * 2**20) for room in rooms), **host), []
+    for fast in (1, 4, 6, 7, 8, 9, 11):
+        counts = fast, BATCH - fast
+        step = max(c * s for c, s in zip(counts, seconds, strict=True))
+        known = hxla.Prediction(
+            step_seconds=step, microbatch_seconds=seconds, fixed_seconds=(0.0, 0.0)
+        )
+        plan = roomy.with_counts(counts).replaced(prediction=known)
+        with contextlib.suppress(hxla.PlanError):
+            found.append(with_memory(own._traced, plan, here).prediction.step_seconds)
+    base = 8e-3  # without limits of memory: eight on the fast device
+    bound, best = least_seconds(own._traced, roomy, here, base), min(found, default=math.inf)
+    assert base <= bound <= best * (1 + 1e-9)
+    if is_close:
+        assert best < 1.1 * bound
 
 
 def test_what_fits_in_no_form_is_refused_with_what_the_search_says():

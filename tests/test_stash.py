@@ -12,7 +12,7 @@ from test_chain import Layers, Scanned, job, loss, planned, trained
 
 import hxla
 from hxla._core._format import num_bytes
-from hxla._run._planned_chain import costs_of
+from hxla._run._forms_of_job import costs_of
 
 
 def away(recompute, **more):

@@ -250,7 +250,7 @@ def _about_sums(
     """Which algorithm suits the largest sum over copies by the slowest link's figures."""
     ranks = tuple(itertools.chain(*replicas))
     link = _slowest_link(cluster, ranks)
-    if len(replicas) == 1 or link is None:
+    if len(replicas) == 1 or link is None or not work.reduce_factor:
         return []
     smallest = min(size for size, tensor in work.sizes if tensor == 1)
     whole = [size.parameter_bytes for size in work.sizes[smallest, 1]]

@@ -1,22 +1,11 @@
 """How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
 
-import dataclasses
-import functools
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
 from .._core._format import num_bytes
-from .._graph._graph import Graph, params_of
-from .._graph._interpreter import AS_THEY_ARE
-from .._graph._parts import graph_at, graph_of
-from .._launch._member import pinned
-from .._lower._inputs import sharded_of
-from .._lower._segment_costs import segment_costs
-from .._lower._segment_part import direct_parts, wanted_values
-from .._lower._stage import StagePart
 from .._plan._plan import Plan
 from .._plan._plan_parts import (
     ChainSegment,
@@ -25,20 +14,21 @@ from .._plan._plan_parts import (
     Prediction,
     RunnerUp,
 )
-from .._plan._sharding import Sharded
-from .._planner._inner_split import described_speed
 from .._planner._memory_forms import MemoryForms, best_of
 from .._planner._memory_values import (
-    ChainBytes,
-    CopyDevice,
     MemoryForm,
     ModelBytes,
-    Places,
-    Recompute,
 )
-from .._planner._shard_groups import travel_of
-from .._schedule._sequence_replay import SegmentCost
-from ._host_places import asked_places, could_be_chain, more_on_hosts
+from ._forms_of_job import (
+    as_before,
+    forms_in,
+    forms_to_try,
+    memory_forms,
+    microbatch_seconds,
+    model_bytes,
+    speeds_of,
+)
+from ._host_places import asked_places, more_on_hosts
 from ._planned_programs import (
     check_cut_copies,
     check_segments,
@@ -46,7 +36,7 @@ from ._planned_programs import (
     of_whole_programs,
     tightest,
 )
-from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
+from ._segments_of_job import segments_of_job
 from ._shared_state import (
     could_share,
     group_options,
@@ -54,9 +44,6 @@ from ._shared_state import (
     with_shared_state,
 )
 from ._state_elsewhere import (
-    FLOPS_OF_FORWARD,
-    PART_ON_DEVICE,
-    device_optimizer_bytes,
     fits_hosts,
     moving_seconds,
     on_hosts,
@@ -126,15 +113,18 @@ def with_memory(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    to_try = _as_before(_to_try(job, plan, stages, is_described, places))
-    model = _model_bytes(job, plan, places)
-    forms = _forms(job, plan, cluster, model, places, groups[0])
+    to_try = as_before(forms_to_try(job, plan, stages, is_described, places))
+    model = model_bytes(job, plan, places)
+    forms = memory_forms(job, plan, cluster, model, places, groups[0])
     if to_try[0][1] is None and not (devices is None and is_described):
         sure = forms.surely(to_try[0][0])
         if sure.fits:
             return _in_form(job, plan, cluster, sure)
     if is_described:
-        ways = [forms, *(_forms(job, plan, cluster, model, places, num) for num in groups[1:])]
+        ways = [
+            forms,
+            *(memory_forms(job, plan, cluster, model, places, num) for num in groups[1:]),
+        ]
         best, *others = best_of(ways, to_try)
     else:
         best, *others = forms.best(to_try[:1])
@@ -155,7 +145,7 @@ def with_memory(
     if not best.fits and asked in (None, "auto"):
         raise PlanError(_lacking(best, forms, plan))
     is_timed = found.memory_form == timed_form
-    if found.prediction is not None and _microbatch_seconds(plan) and not is_timed:
+    if found.prediction is not None and microbatch_seconds(plan) and not is_timed:
         later = _with_more(found.prediction, best, moving_seconds(job, plan, cluster, best))
         found = found.replaced(prediction=later)
     return _told(found, cluster, best, others) if is_described else found
@@ -196,37 +186,6 @@ def _check_chain(job: TracedJob, plan: Plan) -> None:
         )
 
 
-def _to_try(
-    job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool, places: Places
-) -> list[tuple[int, Recompute | None]]:
-    """Stages of ZeRO with what is recomputed, as far as the settings leave it open.
-
-    Where the time is the same, the first that fits is taken: that which changes least.
-    """
-    asked = job.settings.memory.recompute
-    if asked is not None:
-        return [(stage, asked) for stage in stages]
-    found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
-    if places.stash != "device":  # of one program nothing can be moved
-        found = [] if is_described else [(s, "boundaries") for s in stages if s < 2]
-    is_chain = could_be_chain(job, plan)
-    if is_chain and is_described:
-        found += [(s, "auto") for s in stages if s < 2]
-    words: tuple[Recompute, ...] = ("none", "boundaries") if is_described else ("boundaries",)
-    if is_chain or not found:
-        found += [(s, word) for word in words for s in stages if s > 1]
-    return found
-
-
-def _as_before(
-    forms: list[tuple[int, Recompute | None]],
-) -> list[tuple[int, Recompute | None]]:
-    """Those whose bits are the ones of an elastic job's first generation, if there was one."""
-    is_chain = pinned().is_chain
-    same = [form for form in forms if is_chain in (None, form[1] is not None)]
-    return same or forms[:1]  # what the settings ask for is the same in all
-
-
 def _best_on_hosts(
     job: TracedJob, plan: Plan, cluster: Cluster, stages: Sequence[int], groups: Sequence[int]
 ) -> list[MemoryForm]:
@@ -238,136 +197,15 @@ def _best_on_hosts(
     found = []
     for places in more_on_hosts(job, plan, cluster):
         if places.stash not in models:
-            models[places.stash] = _model_bytes(job, plan, places)
+            models[places.stash] = model_bytes(job, plan, places)
         model = models[places.stash]
-        ways = [_forms(job, plan, cluster, model, places, num) for num in groups]
-        own = [max(s, int(places.optimizer != "device")) for s in stages]
-        if places.parameters != "device":
-            own = [s for s in own if s > 2]
-        to_try = _to_try(job, plan, tuple(dict.fromkeys(own)), True, places) if own else []
-        for form in best_of(ways, _as_before(to_try)):
+        ways = [memory_forms(job, plan, cluster, model, places, num) for num in groups]
+        for form in best_of(ways, forms_in(job, plan, stages, places)):
             if form.fits and fits_hosts(job, plan, cluster, form):
                 found.append((moving_seconds(job, plan, cluster, form), form))
-    is_timed = _speeds(job, plan, cluster).are_known  # else the others' seconds are operations
+    is_timed = speeds_of(job, plan, cluster).are_known  # else the others' seconds are operations
     found.sort(key=lambda own: own[0] + own[1].extra_seconds * is_timed)
     return [form for _, form in found]
-
-
-def _model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
-    """What a copy takes, with the optimizer's state on the device."""
-    size = plan.microbatch_size
-    model, graph = job.functional(size), job.graph(size)
-    sharded = sharded_of(graph, plan) or Sharded(graph, {})
-    opened = graph_of(graph)
-    cut = sharded.over(opened)
-
-    @functools.cache
-    def chain() -> ChainBytes:
-        points, _ = segments_of_job(job, size)
-        away = places.stash != "device"
-        costs, fused = costs_of(graph, points, model.trained_places, offloads=away, sharded=sharded)
-        is_exact = plan.sums.kind == "exact"
-        return ChainBytes(
-            costs=costs,
-            fused=fused,
-            parameter_bytes=tuple(param_bytes(job, plan)),
-            gathered_bytes=tuple(gathered_bytes(job, plan, keeps_roundings=is_exact)),
-        )
-
-    shapes = plan.device_shapes
-    own = sum(math.prod(shapes[p]) for p in model.trained_places)
-    return ModelBytes(
-        parameters=plan.device_parameter_bytes,
-        trained=4 * own,
-        num_sums=plan.sums.num_parts,
-        optimizer=device_optimizer_bytes(job, plan),
-        bucket=plan.sums.bucket_mib << 20,
-        keeps_sums=plan.placement.sums == "kept",
-        inputs=sum(map(cut.device_bytes, opened.batch_values)),
-        values=sum(map(cut.device_bytes, range(len(opened.values)))),
-        chain=chain,
-    )
-
-
-def _forms(
-    job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, places: Places, groups: int
-) -> MemoryForms:
-    shares = job.settings.memory.shares
-    on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
-    speeds = _speeds(job, plan, cluster)
-    ranks = [tightest(cluster, replica) for replica in plan.replicas]
-    devices = [cluster.devices[rank] for rank in ranks]
-    return MemoryForms(
-        dataclasses.replace(model, optimizer=model.optimizer * on_device),
-        [
-            CopyDevice(
-                name=f"device {rank} ({device.label})",
-                num_microbatches=replica.num_microbatches,
-                memory_bytes=device.memory_bytes,
-                speed=speed,
-            )
-            for replica, rank, device, speed in zip(
-                plan.replicas, ranks, devices, speeds.of_copies, strict=True
-            )
-        ],
-        shares=shares if isinstance(shares, str) else tuple(shares),
-        travel=travel_of(plan, cluster, groups) if speeds.are_known else None,
-        shard_groups=groups,
-        tier=places.optimizer,
-        stash=places.stash,
-        parameters=places.parameters,
-        waves=job.settings.memory.waves,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Speeds:
-    """Operations of each copy of a plan per second.
-
-    Attributes:
-        of_copies: In a unit that all share.
-        are_known: Whether that is one operation.
-    """
-
-    of_copies: tuple[float, ...]
-    are_known: bool
-
-
-def _speeds(job: TracedJob, plan: Plan, cluster: Cluster) -> _Speeds:
-    """By what a microbatch was found to take, else by the rates that describe the devices."""
-    arithmetic = job.precision.arithmetic
-    if known := _microbatch_seconds(plan):
-        work = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
-        return _Speeds(of_copies=tuple(work / own for own in known), are_known=True)
-    copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
-    # Those of a copy work at the pace of the slowest.
-    speeds = [len(own) * min(described_speed(d, arithmetic) for d in own) for own in copies]
-    return _Speeds(
-        of_copies=tuple(speeds) if all(speeds) else (1.0,) * len(copies),
-        are_known=all(cluster.devices[d.rank].product_rate(arithmetic) for d in plan.devices),
-    )
-
-
-def _microbatch_seconds(plan: Plan) -> tuple[float, ...]:
-    """Of each copy of the model, measured or predicted; empty where it is not known."""
-    if plan.prediction is None:
-        return ()
-    known = plan.prediction.microbatch_seconds or predicted_microbatches(plan, plan.prediction)
-    return known if all(known) else ()
-
-
-def predicted_microbatches(plan: Plan, known: Prediction) -> tuple[float, ...]:
-    """Seconds of a microbatch on each copy of the model, as its devices' times say.
-
-    Args:
-        plan: Of the copies.
-        known: Of the plan; what it does not say of a device is 0.
-    """
-    spent = {device.rank: device.compute_seconds for device in known.devices}
-    return tuple(
-        max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
-        for own in plan.replicas
-    )
 
 
 def _in_form(job: TracedJob, plan: Plan, cluster: Cluster, form: MemoryForm) -> Plan:
@@ -456,34 +294,3 @@ def _lacking(form: MemoryForm, forms: MemoryForms, plan: Plan) -> str:
         f"least, and {device.name} has {num_bytes(device.memory_bytes or 0)} and needs "
         f"{num_bytes(held.total)}: {owners} (estimated before compilation). Use {remedy}"
     )
-
-
-def costs_of(
-    graph: Graph,
-    points: tuple[int, ...],
-    trained: Collection[int],
-    *,
-    offloads: bool = False,
-    sharded: Sharded | None = None,
-) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
-    """What each segment takes before it is compiled, as programs of its own and as a part of one.
-
-    Args:
-        graph: Traced.
-        points: Where it is cut.
-        trained: Places of the parameters that are trained.
-        offloads: Whether what waits may go to host memory.
-        sharded: How the devices of a copy cut it; None: it has one device.
-    """
-    ordered, own = graph_at(graph, "work", points)
-    wanted = wanted_values(ordered, trained)
-    entries = [i for i, p in enumerate(params_of(ordered)) if p in trained]
-    stages = [
-        StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
-        for part in direct_parts(ordered, own)
-    ]
-    cut = (sharded or Sharded(graph, {})).over(ordered)
-    alone, fused = (
-        segment_costs(cut, stages, fused=one, offloads=offloads) for one in (False, True)
-    )
-    return tuple(alone), tuple(fused)

@@ -28,6 +28,7 @@ from .._profile._profile import LayerSize, Profile
 from .._profile._segment_times import layer_sizes
 from .._schedule._replay import Timeline
 from ._agreement import facts_of_plan
+from ._copies_bound import least_seconds
 from ._limbs import with_sums_and_memory
 from ._links import measured_link
 from ._planning import size_asked
@@ -148,6 +149,7 @@ def search_plan(
             profile,
             lambda own: _completed(job, cluster, own, num_segments, sums, said),
             in_form,
+            lambda own, seconds: least_seconds(job, own, cluster, seconds),
             faster_than=_step_seconds(whole),
             all_devices=all_devices,
             seconds=wishes.seconds,

@@ -19,7 +19,7 @@ from .._planner._estimate import layer_times
 from .._planner._propose import ChainWork, Proposal, propose
 from .._planner._shard_groups import travel_of
 from .._profile._profile import LayerSize, Profile, together_key
-from ._planned_chain import predicted_microbatches
+from ._forms_of_job import predicted_microbatches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ def sharing_copies(
     profile: Profile | None,
     complete: Callable[[Proposal], Plan],
     in_form: Callable[[Plan], Plan],
+    least_seconds: Callable[[Plan, float], float],
     *,
     faster_than: float,
     all_devices: bool,
@@ -49,8 +50,9 @@ def sharing_copies(
     """The fastest copies of one device each that fit in some form; None: none is fast enough.
 
     For each microbatch size the search deals microbatches to devices as if their memory had no end
-    and sums and updates took no time, which bounds every form. The most promising is given its form
-    first. Sums count as rings over all copies, or as they were measured.
+    and sums and updates took no time, which bounds every form; what each form runs again at least
+    raises that. The most promising is given its form first. Sums count as rings over all copies, or
+    as they were measured.
 
     Args:
         work: The chain of a job.
@@ -58,6 +60,8 @@ def sharing_copies(
         profile: Measured times.
         complete: Makes a plan, with the state whole on every copy.
         in_form: Gives it the cheapest form that fits.
+        least_seconds: Of copies in any form that fits, given some with whole state, and a bound
+            without limits of memory.
         faster_than: Seconds of the step of the best plan with whole state, if there is one.
         all_devices: Whether every device is to take part.
         seconds: Time budget of each search.
@@ -94,20 +98,29 @@ def sharing_copies(
     best: Plan | None = None
     least = faster_than
     found.sort(key=lambda own: own.prediction.step_seconds)
+    tried: dict[int, Plan] = {}
     for proposal in found:
         if proposal.prediction.step_seconds >= least:
             break
+        own = _timed(complete(proposal))
+        # One limb has less to hold: if two are asked for, a bound with one is one too.
+        sums = own.sums.model_copy(update={"limbs": 1} if own.sums.kind == "exact" else {})
+        tried[own.microbatch_size] = own.replaced(sums=sums)
         try:
-            plan = in_form(_timed(complete(proposal)))
+            plan = in_form(own)
         except PlanError:
             continue
+        tried[own.microbatch_size] = own.replaced(sums=plan.sums)
         plan = _with_rest(plan, work, proposal, cluster, profile)
         assert plan.prediction is not None
         if plan.prediction.step_seconds < least:
             best, least = plan, plan.prediction.step_seconds
     if best is None:
         return None
-    bounds = [own.prediction.bound_seconds for own in found]
+    bounds = [least]
+    for proposal in found:
+        size, bound = proposal.alternative.microbatch_size, proposal.prediction.bound_seconds
+        bounds.append(least_seconds(tried[size], bound) if size in tried else bound)
     return SharingCopies(plan=best, bound_seconds=min(bounds))
 
 

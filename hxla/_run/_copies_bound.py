@@ -1,0 +1,90 @@
+"""A time that no copies of a model beat, in whatever form their step lies in memory."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from .._cluster._cluster import Cluster
+from .._plan._plan import Plan
+from .._planner._memory_forms import MemoryForms
+from .._planner._memory_values import CopyDevice, MemoryForm, Places
+from ._forms_of_job import forms_in, model_bytes
+from ._host_places import asked_places, more_on_hosts
+from ._shared_state import group_options, stages_to_try
+from ._state_elsewhere import FLOPS_OF_FORWARD, PART_ON_DEVICE, device_optimizer_bytes
+from ._traced_job import TracedJob
+
+
+def least_seconds(job: TracedJob, plan: Plan, cluster: Cluster, seconds: float) -> float:
+    """The least step of copies of one device each that fit, of any number, counts and form.
+
+    In a form all copies run the same of a microbatch again, so that every step is longer by the
+    same factor than without limits of memory. The least factor is that of a form which fits where
+    no copies have less to hold: one on every device, all with the memory of the largest; one of
+    them runs no more than an even share of the microbatches, and each other a single one. What a
+    form moves to hosts takes at least as long as it takes if all their links are busy to the end.
+
+    Args:
+        job: That is planned.
+        plan: Some copies with this size of a microbatch, and sums of this form.
+        cluster: Its devices.
+        seconds: No copies are faster whose devices have no end of memory.
+
+    Returns:
+        Infinity if there is no form that fits.
+    """
+    busiest = _even_share(plan, cluster)
+    work = busiest * FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
+    rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
+    least = math.inf
+    for form in _roomiest(job, plan, cluster):
+        if not form.fits or not work:
+            continue
+        factor = 1 + max(form.extra_seconds, 0.0) / work
+        moved = form.moved.get("stash", (0,))[0] * plan.num_microbatches / busiest
+        moved += sum(form.moved.get("parameters", ()))
+        if form.tier != "device":
+            moved += 2 * device_optimizer_bytes(job, plan)
+        least = min(least, seconds * factor + moved / rates)
+        if least <= seconds:
+            break
+    return least
+
+
+def _even_share(plan: Plan, cluster: Cluster) -> int:
+    """Microbatches that some copy has at least."""
+    return math.ceil(plan.num_microbatches / len(cluster.devices))
+
+
+def _roomiest(job: TracedJob, plan: Plan, cluster: Cluster) -> Iterator[MemoryForm]:
+    """The forms of copies that have least to hold, those of one program first."""
+    sizes = [device.memory_bytes for device in cluster.devices]
+    most = None if None in sizes else max(own for own in sizes if own is not None)
+    counts = (_even_share(plan, cluster), *(1 for _ in cluster.devices[1:]))
+    devices = [CopyDevice(name="", num_microbatches=num, memory_bytes=most) for num in counts]
+    stages, groups = stages_to_try(job, plan), min(group_options(job, plan, cluster))
+    now = asked_places(job)
+    for places in (now, *more_on_hosts(job, plan, cluster)):
+        to_try = forms_in(job, plan, stages, places)
+        if not to_try:
+            continue
+        forms = _forms(job, plan, places, devices, groups)
+        if places == now and to_try[0][1] is None:
+            yield forms.surely(to_try[0][0])  # without a look at its chain
+        yield from (forms.form(zero, recompute) for zero, recompute in to_try)
+
+
+def _forms(
+    job: TracedJob, plan: Plan, places: Places, devices: list[CopyDevice], groups: int
+) -> MemoryForms:
+    model = model_bytes(job, plan, places)
+    part = 1 if places.optimizer == "device" else PART_ON_DEVICE
+    return MemoryForms(
+        dataclasses.replace(model, optimizer=model.optimizer * part, keeps_sums=False),
+        devices,
+        shard_groups=groups,
+        waves=None,
+        tier=places.optimizer,
+        stash=places.stash,
+        parameters=places.parameters,
+    )

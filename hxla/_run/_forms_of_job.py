@@ -1,0 +1,265 @@
+"""What the forms in which a job's step may lie in memory are reckoned from."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Sequence
+
+from .._cluster._cluster import Cluster
+from .._graph._graph import Graph, params_of
+from .._graph._interpreter import AS_THEY_ARE
+from .._graph._parts import graph_at, graph_of
+from .._launch._member import pinned
+from .._lower._inputs import sharded_of
+from .._lower._segment_costs import segment_costs
+from .._lower._segment_part import direct_parts, wanted_values
+from .._lower._stage import StagePart
+from .._plan._plan import Plan
+from .._plan._plan_parts import Prediction
+from .._plan._sharding import Sharded
+from .._planner._inner_split import described_speed
+from .._planner._memory_forms import MemoryForms
+from .._planner._memory_values import ChainBytes, CopyDevice, ModelBytes, Places, Recompute
+from .._planner._shard_groups import travel_of
+from .._schedule._sequence_replay import SegmentCost
+from ._host_places import could_be_chain
+from ._planned_programs import tightest
+from ._segments_of_job import gathered_bytes, param_bytes, segments_of_job
+from ._state_elsewhere import FLOPS_OF_FORWARD, PART_ON_DEVICE, device_optimizer_bytes
+from ._traced_job import TracedJob
+
+
+def forms_to_try(
+    job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool, places: Places
+) -> list[tuple[int, Recompute | None]]:
+    """Stages of ZeRO with what is recomputed, as far as the settings leave it open.
+
+    Where the time is the same, the first that fits is taken: that which changes least.
+
+    Args:
+        job: That is planned.
+        plan: Of it.
+        stages: Of ZeRO.
+        is_described: Whether any device is, with its memory.
+        places: Where what waits is.
+    """
+    asked = job.settings.memory.recompute
+    if asked is not None:
+        return [(stage, asked) for stage in stages]
+    found: list[tuple[int, Recompute | None]] = [(s, None) for s in stages if s < 2]
+    if places.stash != "device":  # of one program nothing can be moved
+        found = [] if is_described else [(s, "boundaries") for s in stages if s < 2]
+    is_chain = could_be_chain(job, plan)
+    if is_chain and is_described:
+        found += [(s, "auto") for s in stages if s < 2]
+    words: tuple[Recompute, ...] = ("none", "boundaries") if is_described else ("boundaries",)
+    if is_chain or not found:
+        found += [(s, word) for word in words for s in stages if s > 1]
+    return found
+
+
+def forms_in(
+    job: TracedJob, plan: Plan, stages: Sequence[int], places: Places
+) -> list[tuple[int, Recompute | None]]:
+    """Those of `forms_to_try` on devices that are described, which may have things in some places.
+
+    Args:
+        job: That is planned.
+        plan: Of it.
+        stages: Of ZeRO, with everything on the devices.
+        places: Where what waits is.
+    """
+    own = [max(stage, int(places.optimizer != "device")) for stage in stages]
+    if job.settings.memory.waves is not None:
+        own = [stage for stage in own if stage > 1]
+    if places.parameters != "device":
+        own = [stage for stage in own if stage > 2]
+    own = list(dict.fromkeys(own))
+    return as_before(forms_to_try(job, plan, own, True, places)) if own else []
+
+
+def as_before(
+    forms: list[tuple[int, Recompute | None]],
+) -> list[tuple[int, Recompute | None]]:
+    """Those whose bits are the ones of an elastic job's first generation, if there was one.
+
+    Args:
+        forms: Stages of ZeRO, with what is recomputed.
+    """
+    is_chain = pinned().is_chain
+    same = [form for form in forms if is_chain in (None, form[1] is not None)]
+    return same or forms[:1]  # what the settings ask for is the same in all
+
+
+def model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
+    """What a copy takes, with the optimizer's state on the device.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        places: Where what waits is.
+    """
+    size = plan.microbatch_size
+    model, graph = job.functional(size), job.graph(size)
+    sharded = sharded_of(graph, plan) or Sharded(graph, {})
+    opened = graph_of(graph)
+    cut = sharded.over(opened)
+
+    @functools.cache
+    def chain() -> ChainBytes:
+        points, _ = segments_of_job(job, size)
+        away = places.stash != "device"
+        costs, fused = costs_of(graph, points, model.trained_places, offloads=away, sharded=sharded)
+        is_exact = plan.sums.kind == "exact"
+        return ChainBytes(
+            costs=costs,
+            fused=fused,
+            parameter_bytes=tuple(param_bytes(job, plan)),
+            gathered_bytes=tuple(gathered_bytes(job, plan, keeps_roundings=is_exact)),
+        )
+
+    shapes = plan.device_shapes
+    own = sum(math.prod(shapes[p]) for p in model.trained_places)
+    return ModelBytes(
+        parameters=plan.device_parameter_bytes,
+        trained=4 * own,
+        num_sums=plan.sums.num_parts,
+        optimizer=device_optimizer_bytes(job, plan),
+        bucket=plan.sums.bucket_mib << 20,
+        keeps_sums=plan.placement.sums == "kept",
+        inputs=sum(map(cut.device_bytes, opened.batch_values)),
+        values=sum(map(cut.device_bytes, range(len(opened.values)))),
+        chain=chain,
+    )
+
+
+def memory_forms(
+    job: TracedJob, plan: Plan, cluster: Cluster, model: ModelBytes, places: Places, groups: int
+) -> MemoryForms:
+    """The forms of a plan on its devices.
+
+    Args:
+        job: That is planned.
+        plan: Of it, with the state whole on every copy.
+        cluster: Its devices.
+        model: What a copy takes.
+        places: Where what waits is.
+        groups: Of copies that share the state out.
+    """
+    shares = job.settings.memory.shares
+    on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
+    speeds = speeds_of(job, plan, cluster)
+    ranks = [tightest(cluster, replica) for replica in plan.replicas]
+    devices = [cluster.devices[rank] for rank in ranks]
+    return MemoryForms(
+        dataclasses.replace(model, optimizer=model.optimizer * on_device),
+        [
+            CopyDevice(
+                name=f"device {rank} ({device.label})",
+                num_microbatches=replica.num_microbatches,
+                memory_bytes=device.memory_bytes,
+                speed=speed,
+            )
+            for replica, rank, device, speed in zip(
+                plan.replicas, ranks, devices, speeds.of_copies, strict=True
+            )
+        ],
+        shares=shares if isinstance(shares, str) else tuple(shares),
+        travel=travel_of(plan, cluster, groups) if speeds.are_known else None,
+        shard_groups=groups,
+        tier=places.optimizer,
+        stash=places.stash,
+        parameters=places.parameters,
+        waves=job.settings.memory.waves,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Operations of each copy of a plan per second.
+
+    Attributes:
+        of_copies: In a unit that all share.
+        are_known: Whether that is one operation.
+    """
+
+    of_copies: tuple[float, ...]
+    are_known: bool
+
+
+def speeds_of(job: TracedJob, plan: Plan, cluster: Cluster) -> Speeds:
+    """By what a microbatch was found to take, else by the rates that describe the devices.
+
+    Args:
+        job: That is planned.
+        plan: Of it.
+        cluster: Its devices.
+    """
+    arithmetic = job.precision.arithmetic
+    if known := microbatch_seconds(plan):
+        work = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
+        return Speeds(of_copies=tuple(work / own for own in known), are_known=True)
+    copies = [[cluster.devices[rank] for rank in replica.devices] for replica in plan.replicas]
+    # Those of a copy work at the pace of the slowest.
+    speeds = [len(own) * min(described_speed(d, arithmetic) for d in own) for own in copies]
+    return Speeds(
+        of_copies=tuple(speeds) if all(speeds) else (1.0,) * len(copies),
+        are_known=all(cluster.devices[d.rank].product_rate(arithmetic) for d in plan.devices),
+    )
+
+
+def microbatch_seconds(plan: Plan) -> tuple[float, ...]:
+    """Of each copy of the model, measured or predicted; empty where it is not known.
+
+    Args:
+        plan: Of the copies.
+    """
+    if plan.prediction is None:
+        return ()
+    known = plan.prediction.microbatch_seconds or predicted_microbatches(plan, plan.prediction)
+    return known if all(known) else ()
+
+
+def predicted_microbatches(plan: Plan, known: Prediction) -> tuple[float, ...]:
+    """Seconds of a microbatch on each copy of the model, as its devices' times say.
+
+    Args:
+        plan: Of the copies.
+        known: Of the plan; what it does not say of a device is 0.
+    """
+    spent = {device.rank: device.compute_seconds for device in known.devices}
+    return tuple(
+        max(spent.get(rank, 0.0) for rank in own.devices) / max(own.num_microbatches, 1)
+        for own in plan.replicas
+    )
+
+
+def costs_of(
+    graph: Graph,
+    points: tuple[int, ...],
+    trained: Collection[int],
+    *,
+    offloads: bool = False,
+    sharded: Sharded | None = None,
+) -> tuple[tuple[SegmentCost, ...], tuple[SegmentCost, ...]]:
+    """What each segment takes before it is compiled, as programs of its own and as a part of one.
+
+    Args:
+        graph: Traced.
+        points: Where it is cut.
+        trained: Places of the parameters that are trained.
+        offloads: Whether what waits may go to host memory.
+        sharded: How the devices of a copy cut it; None: it has one device.
+    """
+    ordered, own = graph_at(graph, "work", points)
+    wanted = wanted_values(ordered, trained)
+    entries = [i for i, p in enumerate(params_of(ordered)) if p in trained]
+    stages = [
+        StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
+        for part in direct_parts(ordered, own)
+    ]
+    cut = (sharded or Sharded(graph, {})).over(ordered)
+    alone, fused = (
+        segment_costs(cut, stages, fused=one, offloads=offloads) for one in (False, True)
+    )
+    return tuple(alone), tuple(fused)
