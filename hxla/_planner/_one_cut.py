@@ -62,9 +62,17 @@ def enough_for_cards(
         for i, (a, b) in itertools.product(range(1, len(cuts)), itertools.permutations(kinds, 2))
         if t.shared[cuts[i], a, b] > 0
     ]
-    at_once = [copies[0] if min(pair) >= 0 else 1 for pair in itertools.pairwise(modes)]
+    # Of each kind the devices that are left for copies of stages of several kinds.
+    left = [num - copies[0] * modes.count(k) for k, num in enumerate(t.num_devices)]
+    spare = [sum(max(0, num) for j, num in enumerate(left) if j != k) for k in kinds]
     used, value = [], []
     for groups in _choices(t, modes):
+        at_once = [
+            _at_once(copies[0], pinned, pair, spare)
+            for pinned, pair in zip(
+                itertools.pairwise(modes), itertools.pairwise(groups), strict=True
+            )
+        ]
         fill, period = _times(t, cuts, groups, at_once)
         most = min(1 + (seconds - fill) / period * (1 + 1e-9), num_microbatches)
         if most >= 1:
@@ -77,6 +85,26 @@ def enough_for_cards(
     available = [*map(float, t.num_devices), float(copies[1]), *room]
     upper = fractional_packing(np.array(used), np.array(value), available, whole=False)[2]
     return upper >= num_microbatches * (1 - 1e-9)
+
+
+def _at_once(
+    copies: int, modes: tuple[int, int], pair: tuple[int, int], spare: Sequence[int]
+) -> int:
+    """How many copies at least cross a boundary the same way at once.
+
+    Args:
+        copies: How many there are at least.
+        modes: What is laid down of the two stages.
+        pair: The kinds that some copy has there.
+        spare: Per kind, devices of all others that are left for stages of several kinds.
+    """
+    if min(modes) >= 0:
+        return copies
+    if max(modes) < 0:
+        return 1
+    # Those of the stage of several kinds that have another one than this copy are so many at most.
+    several = pair[0] if modes[0] < 0 else pair[1]
+    return max(1, copies - spare[several])
 
 
 def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:
