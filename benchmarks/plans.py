@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/plans.py [--models BERT-Large ...] [--meshes MESH ...]
 
-The whole command, on one core: imports, tracing, the search with its own budget of 20 processor
+The whole command, on one core: imports, tracing, the search with its own budget of 15 processor
 seconds, and completing the plan. Nothing is measured on any device, times are estimated from data
 sheets. Processor seconds are given beside those of the clock, for the latter say little where other
 work runs. A model that fits no plan is refused, which is a row too. Models: plan_script.py.

@@ -43,6 +43,7 @@ from ._profile._profile_file import load_profile as load_profile
 from ._profile._profile import Profile as Profile, Setting as Setting
 from ._profile._products import MatrixProduct as MatrixProduct
 from ._profile._profile import LayerSize as LayerSize, LayerTime as LayerTime
+from ._profile._profile import SplitTime as SplitTime
 from ._planner._graph_plan import make_plan as make_plan
 from ._plan._plan import Plan as Plan
 from ._plan._plan_parts import Versions as Versions, PlannedDevice as PlannedDevice

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--tensor", type=_sizes, default=(), metavar="2,4", help="default: all, over known links"
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
-    plan.add_argument("--seconds", type=float, default=20.0, help="time budget of the search")
+    plan.add_argument("--seconds", type=float, default=15.0, help="time budget of the search")
     schedule = commands.add_parser("schedule", help="which of several jobs holds which devices")
     schedule.add_argument("what", choices=("simulate", "explain", "run", "replay"))
     schedule.add_argument(
