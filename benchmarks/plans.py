@@ -6,7 +6,7 @@ The whole command, on one core: imports, tracing, the search with its own budget
 seconds, and completing the plan. Nothing is measured on any device, times are estimated from data
 sheets. Processor seconds are given beside those of the clock, for the latter say little where other
 work runs. A model that fits no plan is refused, which is a row too. Models: plan_script.py.
-Writes benchmarks/results/plans.json.
+Each row is written to benchmarks/results/plans.json at once; rows of others that it holds stay.
 """
 
 import os
@@ -79,13 +79,13 @@ def main() -> None:
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    rows = {}
+    rows = results.read(args.out).get("rows", {})
     for model in args.models:
         for mesh in args.meshes:
             name = f"{model}, {mesh}"
-            rows[name] = planned(model, mesh)
+            rows[name] = results.row(planned(model, mesh))
             print(name, rows[name], flush=True)
-    results.write(args.out, {"rows": rows})
+            results.write(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

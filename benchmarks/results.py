@@ -38,9 +38,9 @@ def facts() -> dict[str, str]:
 
 
 def row(result: Mapping[str, Any]) -> dict[str, Any]:
-    """One of several results in a file, which are not all of one commit and day."""
+    """One of several results in a file, which are not all of one commit, day and machine."""
     told = facts()
-    return {"commit": told["commit"], "date": told["date"], **result}
+    return {name: told[name] for name in ("commit", "date", "processor")} | dict(result)
 
 
 def write(path: pathlib.Path, result: Mapping[str, Any]) -> None:
