@@ -21,8 +21,9 @@ def least_seconds(job: TracedJob, plan: Plan, cluster: Cluster, seconds: float) 
     In a form all copies run the same of a microbatch again, so that every step is longer by the
     same factor than without limits of memory. The least factor is that of a form which fits where
     no copies have less to hold: one on every device, all with the memory of the largest; one of
-    them runs no more than an even share of the microbatches, and each other a single one. What a
-    form moves to hosts takes at least as long as it takes if all their links are busy to the end.
+    them runs an even share of the microbatches, as some copy must, and each other a single one.
+    What a form moves to hosts takes at least as long as it takes if all their links are busy to the
+    end.
 
     Args:
         job: That is planned.
@@ -35,10 +36,12 @@ def least_seconds(job: TracedJob, plan: Plan, cluster: Cluster, seconds: float) 
     """
     busiest = _even_share(plan, cluster)
     work = busiest * FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops
+    if not work:
+        return seconds  # nothing says how much longer a step is
     rates = sum(device.host_bytes_per_second or math.inf for device in cluster.devices)
     least = math.inf
     for form in _roomiest(job, plan, cluster):
-        if not form.fits or not work:
+        if not form.fits:
             continue
         factor = 1 + max(form.extra_seconds, 0.0) / work
         moved = form.moved.get("stash", (0,))[0] * plan.num_microbatches / busiest

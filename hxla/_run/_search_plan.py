@@ -115,11 +115,16 @@ def search_plan(
     if profile is not None:
         num_segments = profile.most_segments
 
+    timed_form = "" if profile is None else profile.form
+
     def in_form(plan: Plan) -> Plan:
         if devices is not None:  # programs are compiled, by every process
             job.agree("a plan of the search", lambda: facts_of_plan(plan))
-        form = "" if profile is None else profile.form
-        return with_sums_and_memory(job, plan, cluster, devices, timed_form=form)
+        return with_sums_and_memory(job, plan, cluster, devices, timed_form=timed_form)
+
+    def least(plan: Plan, seconds: float) -> float:
+        # Times that were measured in a form know what it runs again, and hardly without it.
+        return seconds if timed_form else least_seconds(job, plan, cluster, seconds)
 
     def of(sizes: Sequence[int], num_segments: int, said: Sequence[str] = ()) -> FoundPlan:
         tensors = _tensors(wishes.tensors, cluster)
@@ -149,7 +154,7 @@ def search_plan(
             profile,
             lambda own: _completed(job, cluster, own, num_segments, sums, said),
             in_form,
-            lambda own, seconds: least_seconds(job, own, cluster, seconds),
+            least,
             faster_than=_step_seconds(whole),
             all_devices=all_devices,
             seconds=wishes.seconds,
