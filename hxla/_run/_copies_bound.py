@@ -1,17 +1,17 @@
 """A time that no copies of a model beat, in whatever form their step lies in memory."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 from .._cluster._cluster import Cluster
 from .._plan._plan import Plan
-from .._planner._memory_forms import MemoryForms
-from .._planner._memory_values import CopyDevice, MemoryForm, Places
-from ._forms_of_job import forms_in, model_bytes
+from .._planner._memory_values import CopyDevice, MemoryForm
+from ._forms_of_job import forms_on, forms_to_try, model_bytes
 from ._host_places import asked_places, more_on_hosts
 from ._shared_state import group_options, stages_to_try
-from ._state_elsewhere import FLOPS_OF_FORWARD, PART_ON_DEVICE, device_optimizer_bytes
+from ._state_elsewhere import FLOPS_OF_FORWARD, device_optimizer_bytes
 from ._traced_job import TracedJob
 
 
@@ -67,27 +67,15 @@ def _roomiest(job: TracedJob, plan: Plan, cluster: Cluster) -> Iterator[MemoryFo
     devices = [CopyDevice(name="", num_microbatches=num, memory_bytes=most) for num in counts]
     stages, groups = stages_to_try(job, plan), min(group_options(job, plan, cluster))
     now = asked_places(job)
+    model_of = functools.cache(functools.partial(model_bytes, job, plan))
     for places in (now, *more_on_hosts(job, plan, cluster)):
-        to_try = forms_in(job, plan, stages, places)
+        to_try = forms_to_try(job, plan, stages, places)
         if not to_try:
             continue
-        forms = _forms(job, plan, places, devices, groups)
+        model = dataclasses.replace(model_of(places.stash), keeps_sums=False)
+        forms = forms_on(
+            model, devices, places, shares="auto", travel=None, groups=groups, waves=None
+        )
         if places == now and to_try[0][1] is None:
             yield forms.surely(to_try[0][0])  # without a look at its chain
         yield from (forms.form(zero, recompute) for zero, recompute in to_try)
-
-
-def _forms(
-    job: TracedJob, plan: Plan, places: Places, devices: list[CopyDevice], groups: int
-) -> MemoryForms:
-    model = model_bytes(job, plan, places)
-    part = 1 if places.optimizer == "device" else PART_ON_DEVICE
-    return MemoryForms(
-        dataclasses.replace(model, optimizer=model.optimizer * part, keeps_sums=False),
-        devices,
-        shard_groups=groups,
-        waves=None,
-        tier=places.optimizer,
-        stash=places.stash,
-        parameters=places.parameters,
-    )

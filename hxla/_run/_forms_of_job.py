@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 from .._cluster._cluster import Cluster
 from .._graph._graph import Graph, params_of
@@ -15,11 +16,18 @@ from .._lower._segment_costs import segment_costs
 from .._lower._segment_part import direct_parts, wanted_values
 from .._lower._stage import StagePart
 from .._plan._plan import Plan
-from .._plan._plan_parts import Prediction
+from .._plan._plan_parts import HostTier, Prediction
 from .._plan._sharding import Sharded
 from .._planner._inner_split import described_speed
 from .._planner._memory_forms import MemoryForms
-from .._planner._memory_values import ChainBytes, CopyDevice, ModelBytes, Places, Recompute
+from .._planner._memory_values import (
+    ChainBytes,
+    CopyDevice,
+    ModelBytes,
+    Places,
+    Recompute,
+    Travel,
+)
 from .._planner._shard_groups import travel_of
 from .._schedule._sequence_replay import SegmentCost
 from ._host_places import could_be_chain
@@ -29,19 +37,12 @@ from ._state_elsewhere import FLOPS_OF_FORWARD, PART_ON_DEVICE, device_optimizer
 from ._traced_job import TracedJob
 
 
-def forms_to_try(
+def _to_try(
     job: TracedJob, plan: Plan, stages: Sequence[int], is_described: bool, places: Places
 ) -> list[tuple[int, Recompute | None]]:
     """Stages of ZeRO with what is recomputed, as far as the settings leave it open.
 
     Where the time is the same, the first that fits is taken: that which changes least.
-
-    Args:
-        job: That is planned.
-        plan: Of it.
-        stages: Of ZeRO.
-        is_described: Whether any device is, with its memory.
-        places: Where what waits is.
     """
     asked = job.settings.memory.recompute
     if asked is not None:
@@ -58,16 +59,22 @@ def forms_to_try(
     return found
 
 
-def forms_in(
-    job: TracedJob, plan: Plan, stages: Sequence[int], places: Places
+def forms_to_try(
+    job: TracedJob,
+    plan: Plan,
+    stages: Sequence[int],
+    places: Places,
+    *,
+    is_described: bool = True,
 ) -> list[tuple[int, Recompute | None]]:
-    """Those of `forms_to_try` on devices that are described, which may have things in some places.
+    """Stages of ZeRO with what is recomputed, those that may have what waits in some places.
 
     Args:
         job: That is planned.
         plan: Of it.
         stages: Of ZeRO, with everything on the devices.
         places: Where what waits is.
+        is_described: Whether any device is, with its memory.
     """
     own = [max(stage, int(places.optimizer != "device")) for stage in stages]
     if job.settings.memory.waves is not None:
@@ -75,29 +82,25 @@ def forms_in(
     if places.parameters != "device":
         own = [stage for stage in own if stage > 2]
     own = list(dict.fromkeys(own))
-    return as_before(forms_to_try(job, plan, own, True, places)) if own else []
+    return _as_before(_to_try(job, plan, own, is_described, places)) if own else []
 
 
-def as_before(
+def _as_before(
     forms: list[tuple[int, Recompute | None]],
 ) -> list[tuple[int, Recompute | None]]:
-    """Those whose bits are the ones of an elastic job's first generation, if there was one.
-
-    Args:
-        forms: Stages of ZeRO, with what is recomputed.
-    """
+    """Those whose bits are the ones of an elastic job's first generation, if there was one."""
     is_chain = pinned().is_chain
     same = [form for form in forms if is_chain in (None, form[1] is not None)]
     return same or forms[:1]  # what the settings ask for is the same in all
 
 
-def model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
+def model_bytes(job: TracedJob, plan: Plan, stash: HostTier) -> ModelBytes:
     """What a copy takes, with the optimizer's state on the device.
 
     Args:
         job: That is planned.
         plan: Of it, with the state whole on every copy.
-        places: Where what waits is.
+        stash: Where what waits for backwards is.
     """
     size = plan.microbatch_size
     model, graph = job.functional(size), job.graph(size)
@@ -108,7 +111,7 @@ def model_bytes(job: TracedJob, plan: Plan, places: Places) -> ModelBytes:
     @functools.cache
     def chain() -> ChainBytes:
         points, _ = segments_of_job(job, size)
-        away = places.stash != "device"
+        away = stash != "device"
         costs, fused = costs_of(graph, points, model.trained_places, offloads=away, sharded=sharded)
         is_exact = plan.sums.kind == "exact"
         return ChainBytes(
@@ -147,12 +150,11 @@ def memory_forms(
         groups: Of copies that share the state out.
     """
     shares = job.settings.memory.shares
-    on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
     speeds = speeds_of(job, plan, cluster)
     ranks = [tightest(cluster, replica) for replica in plan.replicas]
     devices = [cluster.devices[rank] for rank in ranks]
-    return MemoryForms(
-        dataclasses.replace(model, optimizer=model.optimizer * on_device),
+    return forms_on(
+        model,
         [
             CopyDevice(
                 name=f"device {rank} ({device.label})",
@@ -164,13 +166,46 @@ def memory_forms(
                 plan.replicas, ranks, devices, speeds.of_copies, strict=True
             )
         ],
+        places,
         shares=shares if isinstance(shares, str) else tuple(shares),
         travel=travel_of(plan, cluster, groups) if speeds.are_known else None,
+        groups=groups,
+        waves=job.settings.memory.waves,
+    )
+
+
+def forms_on(
+    model: ModelBytes,
+    devices: Sequence[CopyDevice],
+    places: Places,
+    *,
+    shares: Literal["auto", "even"] | Sequence[int],
+    travel: Travel | None,
+    groups: int,
+    waves: int | None,
+) -> MemoryForms:
+    """Forms with what waits in some places, the optimizer's state streamed unless on the devices.
+
+    Args:
+        model: What a copy takes.
+        devices: Of the copies.
+        places: Where what waits is.
+        shares: As for `MemoryForms`, like what follows.
+        travel: What travels takes.
+        groups: Of copies that share the state out.
+        waves: Of stages 2 and 3.
+    """
+    on_device = 1 if places.optimizer == "device" else PART_ON_DEVICE
+    return MemoryForms(
+        dataclasses.replace(model, optimizer=model.optimizer * on_device),
+        devices,
+        shares=shares,
+        travel=travel,
         shard_groups=groups,
         tier=places.optimizer,
         stash=places.stash,
         parameters=places.parameters,
-        waves=job.settings.memory.waves,
+        waves=waves,
     )
 
 

@@ -1,5 +1,6 @@
 """How a step lies in memory: state shared out, a microbatch recomputed, as settings or room ask."""
 
+import functools
 from collections.abc import Sequence
 
 from .._cluster._cluster import Cluster
@@ -17,11 +18,8 @@ from .._plan._plan_parts import (
 from .._planner._memory_forms import MemoryForms, best_of
 from .._planner._memory_values import (
     MemoryForm,
-    ModelBytes,
 )
 from ._forms_of_job import (
-    as_before,
-    forms_in,
     forms_to_try,
     memory_forms,
     microbatch_seconds,
@@ -113,8 +111,8 @@ def with_memory(
             "memory.recompute is 'auto', but no device is described with its memory: give it in "
             "the mesh file, or set 'none' or 'boundaries'"
         )
-    to_try = as_before(forms_to_try(job, plan, stages, is_described, places))
-    model = model_bytes(job, plan, places)
+    to_try = forms_to_try(job, plan, stages, places, is_described=is_described)
+    model = model_bytes(job, plan, places.stash)
     forms = memory_forms(job, plan, cluster, model, places, groups[0])
     if to_try[0][1] is None and not (devices is None and is_described):
         sure = forms.surely(to_try[0][0])
@@ -193,14 +191,12 @@ def _best_on_hosts(
 
     What is moved counts whole, though some of it hides behind programs.
     """
-    models: dict[str, ModelBytes] = {}
+    model_of = functools.cache(functools.partial(model_bytes, job, plan))
     found = []
     for places in more_on_hosts(job, plan, cluster):
-        if places.stash not in models:
-            models[places.stash] = model_bytes(job, plan, places)
-        model = models[places.stash]
+        model = model_of(places.stash)
         ways = [memory_forms(job, plan, cluster, model, places, num) for num in groups]
-        for form in best_of(ways, forms_in(job, plan, stages, places)):
+        for form in best_of(ways, forms_to_try(job, plan, stages, places)):
             if form.fits and fits_hosts(job, plan, cluster, form):
                 found.append((moving_seconds(job, plan, cluster, form), form))
     is_timed = speeds_of(job, plan, cluster).are_known  # else the others' seconds are operations

@@ -16,7 +16,7 @@ from .._jax._local_clients import is_here
 from .._plan._plan import Plan
 from .._planner._microbatch_sizes import candidate_sizes
 from .._planner._split_seconds import split_time
-from .._profile._profile import LayerSize, LayerTime, Profile, Setting, together_key
+from .._profile._profile import LayerSize, LayerTime, Profile, Setting, SplitTime, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
 from .._profile._segment_times import model_name
 from ._planning import Wishes, check_enough, plan_for, size_asked
@@ -63,6 +63,14 @@ def profile(
     found: Profile | None = None
     if pathlib.Path(file).exists():
         found = load_profile(file, model=model)
+
+    def kept(told: Profile) -> Profile:
+        """What all processes have told, which an interrupted run finds in the file."""
+        told = everywhere(job, told)
+        if jax.process_index() == 0:
+            dump_profile(told, file)
+        return told
+
     next_step = 0
     for own_size in sizes:
         chain = segments(graph_of(job.graph(own_size)), num_segments)
@@ -94,19 +102,14 @@ def profile(
                 peaks = {setting: trial.peak_bytes}
                 alone = dataclasses.replace(alone, times={setting: scaled}, peaks=peaks)
                 mine = merge_profiles([mine, alone])
-            found = everywhere(job, mine)
-            if jax.process_index() == 0:
-                dump_profile(found, file)  # after each size: an interrupted run resumes
-        if wishes.mesh is not None:
-            plan, _ = plan_for(job, own, cluster, devices, found)
-            if (
-                plan.pipeline is None
-                and len(plan.axes) == 1
-                and _is_new_split(found, plan, cluster)
-            ):
-                found, next_step = _with_split(job, plan, found, next_step)
-                if jax.process_index() == 0:
-                    dump_profile(found, file)
+            found = kept(mine)
+        split = _new_split(job, own, cluster, found) if wishes.mesh is not None else None
+        if split is not None:
+            plan, told_of = split
+            trial = _trial(job, plan, next_step)
+            next_step = trial.end_step
+            timed = dataclasses.replace(told_of, seconds=max(trial.micro_seconds))
+            found = kept(dataclasses.replace(found, splits=(*found.splits, timed)))
     assert found is not None
     if jax.process_index() == 0:
         _show(found, file)
@@ -124,19 +127,17 @@ def _alone(job: TracedJob, wishes: Wishes, cluster: Cluster) -> Plan:
     return plan
 
 
-def _is_new_split(profile: Profile, plan: Plan, cluster: Cluster) -> bool:
+def _new_split(
+    job: TracedJob, wishes: Wishes, cluster: Cluster, profile: Profile
+) -> tuple[Plan, SplitTime] | None:
+    """A split that is asked for and not known, and what to know of it but its seconds."""
+    plan, _ = plan_for(job, wishes, cluster, job.all_devices(), profile)
+    if plan.pipeline is not None or len(plan.axes) != 1:
+        return None
     own = split_time(plan, cluster, 0.0)
-    return own is not None and own.split not in {known.split for known in profile.splits}
-
-
-def _with_split(job: TracedJob, plan: Plan, profile: Profile, start: int) -> tuple[Profile, int]:
-    """A profile with what a microbatch takes the slowest copy of a split, and the next step."""
-    trial = _trial(job, plan, start)
-    cluster = job.cluster(job.all_devices())
-    own = split_time(plan, cluster, max(trial.micro_seconds))
-    assert own is not None
-    told = dataclasses.replace(profile, splits=(*profile.splits, own))
-    return everywhere(job, told), trial.end_step
+    if own is None or own.split in {known.split for known in profile.splits}:
+        return None
+    return plan, own
 
 
 def _trial(job: TracedJob, plan: Plan, start: int) -> Trial:
