@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+# Children of the tests keep what Python makes of hxla's sources too.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -20,6 +22,25 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+
+
+
+def _share_entries_of_all_devices():
+    """What one device of the CPU compiled serves the others, as jax's cache does it for GPUs.
+
+    Else the copies of a model, which run the same programs on other devices, each compile them.
+    """
+    from jax._src import cache_key  # after the settings above
+
+    hashed = cache_key._hash_serialized_compile_options
+
+    def stripped(hash_obj, options, strip_device_assignment=False):
+        return hashed(hash_obj, options, strip_device_assignment=True)
+
+    cache_key._hash_serialized_compile_options = stripped
+
+
+_share_entries_of_all_devices()
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30

@@ -99,6 +99,24 @@ def test_collectives_go_between_the_devices_that_took_over(way):
     assert found.sharding == moved.sharding
 
 
+@both_ways
+def test_a_layout_that_vmap_has_rewritten_moves_too(way):
+    here, there = mesh(jax.devices()[:4]), mesh(jax.devices()[:3:-1])
+    row = NamedSharding(here, P("tensor"))
+
+    def run(x):
+        laid_out = jax.vmap(lambda y: jax.lax.with_sharding_constraint(jnp.sin(y), row))(x)
+        return laid_out @ x
+
+    spec = P("stage", None)
+    lowered = jax.jit(run).lower(jax.device_put(X, NamedSharding(here, spec)))
+    moved = jax.device_put(X, NamedSharding(there, spec))
+    found = way(lowered, there.devices.flat[:].tolist())(moved)
+    assert found.sharding.device_set == moved.sharding.device_set
+    own = lowered.compile()(jax.device_put(X, NamedSharding(here, spec)))
+    np.testing.assert_array_equal(own, found)
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_program_that_calls_python_is_bound_to_its_devices(ordered):
     def run(x):

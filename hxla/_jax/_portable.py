@@ -19,6 +19,7 @@ from jax._src.compilation_cache import is_persistent_cache_enabled
 from jax._src.compiler import get_compile_options
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.named_sharding import UnspecifiedValue
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 #: What of a program jax keeps for the devices that it was made for, if there is any.
@@ -112,7 +113,7 @@ def lowered_for(lowered: Any, devices: Sequence[jax.Device]) -> Any | None:
     args = own.compile_args
     names = "in_shardings", "out_shardings", "intermediate_shardings"
     shardings = [sharding for name in names for sharding in args[name] or ()]
-    known = NamedSharding | SingleDeviceSharding | UnspecifiedValue
+    known = NamedSharding | SingleDeviceSharding | GSPMDSharding | UnspecifiedValue
     is_bound = (
         any(args[name] for name in _BINDING)
         or own.const_args
@@ -145,6 +146,11 @@ def _moved(shardings: Sequence[Any], others: Mapping[jax.Device, jax.Device]) ->
         if isinstance(sharding, SingleDeviceSharding):
             [own] = sharding.device_set
             out.append(SingleDeviceSharding(others[own], memory_kind=sharding.memory_kind))
+            continue
+        if isinstance(sharding, GSPMDSharding):
+            there = [others[device] for device in sharding._devices]
+            kind = sharding.memory_kind
+            out.append(GSPMDSharding(there, sharding._hlo_sharding, memory_kind=kind))
             continue
         mesh = sharding.mesh
         if mesh not in meshes:
