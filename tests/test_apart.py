@@ -54,6 +54,7 @@ def test_arrays_made_apart_are_those_made_together(make, num_groups, num_program
     assert sorted(one.places) == [*range(len(together))]
 
 
+@pytest.mark.slow
 def test_a_model_begins_with_the_same_bits_however_it_is_spread(monkeypatch):
     def begun(own, plan):
         with own.open(plan, steps=1) as session:

@@ -67,6 +67,7 @@ def programs(case, devices, reduction="exact"):
     return list(zip(runners, updates, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.thinned(2)
 def test_the_optimized_microbatch_is_the_same_program_in_every_spread(case):
@@ -79,6 +80,7 @@ def test_the_optimized_microbatch_is_the_same_program_in_every_spread(case):
     assert all(texts == reference for spread in others for texts in spread)
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_other_arithmetic():
     (exact,), (floats,) = (programs("nnx", jax.devices()[:1], r) for r in ("exact", "float"))
     assert exact[0] != floats[0]

@@ -236,6 +236,7 @@ def plain_flax(variables, steps):
     return losses, params, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["whole", "params and state", "frozen"])
 def test_what_linen_sows_is_read_by_the_loss_and_is_no_state(given):
     variables = jax.tree.map(np.asarray, Experts().init(jax.random.key(0), X[:4]))

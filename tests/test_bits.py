@@ -99,6 +99,7 @@ def with_planted(name, off, monkeypatch):
     return hxla.inspect_bits(own, hxla.record_bits(job(name), microbatch_size=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 @pytest.mark.thinned(3)
 def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(name, monkeypatch):
@@ -115,7 +116,9 @@ def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it
     assert str(first) in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.thinned(2)
 def test_one_replaced_in_the_backward_pass_is_named_there(name, monkeypatch):
     _, caller, call, _ = PLANTED[name]
     found = with_planted(name, off_backward, monkeypatch)
@@ -178,6 +181,7 @@ def of_floats(own):
     return [i for i, is_once in once.items() if is_once and re.match("float32|f32", names[i][0])]
 
 
+@pytest.mark.slow
 def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(monkeypatch):
     name = "gpt"
     run, given = EquationRuns.run, []

@@ -35,6 +35,7 @@ def calls(monkeypatch):
     return lambda: sum(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_call", [2, 5, NUM + 3])
 def test_no_bit_depends_on_counts_or_devices(per_call):
     plan, own = planned(per_call)
@@ -60,6 +61,7 @@ def test_a_call_runs_so_many(per_call, counts, calls):
         assert calls() - before == sum(math.ceil(n / per_call) for n in counts)
 
 
+@pytest.mark.slow
 def test_copies_that_are_cut_take_several_too():
     def of(per_call, num):
         config = {"cluster": {"microbatches_per_call": per_call}}

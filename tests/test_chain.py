@@ -109,6 +109,7 @@ def with_recompute(word, **others):
 # -- right ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num"), [(Layers, None), (Layers, 1), (Scanned, None)])
 def test_a_chain_trains_as_one_program_does(model, num):
     usual = trained(job(model))
@@ -118,6 +119,7 @@ def test_a_chain_trains_as_one_program_does(model, num):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Layers, Scanned])
 def test_what_is_recomputed_moves_no_bit(model):
     found = {}
@@ -150,6 +152,7 @@ def test_numerics_know_the_cuts_and_not_the_sequence():
 
 #: Embedding and loss are three programs, with three small ones. Layers share two; those of a scan
 #: are of three kinds, for only those in the middle are told where they are and tell the next.
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "programs"), [(Layers, 3 + 3 + 2), (Scanned, 3 + 3 + 6)])
 @pytest.mark.parametrize("num", [3, 6])
 def test_equal_layers_share_their_programs(model, programs, num):
@@ -230,6 +233,7 @@ def watched(own, plan):
         return most - at_rest
 
 
+@pytest.mark.slow
 def test_memory_falls_as_the_replay_says():
     class Wide(Layers):
         def __call__(self, tokens):
@@ -323,6 +327,7 @@ def test_what_cannot_be_a_chain_is_refused():
         assert said in words, words
 
 
+@pytest.mark.slow
 def test_segments_begin_where_the_paths_of_modules_say():
     config = with_recompute("boundaries", segments=["blocks/[13]", "blocks/2"])
     plan = planned(job(config=config))

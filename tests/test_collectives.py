@@ -106,6 +106,7 @@ def block(p, x):
     return x + hidden @ p["down"] + p["down_bias"]
 
 
+@pytest.mark.slow
 def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward():
     def loss(params, batch):
         with hxla.split():

@@ -318,6 +318,7 @@ def test_only_touched_rows_are_sent(rows):
     assert largest == (3 * 5 * 8 if rows else 3 * math.ceil(8000 / 3))
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding_travel_one_by_one_and_give_the_same_bits():
     whole, rows = read_words(), read_words(sparse_embeddings=True)
     assert whole.sha256 == rows.sha256

@@ -49,6 +49,7 @@ def test_no_bit_depends_on_where_the_parameters_are():
         assert (losses, sha256) == (wanted[0], wanted[2]), (counts, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "sgd"])
 def test_updates_that_sum_over_parameters_or_keep_no_state_are_the_same(name):
     make = {"lamb": lambda: optax.lamb(1e-2), "sgd": lambda: optax.sgd(0.5)}[name]
@@ -59,6 +60,7 @@ def test_updates_that_sum_over_parameters_or_keep_no_state_are_the_same(name):
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_the_host_resumes_on_the_device_and_back(tmp_path):
     held_out = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
     jobs = [

@@ -60,7 +60,7 @@ def peak(monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
     own = families.gpt_job(
         8 * num,
@@ -103,6 +103,7 @@ def bytes_of_a_step(own, plan, peak):
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else x.__name__,
 )
+@pytest.mark.thinned(3)
 def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
     own = families.gpt_job(16, optimizer(1e-3), {"memory": memory}, **SIZES)
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
@@ -123,6 +124,7 @@ def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
     ids=str,
 )
 @pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
+@pytest.mark.thinned(3)
 def test_a_step_of_pipelines_does_too(memory, axes, peak):
     own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
     mesh = {"data": 2, **axes}

@@ -279,7 +279,7 @@ def check(name, stages, tolerance=2e-4, **options):
         ("gpt", 2, {"schedule": "zb-h1"}),
     ],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_a_pipeline_trains_as_one_device_does(name, stages, options):
     result = check(name, stages, **options)
     num = stages if isinstance(stages, int) else len(stages)
@@ -287,6 +287,7 @@ def test_a_pipeline_trains_as_one_device_does(name, stages, options):
     assert len(parts) == num * (options.get("num_chunks", 1) if isinstance(stages, int) else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tolerance", "options"),
     [

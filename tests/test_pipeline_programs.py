@@ -101,6 +101,7 @@ def test_float_sums_are_the_gradients_of_the_whole(num_stages, how):
         np.testing.assert_allclose(ours, theirs, atol=allowed, rtol=0)
 
 
+@pytest.mark.slow
 def test_any_count_up_to_the_most_runs_without_compiling_and_sums_to_the_same_bits():
     made = build(8, num_stages=2)
     assert len(made.compiled) == 5

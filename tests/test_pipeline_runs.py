@@ -56,6 +56,7 @@ def test_the_bits_do_not_depend_on_how_many_pipelines_there_are():
     assert train(4, stages=2, counts=(5, 3)).sha256 == one.sha256
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_state_begins_on_several_pipelines(no_persistent_cache):
     """There is no program for nothing, which would be one device's and not each copy's."""
     assert len(train(4, stages=2, steps=1).history.steps) == 1

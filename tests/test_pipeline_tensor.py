@@ -141,6 +141,7 @@ def shapes(collectives):
     return [_shapes.arrays(array)[0][1] for c in collectives for array in c.arrays]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_split_stages_train_as_one_device_does_and_two_pipelines_as_one(name, programs):
     make, loss, data, devices = MODELS[name]
@@ -196,6 +197,7 @@ def test_the_collectives_of_a_split_stage_are_megatrons(programs):
     assert num_peaks < 20
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_statistics_are_those_of_one_device():
     def run(**options):
         net = models.NnxNet(nnx.Rngs(0))

@@ -37,6 +37,7 @@ def plan_command(tmp_path, *options):
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
     out = tmp_path / "out"
     ran = plan_command(
@@ -62,6 +63,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_and_compared(tmp_path):
     assert list(out.glob("whale-8v100-8p100-replica*.svg"))
 
 
+@pytest.mark.slow
 def test_a_measured_profile_is_planned_with(tmp_path):
     measured = test_profile.profile_command(
         tmp_path, "--segments", "3", "--microbatch-sizes", "1,2", "--mesh", "cpu-1.0-0.5"
@@ -221,6 +223,7 @@ def test_a_loop_of_the_users_own_gets_the_plan_of_hxla_run(tmp_path, monkeypatch
         job.open(plan.with_counts((1, 3)), steps=1)
 
 
+@pytest.mark.slow
 def test_a_model_of_which_only_single_examples_fit_is_planned_with_them():
     """Sizes that suit two devices and 256 examples begin with 2."""
     model = nnx.eval_shape(

@@ -68,8 +68,10 @@ def scanned():
 MODELS = {**families.FAMILIES, "scanned": scanned}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("word", ["bf16", "fp16"])
+@pytest.mark.thinned(2)
 def test_products_are_low_and_statistics_float32_forward_and_backward(name, word):
     model, loss, batch = MODELS[name]()
     batch = jax.tree.map(lambda x: x[:2], batch)
@@ -325,6 +327,7 @@ def train(precision, **options):
     )
 
 
+@pytest.mark.slow
 def test_the_plan_says_the_precision_and_its_numerics_know_it():
     plans = {word: train(word).plan for word in (None, "fp32", "tf32", "bf16", "fp16")}
     assert len({plan.numerics for plan in plans.values()}) == 5

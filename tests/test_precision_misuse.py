@@ -164,6 +164,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_hostile_use_gets_one_clear_error(use, tmp_path):
     run, error, message = USES[use]

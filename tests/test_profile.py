@@ -57,6 +57,7 @@ def profile_command(tmp_path, *options, text=SCRIPT, flags=""):
     )
 
 
+@pytest.mark.slow
 def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes(tmp_path):
     first = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2")
     assert first.returncode == 0, first.stderr
@@ -83,6 +84,7 @@ def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes
     assert "Traceback" not in odd.stderr
 
 
+@pytest.mark.slow
 def test_a_stream_is_profiled_at_several_sizes_and_what_is_the_users_is_left_alone(tmp_path):
     text = SCRIPT.replace(
         "hxla.train(",
@@ -105,6 +107,7 @@ hxla.train(""",
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_path):
     columns = (
         "hxla.RuleSet(name='columns', rules=("

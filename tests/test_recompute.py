@@ -114,6 +114,7 @@ def test_costs_that_cannot_be_are_all_named():
         assert words in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_best_sequence_is_that_of_exhaustion_on_random_chains(offload):
     exact = close = num = 0
