@@ -11,6 +11,7 @@ from flax import errors as flax_errors
 from flax import nnx
 
 from .._core._errors import ConfigError
+from .._jax._absent_sharding import brief_absence
 
 _TAKES = "pass an nnx.Module instance, a function that makes one, or an unbound flax.linen.Module"
 
@@ -109,7 +110,8 @@ def as_module(model: Any) -> tuple[nnx.Module, Callable[[], nnx.Module] | None]:
         return made[0] if isinstance(made[0], nnx.Module) else None
 
     try:
-        shapes = nnx.eval_shape(run)
+        with brief_absence():
+            shapes = nnx.eval_shape(run)
     except flax_errors.TraceContextError as error:
         raise ConfigError(
             f"model is a function, {name}, that uses an object made outside it ({error}): make "

@@ -4,6 +4,7 @@ import contextvars
 from collections.abc import Sequence
 
 from .._core._errors import ConfigError
+from .._jax._absent_sharding import brief_absence
 from .._launch._join import run_as_main
 from ._planning import Wishes
 from ._traced_job import TracedJob
@@ -36,7 +37,8 @@ def job_of(command: Sequence[str]) -> tuple[TracedJob, Wishes]:
     """
     token = _is_wanted.set(True)
     try:
-        run_as_main(command)
+        with brief_absence():  # scripts often make shapes only
+            run_as_main(command)
     except Captured as found:
         return found.job, found.wishes
     finally:

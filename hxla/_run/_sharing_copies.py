@@ -106,6 +106,9 @@ def sharing_copies(
         # One limb has less to hold: if two are asked for, a bound with one is one too.
         sums = own.sums.model_copy(update={"limbs": 1} if own.sums.kind == "exact" else {})
         tried[own.microbatch_size] = own.replaced(sums=sums)
+        summing = _sum_seconds(tried[own.microbatch_size], cluster, profile)
+        if proposal.prediction.step_seconds + summing >= least:
+            continue  # in no form are they faster
         try:
             plan = in_form(own)
         except PlanError:
@@ -138,6 +141,14 @@ def _timed(plan: Plan) -> Plan:
     return plan.replaced(prediction=plan.prediction.model_copy(update=known))
 
 
+def _sum_seconds(plan: Plan, cluster: Cluster, profile: Profile | None) -> float:
+    """Of a ring over all copies, or as it was measured."""
+    labels = [cluster.devices[replica.devices[0]].label for replica in plan.replicas]
+    measured = None if profile is None else profile.reductions.get(together_key(labels))
+    ring = 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
+    return ring if measured is None else measured
+
+
 def _with_rest(
     plan: Plan, work: ChainWork, proposal: Proposal, cluster: Cluster, profile: Profile | None
 ) -> Plan:
@@ -155,9 +166,7 @@ def _with_rest(
             whole[label] = float(times[2].sum())
     parts = plan.owned_parts if plan.placement.zero else (1.0,) * len(labels)
     updates = [whole[label] * part for label, part in zip(labels, parts, strict=True)]
-    measured = None if profile is None else profile.reductions.get(together_key(labels))
-    sums = 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
-    sums = sums if measured is None else measured
+    sums = _sum_seconds(plan, cluster, profile)
     each, longest = dict(zip(leaders, updates, strict=True)), max(updates)
     devices = tuple(
         own.model_copy(
