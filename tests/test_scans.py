@@ -243,6 +243,7 @@ def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tm
         (3, {"recompute": True}),
     ],
 )
+@pytest.mark.thinned(2)
 def test_schedules_run_ranges_of_iterations(stages, pipeline):
     config = {"cluster": {"visible_devices": list(range(stages))}, "pipeline": pipeline}
     same(train(LinenNet(), stages, config=config), train(LinenNet()))
@@ -253,7 +254,7 @@ def test_schedules_run_ranges_of_iterations(stages, pipeline):
     "stages",
     [(1,) * 2, (3, 1), (1,) * 3, (1, 2, 3), (1,) * 4, (1, 1, 2, 1), (1,) * 8, (2, *(1,) * 7)],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 def test_24_layers_in_2_to_8_stages_train_as_the_whole(stages):
     made = train(LinenNet(layers=24), stages, batch_size=16)
     same(made, train(LinenNet(layers=24), batch_size=16))
