@@ -14,7 +14,11 @@ from flax import nnx
 
 import hxla
 from hxla._graph._parts import graph_of, parts_of
+from hxla._lower._pipeline_times import PieceTimes
 from hxla._planner._pipeline_request import PipelineRequest
+from hxla._run import _pipeline_watch
+from hxla._run._step import Stepper
+from hxla._schedule._schedules import BACKWARD, FORWARD
 
 
 def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
@@ -127,6 +131,17 @@ def slots_and_parts(annotate, **how):
     )
     [spec] = [runner.spec for runner in made.runners]
     return spec.slots, spec.parts
+
+
+def test_pieces_that_are_too_short_to_be_measured_predict_no_step(monkeypatch):
+    """As where two processes share a core: every piece may seem shorter than nothing at all."""
+    nothing = {(kind, part): 0.0 for kind in (FORWARD, BACKWARD) for part in range(2)}
+    times = PieceTimes(seconds=nothing, meeting_seconds={0: 0.0, 1: 0.0}, fixed_seconds=0.1)
+    monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
+    monkeypatch.setattr(Stepper, "measure_pipelines", lambda self, batch, repeats: {0: times})
+    result = train(2, stages=2, steps=1)
+    [said] = [r for r in result.plan.reasons if r.startswith("pipeline 0: ")]
+    assert said.endswith("what is measured around them, so no step is predicted")
 
 
 def test_annotations_make_the_pipeline_of_the_cut_that_they_say():

@@ -35,6 +35,11 @@ class PredictedStep:
     bound_seconds: float = 0.0
 
     @property
+    def has_times(self) -> bool:
+        """Whether any piece took longer than what is measured around it."""
+        return self.timeline.makespan_seconds > 0
+
+    @property
     def busy_seconds(self) -> float:
         """From the first tick's preparation to the sums."""
         return self.timeline.makespan_seconds + self.fixed_seconds
@@ -100,7 +105,12 @@ def predict(
 
 def explain(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str:
     """One line for the plan."""
-    num = predicted.schedule.num_stages
+    num, num_microbatches = predicted.schedule.num_stages, predicted.schedule.num_microbatches
+    if not predicted.has_times:
+        return (
+            f"pipeline {replica}: {num_microbatches} microbatches; its pieces take less than what "
+            "is measured around them, so no step is predicted"
+        )
     parts = sorted({part for _, part in measured.seconds})
     stages = []
     for part in parts:
@@ -111,7 +121,7 @@ def explain(replica: int, predicted: PredictedStep, measured: PieceTimes) -> str
     transfers = "/".join(f"{crossing[b] * 1e3:.3g}" for b in sorted(crossing))
     idle = 1 - sum(predicted.timeline.busy_seconds) / (num * predicted.timeline.makespan_seconds)
     return (
-        f"pipeline {replica}: {predicted.schedule.num_microbatches} microbatches in "
+        f"pipeline {replica}: {num_microbatches} microbatches in "
         f"{predicted.busy_seconds:.3g} s, idle {idle:.0%}; forward/backward of stage "
         f"{', '.join(stages)} ms; between them {transfers} ms"
     )

@@ -53,7 +53,8 @@ class PipelineWatch:
             if not plan.counts[replica]:
                 continue  # it has no step
             found = _pipeline_report.predict(some, times, plan.counts[replica], fractions)
-            self._predicted[replica] = found
+            if found.has_times:
+                self._predicted[replica] = found
             lines.append(_pipeline_report.explain(replica, found, times))
         return tuple(lines)
 
