@@ -383,11 +383,14 @@ class Outcome:
 
 #: Sets of programs of each form, besides one on real processes; what costs time is to compile them.
 NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
-#: The forms that are run: every fifth, and one cut both ways; all, if more sets are wanted.
+#: The forms that are run: every tenth, and of one model those cut both ways and of several chunks;
+#: all, if more sets are wanted.
 RUN_FORMS = [
     own
     for i, own in enumerate(FORMS)
-    if NUM_SETS > 1 or i % 5 == 2 or (own.model == "mlp" and min(own.tensor, own.stages) > 1)
+    if NUM_SETS > 1
+    or i % 10 == 2
+    or (own.model == "mlp" and (own.chunks > 1 or min(own.tensor, own.stages) > 1))
 ]
 
 
