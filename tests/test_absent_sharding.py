@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer
 
+import hxla
 from hxla._jax._absent_sharding import brief_absence
 from hxla._model._given_model import as_module
 
@@ -41,6 +42,12 @@ def test_a_concrete_array_has_one():
 class Deep(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(5)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        return x
 
 
 def test_nobody_looks_where_the_parts_of_a_model_come_from(monkeypatch):
@@ -50,4 +57,7 @@ def test_nobody_looks_where_the_parts_of_a_model_come_from(monkeypatch):
     )
     shapes, _ = as_module(lambda: Deep(nnx.Rngs(0)))
     assert shapes.layers[4].kernel.shape == (4, 4)
+    batch = {"x": jax.ShapeDtypeStruct((3, 4), jnp.float32)}
+    graph = hxla.trace(shapes, lambda model, batch: (model(batch["x"]) ** 2).mean(-1), batch)
+    assert "random" in str(graph.program)
     assert not looked

@@ -14,6 +14,7 @@ from flax import nnx
 
 from .._core._errors import AnnotationError, LossError
 from .._core._types import PyTree
+from .._jax._absent_sharding import brief_absence
 from .._jax._axis_names import naming_axes, with_axes
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
@@ -105,18 +106,19 @@ def trace_functional(
         _check_aux(aux, new_aux)
         return scaled_loss(sums.loss, sums.num_losses, aux), sums.row, new_aux
 
-    graph = naming_axes(
-        lambda: trace_sums(
-            with_axes(run, axes),
-            model.params,
-            model.aux,
-            batch,
-            logical=model.logical,
-            default=default,
-            patterns=patterns,
-        ),
-        axes,
-    )
+    with brief_absence():
+        graph = naming_axes(
+            lambda: trace_sums(
+                with_axes(run, axes),
+                model.params,
+                model.aux,
+                batch,
+                logical=model.logical,
+                default=default,
+                patterns=patterns,
+            ),
+            axes,
+        )
     _check_depends(graph)
     return dataclasses.replace(
         graph, metrics=tuple(metrics), num_losses=num_losses[0], bound_axes=tuple(axes)
