@@ -243,14 +243,14 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     """A chain stays one where there is room for one program, and copies that are cut share nothing
     by themselves."""
     from hxla._launch._member import Pinned
-    from hxla._run import _planned_chain, _shared_state
+    from hxla._run import _forms_of_job, _shared_state
 
     roomy = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=1 << 30),) * 2)
     own = job()
     plan = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
     assert plan.chain is None
     for is_chain in (False, True):
-        monkeypatch.setattr(_planned_chain, "pinned", lambda c=is_chain: Pinned(is_chain=c))
+        monkeypatch.setattr(_forms_of_job, "pinned", lambda c=is_chain: Pinned(is_chain=c))
         again = own.plan(roomy, microbatch_size=4, mesh={"data": 2}, counts="even")
         assert (again.chain is not None) == is_chain
     cut = own.plan(roomy, microbatch_size=4, mesh={"data": 1, **TENSOR}, rules="decoder")
