@@ -2,8 +2,8 @@
 
 NNX asks each random stream for the sharding of its count before it makes a key. Older tracers then
 looked through the whole program for where they come from, to say it in an error that nobody reads:
-the shapes of a model, and a loss with dropout, took a time that is quadratic in the layers. A GPT of
-96 of them with dropout is traced in 2.7 seconds instead of 9.4.
+the shapes of a model, and a loss with dropout, took a time that is quadratic in the layers. A GPT
+of 96 of them with dropout is traced in 2.7 seconds instead of 9.4.
 """
 
 import contextlib
