@@ -133,6 +133,7 @@ def told(tmp_path_factory):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_is_one_error_on_every_rank_with_both_values(name, told):
     assert told[name][0] == told[name][1]

@@ -131,6 +131,7 @@ def test_one_replaced_in_the_backward_pass_is_named_there(name, monkeypatch):
     assert found.compiled
 
 
+@pytest.mark.slow
 def test_one_replaced_inside_a_scan_is_named_with_its_line():
     def change(model):
         cell = model.decoder.layers[0].cell
@@ -143,6 +144,7 @@ def test_one_replaced_inside_a_scan_is_named_with_its_line():
     assert found.first.equation.after.startswith("decoder/layers/0/cell")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_an_equation_that_another_device_rounds_otherwise_is_found_alone(name, monkeypatch):
     """The second of two devices, with one forward and one backward equation off by a bit."""

@@ -136,6 +136,7 @@ def drawn_other(trial, own):
     return len(trial.plan.replicas) != len(own[trial.resumes].plan.replicas)
 
 
+@pytest.mark.slow
 def test_bits_that_differ_are_found(monkeypatch):
     """Numerics that left out the size of a microbatch would say that these two are alike."""
     pair = [Trial(plan=Form(model="mlp", size=size).plan) for size in (1, 2)]
@@ -224,6 +225,7 @@ ADDED = {"mlp": 8 + 2 * 56, "gpt": 8 * 6 + 2 * 104, "conv": 8 * 36 + 2 * 62}
 MOVED = {"mlp": 1.0, "gpt": 1.0, "conv": 0.1 * 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("mlp", 2), ("gpt", 2), ("conv", 2)])
 def test_the_models_train_as_plain_jax_does(name, size):
     losses, params, rest, largest = plain(name, size)

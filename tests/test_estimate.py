@@ -294,6 +294,7 @@ class ResNet50(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
+@pytest.mark.slow
 def test_resnet_50_is_near_what_was_measured():
     """Seconds of a step with images of 224 x 224 in float32.
 

@@ -26,6 +26,7 @@ def test_a_rule_set_leaves_no_large_parameter_whole(name):
     assert plan.device_parameter_bytes < (2.3 if name == "moe" else 1.6) * least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder_decoder", "lstm", "moe"])
 def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
     from hxla._graph._trace import trace_functional

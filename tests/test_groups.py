@@ -87,6 +87,7 @@ def test_an_update_that_no_norm_couples_holds_two_tensors_at_most(num_groups):
         assert temporary_tensors(OPTIMIZERS[name], num_groups) <= 2.1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_a_norm_that_is_made_of_integers_couples_nothing(num_groups):
     for name in ("adam", "clipped", "clipped last", "lamb", "masked"):
@@ -155,6 +156,7 @@ def train(num_groups, loss=models.token_loss, **options):
     )
 
 
+@pytest.mark.slow
 def test_grouped_updates_have_the_same_bits_on_any_devices_and_train_as_whole_ones():
     spreads = [(8,), (5, 3), (3, 3, 2)]
     grouped = [train(4, mesh=models.mesh(data=len(s)), counts=s) for s in spreads]
@@ -196,6 +198,7 @@ def test_grouped_updates_train_as_optax_does(num_groups):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_replicas_of_several_devices_update_in_groups():
     options = dict(loss=hxla.split(4)(models.token_loss), counts="even")
     grouped, whole = (train(num, **options) for num in (4, 1))

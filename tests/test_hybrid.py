@@ -179,6 +179,7 @@ def close(a, b):
 MANY = ("replicate", "split2-nested")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flavour", "name"),
     [("nnx", name) for name in HYBRIDS]
@@ -234,6 +235,7 @@ def test_shared_parameters_and_scanned_layers_train_as_on_one_device(flavour):
         assert len(cut) >= 2
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_how_replicas_share_the_work():
     data = batches(3, 32)
 

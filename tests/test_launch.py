@@ -257,6 +257,7 @@ def test_slurm_tasks_join_in_place(tmp_path):
         assert f"processes 2 {rank}" in out, err
 
 
+@pytest.mark.slow
 def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
     """Without a launcher they tell each other where they are through the coordination service."""
     code = (

@@ -68,6 +68,7 @@ def test_no_bit_depends_on_the_stage(name):
         assert (losses, sha256) == (wanted[0], wanted[2]), (stage, spread, memory)
 
 
+@pytest.mark.slow
 def test_a_scan_over_layers_can_be_shared_out():
     wanted = trained(one := shared(1, Scanned), planned(one, 2))
     own = shared(3, Scanned)
@@ -115,6 +116,7 @@ def test_each_device_has_its_share_and_no_more(stage, num):
             assert abs(after[device] - before[device] - wanted) <= 0.03 * wanted + small
 
 
+@pytest.mark.slow
 def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
     """Two gathers of the parameters and one reduce-scatter of the sums, for any counts."""
     from hxla._lower._sharded_params import ShardedParams
@@ -157,6 +159,7 @@ def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
     assert all(waves["gather", k] == 3 * gathers[k] for k in gathers if k != last)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shares_resumes_whole_and_evaluates(tmp_path):
     own = shared(3)
     held_out = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}

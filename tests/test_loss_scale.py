@@ -102,6 +102,7 @@ SPREADS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_device_gives_the_same_scales_and_bits_on_any_devices(tmp_path):
     sha256, history = ended(train())
     assert history == (
@@ -126,6 +127,7 @@ def test_shared_state_scales_as_whole_state_does():
     assert history == ended(train())[1]
 
 
+@pytest.mark.slow
 def test_bits_in_bfloat16_are_the_same_on_any_devices(tmp_path):
     sha256 = train(preset="bf16").sha256
     for num, counts in SPREADS:

@@ -37,6 +37,7 @@ def gathered_bytes(program):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.thinned(2)
 def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
@@ -53,6 +54,7 @@ def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
         assert other.evaluate(held_out).loss == session.evaluate(held_out).loss
 
 
+@pytest.mark.slow
 def test_what_travels_halves():
     """All but the norms' scales and biases, and the rows of the embedding that are looked up."""
     sent, planned = {}, {}

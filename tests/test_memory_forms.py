@@ -163,6 +163,7 @@ def cheapest(model, chain, own, devices, gather, forms, groups=1):
     return min(found, default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "num"), [(1, 200), (2, 60)])
 def test_the_choice_is_that_of_brute_force(groups, num):
     num_fit = num_not = num_uneven = 0

@@ -42,6 +42,7 @@ def memory(tier, **more):
 OPTIMIZERS = {name: BY_ELEMENT[name] for name in ("clipped", "narrow moments", "two sorts")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_bit_depends_on_where_the_state_is(name):
     found = {}
@@ -74,6 +75,7 @@ def test_no_bit_depends_on_the_tier_in_any_stage():
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_tier_resumes_in_another(tmp_path):
     tiers = ("host", 3), ("disk", 2), ("device", 1), ("host", 1)
     jobs = [(job(BY_ELEMENT["adamw"](), memory=memory(tier)), num) for tier, num in tiers]
@@ -267,6 +269,7 @@ def test_what_the_host_lacks_is_said():
         own.plan(hxla.Cluster(name="", devices=(device,)), **options)
 
 
+@pytest.mark.slow
 def test_what_else_may_wait_is_tried_where_nothing_fits():
     """The choice is among what fits by the user's word, and nothing is moved needlessly."""
     gpt = families.example("gpt")

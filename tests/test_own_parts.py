@@ -97,6 +97,7 @@ def padded_bytes(plan, num):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1), (1, 2, 1)])
 def test_memory_is_that_of_the_compiled_programs(job, shares):
     own = job(config={"cluster": {"visible_devices": list(range(len(shares)))}})

@@ -160,6 +160,7 @@ def test_split_stages_train_as_one_device_does_and_two_pipelines_as_one(name, pr
     assert any("forwards run again: stages of 2 devices" in r for r in one.plan.reasons)
 
 
+@pytest.mark.slow
 def test_the_collectives_of_a_split_stage_are_megatrons(programs):
     trained(gpt(), families.token_loss, text(), stages=2, **on_mesh(data=1, stage=2, tensor=2))
     fill, ticks, finish, *_ = (hxla.inspect(program).main for program in programs[0])

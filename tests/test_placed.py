@@ -37,6 +37,7 @@ def cluster(chain, rng, per_node):
     )
 
 
+@pytest.mark.slow
 def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
     rng = np.random.default_rng(11)
     num_faster = num_moved = 0

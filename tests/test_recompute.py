@@ -236,6 +236,7 @@ def test_copies_to_the_host_replace_forwards_where_they_are_fast():
     assert offloaded.seconds < plain.seconds
 
 
+@pytest.mark.slow
 def test_a_hundred_segments_are_planned_with_little_lost_to_rounding():
     rng = np.random.default_rng(0)
     chain = []

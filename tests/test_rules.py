@@ -150,6 +150,7 @@ def trained(net, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize(
     "make",

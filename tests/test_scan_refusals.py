@@ -275,6 +275,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_use_of_a_scan_gives_one_error_with_its_reason(name, tmp_path):
     use, error, message = HOSTILE[name]

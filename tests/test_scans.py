@@ -216,6 +216,7 @@ def test_a_stage_holds_its_rows_only_and_like_stages_are_one_program():
     assert made.contribution == alone.contribution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "stages"),
     [({"dropout": 0.1}, (2, 1)), ({"axis": 1, "reverse": True, "remat": True}, (1, 1, 2))],
@@ -224,6 +225,7 @@ def test_stages_between_iterations_train_as_the_whole(how, stages):
     same(train(LinenNet(**how), stages), train(LinenNet(**how)))
 
 
+@pytest.mark.slow
 def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tmp_path):
     whole = train(NnxNet())
     same(train(NnxNet(), (1, 2)), whole)
@@ -290,6 +292,7 @@ class Blocks(nn.Module):
         return nn.Dense(VOCABULARY)(x), 0.0
 
 
+@pytest.mark.slow
 def test_scans_in_a_scan_are_cut_between_the_iterations_of_the_outer_one():
     made = train(Blocks(), (1, 2))
     same(made, train(Blocks()))
@@ -302,6 +305,7 @@ def test_scans_in_a_scan_are_cut_between_the_iterations_of_the_outer_one():
 # -- plans -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_iterations_and_can_be_edited_to_cut_anywhere():
     plan = job(LinenNet()).plan(lowering.cpus(2), stages=(1, 1), microbatch_size=2)
     text = plan.explain()

@@ -37,6 +37,7 @@ def chain_results(graph, chain, model, key, batch):
     return jax.value_and_grad(loss)(jax.tree.leaves(model.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 5])
 @pytest.mark.parametrize("net", ["nnx", "linen"])
 def test_a_chain_gives_the_loss_and_gradients_of_the_whole(net, num):

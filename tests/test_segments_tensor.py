@@ -23,6 +23,7 @@ from hxla._lower._shelves import Away
 TENSOR = FORMS["tensor"]
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_moves_no_bit():
     """Beside one program without axes there is rounding."""
     plain, _ = trained(job(), planned(job(), 1, {}))
@@ -38,6 +39,7 @@ def test_what_is_recomputed_moves_no_bit():
     assert len(sha256) == 1
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_the_stage(tmp_path):
     """Nor on copies, counts, groups, waves, or on whose checkpoint a run goes on from."""
     own = job(zero=1, recompute="none")
@@ -92,6 +94,7 @@ def layers(recompute, **memory):
     )
 
 
+@pytest.mark.slow
 def test_a_scan_over_layers_is_cut_both_ways():
     """Rows of stacked parameters, which the devices of a copy cut in another dimension."""
     one = layers(None)
@@ -109,6 +112,7 @@ def test_a_scan_over_layers_is_cut_both_ways():
     assert len(sha256) == 1
 
 
+@pytest.mark.slow
 def test_what_waits_is_cut():
     """What crosses between segments, and what lies in the midst of one, is not on each device."""
 
@@ -135,6 +139,7 @@ def test_what_waits_is_cut():
     assert not known & {x.shape for x in residuals if len(x.shape) == 2 and 64 in x.shape}
 
 
+@pytest.mark.slow
 def test_what_travels_between_copies_does_not_grow_with_the_microbatches():
     """Gathers and sums of stage 3 are of each device's own parts, once for a segment."""
     counted = {}
@@ -167,6 +172,7 @@ def test_what_travels_between_copies_does_not_grow_with_the_microbatches():
     assert all(pair == "{{0,2},{1,3},{2,0},{3,1}}" or "0,1" not in pair for pair in permutes)
 
 
+@pytest.mark.slow
 def test_memory_decides_what_waits_and_who_has_what():
     own = families.gpt_job(16, optax.adamw(1e-3), width=128, length=64, layers=4)
 
@@ -205,6 +211,7 @@ for weights in (None, "first.safetensors"):
 """
 
 
+@pytest.mark.slow
 def test_a_process_for_each_device(tmp_path):
     """What is made where it lies, and what is read from a file."""
     path, wanted = tmp_path / "first.safetensors", []
@@ -220,6 +227,7 @@ def test_a_process_for_each_device(tmp_path):
     assert [json.loads(text) for text in told] == wanted, out[-3000:] + err[-3000:]
 
 
+@pytest.mark.slow
 def test_what_waits_on_hosts_moves_no_bit():
     own = job(zero=3, recompute="none")
     plan = planned(own, 2, TENSOR)

@@ -45,6 +45,7 @@ def whole(clip):
     return plan.numerics, trained(own, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "memory"),
     [
@@ -68,6 +69,7 @@ def test_no_bit_depends_on_the_groups(stage, memory):
     assert (losses, sha256) == (wanted[0], wanted[2])
 
 
+@pytest.mark.slow
 def test_an_owner_is_one_of_a_group():
     """What the optimizer treats as a whole; sums of floats differ from those of one group."""
     own = shared(2, optimizer=optax.contrib.muon(1e-2), shard_groups=2)
@@ -79,6 +81,7 @@ def test_an_owner_is_one_of_a_group():
     assert trained(own, plan)[2] == trained(two, alike)[2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_in_other_groups(tmp_path):
     wanted = whole(0.3)[1]
     saved = {"checkpoint_dir": tmp_path}

@@ -59,6 +59,7 @@ WISHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("name", WISHES)
 def test_more_devices_of_a_kind_compile_no_more_and_change_no_bit(name, evaluate):

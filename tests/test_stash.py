@@ -48,6 +48,7 @@ def test_no_bit_depends_on_where_the_stash_is():
         assert (losses, sha256) == (wanted[0], wanted[2]), (stage, counts, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Layers, Scanned])
 def test_a_chain_of_one_copy_has_the_same_bits_from_the_host(model):
     wanted = None
@@ -64,6 +65,7 @@ def test_a_chain_of_one_copy_has_the_same_bits_from_the_host(model):
     assert trained(plain(model), own)[2] == wanted[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_tier_resumes_in_another(tmp_path):
     host = test_layered.shared(3, **away("boundaries"))
     device = test_layered.shared(1)
@@ -115,6 +117,7 @@ def most_bytes(own, plan, monkeypatch):
     return most["device"] - before["device"], most["pinned_host"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "word"), [(0, "none"), (0, "boundaries"), (3, "boundaries")])
 def test_what_waits_on_the_host_is_not_on_the_device(stage, word, monkeypatch):
     """What is live between programs falls by what the plan says, and is in pinned memory."""

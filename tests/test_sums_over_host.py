@@ -22,6 +22,7 @@ def told(tmp_path_factory):
     return results_of("host_sums_job.py", 2, folder, timeout=300, XLA_FLAGS=flags)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_device_collectives(told):
     assert len({json.dumps({k: v["sha256"] for k, v in own.items()}) for own in told}) == 1
     for zero in (0, 1):
@@ -169,6 +170,7 @@ def test_a_plan_is_not_opened_on_devices_that_cannot_meet():
         check_runnable(edited, own._traced, cluster(*kinds), tuple(jax.devices()[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_devices_of_a_process_are_added_first(zero):
     """One process: what several devices hold is added on one, and no program has a collective."""

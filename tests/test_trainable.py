@@ -111,6 +111,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 def test_what_is_trained_is_trained_as_in_a_loop_of_ones_own(name):
     trainable, filter_ = FILTERS[name]
@@ -145,6 +146,7 @@ def test_frozen_parameters_join_no_sum():
         assert len(session.state.exponents) == 8 + 2
 
 
+@pytest.mark.slow
 def test_linen_parameters_are_named_by_patterns():
     module = LinenAdapted()
     variables = module.init(jax.random.key(0), jnp.zeros((1, 8)))

@@ -369,6 +369,7 @@ def test_a_built_in_map_makes_the_tensors_it_says(name, tmp_path):
 # -- what others read ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plain_flax_reads_an_exported_folder(tmp_path):
     result = train(Net(nnx.Rngs(0)), **SPREADS["cut by rules"])
     hxla.save_weights(tmp_path / "nnx", result.state)

@@ -104,6 +104,7 @@ def trained(job, plan, **options):
 SHARES = [[1, 1, 1], [1, 2, 3], [4, 2, 1], [1, 1, 9]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_ELEMENT)
 @pytest.mark.thinned(2)
 def test_bits_do_not_depend_on_who_owns_what(name):
@@ -130,6 +131,7 @@ def close(found, wanted):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-3)  # an update moves by 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_PARAMETER)
 def test_what_the_optimizer_treats_as_a_whole_has_one_owner(name):
     make = BY_PARAMETER[name]
@@ -212,6 +214,7 @@ def test_a_state_that_was_taken_apart_once_is_so_again_without_compiling():
         assert session.result().sha256 == trained(own, plan).sha256
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_other_shares(tmp_path):
     make = BY_ELEMENT["adamw"]
     even = job(make(), memory={"zero": 1})
@@ -334,6 +337,7 @@ def sent_elements(closed):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.thinned(3)
 def test_chunks_of_any_length_are_summed_and_gathered(seed):
@@ -365,6 +369,7 @@ def test_chunks_of_any_length_are_summed_and_gathered(seed):
         assert sent_elements(jax.make_jaxpr(program)(wide).jaxpr) == (num - 1) * total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[5, 2, 9, 1], [1, 9, 2, 0, 3], [7, 1, 1, 8]])
 @pytest.mark.thinned(3)
 def test_chunks_of_more_lengths_than_ranges_keep_to_themselves(lengths, monkeypatch):

@@ -64,6 +64,7 @@ def leaves(tree):
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.size > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_bits_do_not_depend_on_who_has_what(name):
     """Copies, counts and groups move no bit; beside whole state there is rounding."""
@@ -92,6 +93,7 @@ def test_bits_do_not_depend_on_who_has_what(name):
         assert trained(other, spread)[0].sha256 == found.sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "stage"])
 def test_a_checkpoint_knows_nothing_of_shares(name, tmp_path):
     axes, own = FORMS[name], job(zero=1)
@@ -103,6 +105,7 @@ def test_a_checkpoint_knows_nothing_of_shares(name, tmp_path):
     assert found.sha256 == wanted.sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lamb", "masked"])
 def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
     """LAMB's norms are of whole parameters; a mask of elements is cut as they are."""
@@ -187,6 +190,7 @@ def of_statistics():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "stages", "pipeline"),
     [
