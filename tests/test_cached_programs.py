@@ -1,7 +1,5 @@
 """The cache of compiled programs that the tests share."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +14,12 @@ def test_a_device_finds_what_another_has_compiled(tmp_path, every_program_is_cac
 
     before = jax.config.jax_compilation_cache_dir
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    own = jax.jit(run)
     found, counts = [], []
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         compilation_cache.reset_cache()
         for device in jax.devices()[:3]:
-            own = jax.jit(functools.partial(run))
             found.append(np.asarray(own(jax.device_put(x, device))))
             counts.append(len(list(tmp_path.glob("*-cache"))))
     finally:

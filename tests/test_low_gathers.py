@@ -38,7 +38,7 @@ def gathered_bytes(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("word", ["bf16", "fp16"])
 @pytest.mark.thinned(2)
 def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
     one = in_precision(shared(1), word)

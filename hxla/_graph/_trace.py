@@ -81,6 +81,7 @@ def trace(
     return trace_functional(flat, example, default=default, patterns=patterns)
 
 
+@brief_absence()
 def trace_functional(
     model: Functional,
     batch: PyTree,
@@ -106,19 +107,18 @@ def trace_functional(
         _check_aux(aux, new_aux)
         return scaled_loss(sums.loss, sums.num_losses, aux), sums.row, new_aux
 
-    with brief_absence():
-        graph = naming_axes(
-            lambda: trace_sums(
-                with_axes(run, axes),
-                model.params,
-                model.aux,
-                batch,
-                logical=model.logical,
-                default=default,
-                patterns=patterns,
-            ),
-            axes,
-        )
+    graph = naming_axes(
+        lambda: trace_sums(
+            with_axes(run, axes),
+            model.params,
+            model.aux,
+            batch,
+            logical=model.logical,
+            default=default,
+            patterns=patterns,
+        ),
+        axes,
+    )
     _check_depends(graph)
     return dataclasses.replace(
         graph, metrics=tuple(metrics), num_losses=num_losses[0], bound_axes=tuple(axes)

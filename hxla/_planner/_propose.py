@@ -10,7 +10,7 @@ from .._cluster._cluster import Cluster, Link
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._plan._plan_parts import DevicePrediction, Prediction, RunnerUp
-from .._profile._profile import LayerSize, Profile, Setting, together_key
+from .._profile._profile import LayerSize, Profile, Setting, measured_sum
 from .._schedule._replay import Timeline
 from ._chain import UNBOUNDED, Chain, Group, Rings, Staging
 from ._chain_tables import step_seconds
@@ -131,12 +131,13 @@ def propose(
         fits = key.recompute == wanted or (key.tensor == 1 and num_stages > 1)
         return fits and num_stages <= (max_stages or num_stages)
 
+    labels = [device.label for device in cluster.devices]
     where = Placer(
         chains=chains,
         places=places,
         cluster=cluster,
         # A sum that was measured is not predicted.
-        reduce_factor=work.reduce_factor if _measured_sum(cluster, profile) is None else 0.0,
+        reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
     )
     found = search(
         chains, time_budget_seconds=time_budget_seconds, can_run=can_run, place=where.place
@@ -235,13 +236,6 @@ def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
         "transfers at the same time share their nodes' network cards: "
         f"{there.step_seconds:.4g} s, {alone:.4g} s if each had its own"
     ]
-
-
-def _measured_sum(cluster: Cluster, profile: Profile | None) -> float | None:
-    """Seconds of the sum over all devices, and of the loop, where they were measured."""
-    if profile is None:
-        return None
-    return profile.reductions.get(together_key(d.label for d in cluster.devices))
 
 
 def _about_sums(
@@ -378,7 +372,7 @@ def _chain(
     fastest = [
         [max((x for x, _ in row), key=_rate, default=None) for row in rows] for rows in links
     ]
-    measured = _measured_sum(cluster, profile)
+    measured = measured_sum(profile, (device.label for device in cluster.devices))
     if measured is not None and len(cluster.devices) > 1:
         reasons.append(f"the sum over all devices, and the loop: measured, {measured:.4g} s")
     per_byte = [[1 / x.bytes_per_second if x is not None else 0.0 for x in row] for row in fastest]

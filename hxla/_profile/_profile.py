@@ -220,3 +220,8 @@ def _setting(row: Mapping[str, Any]) -> Setting:
 def together_key(labels: Iterable[str]) -> str:
     """Names a set of devices that train together, by their kinds."""
     return " + ".join(sorted(labels))
+
+
+def measured_sum(profile: Profile | None, labels: Iterable[str]) -> float | None:
+    """Seconds of the sum over devices of some kinds, and of the loop, where they were measured."""
+    return None if profile is None else profile.reductions.get(together_key(labels))

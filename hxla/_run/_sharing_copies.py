@@ -18,7 +18,7 @@ from .._planner._chain import UNBOUNDED
 from .._planner._estimate import layer_times
 from .._planner._propose import ChainWork, Proposal, propose
 from .._planner._shard_groups import travel_of
-from .._profile._profile import LayerSize, Profile, together_key
+from .._profile._profile import LayerSize, Profile, measured_sum
 from ._forms_of_job import predicted_microbatches
 
 
@@ -105,8 +105,8 @@ def sharing_copies(
         own = _timed(complete(proposal))
         # One limb has less to hold: if two are asked for, a bound with one is one too.
         sums = own.sums.model_copy(update={"limbs": 1} if own.sums.kind == "exact" else {})
-        tried[own.microbatch_size] = own.replaced(sums=sums)
-        summing = _sum_seconds(tried[own.microbatch_size], cluster, profile)
+        least_held = tried[own.microbatch_size] = own.replaced(sums=sums)
+        summing = _sum_seconds(least_held, cluster, profile)
         if proposal.prediction.step_seconds + summing >= least:
             continue  # in no form are they faster
         try:
@@ -144,9 +144,10 @@ def _timed(plan: Plan) -> Plan:
 def _sum_seconds(plan: Plan, cluster: Cluster, profile: Profile | None) -> float:
     """Of a ring over all copies, or as it was measured."""
     labels = [cluster.devices[replica.devices[0]].label for replica in plan.replicas]
-    measured = None if profile is None else profile.reductions.get(together_key(labels))
-    ring = 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
-    return ring if measured is None else measured
+    measured = measured_sum(profile, labels)
+    if measured is not None:
+        return measured
+    return 2 * plan.sums.travel_factor * travel_of(plan, cluster, 1).all_copies
 
 
 def _with_rest(
