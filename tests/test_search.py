@@ -180,6 +180,46 @@ def test_what_prices_bound_holds_before_any_cut_is_parted():
     assert np.median(ratios) > 0.65
 
 
+def test_one_pass_at_any_prices_says_how_fast_no_plan_is():
+    """Of all numbers of stages together, again where the last pass left periods, on others'."""
+    ratios = []
+    for seed in range(200):
+        rng = np.random.default_rng(12_000 + seed)
+        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
+        best = chains.brute_search(chain)
+        if best is None:
+            continue
+        t = _chain_tables.tables(chain)
+        bound = _bound.Bound(t, chain.num_microbatches, lambda: None)
+        seconds = best * rng.uniform(1.01, 2.0)
+        first = bound.refute(seconds, 1 / t.seconds[:, 0, -1])
+        again = bound.refute(seconds, rng.uniform(0, 4, len(chain.groups)), first)
+        for found in (first, again):
+            assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
+        assert all(x.floor >= first[num].floor for num, x in again.items()), seed
+        ratios.append(min(x.floor for x in again.values()) / best)
+    assert len(ratios) > 80
+    assert np.median(ratios) > 0.6
+
+
+def test_so_it_does_where_memory_holds_fewer_microbatches_than_stages():
+    num_tight = 0
+    for seed in range(700):
+        rng = np.random.default_rng(12_500 + seed)
+        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=3)
+        less = rng.uniform(0.3, 1)
+        groups = (dataclasses.replace(g, memory_bytes=less * g.memory_bytes) for g in chain.groups)
+        chain = dataclasses.replace(chain, groups=tuple(groups))
+        t = _chain_tables.tables(chain)
+        best = None if np.array_equal(t.fits(1), t.fits(4)) else chains.brute_search(chain)
+        if best is not None:
+            num_tight += 1
+            bound = _bound.Bound(t, chain.num_microbatches, lambda: None)
+            found = bound.refute(1.2 * best, rng.uniform(0, 4, len(chain.groups)))
+            assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
+    assert num_tight > 40
+
+
 MIXED = {
     "devices": (256, 256, 256),
     "memory": (80, 40, 32),

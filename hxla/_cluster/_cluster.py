@@ -1,6 +1,7 @@
 """Described clusters: devices, the nodes that hold them, and the links between them."""
 
 import bisect
+import functools
 import math
 from typing import Annotated
 
@@ -214,6 +215,12 @@ class Node(_Value):
     network_card: NetworkCard | None = None
 
 
+@functools.lru_cache(maxsize=64)
+def _card_of_link(bytes_per_second: float) -> NetworkCard:
+    """A card that carries what a link does: one object for all nodes and all questions."""
+    return NetworkCard(bytes_per_second=bytes_per_second, source="its fastest link")
+
+
 class Cluster(_Value):
     """A described cluster: its devices in the order of ranks.
 
@@ -274,7 +281,7 @@ class Cluster(_Value):
         fastest = max((link.bytes_per_second for link in found if link is not None), default=None)
         if fastest is None:
             return None
-        return NetworkCard(bytes_per_second=fastest, source="its fastest link")
+        return _card_of_link(fastest)
 
     def _between(self, a: str, b: str) -> Link | None:
         first, second = sorted((a, b))

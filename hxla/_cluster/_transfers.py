@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from ._cluster import Cluster
+from ._cluster import Cluster, NetworkCard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,48 +57,53 @@ def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float 
     Returns:
         The seconds of each; None where no link is described.
     """
-    over: dict[tuple[int, bool], list[float]] = collections.defaultdict(list)
-    cards = {node: cluster.network_card(node) for node in _nodes(cluster, transfers)}
+    # Most transfers are like others: between the same nodes, of as many bytes.
+    sorts = [
+        (cluster.devices[x.sender].node, cluster.devices[x.receiver].node, x.num_bytes)
+        if x.sender != x.receiver
+        else None
+        for x in transfers
+    ]
+    numbers = collections.Counter(filter(None, sorts))
+    cards = {node: cluster.network_card(node) for *ends, _ in numbers for node in ends}
 
-    def passed(transfer: Send) -> list[tuple[int, bool]]:
-        """The cards that a transfer passes, each with whether it is received there."""
-        ends = (cluster.devices[transfer.sender].node, cluster.devices[transfer.receiver].node)
-        if ends[0] == ends[1]:
-            return []
-        known = [(node, cards[node], bool(i)) for i, node in enumerate(ends)]
-        return [(node, card.duplex and into) for node, card, into in known if card is not None]
+    def passed(a: int, b: int) -> list[tuple[NetworkCard, tuple[int, bool]]]:
+        """The cards that a transfer between nodes passes; of each also the node and direction."""
+        known = [(node, cards[node], bool(i)) for i, node in enumerate((a, b)) if a != b]
+        return [(card, (node, card.duplex and into)) for node, card, into in known if card]
 
-    for transfer in transfers:
-        for key in passed(transfer):
-            over[key].append(transfer.num_bytes)
+    over: dict[tuple[int, bool], dict[float, int]] = collections.defaultdict(collections.Counter)
+    for (a, b, size), num in numbers.items():
+        for _, key in passed(a, b):
+            over[key][size] += num
     carried = {key: _Carried(sizes) for key, sizes in over.items()}
-    found: list[float | None] = []
-    for transfer in transfers:
-        link = cluster.link(transfer.sender, transfer.receiver)
-        if link is None:
-            found.append(None)
+    found: dict[tuple[int, int, float] | None, float | None] = {None: None}
+    for sort, x in zip(sorts, transfers, strict=True):
+        if sort is None or sort in found:
             continue
-        seconds = link.seconds(transfer.num_bytes)
-        for node, into in passed(transfer):
-            card = cards[node]
-            assert card is not None
-            shared = carried[node, into].until(transfer.num_bytes) / card.bytes_per_second
-            seconds = max(seconds, link.latency_seconds + shared)
-        found.append(seconds)
-    return found
+        a, b, size = sort
+        link = cluster.link(x.sender, x.receiver)
+        if link is None:
+            found[sort] = None
+            continue
+        shared = [
+            link.latency_seconds + carried[key].until(size) / card.bytes_per_second
+            for card, key in passed(a, b)
+        ]
+        found[sort] = max([link.seconds(size), *shared])
+    return [found[sort] for sort in sorts]
 
 
 class _Carried:
     """How much a card carries until a transfer of some size is done.
 
     Args:
-        sizes: Bytes of all transfers that pass it.
+        counts: Bytes of the transfers that pass it, with how many are of as many.
     """
 
-    def __init__(self, sizes: Sequence[float]):
-        counts = collections.Counter(sizes)
+    def __init__(self, counts: Mapping[float, int]):
         self._until: dict[float, float] = {}
-        left, before = len(sizes), 0.0
+        left, before = sum(counts.values()), 0.0
         for size in sorted(counts):
             self._until[size] = before + left * size
             before += counts[size] * size
@@ -108,10 +112,3 @@ class _Carried:
     def until(self, size: float) -> float:
         """Bytes carried when the transfers of a size that is among them are done."""
         return self._until[size]
-
-
-def _nodes(cluster: Cluster, transfers: Sequence[Send]) -> set[int]:
-    ranks = itertools.chain.from_iterable(
-        (transfer.sender, transfer.receiver) for transfer in transfers
-    )
-    return {cluster.devices[rank].node for rank in ranks}

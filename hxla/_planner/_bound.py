@@ -69,11 +69,13 @@ class Alive:
         first: [W] Least period of each interval.
         last: [W] Longest.
         shallow: Depths of pipelines of fewer microbatches than stages that such a plan can have.
+        floor: No plan takes fewer seconds.
     """
 
     first: Array
     last: Array
     shallow: frozenset[int]
+    floor: float = 0.0
 
 
 class Bound:
@@ -176,8 +178,8 @@ class Bound:
             if spans or shallow:
                 coarse = np.array(sorted(spans)).reshape(-1, 2).T
                 fine = r.within(low, left, ratio, (coarse[0], coarse[1]), _MAX_FINE // max(members))
-                some = Alive(*fine, shallow=shallow)
-                alive |= self._survivors(seconds, prices, dict.fromkeys(members, some))
+                some = {n: Alive(*fine, shallow=shallow, floor=x.floor) for n, x in members.items()}
+                alive |= self._survivors(seconds, prices, some)
         return alive
 
     def _survivors(
@@ -190,34 +192,41 @@ class Bound:
         some = next(iter(known.values()))
         left = np.array([seconds - self._tail_of(num, seconds) for num in range(1, most + 1)])
 
-        def excess(first: Array, last: Array, depth: int, limit: int, upto: int) -> Array:
-            parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
-            found = [part.excess(upto, prices, left[:upto]) for part in parts]
-            return np.concatenate([np.zeros((0, upto)), *found])
+        number = np.arange(1, most + 1)
+        replicas = sum(t.num_devices) // number
+        wanted = self._num * (1 - 1e-9)
+        needed = (wanted - worth) / replicas  # of the greatest excess
 
-        deep = excess(some.first, some.last, self.max_stages, self._num, most)
+        def excess(first: Array, last: Array, depth: int, limit: int) -> tuple[Array, Array]:
+            """[W, S] And [S], a time in which no excess is what is needed."""
+            parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
+            fills = np.concatenate([np.zeros((0, most)), *(x.fills(most, prices) for x in parts)])
+            worth_at_most = limit - number * min(prices)
+            found = np.minimum(1 + left / first[:, None] - fills, worth_at_most)
+            least = (first[:, None] * (needed - 1 + fills)).min(axis=0, initial=np.inf)
+            return found, np.where(worth_at_most < needed, np.inf, least)
+
+        deep, least = excess(some.first, some.last, self.max_stages, self._num)
         shallow = {}
         for depth, limit in self._shallow(most):
             if depth not in some.shallow:
                 continue
             # Fewer microbatches than stages cannot pay for dear devices: no need to look closer.
-            number = np.arange(1, most + 1)
             shallow[depth] = np.minimum(limit, number - 1) - number * min(prices)
-            nearly = np.maximum(0.0, deep.max(axis=0, initial=-np.inf))
-            close = [n for n in known if shallow[depth][n - 1] > nearly[n - 1]]
-            if close:
+            if (shallow[depth] >= needed)[[n - 1 for n in known]].any():
                 coarse = r.periods(r.least_period(), float(left.max()), _COARSE)
-                closer = excess(*coarse, depth, limit, max(close)).max(axis=0, initial=-np.inf)
-                shallow[depth][: max(close)] = np.minimum(shallow[depth][: max(close)], closer)
+                closer, sooner = excess(*coarse, depth, limit)
+                closer = np.minimum(shallow[depth], closer.max(axis=0, initial=-np.inf))
+                sooner = np.where(shallow[depth] < needed, np.inf, sooner)
+                shallow[depth], least = closer, np.minimum(least, sooner)
+        floor = np.minimum(seconds, np.where(needed > 0, least + seconds - left, 0.0)) * (1 - 1e-9)
         alive = {}
         for num in known:
-            replicas = sum(t.num_devices) // num
             own = deep[:, num - 1]
             greatest = max(
                 [own.max(initial=-np.inf), *(float(e[num - 1]) for e in shallow.values())]
             )
-            others = worth + (replicas - 1) * max(0.0, greatest)
-            wanted = self._num * (1 - 1e-9)
+            others = worth + (replicas[num - 1] - 1) * max(0.0, greatest)
             if others + greatest >= wanted:
                 kept = (others + own >= wanted) & np.isfinite(own)
                 alive[num] = Alive(
@@ -226,6 +235,7 @@ class Bound:
                     shallow=frozenset(
                         d for d, e in shallow.items() if others + e[num - 1] >= wanted
                     ),
+                    floor=max(known[num].floor, float(floor[num - 1])),
                 )
         return alive
 

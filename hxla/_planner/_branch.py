@@ -169,9 +169,13 @@ class Branching:
             return single
         if bound.copies(self._num, seconds) > 1:
             return several
-        one = [0.0] * bound.t.num_kinds
-        left = np.full(self._num, seconds - single)
-        alone = any(x.excess(self._num, one, left)[:, -1].max() >= self._wanted for x in parts)
+        free = [0.0] * bound.t.num_kinds
+
+        def most(x: Priced) -> float:
+            fill = x.fills(self._num, free)[:, -1]
+            return min(x.most, float((1 + (seconds - single) / x.first - fill).max()))
+
+        alone = any(most(x) >= self._wanted for x in parts)
         return single if alone else several
 
     @property

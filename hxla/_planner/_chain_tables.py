@@ -1,6 +1,7 @@
 """What a staging of a chain costs: seconds and bytes, stage by stage."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -85,8 +86,16 @@ class Tables:
 
     def fits(self, depth: int) -> Array:
         """[K, L+1, L+1] Whether a stage fits its device with `depth` microbatches in flight."""
-        need = self.state_bytes + depth * self.stash_bytes
-        return need <= self.memory[:, None, None]
+        if depth not in self._fitting:
+            need = self.state_bytes + depth * self.stash_bytes
+            self._fitting[depth] = need <= self.memory[:, None, None]
+            self._fitting[depth].setflags(write=False)
+        return self._fitting[depth]
+
+    @functools.cached_property
+    def _fitting(self) -> dict[int, Array]:
+        """What `fits` has said, by depth: a search asks for the same again and again."""
+        return {}
 
 
 def tables(chain: Chain) -> Tables:

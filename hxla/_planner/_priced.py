@@ -200,20 +200,14 @@ class Priced:
             low_end, high_end = low, high
         return rests
 
-    def excess(self, num: int, prices: Sequence[float], seconds: Array) -> Array:
-        """How many microbatches more than its devices are worth a pipeline can run.
+    def fills(self, num: int, prices: Sequence[float]) -> Array:
+        """[W, num] By number of stages, the least fill in periods with the prices of the devices.
 
         Args:
             num: Most stages.
             prices: [K]
-            seconds: [num] That a pipeline has, by number of stages.
-
-        Returns:
-            [W, num] by number of stages, never too little.
         """
-        found = np.stack([rest[:, 0] for rest in self.rests(num, prices)[1:]], axis=1)
-        worth = self.most - np.arange(1, num + 1) * min(prices)
-        return np.minimum(1 + seconds[None] / self.first[:, None] - found, worth)
+        return np.stack([rest[:, 0] for rest in self.rests(num, prices)[1:]], axis=1)
 
     def pipeline(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
-from ._bound import FINE, Alive, Bound, most_stages
+from ._bound import Alive, Bound, most_stages
 from ._branch import Branching
 from ._chain import Chain, Staging
 from ._chain_tables import tables
@@ -30,13 +30,11 @@ from ._like_copies import like_copies
 from ._packing import fractional_packing
 from ._relaxed import subsets
 
-_LEVELS = (1.05, 1.1, 1.15, 1.2, 1.3)
 _ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
 _ALIKE = 6  # plans of like copies that are placed, of each chain
 _FINER = 0.2  # of the time: as much is spent on less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
-_ROUGH = 1.01
 _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
 _NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
 
@@ -188,14 +186,18 @@ def _run(
 ) -> None:
     """Plans for all chains, then bounds for all, then whatever bounds the whole search least."""
     # The most promising first: its plan refutes others before any time is spent on them.
-    for key, s in sorted(searches.items(), key=lambda item: item[1].estimate):
+    left = sorted(searches.items(), key=lambda item: item[1].estimate)
+    for i, (key, s) in enumerate(left):
         if not s.can_run or not s.bound.some_plan_fits():
             infeasible[key] = s.why_not()
-        elif s.bound.floor < goal.fastest and not s.is_refuted():
+        elif not s.is_refuted():
             s.first_plans(3 if goal.fastest == math.inf else 1)
             if not s.plans:
                 infeasible[key] = s.why_not()
-            deadline.armed |= goal.fastest < math.inf
+            if not deadline.armed and goal.fastest < math.inf:
+                deadline.armed = True
+                for _, other in left[i:]:
+                    other.bound_by_prices()
     _refine([s for key, s in searches.items() if key not in infeasible])
 
 
@@ -269,14 +271,8 @@ class _Search:
         return explain_infeasible(self.chain)
 
     def is_refuted(self) -> bool:
-        """Whether prices alone say that no plan of this chain need be found."""
-        level = self._goal.worthwhile
-        if level == math.inf:
-            return False
-        found = self.bound.refute(level, self._prices)
-        self._known, self._known_for = {n: found[n] for n in self._order if n in found}, level
-        self._raise(set(self._order) - set(found), level)
-        return not self._known
+        """Whether no plan of this chain need be found, by what is known of its bound."""
+        return self.bound_seconds >= self._goal.worthwhile
 
     def first_plans(self, num_tried: int) -> None:
         """Plans of the most promising numbers of stages, of more where none fits."""
@@ -329,28 +325,25 @@ class _Search:
             self._known = {}  # of plans that are faster than what is asked for now
         self._branchings = {}
         self._visits = dict.fromkeys(self._order, 0)
-        self._bound_by_levels()
+        self.bound_by_prices()
         # By turns those of the best plans and those of the fewest stages.
         for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
 
-    def _bound_by_levels(self) -> None:
-        self._bounded_for = self._goal.worthwhile
-        left = {num for num in self._order if self._bounds[num] < self._goal.worthwhile}
-        alive = {num: x for num, x in self._known.items() if num in left}
-        levels = (self._goal.fastest / level for level in _LEVELS)
-        for i, seconds in enumerate((self._goal.worthwhile, *levels)):
-            if not left or seconds <= min(self._bounds[num] for num in left):
-                break
-            if not i and seconds == self._known_for:
-                continue
-            known, ratio = alive or None, _ROUGH if i else FINE
-            found = self.bound.refute(seconds, self._prices, known, ratio=ratio)
-            alive = {num: x for num, x in found.items() if num in left}
-            if not i:
-                self._known, self._known_for = alive, seconds
-            self._raise(left - set(alive), seconds)
-            left &= set(alive)
+    def bound_by_prices(self) -> None:
+        """What the prices say of plans faster than what is asked for, of all numbers of stages."""
+        level = self._bounded_for = self._goal.worthwhile
+        left = {num for num in self._order if self._bounds[num] < level}
+        known = {num: x for num, x in self._known.items() if num in left}
+        if left:
+            self._learn(left, self.bound.refute(level, self._prices, known or None), level)
+
+    def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
+        """Take what a bound says of some numbers of stages and plans faster than a time."""
+        self._known = {num: found[num] for num in self._order if num in found and num in asked}
+        self._known_for = seconds
+        for num in asked:
+            self._raise([num], found[num].floor if num in found else seconds)
 
     def urgency(self) -> tuple[float, float]:
         """Which chain to work on: the one with the least first (infinity: none is needed)."""
@@ -375,7 +368,7 @@ class _Search:
         num = self._next()
         assert num is not None
         if self._goal.worthwhile < self._bounded_for / (1 + self._goal.good_enough):
-            self._bound_by_levels()
+            self.bound_by_prices()
             return
         visit = self._visits[num]
         self._visits[num] += 1
@@ -442,8 +435,7 @@ class _Search:
         self._wait -= 1
         if self._wait < 0 and len(left) == len(known) > 2:
             alive = self.bound.refute(level, prices, known)
-            self._known |= alive
-            self._raise(set(left) - set(alive), level)
+            self._learn(left, alive, level)
             if len(left) - len(alive) < 4:
                 self._patience = self._wait = 2 * self._patience
 
