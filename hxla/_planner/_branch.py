@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._bound import Alive, Bound
+from ._branch_node import FREE, MIXED, BranchNode, Column, Part, Spans, cut_of, narrowed, span_of
 from ._chain_tables import Array
 from ._one_cut import enough_for_cards, like_seconds
 from ._packing import fractional_packing
 from ._priced import Pins, Priced, priced
-from ._relaxed import Bands
 
 _RATIO = 1.003
 _MAX_INTERVALS = 200
@@ -22,59 +22,7 @@ _NEW = 5  # columns of one pass
 _MAX_CHOICES = 1024  # of kinds, that are looked at one by one
 _MAX_HALVES, _CLOSE = 5, 1.005  # of a first look
 _GRID = 1.004  # ratio of periods where boundaries take more than the relaxation knows
-_FREE, _MIXED = -1, -2  # stages of which nothing is laid down, and those of several kinds
-Box = tuple[tuple[int, int], ...]
-Modes = tuple[int, ...]  # per position from the end: a kind that all copies have there, or these
 _FEW = 1e6  # elements of a dynamic programme over mixes that is worth its time
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Column:
-    """A relaxed pipeline."""
-
-    cuts: tuple[int, ...]
-    kinds: tuple[int, ...]  # by position from the end
-    used: tuple[int, ...]
-    fill: float
-    period: float
-    most: int
-    modes: Modes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Plans whose largest stage is of like size.
-
-    Attributes:
-        bound: Of them.
-        tail: That they have at least.
-        priced: Their pipelines by period.
-        grid: The same for every period, where some stages' kinds are laid down.
-        columns: Of all nodes.
-    """
-
-    bound: Bound
-    tail: float
-    priced: list[Priced]
-    grid: list[Priced]
-    columns: list[_Column]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _BranchNode:
-    """Plans whose boundaries and kinds lie within limits.
-
-    Attributes:
-        part: That they belong to.
-        box: Per position from the end, the layers that its stage may begin with: from, up to.
-        modes: What is laid down of their kinds.
-        prices: To begin with.
-    """
-
-    part: _Part
-    box: Box
-    modes: Modes
-    prices: list[float]
 
 
 class Branching:
@@ -127,9 +75,9 @@ class Branching:
         self._wanted = bound.num_microbatches * (1 - 1e-9)
         self._known = known
         self._available = np.array(t.num_devices)
-        self._nodes: list[tuple[float, int, _BranchNode]] = []
+        self._nodes: list[tuple[float, int, BranchNode]] = []
         self._made = 0
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._floors: list[float] = []  # of each part: no plan of it is faster
         parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
         for limited in parts:
@@ -150,16 +98,16 @@ class Branching:
                     )
             if boxes:
                 tail = self._tail(limited, own, seconds)
-                part = _Part(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
+                part = Part(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
                 root = [
                     (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
                 ]
                 self._parts.append(part)
                 self._floors.append(0.0)
-                free = (_FREE,) * num_stages
+                free = (FREE,) * num_stages
                 self._push(
                     math.inf,
-                    _BranchNode(part=part, box=tuple(root), modes=free, prices=self.prices),
+                    BranchNode(part=part, box=tuple(root), modes=free, prices=self.prices),
                 )
 
     def _tail(self, bound: Bound, parts: Sequence[Priced], seconds: float) -> float:
@@ -193,7 +141,7 @@ class Branching:
         """No plan is faster, as far as the prices of the whole parts say."""
         return min(self._floors, default=math.inf)
 
-    def _floor(self, part: _Part, upper: float, prices: Sequence[float]) -> float:
+    def _floor(self, part: Part, upper: float, prices: Sequence[float]) -> float:
         """A time below which no plan of a part can be, by prices that bound it at a longer one.
 
         Args:
@@ -212,7 +160,7 @@ class Branching:
                 floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
         return part.tail + floor * (1 - 1e-9)
 
-    def _raised(self, node: _BranchNode, low: float, high: float) -> float:
+    def _raised(self, node: BranchNode, low: float, high: float) -> float:
         """A greater time below which no plan is, between one that is known and another."""
         tail = self._tail_at(node)
         for _ in range(_MAX_HALVES):
@@ -238,7 +186,7 @@ class Branching:
         before, _, node = heapq.heappop(self._nodes)
         part, box = node.part, node.box
         tail = self._tail_at(node)
-        upper, most, prices, shares = self._solve(node, seconds - tail)
+        upper, most, prices, shares, spans = self._solve(node, seconds - tail)
         self.prices = prices
         is_refuted = upper < self._wanted
         if before == -math.inf:
@@ -256,7 +204,7 @@ class Branching:
             return []
         if not self._enough_for_cards(node, seconds - tail):
             return []
-        pinned = not part.grid or _FREE not in node.modes
+        pinned = not part.grid or FREE not in node.modes
         if single and stages is not None and pinned:
             low = max(part.bound.floor, self._least_at(node))
             if low >= seconds:
@@ -277,9 +225,10 @@ class Branching:
         tried = [x for x in tried if all(a < b for a, b in itertools.pairwise(x))]
         if not pinned:
             at = self._disputed(node, shares)
-            for mode in (*range(len(self._available)), _MIXED):
+            for mode in (*range(len(self._available)), MIXED):
                 modes = (*node.modes[:at], mode, *node.modes[at + 1 :])
-                self._push(most, dataclasses.replace(node, modes=modes, prices=prices))
+                own = None if node.is_free else spans
+                self._push(most, dataclasses.replace(node, modes=modes, prices=prices, spans=own))
             return tried
         stage = int(spread.argmax())
         at = int(np.floor(mean[stage]))
@@ -289,11 +238,11 @@ class Branching:
             at = min(int(cuts[0][stage]), high - 2)
         low, high = box[-1 - stage]
         for half in ((low, at + 1), (at + 1, high)):
-            new = tuple(_narrowed(box, len(box) - 1 - stage, half))
-            self._push(most, dataclasses.replace(node, box=new, prices=prices))
+            new = tuple(narrowed(box, len(box) - 1 - stage, half))
+            self._push(most, dataclasses.replace(node, box=new, prices=prices, spans=spans))
         return tried
 
-    def _disputed(self, node: _BranchNode, shares: Sequence[tuple[float, _Column]]) -> int:
+    def _disputed(self, node: BranchNode, shares: Sequence[tuple[float, Column]]) -> int:
         """The position of which nothing is laid down, and about whose kind most disagree."""
         kinds = range(len(self._available))
 
@@ -301,10 +250,10 @@ class Branching:
             each = [[y for y, c in shares if c.kinds[position] == k] for k in kinds]
             return max(map(sum, each))
 
-        free = [i for i, mode in enumerate(node.modes) if mode == _FREE]
+        free = [i for i, mode in enumerate(node.modes) if mode == FREE]
         return min(free, key=agreed)
 
-    def _spans(self, node: _BranchNode) -> list[tuple[tuple[int, int], ...]]:
+    def _spans(self, node: BranchNode) -> list[tuple[tuple[int, int], ...]]:
         """Per position from the end, the least spans of layers that its stage has one of."""
         layers = node.part.bound.t.num_layers
         nexts = [layers, *(low for low, _ in node.box)]
@@ -313,43 +262,43 @@ class Branching:
             for (low, high), after in zip(node.box, nexts, strict=False)
         ]
 
-    def _tail_at(self, node: _BranchNode) -> float:
+    def _tail_at(self, node: BranchNode) -> float:
         """The least tail of plans of a node."""
         part, num_kinds = node.part, len(self._available)
-        if all(mode == _FREE for mode in node.modes):
+        if node.is_free:
             return part.tail
         t, copies = part.bound.t, part.bound.num_copies
         ring = t.card_sums * (1 - 1 / copies)
         inside = t.least_reduce(copies)
         pure, mixed = 0.0, []
         for mode, spans in zip(node.modes, self._spans(node), strict=True):
-            if mode == _MIXED:
+            if mode == MIXED:
                 mixed.append(min(float(ring[span]) for span in spans))
-            elif mode != _FREE:
+            elif mode != FREE:
                 pure = max(pure, min(float(inside[mode][span]) for span in spans))
         # A ring of several kinds passes two cards, and the largest ends with all of a card.
         shared = max([0.0, *mixed, 2 / num_kinds * sum(mixed)])
-        if _FREE not in node.modes:
+        if FREE not in node.modes:
             rest = float(ring[0, -1]) - self._most_pure(node, ring)
             shared = max(shared, 2 / num_kinds * rest)
         update = part.bound.least_tails(self._num)[1]
         return max(part.tail, (max(pure, shared) + update) * (1 - 1e-9))
 
-    def _most_pure(self, node: _BranchNode, ring: Array) -> float:
+    def _most_pure(self, node: BranchNode, ring: Array) -> float:
         """The largest rings that stages of one kind would have if they were of several."""
         layers = node.part.bound.t.num_layers
         ends = [layers, *(high - 1 for _, high in node.box)]
         spans = zip(node.modes, node.box, ends, strict=False)
-        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != _MIXED)
+        return sum(float(ring[low, end]) for mode, (low, _), end in spans if mode != MIXED)
 
-    def _least_at(self, node: _BranchNode) -> float:
+    def _least_at(self, node: BranchNode) -> float:
         """Of one cut whose stages are of one kind each: the best that like copies can do."""
         if not node.part.grid or min(node.modes) < 0:
             return 0.0
         bound = node.part.bound
-        return like_seconds(bound.t, *_cut_of(node), bound.num_copies, self._num_microbatches)
+        return like_seconds(bound.t, *cut_of(node), bound.num_copies, self._num_microbatches)
 
-    def _enough_for_cards(self, node: _BranchNode, left: float) -> bool:
+    def _enough_for_cards(self, node: BranchNode, left: float) -> bool:
         """Whether all microbatches of a node of one cut might pass the cards in a time."""
         bound, num_kinds = node.part.bound, len(self._available)
         free = sum(mode < 0 for mode in node.modes)
@@ -357,11 +306,11 @@ class Branching:
         if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
             return True
         copies = bound.num_copies, self._copies_of(node)
-        return enough_for_cards(bound.t, *_cut_of(node), copies, self._num_microbatches, left)
+        return enough_for_cards(bound.t, *cut_of(node), copies, self._num_microbatches, left)
 
-    def _pins_of(self, node: _BranchNode) -> Pins | None:
+    def _pins_of(self, node: BranchNode) -> Pins | None:
         """What is laid down of a node's stages, for `Priced`."""
-        if all(mode == _FREE for mode in node.modes):
+        if node.is_free:
             return None
         bound = node.part.bound
         t, crossed = bound.t, bound.relaxation.cross[:, None, None]
@@ -376,25 +325,27 @@ class Branching:
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:
         """Whether a cut may have a plan faster than `seconds`."""
         box = tuple((c, c + 1) for c in reversed(cuts))
-        free = (_FREE,) * self._num
-        nodes = [_BranchNode(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
+        free = (FREE,) * self._num
+        nodes = [BranchNode(part=x, box=box, modes=free, prices=self.prices) for x in self._parts]
         return any(self._solve(node, seconds - node.part.tail)[0] >= self._wanted for node in nodes)
 
-    def _push(self, most: float, node: _BranchNode) -> None:
+    def _push(self, most: float, node: BranchNode) -> None:
         if all(low < high for low, high in node.box) and self._copies_of(node):
             self._made += 1
             heapq.heappush(self._nodes, (-most, self._made, node))
 
-    def _copies_of(self, node: _BranchNode) -> int:
+    def _copies_of(self, node: BranchNode) -> int:
         """The most copies that the devices of stages of one kind allow (0: too few)."""
         pure = [(node.modes.count(k), int(n)) for k, n in enumerate(self._available)]
         most = min([int(self._available.sum()) // self._num, *(n // m for m, n in pure if m)])
         return most if most >= node.part.bound.num_copies or not any(m for m, _ in pure) else 0
 
     def _solve(
-        self, node: _BranchNode, left: float
-    ) -> tuple[float, float, list[float], list[tuple[float, _Column]]]:
-        """What the best prices bound it by, its maximum, the prices, and the columns it uses."""
+        self, node: BranchNode, left: float
+    ) -> tuple[float, float, list[float], list[tuple[float, Column]], Spans | None]:
+        """What the best prices bound it by, its maximum, the prices, the columns it uses, and
+        which periods a plan can have that runs all microbatches, by these prices.
+        """
         part, box, prices = node.part, node.box, node.prices
         wanted, replicas = self._wanted, self._copies_of(node)
         mine = [
@@ -403,13 +354,21 @@ class Branching:
             if column.modes == node.modes
             and all(a <= c < b for c, (a, b) in zip(reversed(column.cuts), box, strict=True))
         ]
-        best, at, most = np.inf, prices, 0.0
-        shares: list[tuple[float, _Column]] = []
+        best, at, most, spans = np.inf, prices, 0.0, node.spans
+        shares: list[tuple[float, Column]] = []
+        programmes, pins = node.programmes(), self._pins_of(node)
         for _ in range(_MAX_PASSES):
-            top, new = self._price(node, left, prices)
-            upper = float(np.dot(prices, self._available)) + replicas * max(0.0, top)
+            top, excess, new = self._price(node, programmes, pins, left, prices)
+            worth = float(np.dot(prices, self._available))
+            others = worth + (replicas - 1) * max(0.0, top)
+            upper = others + top  # every plan has a pipeline
             if upper < best:
                 best, at = upper, prices
+                kept = [span_of(others + own >= wanted) for own in excess]
+                before = node.spans or [(0, 0)] * len(kept)
+                spans = tuple(
+                    (a + low, a + high) for (a, _), (low, high) in zip(before, kept, strict=True)
+                )
             if best < wanted:
                 break
             new = [column for column in new if column not in mine]
@@ -431,49 +390,48 @@ class Branching:
             if most >= wanted or best - most < 1e-4 * wanted:
                 break
             prices = [(a + b) / 2 for a, b in zip(at, map(float, dual), strict=True)]
-        return best, most, at, shares
+        return best, most, at, shares, spans
 
     def _price(
-        self, node: _BranchNode, left: float, prices: list[float]
-    ) -> tuple[float, list[_Column]]:
-        """The greatest excess of a pipeline, and the pipelines of great excess."""
-        top, new = -np.inf, []
-        pins = self._pins_of(node)
-        for own in node.part.grid if pins else node.part.priced:
+        self,
+        node: BranchNode,
+        programmes: Sequence[Priced],
+        pins: Pins | None,
+        left: float,
+        prices: list[float],
+    ) -> tuple[float, list[Array], list[Column]]:
+        """The greatest excess of a pipeline, that of each programme's periods, and the pipelines
+        of great excess.
+        """
+        top, every, found = -np.inf, [], []
+        for own in programmes:
             worth = own.most - self._num * min(prices)
-            if worth <= max(0.0, top):
+            if not len(own.first):
+                every.append(own.first)
+                continue
+            if worth <= max(0.0, top):  # no need to look closer
+                every.append(np.full(len(own.first), worth))
+                top = max(top, worth)
                 continue
             rests = own.rests(self._num, prices, node.box, pins)
             excess = np.minimum(1 + left / own.first - rests[-1][:, 0], worth)
+            every.append(excess)
             top = max(top, float(excess.max()))
-            for w in np.argsort(-excess, kind="stable")[:_NEW]:
-                if excess[w] > -np.inf:
-                    cuts, kinds, fill, period = own.pipeline(int(w), rests, prices, pins)
-                    new.append(
-                        _Column(
-                            cuts=cuts,
-                            kinds=kinds,
-                            used=tuple(kinds.count(k) for k in range(len(prices))),
-                            fill=fill,
-                            period=period,
-                            most=own.most,
-                            modes=node.modes,
-                        )
-                    )
-        return top, new
-
-
-def _cut_of(node: _BranchNode) -> tuple[list[int], list[int]]:
-    """First layers, and what is laid down, stage by stage, of a node of one cut."""
-    return [low for low, _ in reversed(node.box)], list(reversed(node.modes))
-
-
-def _narrowed(box: Bands, place: int, part: tuple[int, int]) -> list[tuple[int, int]]:
-    """A box with one boundary confined further; the others are kept in order."""
-    new = list(box)
-    new[place] = part
-    for i in range(place + 1, len(new)):  # towards the first stage
-        new[i] = (new[i][0], min(new[i][1], new[i - 1][1] - 1))
-    for i in reversed(range(place)):
-        new[i] = (max(new[i][0], new[i + 1][0] + 1), new[i][1])
-    return new
+            great = np.argsort(-excess, kind="stable")[:_NEW]
+            found += [(float(excess[w]), own, int(w), rests) for w in great if excess[w] > -np.inf]
+        found.sort(key=lambda x: -x[0])
+        new = []
+        for _, own, w, rests in found[:_NEW]:
+            cuts, kinds, fill, period = own.pipeline(w, rests, prices, pins)
+            new.append(
+                Column(
+                    cuts=cuts,
+                    kinds=kinds,
+                    used=tuple(kinds.count(k) for k in range(len(prices))),
+                    fill=fill,
+                    period=period,
+                    most=own.most,
+                    modes=node.modes,
+                )
+            )
+        return top, every, new

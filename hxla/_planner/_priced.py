@@ -1,5 +1,6 @@
 """Relaxed pipelines at prices per device: one pass serves every number of stages and every mix."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -199,6 +200,15 @@ class Priced:
             rests.append(rest)
             low_end, high_end = low, high
         return rests
+
+    def within(self, start: int, end: int) -> "Priced":
+        """The same for some of the intervals: from, up to."""
+        if (start, end) == (0, len(self.first)):
+            return self
+        other = copy.copy(self)
+        other.first, other.last = self.first[start:end], self.last[start:end]
+        other._base = [own[start:end] for own in self._base]
+        return other
 
     def fills(self, num: int, prices: Sequence[float]) -> Array:
         """[W, num] By number of stages, the least fill in periods with the prices of the devices.
