@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core._errors import PlanError
 from ._best_pipeline import best_pipeline, explain_infeasible, roomiest_pipeline
-from ._bound import Alive, Bound, most_stages
+from ._bound import FINE, Alive, Bound, most_stages
 from ._branch import Branching
 from ._chain import Chain, Staging
 from ._chain_tables import tables
@@ -34,6 +34,7 @@ _ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to
 _ALIKE = 6  # plans of like copies that are placed, of each chain
 _FINER = 0.2  # of the time: as much is spent on less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
+_ROUGH = 1.01  # ratio of the periods of an interval, at first
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
 _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
 _NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
@@ -197,7 +198,7 @@ def _run(
             if not deadline.armed and goal.fastest < math.inf:
                 deadline.armed = True
                 for _, other in left[i:]:
-                    other.bound_by_prices()
+                    other.bound_by_prices(_ROUGH)
     _refine([s for key, s in searches.items() if key not in infeasible])
 
 
@@ -330,13 +331,14 @@ class _Search:
         for i, num in enumerate(sorted(self._known)):
             self._promise[num] = min(self._promise[num], i)
 
-    def bound_by_prices(self) -> None:
+    def bound_by_prices(self, ratio: float = FINE) -> None:
         """What the prices say of plans faster than what is asked for, of all numbers of stages."""
         level = self._bounded_for = self._goal.worthwhile
         left = {num for num in self._order if self._bounds[num] < level}
         known = {num: x for num, x in self._known.items() if num in left}
         if left:
-            self._learn(left, self.bound.refute(level, self._prices, known or None), level)
+            found = self.bound.refute(level, self._prices, known or None, ratio=ratio)
+            self._learn(left, found, level)
 
     def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
         """Take what a bound says of some numbers of stages and plans faster than a time."""
