@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 
 from .._cluster import _job_devices
 from .._cluster._cluster import Cluster
@@ -85,6 +86,7 @@ class TracedJob:
     settings: Config
     _models: dict[int, PrecisionCalls] = dataclasses.field(default_factory=dict, init=False)
     _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
+    _optimizer_bytes: list[int] = dataclasses.field(default_factory=list, init=False)
     _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
     _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
     _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
@@ -138,18 +140,26 @@ class TracedJob:
 
     def _calls(self, size: int) -> PrecisionCalls:
         if size not in self._models:
-            model = functional(
-                self.model,
-                self.loss,
-                self.eval_loss,
-                variables=self.variables,
-                seed=self.seed,
-                example=self.shapes(size),
-                rngs=self.rngs,
-                trainable=self.trainable,
-            )
+            model = self._made_for(size) if isinstance(self.model, nn.Module) else self._made
             self._models[size] = PrecisionCalls(model, self.precision)
         return self._models[size]
+
+    @functools.cached_property
+    def _made(self) -> Functional:
+        """The functions of an NNX module, which do not depend on what it is called for."""
+        return self._made_for(1)
+
+    def _made_for(self, size: int) -> Functional:
+        return functional(
+            self.model,
+            self.loss,
+            self.eval_loss,
+            variables=self.variables,
+            seed=self.seed,
+            example=self.shapes(size),
+            rngs=self.rngs,
+            trainable=self.trainable,
+        )
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size."""
@@ -165,10 +175,12 @@ class TracedJob:
         return self._graphs[size]
 
     def optimizer_bytes(self, size: int) -> int:
-        """Bytes of the optimizer's state for the whole model."""
-        return tree_bytes(
-            jax.eval_shape(Optimizer(self.optimizer).init, self.functional(size).trained)
-        )
+        """Bytes of the optimizer's state for the whole model: as many at every size."""
+        if not self._optimizer_bytes:
+            trained = self.functional(size).trained
+            state = jax.eval_shape(Optimizer(self.optimizer).init, trained)
+            self._optimizer_bytes.append(tree_bytes(state))
+        return self._optimizer_bytes[0]
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
