@@ -47,7 +47,10 @@ def _state(rng):
     return [None, 0, 1][int(rng.integers(3))]
 
 
-@pytest.mark.parametrize("seed", range(60))
+FRACTIONS = (217, 1271)  # whose linear programme has them
+
+
+@pytest.mark.parametrize("seed", [*range(60), *FRACTIONS])
 def test_the_choice_is_that_of_exhaustive_enumeration(seed):
     problem = random_problem(np.random.default_rng(seed))
     ranges = [range(len(node.choices)) for node in problem.nodes]

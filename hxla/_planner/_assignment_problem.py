@@ -2,7 +2,8 @@
 
 Every equation takes one of its factors or runs whole; every array gets the state that its maker
 leaves and is brought to the state that each reader wants. The choice of least communication,
-forward and backward, is an integer program, solved to proven optimality by HiGHS.
+forward and backward, is an integer program, solved to proven optimality by HiGHS: first without
+whole numbers, in half the time, which mostly ends with them all the same.
 
 References:
     Whale, USENIX ATC 2022, section 3.2.2 (patterns of least communication).
@@ -17,6 +18,8 @@ import numpy as np
 import scipy
 
 from .._core._errors import PlanError
+
+_WHOLE = 1e-6  # a number as near a whole one is one, as for the solver itself
 
 State = int | None  # the dimension that is cut, or None: whole on each device
 
@@ -164,15 +167,20 @@ def solve(problem: Problem) -> tuple[int, ...]:
             constraint([*flows, *((t, -1.0) for t in targets)], 0.0)
     scale = max(max(costs, default=0.0), 1.0)
     matrix = scipy.sparse.csr_array((entries, (rows, columns)), shape=(len(right), len(costs)))
-    integrality = np.zeros(len(costs))
-    integrality[:num_choices] = 1
-    solved = scipy.optimize.milp(
-        np.asarray(costs) / scale,
-        integrality=integrality,
-        bounds=scipy.optimize.Bounds(0, 1),
-        constraints=scipy.optimize.LinearConstraint(matrix, right, right),
-        options={"mip_rel_gap": 0.0},
+    whole = np.zeros(len(costs))
+    whole[:num_choices] = 1
+    solved = scipy.optimize.linprog(
+        np.asarray(costs) / scale, A_eq=matrix, b_eq=right, bounds=(0, 1), method="highs-ds"
     )
+    chosen = None if solved.x is None else solved.x[:num_choices]
+    if chosen is None or np.abs(chosen - np.rint(chosen)).max(initial=0.0) > _WHOLE:
+        solved = scipy.optimize.milp(
+            np.asarray(costs) / scale,
+            integrality=whole,
+            bounds=scipy.optimize.Bounds(0, 1),
+            constraints=scipy.optimize.LinearConstraint(matrix, right, right),
+            options={"mip_rel_gap": 0.0},
+        )
     if solved.x is None:
         raise PlanError(f"no choice of sharding patterns was found: {solved.message}")
     return tuple(int(np.argmax(solved.x[first[i] : first[i + 1]])) for i in range(len(nodes)))
