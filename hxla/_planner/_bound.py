@@ -105,7 +105,8 @@ class Bound:
     `prices @ devices + replicas * (greatest excess)` microbatches, whatever the prices, and the
     greatest excess needs no mixes: one pass serves all S. Most S are refuted so, and for the others
     those periods are dropped whose excess shows that they cannot occur in a faster plan (fixing by
-    reduced costs).
+    reduced costs). The excess of a period falls evenly with the time, so that the same pass says
+    in what time it is just too little: no plan of S stages is faster.
 
     References:
         Whale, USENIX ATC 2022, section 3.3 (the problem); Gilmore and Gomory, "A Linear Programming

@@ -33,6 +33,8 @@ class Branching:
     is then a linear programme whose columns, the pipelines, are made as its prices ask for them
     (`Priced`); any prices bound it, so a node is refuted as soon as some prices do. Where they do
     not and the mixes of devices are few, `Bound.possible` looks closer: at whole microbatches.
+    Periods whose pipelines cannot be part of a faster plan, by those prices, are left out of all
+    that a node is parted into.
     Where the programme's pipelines disagree about a boundary the box is parted there.
 
     Where every kind of device is a node of its own, nodes are parted by kinds before: at a stage

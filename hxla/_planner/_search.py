@@ -92,12 +92,11 @@ def search(
     """Find the fastest plan over data x stage parallelism, for any of several chains.
 
     Alternatives are what changes the chain itself: microbatch size, tensor parallelism,
-    recomputation. The plan space of one chain is that of `Bound`. First each alternative gets a
-    plan, at the number of stages that promises most, unless a simple bound says that it cannot be
-    the best; then every number of stages of all of them is held against the best plan known
-    (`Bound.refute`); what is left is worked on, the most promising first, by `Branching`, which
-    refutes it or names cuts, and each cut that may be better is given the replicas that suit it
-    best.
+    recomputation. The plan space of one chain is that of `Bound`. First the most promising
+    alternative gets a plan, at the number of stages that promises most; against it every number of
+    stages of all of them is held (`Bound.refute`), and each alternative that this leaves gets a
+    plan too. What is left is worked on, the most promising first, by `Branching`, which refutes it
+    or names cuts, and each cut that may be better is given the replicas that suit it best.
 
     Args:
         chains: Alternative to chain; all must stand for the same global batch.
@@ -185,7 +184,7 @@ def _run(
     goal: _Goal,
     deadline: Deadline,
 ) -> None:
-    """Plans for all chains, then bounds for all, then whatever bounds the whole search least."""
+    """A plan, bounds and plans for all chains, then whatever bounds the whole search least."""
     # The most promising first: its plan refutes others before any time is spent on them.
     left = sorted(searches.items(), key=lambda item: item[1].estimate)
     for i, (key, s) in enumerate(left):
@@ -321,7 +320,7 @@ class _Search:
             self._prices = prices.tolist()
 
     def first_bounds(self) -> None:
-        """Bounds for every number of stages at once, by levels below the best plan known."""
+        """Bounds for every number of stages at once, by what devices are worth in the plans."""
         if self._known_for < self._goal.worthwhile:
             self._known = {}  # of plans that are faster than what is asked for now
         self._branchings = {}
