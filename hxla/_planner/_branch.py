@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._bound import Alive, Bound
-from ._branch_node import FREE, MIXED, BranchNode, Column, Part, Spans, cut_of, narrowed, span_of
+from ._branch_node import (
+    FREE,
+    MIXED,
+    BranchNode,
+    BranchPart,
+    Column,
+    Spans,
+    cut_of,
+    narrowed,
+    span_of,
+)
 from ._chain_tables import Array
 from ._one_cut import enough_for_cards, like_seconds
 from ._packing import fractional_packing
@@ -79,7 +89,7 @@ class Branching:
         self._available = np.array(t.num_devices)
         self._nodes: list[tuple[float, int, BranchNode]] = []
         self._made = 0
-        self._parts: list[Part] = []
+        self._parts: list[BranchPart] = []
         self._floors: list[float] = []  # of each part: no plan of it is faster
         parts = bound.limited(num_stages, seconds, *([1] if is_rough else []))
         for limited in parts:
@@ -100,7 +110,7 @@ class Branching:
                     )
             if boxes:
                 tail = self._tail(limited, own, seconds)
-                part = Part(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
+                part = BranchPart(bound=limited, tail=tail, priced=own, grid=grid, columns=[])
                 root = [
                     (min(a for a, _ in x), max(b for _, b in x)) for x in zip(*boxes, strict=True)
                 ]
@@ -143,7 +153,7 @@ class Branching:
         """No plan is faster, as far as the prices of the whole parts say."""
         return min(self._floors, default=math.inf)
 
-    def _floor(self, part: Part, upper: float, prices: Sequence[float]) -> float:
+    def _floor(self, part: BranchPart, upper: float, prices: Sequence[float]) -> float:
         """A time below which no plan of a part can be, by prices that bound it at a longer one.
 
         Args:

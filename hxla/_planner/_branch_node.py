@@ -29,7 +29,7 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class BranchPart:
     """Plans whose largest stage is of like size.
 
     Attributes:
@@ -60,7 +60,7 @@ class BranchNode:
             to; None: all.
     """
 
-    part: Part
+    part: BranchPart
     box: Box
     modes: Modes
     prices: list[float]
