@@ -99,9 +99,8 @@ def short_chain(**changes):
 
 def test_a_layer_that_is_dear_to_cut_off_is_bounded_within_a_longer_stage():
     chain = short_chain()
-    bound = _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
     assert chains.brute_search(chain) == pytest.approx(8.0)
-    assert 1 in bound.refute(8.001, [1.0])
+    assert 1 in bound_of(chain).refute(8.001, [1.0])
 
 
 def test_a_pipeline_of_one_microbatch_holds_one_on_every_stage():
@@ -155,16 +154,24 @@ def test_bounds_hold_where_devices_are_too_many_for_exact_packing(monkeypatch):
     assert feasible > 25
 
 
+def feasible_chains(seeds):
+    """Seed, its random numbers, chain, bounds of it, and the seconds of the best plan, if any."""
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
+        best = chains.brute_search(chain)
+        if best is not None:
+            yield seed, rng, chain, bound_of(chain), best
+
+
+def bound_of(chain):
+    return _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
+
+
 def test_what_prices_bound_holds_before_any_cut_is_parted():
     """Asked for plans that take up to 1.3 times as long as the best."""
     ratios = []
-    for seed in range(150):
-        rng = np.random.default_rng(9000 + seed)
-        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
-        best = chains.brute_search(chain)
-        if best is None:
-            continue
-        bound = _bound.Bound(_chain_tables.tables(chain), chain.num_microbatches, lambda: None)
+    for seed, rng, chain, bound, best in feasible_chains(range(9000, 9150)):
         seconds, floors = best * rng.uniform(1.01, 1.3), []
         for num in range(1, bound.max_stages + 1):
             own = _branch.Branching(
@@ -183,16 +190,9 @@ def test_what_prices_bound_holds_before_any_cut_is_parted():
 def test_one_pass_at_any_prices_says_how_fast_no_plan_is():
     """Of all numbers of stages together, again where the last pass left periods, on others'."""
     ratios = []
-    for seed in range(200):
-        rng = np.random.default_rng(12_000 + seed)
-        chain = chains.random_chain(rng, max_devices=5, max_layers=4, max_microbatches=8)
-        best = chains.brute_search(chain)
-        if best is None:
-            continue
-        t = _chain_tables.tables(chain)
-        bound = _bound.Bound(t, chain.num_microbatches, lambda: None)
+    for seed, rng, chain, bound, best in feasible_chains(range(12_000, 12_200)):
         seconds = best * rng.uniform(1.01, 2.0)
-        first = bound.refute(seconds, 1 / t.seconds[:, 0, -1])
+        first = bound.refute(seconds, 1 / bound.t.seconds[:, 0, -1])
         again = bound.refute(seconds, rng.uniform(0, 4, len(chain.groups)), first)
         for found in (first, again):
             assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
@@ -210,11 +210,11 @@ def test_so_it_does_where_memory_holds_fewer_microbatches_than_stages():
         less = rng.uniform(0.3, 1)
         groups = (dataclasses.replace(g, memory_bytes=less * g.memory_bytes) for g in chain.groups)
         chain = dataclasses.replace(chain, groups=tuple(groups))
-        t = _chain_tables.tables(chain)
-        best = None if np.array_equal(t.fits(1), t.fits(4)) else chains.brute_search(chain)
+        bound = bound_of(chain)
+        always = np.array_equal(bound.t.fits(1), bound.t.fits(4))
+        best = None if always else chains.brute_search(chain)
         if best is not None:
             num_tight += 1
-            bound = _bound.Bound(t, chain.num_microbatches, lambda: None)
             found = bound.refute(1.2 * best, rng.uniform(0, 4, len(chain.groups)))
             assert min(x.floor for x in found.values()) <= best * (1 + 1e-9), seed
     assert num_tight > 40
