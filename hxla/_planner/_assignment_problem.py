@@ -167,16 +167,15 @@ def solve(problem: Problem) -> tuple[int, ...]:
             constraint([*flows, *((t, -1.0) for t in targets)], 0.0)
     scale = max(max(costs, default=0.0), 1.0)
     matrix = scipy.sparse.csr_array((entries, (rows, columns)), shape=(len(right), len(costs)))
-    whole = np.zeros(len(costs))
-    whole[:num_choices] = 1
+    objective = np.asarray(costs) / scale
     solved = scipy.optimize.linprog(
-        np.asarray(costs) / scale, A_eq=matrix, b_eq=right, bounds=(0, 1), method="highs-ds"
+        objective, A_eq=matrix, b_eq=right, bounds=(0, 1), method="highs-ds"
     )
     chosen = None if solved.x is None else solved.x[:num_choices]
     if chosen is None or np.abs(chosen - np.rint(chosen)).max(initial=0.0) > _WHOLE:
         solved = scipy.optimize.milp(
-            np.asarray(costs) / scale,
-            integrality=whole,
+            objective,
+            integrality=np.arange(len(costs)) < num_choices,
             bounds=scipy.optimize.Bounds(0, 1),
             constraints=scipy.optimize.LinearConstraint(matrix, right, right),
             options={"mip_rel_gap": 0.0},

@@ -192,7 +192,6 @@ class Bound:
         most = max(known)
         some = next(iter(known.values()))
         left = np.array([seconds - self._tail_of(num, seconds) for num in range(1, most + 1)])
-
         number = np.arange(1, most + 1)
         replicas = sum(t.num_devices) // number
         wanted = self._num * (1 - 1e-9)
@@ -200,12 +199,12 @@ class Bound:
 
         def excess(first: Array, last: Array, depth: int, limit: int) -> tuple[Array, Array]:
             """[W, S] And [S], a time in which no excess is what is needed."""
-            parts = priced(r, first, last, depth=depth, most=limit, check=self._check)
-            fills = np.concatenate([np.zeros((0, most)), *(x.fills(most, prices) for x in parts)])
-            worth_at_most = limit - number * min(prices)
-            found = np.minimum(1 + left / first[:, None] - fills, worth_at_most)
-            least = (first[:, None] * (needed - 1 + fills)).min(axis=0, initial=np.inf)
-            return found, np.where(worth_at_most < needed, np.inf, least)
+            found, least = [np.zeros((0, most))], np.full(most, np.inf)
+            for own in priced(r, first, last, depth=depth, most=limit, check=self._check):
+                fills = own.fills(most, prices)
+                found.append(1 + left / own.first[:, None] - fills)
+                least = np.minimum(least, own.seconds_with(needed, fills, prices))
+            return np.minimum(np.concatenate(found), limit - number * min(prices)), least
 
         deep, least = excess(some.first, some.last, self.max_stages, self._num)
         shallow = {}

@@ -168,8 +168,8 @@ class Branching:
         worth, floor = left / replicas, math.inf  # of a replica beside its devices
         for own in part.priced:
             if own.most - self._num * min(prices) >= worth:
-                rest = own.rests(self._num, prices)[-1][:, 0]
-                floor = min(floor, float((own.first * (rest - 1 + worth)).min()))
+                fills = own.fills(self._num, prices)
+                floor = min(floor, float(own.seconds_with(worth, fills, prices)[-1]))
         return part.tail + floor * (1 - 1e-9)
 
     def _raised(self, node: BranchNode, low: float, high: float) -> float:

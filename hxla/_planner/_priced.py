@@ -219,6 +219,19 @@ class Priced:
         """
         return np.stack([rest[:, 0] for rest in self.rests(num, prices)[1:]], axis=1)
 
+    def seconds_with(self, excess: float | Array, fills: Array, prices: Sequence[float]) -> Array:
+        """[num] By number of stages, the time before which no pipeline has some excess: how many
+        microbatches more than its devices are worth it runs (inf: it never has).
+
+        Args:
+            excess: Of each number of stages, or one for all.
+            fills: [W, num] As `fills` says.
+            prices: [K] That they are of.
+        """
+        least = (self.first[:, None] * (excess - 1 + fills)).min(axis=0)
+        most = self.most - np.arange(1, fills.shape[1] + 1) * min(prices)
+        return np.where(most < excess, np.inf, least)
+
     def pipeline(
         self,
         interval: int,
