@@ -1,5 +1,6 @@
 """Runs of pipelines: several at once, dropout, checkpoints, evaluation, and what is refused."""
 
+import json
 import shutil
 
 import flax.linen as nn
@@ -310,3 +311,60 @@ def pipeline(**settings):
 def test_what_cannot_be_is_refused_with_its_reason(error, message, options):
     with pytest.raises(error, match=message):
         train(**options)
+
+
+def job_of_two_pipelines():
+    return hxla.Job(
+        models.NnxNet(nnx.Rngs(0)),
+        models.tokens(48),
+        models.token_loss,
+        optax.sgd(0.1),
+        batch_size=16,
+        config={"cluster": {"visible_devices": [0, 1, 2, 3]}},
+    )
+
+
+def starting(plan, *seconds):
+    """The plan with these starts of its copies."""
+    pairs = zip(plan.replicas, seconds, strict=True)
+    return plan.replaced(
+        replicas=tuple(r.model_copy(update={"start_seconds": s}) for r, s in pairs)
+    )
+
+
+def test_a_plan_says_when_each_copy_begins():
+    plan = job_of_two_pipelines().plan(stages=2, microbatch_size=2)
+    late = starting(plan, 0.0, 0.0007)
+    assert late.numerics == plan.numerics
+    assert plan.diff(late) == ("replicas.1.start_seconds: 0.0 here, 0.0007 there",)
+    first, second = late.explain().splitlines()[1:3]
+    assert first.endswith("4 microbatches")
+    assert second.endswith("4 microbatches, starts 0.7 ms later")
+    assert "later" not in plan.explain()
+    assert hxla.Plan.from_json(late.to_json()) == late
+    assert [r.start_seconds for r in late.with_counts((5, 3)).replicas] == [0.0, 0.0007]
+    table = json.loads(plan.to_json())
+    for replica in table["replicas"]:
+        del replica["start_seconds"]
+    assert hxla.Plan.from_json(json.dumps(table)) == plan
+
+
+def test_a_start_that_no_copy_could_keep_is_refused():
+    own = job_of_two_pipelines()
+    plan = own.plan(stages=2, microbatch_size=2)
+    for wrong in (-0.1, float("inf"), float("nan"), "soon"):
+        table = json.loads(plan.to_json())
+        table["replicas"][1]["start_seconds"] = wrong
+        with pytest.raises(hxla.PlanError, match=r"replicas\.1\.start_seconds: "):
+            hxla.Plan.from_json(json.dumps(table))
+    message = r"replicas\.1\.start_seconds: only pipelines .* have no stages: leave it 0"
+    with pytest.raises(hxla.PlanError, match=message):
+        starting(own.plan(microbatch_size=2), *(0.0, 0.1, 0.2, 0.3))
+    for zero in (0, 1, 2, 3):
+        shared = plan.replaced(placement=plan.placement.model_copy(update={"zero": zero}))
+        if zero < 2:
+            assert starting(shared, 0.1, 0.0).replicas[0].start_seconds == 0.1
+            continue
+        message = rf"replicas\.0\.start_seconds: with placement\.zero of {zero} .*: leave it 0"
+        with pytest.raises(hxla.PlanError, match=message):
+            starting(shared, 0.1, 0.0)
