@@ -200,6 +200,14 @@ def collectives(result: Any) -> list[Row]:
     ]
 
 
+def staggered(result: Any) -> list[Row]:
+    return [
+        row
+        for devices, own in result["devices"].items()
+        for row in of_ratios(own, f"two pipelines behind one card a node, {devices}")
+    ]
+
+
 def inspect_speed(result: Any) -> list[Row]:
     size, peak = result["megabytes"], result["peak_bytes"] / 1e6
     best = min(result["rounds"], key=lambda row: row["cpu_seconds"])
@@ -296,9 +304,9 @@ PARTS = (
     ),
     Part(
         name="staggered",
-        options=["--rounds", "4"],
-        quick=["--rounds", "1", "--microbatches", "2", "--rows", "256", "--layers", "2"],
-        rows=functools.partial(of_ratios, where="two pipelines behind one card a node"),
+        options=["--devices", "waiting", "--rounds", "4"],
+        quick=["--devices", "waiting", "--rounds", "1", "--microbatches", "2", "--rows", "256"],
+        rows=staggered,
         lacking=paced_links.lacking,
     ),
     Part(

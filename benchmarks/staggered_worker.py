@@ -1,4 +1,7 @@
-"""One of the processes of several pipelines whose stages sit in nodes: steps by several starts."""
+"""One of the processes of several pipelines whose stages sit in nodes: steps by several starts.
+
+A stage computes on the processor, or waits as long as an accelerator would compute.
+"""
 
 import argparse
 import contextlib
@@ -17,7 +20,8 @@ parser.add_argument("--starts", type=json.loads, help="by name, seconds of each 
 parser.add_argument("--microbatches", type=int, help="of a copy")
 parser.add_argument("--rows", type=int, help="of a microbatch")
 parser.add_argument("--width", type=int)
-parser.add_argument("--layers", type=int, help="of a stage, all of the same weights")
+parser.add_argument("--layers", type=int, help="of a stage, all of the same weights; 0: it waits")
+parser.add_argument("--computing", type=float, help="seconds of a microbatch on one that waits")
 parser.add_argument("--rounds", type=int)
 parser.add_argument("--apart", type=int, help="rounds in which the starts of this name run too")
 args = parser.parse_args()
@@ -37,10 +41,34 @@ import hxla  # noqa: E402
 NUM_COPIES = int(os.environ["HXLA_NUM_PROCESSES"]) // NUM_STAGES
 
 
-def layers(kernel, x):
+def computed(kernel, x):
     """Many layers of few parameters: what copies sum is little beside what stages send."""
     layer = lambda x, _: (x + 0.1 * jnp.tanh(x @ kernel), None)  # noqa: E731
     return jax.lax.scan(layer, x, None, length=args.layers)[0]
+
+
+def after(seconds, x):
+    """The same array, so much later."""
+
+    def wait(_):
+        time.sleep(seconds)
+        return np.float32(0)
+
+    return x + jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x.ravel()[0])
+
+
+@jax.custom_vjp
+def waited(x):
+    """A third of the time is the forward's."""
+    return after(args.computing / 3, x)
+
+
+waited.defvjp(lambda x: (waited(x), None), lambda _, g: (after(args.computing * 2 / 3, g),))
+
+
+def stage(kernel, x):
+    """What a stage does."""
+    return computed(kernel, x) if args.layers else waited(x * (1 + kernel[0]))
 
 
 class Model(nnx.Module):
@@ -53,7 +81,7 @@ class Model(nnx.Module):
     def __call__(self, x):
         for part in self.parts:
             with hxla.stage():
-                x = layers(part.kernel[...], x)
+                x = stage(part.kernel[...], x)
         return x.mean(axis=(1, 2))
 
 
@@ -76,7 +104,7 @@ def seconds_of(run):
 def computing_seconds(x):
     """Of a stage's forward and backward of a microbatch on this device, and nothing else."""
     kernel = jnp.eye(args.width)
-    forward = jax.jit(lambda kernel, x: jax.vjp(layers, kernel, x))
+    forward = jax.jit(lambda kernel, x: jax.vjp(stage, kernel, x))
     backward = jax.jit(lambda pull, x: pull(x))
     _, pull = forward(kernel, x)
     return [seconds_of(lambda: forward(kernel, x)), seconds_of(lambda: backward(pull, x))]
