@@ -63,7 +63,7 @@ def like_copies(
             check()
             num_tried += 1
             numbers = _at_once(t, own)
-            key = own.copies, own.groups, tuple(numbers)
+            key = own.copies, own.groups, tuple(map(bool, numbers)), max(numbers, default=0)
             if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
                 seconds = _seconds(t, own, numbers, cuts, num_microbatches)
                 found[key] = seconds, num_tried, _staging(t, cuts, own, num_microbatches)
@@ -112,7 +112,7 @@ def _blocks(t: Tables, copies: int) -> list[int]:
 
 
 def _at_once(t: Tables, own: _Arrangement) -> list[int]:
-    """Copies that send over a card at once, at each boundary between stages; 0: over none."""
+    """Copies that share a card, at each boundary between stages; 0: they pass none."""
     if t.shared is None:
         return [0] * (len(own.groups) - 1)
     in_node = {k: _in_node(t, own, k) for k in dict.fromkeys(own.groups)}
@@ -151,29 +151,29 @@ def _even_periods(
     """The cut of least period for the kinds of the stages; None: none fits."""
     num, most = len(own.groups), -(-num_microbatches // own.copies)
     kinds = (t.num_kinds, *own.groups, t.num_kinds)
-    numbers = (0, *at_once, 0)
+    leave = (False, *map(bool, at_once), False)
     after = np.triu(np.ones((t.num_layers + 1,) * 2, bool), 1)
 
     @functools.cache
-    def periods(before: int, k: int, behind: int, into: int, out: int, depth: int) -> Array:
-        first = _crossing(t, before, k, into)[:, None]
-        last = _crossing(t, k, behind, out)[None, :]
+    def periods(before: int, k: int, behind: int, comes: bool, goes: bool, depth: int) -> Array:
+        first = _crossing(t, before, k, comes)[:, None]
+        last = _crossing(t, k, behind, goes)[None, :]
         return np.where(after & t.fits(depth)[k], t.seconds[k] + first + last, np.inf)
 
     def score(position: int) -> Array:
         i = num - position
-        return periods(*kinds[i : i + 3], *numbers[i : i + 2], min(position, most))
+        return periods(*kinds[i : i + 3], *leave[i : i + 2], min(position, most))
 
     return best_cut(num, score, np.maximum)
 
 
-def _crossing(t: Tables, before: int, after: int, at_once: int) -> Array:
-    """[L+1] What each of so many copies takes over a boundary."""
+def _crossing(t: Tables, before: int, after: int, leaves: bool) -> Array:
+    """[L+1] What a copy takes over a boundary by which it leaves a node or does not."""
     alone = t.cross[:, before, after]
-    if not at_once:
+    if not leaves:
         return alone
     assert t.shared is not None
-    return np.maximum(alone, at_once * t.shared[:, before, after])
+    return np.maximum(alone, t.shared[:, before, after])
 
 
 def _seconds(
@@ -184,12 +184,15 @@ def _seconds(
     num_microbatches: int,
 ) -> float:
     """About what a step takes, with what the copies share."""
-    pairs = zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True)
-    edges = [float(_crossing(t, *pair, num)[cut]) for cut, pair, num in pairs]
+    pairs = list(zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True))
+    edges = [float(_crossing(t, *pair, num > 0)[cut]) for cut, pair, num in pairs]
     fill, period = times_with_edges(t, cuts, own.groups, edges)
     stages = list(zip(own.groups, cuts, (*cuts[1:], t.num_layers), strict=True))
     update = max(float(t.update[stage]) for stage in stages)
     seconds = fill + (-(-num_microbatches // own.copies) - 1) * period + update
+    # Of those that share a card each begins one transfer after another.
+    shared = (edge for edge, num in zip(edges, at_once, strict=True) if num > 1)
+    seconds += (max(at_once, default=1) - 1) * max(shared, default=0.0) / 2
     if not t.copies_inside:
         return seconds + max(float(t.reduce[stage]) for stage in stages)
     sums = 0.0

@@ -252,7 +252,11 @@ def _dealt(
         replicas=tuple(sorts),
         step_seconds=seconds + tail_seconds(t, cuts, sorts),
     )
-    traffic = dataclasses.replace(traffic, send_seconds=tuple(sent))
+    traffic = dataclasses.replace(
+        traffic,
+        send_seconds=tuple(sent),
+        crossings=tuple(traffic.crossings[i] for i in order),
+    )
     return PlacedStaging(
         staging=staging,
         copies=[known.copies[i] for i in order],
