@@ -61,6 +61,7 @@ class Proposal:
         alternative: Microbatch size, tensor parallelism, recomputation.
         replicas: Ranks of each copy's devices, stage by stage.
         counts: Microbatches of each copy.
+        starts: Seconds of a step after which each copy begins.
         cuts: First layer of each stage.
         prediction: Of the step, by replay of the schedule, and of each device.
         runners_up: Next best plans.
@@ -70,6 +71,7 @@ class Proposal:
     alternative: Alternative
     replicas: tuple[Ranks, ...]
     counts: tuple[int, ...]
+    starts: tuple[float, ...]
     cuts: tuple[int, ...]
     prediction: Prediction
     runners_up: tuple[RunnerUp, ...]
@@ -174,6 +176,7 @@ def propose(
             alternative=best.alternative,
             replicas=replicas,
             counts=counts,
+            starts=tuple(itertools.chain(*cost.start_seconds)),
             cuts=staging.cuts,
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
@@ -233,8 +236,8 @@ def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
     if there.step_seconds <= alone * (1 + 1e-9):
         return []
     return [
-        "transfers at the same time share their nodes' network cards: "
-        f"{there.step_seconds:.4g} s, {alone:.4g} s if each had its own"
+        "copies share their nodes' network cards, over which they sum at once and send in turns: "
+        f"{there.step_seconds:.4g} s, {alone:.4g} s if each device had its own"
     ]
 
 
