@@ -496,6 +496,10 @@ def _draw_set(form, rng, number, processes):
     counts, executors = draw(), 1
     if width == 1 and not form.chain and not form.counts:
         executors = random.Random(f"{form} {number} executors").choice((1, 2, 3))
+    starts = [0.0] * copies
+    if pipeline is not None and stage < 2:
+        late = random.Random(f"{form} {number} starts")
+        starts = [late.choice((0.0, 0.002, 0.01)) for _ in groups]
     chain = plan.chain
     if chain is not None:
         sequence = draw_sequence(rng, 0, len(chain.segments) - 1)
@@ -506,8 +510,10 @@ def _draw_set(form, rng, number, processes):
         pipeline=pipeline,
         devices=tuple(PlannedDevice(rank=rank, kind="cpu") for rank in sorted(ranks)),
         replicas=tuple(
-            ReplicaWork(devices=group, num_microbatches=count, executors=executors)
-            for group, count in zip(groups, counts, strict=True)
+            ReplicaWork(
+                devices=group, num_microbatches=count, executors=executors, start_seconds=start
+            )
+            for group, count, start in zip(groups, counts, starts, strict=True)
         ),
         sums=plan.sums.model_copy(update=sums),
         placement=placed,

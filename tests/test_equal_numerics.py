@@ -125,6 +125,7 @@ def test_numerics_are_as_few_as_the_law_says():
     assert {(t.plan.sums.over, t.processes > 1) for t in every} == {
         *itertools.product(("device", "host"), (False, True))
     }
+    assert any(len({r.start_seconds for r in t.plan.replicas}) > 1 for t in every)
     pipelines = [t.plan.pipeline for t in every if t.plan.pipeline is not None]
     schedules = {p.schedule if isinstance(p.schedule, str) else "table" for p in pipelines}
     assert schedules == {"1f1b", "gpipe", "interleaved", "zb-h1", "table"}

@@ -1,6 +1,9 @@
 """Runs of pipelines: several at once, dropout, checkpoints, evaluation, and what is refused."""
 
+import concurrent.futures
+import json
 import shutil
+import time
 
 import flax.linen as nn
 import jax
@@ -14,9 +17,11 @@ from flax import nnx
 
 import hxla
 from hxla._graph._parts import graph_of, parts_of
+from hxla._lower._pipeline import Pipeline
 from hxla._lower._pipeline_times import PieceTimes
 from hxla._planner._pipeline_request import PipelineRequest
 from hxla._run import _pipeline_watch
+from hxla._run._balancer import Balancer
 from hxla._run._step import Stepper
 from hxla._schedule._schedules import BACKWARD, FORWARD
 
@@ -310,3 +315,150 @@ def pipeline(**settings):
 def test_what_cannot_be_is_refused_with_its_reason(error, message, options):
     with pytest.raises(error, match=message):
         train(**options)
+
+
+def job_of_two_pipelines():
+    return hxla.Job(
+        models.NnxNet(nnx.Rngs(0)),
+        models.tokens(48),
+        models.token_loss,
+        optax.sgd(0.1),
+        batch_size=16,
+        config={"cluster": {"visible_devices": [0, 1, 2, 3]}},
+    )
+
+
+def starting(plan, *seconds):
+    """The plan with these starts of its copies."""
+    pairs = zip(plan.replicas, seconds, strict=True)
+    return plan.replaced(
+        replicas=tuple(r.model_copy(update={"start_seconds": s}) for r, s in pairs)
+    )
+
+
+def test_a_plan_says_when_each_copy_begins():
+    plan = job_of_two_pipelines().plan(stages=2, microbatch_size=2)
+    late = starting(plan, 0.0, 0.0007)
+    assert late.numerics == plan.numerics
+    assert plan.diff(late) == ("replicas.1.start_seconds: 0.0 here, 0.0007 there",)
+    first, second = late.explain().splitlines()[1:3]
+    assert first.endswith("4 microbatches")
+    assert second.endswith("4 microbatches, starts 0.7 ms later")
+    assert "later" not in plan.explain()
+    assert hxla.Plan.from_json(late.to_json()) == late
+    assert [r.start_seconds for r in late.with_counts((5, 3)).replicas] == [0.0, 0.0007]
+    table = json.loads(plan.to_json())
+    for replica in table["replicas"]:
+        del replica["start_seconds"]
+    assert hxla.Plan.from_json(json.dumps(table)) == plan
+
+
+def test_a_start_that_no_copy_could_keep_is_refused():
+    own = job_of_two_pipelines()
+    plan = own.plan(stages=2, microbatch_size=2)
+    for wrong in (-0.1, float("inf"), float("nan"), "soon"):
+        table = json.loads(plan.to_json())
+        table["replicas"][1]["start_seconds"] = wrong
+        with pytest.raises(hxla.PlanError, match=r"replicas\.1\.start_seconds: "):
+            hxla.Plan.from_json(json.dumps(table))
+    message = r"replicas\.1\.start_seconds: only pipelines .* have no stages: leave it 0"
+    with pytest.raises(hxla.PlanError, match=message):
+        starting(own.plan(microbatch_size=2), *(0.0, 0.1, 0.2, 0.3))
+    for zero in (0, 1, 2, 3):
+        shared = plan.replaced(placement=plan.placement.model_copy(update={"zero": zero}))
+        if zero < 2:
+            assert starting(shared, 0.1, 0.0).replicas[0].start_seconds == 0.1
+            continue
+        message = rf"replicas\.0\.start_seconds: with placement\.zero of {zero} .*: leave it 0"
+        with pytest.raises(hxla.PlanError, match=message):
+            starting(shared, 0.1, 0.0)
+
+
+@pytest.fixture(scope="module")
+def ended_together():
+    own = job_of_two_pipelines()
+    with own.open(own.plan(stages=2, microbatch_size=2), steps=2) as session:
+        return [record.loss for record in session], session.result().sha256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
+    late, monkeypatch, ended_together
+):
+    wait = 2.0  # far longer than the work
+    own = job_of_two_pipelines()
+    plan = own.plan(stages=2, microbatch_size=2)
+    starts = [wait * (i == late) for i in range(2)]
+    begun, busy, losses = [], [], []
+    run, observe = Pipeline.run, Balancer.observe
+
+    def timed(self, *arguments):
+        begun.append((self.replica.index, time.perf_counter()))
+        return run(self, *arguments)
+
+    def told(self, step, seconds, update):
+        busy.append(seconds)
+        return observe(self, step, seconds, update)
+
+    with own.open(starting(plan, *starts), steps=2, balance=True) as session:
+        monkeypatch.setattr(Pipeline, "run", timed)
+        monkeypatch.setattr(Balancer, "observe", told)
+        for _ in range(2):
+            called = time.perf_counter()
+            losses.append(session.step().loss)
+            # The first step runs again, with scales of its own.
+            assert [copy for copy, _ in begun] == [1 - late, late] * (len(begun) // 2)
+            assert begun[1][1] - called >= wait
+            begun.clear()
+        assert session.plan.prediction.step_seconds > wait
+        assert (losses, session.result().sha256) == ended_together
+    assert all(0 < seconds < wait for step in busy for seconds in step)
+
+
+def test_a_measured_pipeline_that_begins_later_is_predicted_to_end_later(monkeypatch):
+    own = job_of_two_pipelines()
+    plan = own.plan(stages=2, microbatch_size=2)
+    seconds = {(kind, part): 0.01 for kind in (FORWARD, BACKWARD) for part in range(2)}
+    times = PieceTimes(seconds=seconds, meeting_seconds={0: 0.0, 1: 0.001}, fixed_seconds=0.1)
+    monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
+    monkeypatch.setattr(
+        Stepper, "measure_pipelines", lambda self, batch, repeats: {0: times, 1: times}
+    )
+    predicted = []
+    for late in (plan, starting(plan, 0.0, 2.0)):
+        with own.open(late, steps=1, balance=False) as session:
+            predicted.append(session.plan.prediction)
+    assert predicted[1].step_seconds == pytest.approx(predicted[0].step_seconds + 2.0)
+
+
+@pytest.mark.slow
+def test_only_the_microbatches_of_a_step_wait_for_their_turn(monkeypatch):
+    """No warm-up, no timing, no evaluation, and no copy that has nothing to do."""
+    own = job_of_two_pipelines()
+    plan = starting(own.plan(stages=2, microbatch_size=2), 0.0, 1e6)
+    waits, sleep = [], time.sleep
+
+    def asked(seconds):
+        if seconds < 1e5:
+            sleep(seconds)
+        else:
+            waits.append(seconds)
+
+    monkeypatch.setattr(time, "sleep", asked)
+    with own.open(plan, steps=1, balance=True) as session:
+        session.evaluate(models.tokens(20))
+        assert not waits
+        session.step()
+        assert waits
+    waits.clear()
+    with own.open(plan.with_counts((8, 0)), steps=1, balance=False) as session:
+        session.step()
+    assert not waits
+    with own.open(plan, steps=2, balance=False) as session:
+        session.step()
+        update = concurrent.futures.Future()
+        update.set_result((0.0, time.perf_counter() + 1e6))
+        session._stepper._updates[1] = update
+        session.step()
+    assert waits[-1] > 1.5e6  # from the end of its own update

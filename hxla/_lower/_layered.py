@@ -30,7 +30,8 @@ from ._segmented import Running, Segmented
 from ._sharded_params import ShardedParams
 from ._sum import Reducer
 
-#: Pairs of arrays: what a device begins with, and what is there when it is done; None at the end.
+#: Pairs: what a device begins with, or the clock's seconds at which it begins; and what is there
+#: when it is done. None at the end.
 Spans = queue.SimpleQueue
 
 

@@ -385,12 +385,13 @@ class Plan(PlanValue):
         return "\n".join(lines)
 
     def _of_replica(self, i: int) -> str:
-        known, executors = self.prediction, self.replicas[i].executors
-        at_once = f", {executors} at once" if executors > 1 else ""
+        known, own = self.prediction, self.replicas[i]
+        how = f", {own.executors} at once" if own.executors > 1 else ""
+        how += f", starts {own.start_seconds * 1e3:.4g} ms later" if own.start_seconds else ""
         if known is None or not known.microbatch_seconds:
-            return at_once
+            return how
         micro, fixed = known.microbatch_seconds[i], known.fixed_seconds[i]
-        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{at_once}"
+        return f" of {micro * 1e3:.1f} ms, busy {fixed + self.counts[i] * micro:.3f} s{how}"
 
     def _of_prediction(self, known: Prediction) -> Iterator[str]:
         if known.step_seconds:

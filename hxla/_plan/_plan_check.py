@@ -57,6 +57,7 @@ def faults(plan: Any) -> Iterator[str]:
         yield f"sums.dtype: {plan.sums.dtype} rounds what exact sums keep, use float32"
     yield from _of_sums_over_the_host(plan)
     yield from _of_executors(plan)
+    yield from _of_starts(plan)
     yield from _of_calls(plan)
     known = {p.name for p in plan.parameters}
     for sparse in plan.sums.sparse:
@@ -103,6 +104,22 @@ def _of_executors(plan: Any) -> Iterator[str]:
             "replicas: executors take microbatches in no fixed order, which moves the bits of "
             f"{plan.sums.kind} sums: use executors 1, or sums of kind 'exact'"
         )
+
+
+def _of_starts(plan: Any) -> Iterator[str]:
+    late = [i for i, replica in enumerate(plan.replicas) if replica.start_seconds]
+    if not late:
+        return
+    if plan.pipeline is None:
+        why = "only pipelines begin one after another, and the copies here have no stages"
+    elif plan.placement.zero > 1:
+        why = (
+            f"with placement.zero of {plan.placement.zero} all copies fill and empty some slots "
+            "after others together, and none begins later"
+        )
+    else:
+        return
+    yield f"replicas.{late[0]}.start_seconds: {why}: leave it 0"
 
 
 def _of_calls(plan: Any) -> Iterator[str]:

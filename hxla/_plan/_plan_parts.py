@@ -72,11 +72,14 @@ class ReplicaWork(PlanValue):
         num_microbatches: The microbatches that it runs in a step.
         executors: The microbatches of these that it runs at once, each executor with sums of its
             own. Between one and many no bit moves.
+        start_seconds: The seconds after the first copies from which this copy begins a step, so
+            that copies that share a network card send one after another. It moves no bit.
     """
 
     devices: tuple[pydantic.NonNegativeInt, ...] = pydantic.Field(min_length=1)
     num_microbatches: pydantic.NonNegativeInt
     executors: pydantic.PositiveInt = 1
+    start_seconds: pydantic.NonNegativeFloat = 0.0
 
 
 class ChainSegment(PlanValue):

@@ -183,9 +183,11 @@ def predicted(
     )
     if not all(seconds):
         return known
+    finish = finish_seconds(plan.counts, seconds, fixed)
+    starts = [replica.start_seconds * bool(replica.num_microbatches) for replica in plan.replicas]
     return known.model_copy(
         update={
-            "step_seconds": max(finish_seconds(plan.counts, seconds, fixed)),
+            "step_seconds": max(map(sum, zip(starts, finish, strict=True))),
             "bound_seconds": bound_seconds(sum(plan.counts), seconds, fixed),
             "microbatch_seconds": tuple(seconds),
             "fixed_seconds": tuple(fixed),

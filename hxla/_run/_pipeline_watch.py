@@ -33,6 +33,7 @@ class PipelineWatch:
         self._stepper = stepper
         self._pipelines = programs.pipelines
         self._replicas = programs.reducer.replicas
+        self._starts = [replica.start_seconds for replica in programs.plan.replicas]
         self._gather = gather
         self._predicted: dict[int, _pipeline_report.PredictedStep] = {}
         self._ticks: dict[int, list[list[tuple[float, float]]]] = {}
@@ -66,7 +67,7 @@ class PipelineWatch:
         if not self._predicted:
             return prediction
         fixed = prediction.fixed_seconds or (0.0,) * len(self._replicas)
-        steps = [p.busy_seconds + fixed[r] for r, p in self._predicted.items()]
+        steps = [self._starts[r] + p.busy_seconds + fixed[r] for r, p in self._predicted.items()]
         bounds = [p.bound_seconds for p in self._predicted.values()]
         return prediction.model_copy(
             update={"step_seconds": max(steps), "bound_seconds": max(bounds)}

@@ -88,6 +88,8 @@ class Stepper:
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
         self._update_seconds = [0.0] * num
+        of_copies = programs.plan.replicas
+        self._start_seconds = [of_copies[r.index].start_seconds for r in self._reducer.local]
 
     def close(self) -> None:
         """End the threads that wait for devices."""
@@ -113,7 +115,7 @@ class Stepper:
         each = range(len(runners))
 
         def some(num: int) -> Any:
-            return 0, [range(num) for _ in each], [[batch] * num for _ in each]
+            return 0, [range(num) for _ in each], [[batch] * num for _ in each], False
 
         once = some(unit)
         for _ in range(1 + seeks):  # again with scales that fit
@@ -294,7 +296,7 @@ class Stepper:
         redone: int,
         on_reduce: Callable[[], object],
     ) -> tuple[Outcome, np.ndarray]:
-        watches = self._run_all(step, ids, batches)
+        watches = self._run_all(step, ids, batches, True)
         held = self._held()  # while the devices are busy
         busy = [watch.result() for watch in watches]
         told = [
@@ -325,18 +327,20 @@ class Stepper:
         return outcome, maxima
 
     def _run_all(
-        self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]]
+        self, step: int, ids: Sequence[range], batches: Sequence[Sequence[PyTree]], in_turn: bool
     ) -> list[concurrent.futures.Future[float]]:
         """All microbatches of the local replicas; when they are done, the seconds of each."""
         start, layered = time.perf_counter(), self._programs.layered
+        starts = self._start_seconds if in_turn else [0.0] * len(ids)
         spans: list[Spans[Any]] = [Spans() for _ in ids]
         watches = [self._pool.submit(self._watch, i, own, start) for i, own in enumerate(spans)]
         try:
             if layered is None:
-                for i, told in enumerate(spans):
+                for i in sorted(range(len(ids)), key=starts.__getitem__):
+                    begins = self._begin(i, start, starts[i]) if ids[i] else start
                     tick = self._run(i, step, ids[i], batches[i])
                     if tick is not None:
-                        told.put((None, tick))
+                        spans[i].put((begins, tick))
             else:
                 self._wait_for_collectives()
                 scales = [self._exponents(i) for i in range(len(ids))]
@@ -347,6 +351,14 @@ class Stepper:
             for told in spans:  # a watch ends, whatever happened
                 told.put(None)
         return watches
+
+    def _begin(self, i: int, start: float, seconds: float) -> float:
+        """Wait for so many seconds after a local replica could begin; returns when it begins."""
+        if not seconds:
+            return start
+        free = max(start, self._updates[i].result()[1]) if self._updates else start
+        time.sleep(max(0.0, free + seconds - time.perf_counter()))
+        return time.perf_counter()
 
     def _run(self, i: int, step: int, ids: range, batches: Sequence[PyTree]) -> jax.Array | None:
         """All microbatches of a local replica; an array to wait on, None if there are none."""
@@ -387,7 +399,9 @@ class Stepper:
         busy = 0.0
         while (span := spans.get()) is not None:
             begins, tick = span
-            if begins is not None:
+            if isinstance(begins, float):
+                start = max(start, begins)
+            elif begins is not None:
                 jax.block_until_ready(begins)
                 start = time.perf_counter()
             jax.block_until_ready(tick)
