@@ -22,7 +22,7 @@ KEY = Alternative(1, 1, False)
 
 def arrangements(t):
     for copies, kinds in _like_copies._choices(t, 48, t.num_layers):
-        yield from _like_copies._arrangements(t, copies, kinds)
+        yield from _like_copies._arrangements(t, copies, kinds, 48, lambda: None)
 
 
 def mixed(rng, sizes=((4, 2), (2, 2))):

@@ -16,6 +16,7 @@ import numpy as np
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds, times_with_edges
+from ._kind_orders import best_order
 from ._relaxed import best_cut
 
 _MOST = 400  # about as many arrangements of a chain are worked out
@@ -59,7 +60,7 @@ def like_copies(
     for least, _, copies, kinds in choices:
         if least > best * _NEAR or num_tried >= _MOST:
             break
-        for own in _arrangements(t, copies, kinds):
+        for own in _arrangements(t, copies, kinds, -(-num_microbatches // copies), check):
             check()
             num_tried += 1
             numbers = _at_once(t, own)
@@ -91,16 +92,25 @@ def _choices(
                 yield copies, kinds
 
 
-def _arrangements(t: Tables, copies: int, kinds: Sequence[int]) -> Iterator[_Arrangement]:
+def _arrangements(
+    t: Tables, copies: int, kinds: Sequence[int], most: int, check: Callable[[], None]
+) -> Iterator[_Arrangement]:
     """Orders of the kinds, and blocks; of many kinds only such orders as go round."""
     orders: Iterable[tuple[int, ...]] = itertools.permutations(kinds)
     if len(kinds) > _MOST_ORDERED:
         around = [(*kinds[i:], *kinds[:i]) for i in range(len(kinds))]
         orders = [*around, *(own[::-1] for own in around)]
-    for order in orders:
-        groups = tuple(k for k in order for _ in range(t.num_devices[k] // copies))
-        for block in _blocks(t, copies):
-            yield _Arrangement(copies, groups, block)
+    found = [tuple(k for k in order for _ in range(t.num_devices[k] // copies)) for order in orders]
+    blocks = _blocks(t, copies)
+    yield from (_Arrangement(copies, *own) for own in itertools.product(found, blocks))
+    if t.shared is None:
+        return
+    for block in blocks:
+        some = _Arrangement(copies, found[0], block)
+        runs = {k: (found[0].count(k), _in_node(t, some, k)[0]) for k in kinds}
+        best = best_order(t, runs, most, check)
+        if best is not None and best not in found:
+            yield _Arrangement(copies, best, block)
 
 
 def _blocks(t: Tables, copies: int) -> list[int]:
