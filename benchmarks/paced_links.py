@@ -1,4 +1,4 @@
-"""Processes with a paced link each: network namespaces on one bridge, of Linux, for root.
+"""Processes or nodes with a paced link each: network namespaces on one bridge, of Linux, for root.
 
 All of it is in a namespace that ends with its processes. A link carries some bits a second each
 way, and holds as few packets as a network card of Linux does (byte queue limits): what a process
@@ -6,11 +6,13 @@ says while it sends is not behind all that it has yet to send.
 """
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 _PACKET_BYTES = 1514  # with its Ethernet header
 _BURST_BYTES = 1700  # that an idle link lets pass at once: the least, a packet
@@ -21,7 +23,7 @@ _SETTINGS = {
     "net.ipv4.tcp_slow_start_after_idle": "0",
 }
 _OWN_NETWORK = ("unshare", "--net", "--uts")
-_MARK = "HXLA_PACED_LINKS"  # of a process that is in its own network
+_MARK = "PACED_LINKS_ENTERED"  # of a process that is in its own network
 
 
 def lacking() -> str:
@@ -54,7 +56,7 @@ def enter_own_network() -> None:
 
 
 def address(rank: int) -> str:
-    """Of a process, which is its host's name too."""
+    """Of a process or node, which is its host's name too."""
     return f"10.9.0.{rank + 1}"
 
 
@@ -73,35 +75,83 @@ def linked(
         bits_per_second: Of a link, in each direction at the same time.
         log: Where their standard errors go.
     """
-    _run("ip", "link", "add", "switch", "type", "bridge")
-    _run("ip", "link", "set", "switch", "up")
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        with log.open("w") as errors:
-            for rank in range(num_processes):
-                # Waits for a line, and is the command afterwards; it ends with this process.
-                waiting = ["sh", "-c", 'echo ready; read line; exec "$@"', "sh", *command]
-                own = ["setpriv", "--pdeathsig", "KILL", *_OWN_NETWORK, *waiting]
-                processes.append(
-                    subprocess.Popen(
-                        [*own, str(rank)],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        text=True,
-                    )
-                )
-                processes[-1].stdout.readline()
-                _link(rank, processes[-1].pid, bits_per_second)
+    with _switch(), log.open("w") as errors, contextlib.ExitStack() as stack:
+        own = [[*command, str(rank)] for rank in range(num_processes)]
+        processes = [
+            stack.enter_context(_behind_a_link(one, rank, bits_per_second, errors))
+            for rank, one in enumerate(own)
+        ]
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
         yield processes
+
+
+@contextlib.contextmanager
+def nodes(num_nodes: int, bits_per_second: float) -> Iterator[list[int]]:
+    """Networks of nodes, each of which reaches the others over a card of some speed each way.
+
+    A process goes to its node by `enter`. Needs `enter_own_network`, whose processes reach each
+    other by their loopback, too.
+
+    Args:
+        num_nodes: How many.
+        bits_per_second: Of a card, in each direction at the same time.
+
+    Yields:
+        Of each node a process that is there.
+    """
+    _run("ip", "link", "set", "lo", "up")
+    with _switch(), contextlib.ExitStack() as stack:
+        # They never begin, and end when nobody is left who could tell them to.
+        held = [_behind_a_link(["true"], n, bits_per_second, None) for n in range(num_nodes)]
+        yield [stack.enter_context(one).pid for one in held]
+
+
+def enter(process: int) -> None:
+    """Go to the network and the host's name of a process: this thread, and those that it begins.
+
+    Args:
+        process: Its id.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts"):
+        with open(f"/proc/{process}/ns/{kind}") as there:
+            if libc.setns(there.fileno(), 0):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), there.name)
+
+
+@contextlib.contextmanager
+def _switch() -> Iterator[None]:
+    _run("ip", "link", "add", "switch", "type", "bridge")
+    _run("ip", "link", "set", "switch", "up")
+    try:
+        yield
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
         _run("ip", "link", "delete", "switch")
+
+
+@contextlib.contextmanager
+def _behind_a_link(
+    command: Sequence[str], rank: int, bits_per_second: float, errors: IO[str] | None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that waits for a line, and is the command afterwards; it ends with this process."""
+    waiting = ["sh", "-c", 'echo ready; read line || exit; exec "$@"', "sh", *command]
+    process = subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", *_OWN_NETWORK, *waiting],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    try:
+        process.stdout.readline()
+        _link(rank, process.pid, bits_per_second)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _link(rank: int, pid: int, bits_per_second: float) -> None:

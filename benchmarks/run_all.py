@@ -295,6 +295,13 @@ PARTS = (
         lacking=paced_links.lacking,
     ),
     Part(
+        name="staggered",
+        options=["--rounds", "4"],
+        quick=["--rounds", "1", "--microbatches", "2", "--rows", "256", "--layers", "2"],
+        rows=functools.partial(of_ratios, where="two pipelines behind one card a node"),
+        lacking=paced_links.lacking,
+    ),
+    Part(
         name="torch_ddp",
         options=["--mesh", MESH, "--batch-size", "32", "--rounds", "5"],
         quick=["--mesh", MESH, "--batch-size", "8", "--rounds", "1", "--microbatch-sizes", "2"],

@@ -67,9 +67,8 @@ def test_a_result_carries_its_commit_and_date(file):
     assert re.match(r"20\d\d-\d\d-\d\d", measured["date"])
 
 
-def run_collectives(folder, **settings):
-    script = ROOT / "benchmarks" / "collectives.py"
-    options = ["--workers", "2", "--sizes", "61440", "122880", "--rounds", "1"]
+def run(name, folder, options, **settings):
+    script = ROOT / "benchmarks" / f"{name}.py"
     plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
     return subprocess.run(
         [sys.executable, script, *options, "--out", folder / "found.json"],
@@ -83,7 +82,8 @@ def run_collectives(folder, **settings):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(paced_links.lacking()), reason=paced_links.lacking())
 def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
-    assert run_collectives(tmp_path).returncode == 0
+    sizes = ["--workers", "2", "--sizes", "61440", "122880", "--rounds", "1"]
+    assert run("collectives", tmp_path, sizes).returncode == 0
     told = json.loads((tmp_path / "found.json").read_text())
     assert {row["form"] for row in told["rows"]} >= {"ring", "tree", "halving-doubling"}
     # Gloo's reduce-scatter was seen to give wrong sums over such links; hxla has none of it.
@@ -93,8 +93,20 @@ def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
     assert told["fitted"]["bytes_per_second"] == pytest.approx(10e6 / 8, rel=0.15)
 
 
-def test_where_no_links_can_be_made_one_line_says_so(tmp_path):
-    ran = run_collectives(tmp_path, PATH=str(tmp_path))
+@pytest.mark.parametrize("name", ["collectives", "staggered"])
+def test_where_no_links_can_be_made_one_line_says_so(name, tmp_path):
+    ran = run(name, tmp_path, [], PATH=str(tmp_path))
     assert ran.returncode != 0
     [line] = ran.stderr.strip().splitlines()
     assert line.startswith("no paced links here: ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(paced_links.lacking()), reason=paced_links.lacking())
+def test_pipelines_behind_shared_cards_train_by_every_start(tmp_path):
+    sizes = ["--rounds", "1", "--microbatches", "2", "--rows", "256", "--layers", "2"]
+    ran = run("staggered", tmp_path, sizes)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert all(seconds > 0 for seconds in told["step_seconds"].values())
+    assert told["predicted_seconds"]["one transfer"] < told["predicted_seconds"]["together"]
