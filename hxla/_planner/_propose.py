@@ -18,11 +18,12 @@ from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._placed import PlacedStaging, Placer
 from ._search import Found, search
-from ._shared_links import Copies, Ranks
+from ._shared_links import Copies, Ranks, busiest_card_seconds
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
 _NEAR, _NUM_REPLAYED = 1.02, 8  # times the best plan, or the bound: plans that are replayed
+_BUSY = 0.4  # of a step: up to there copies in turns take what the formula says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,10 +236,17 @@ def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
     alone = step_seconds(chain, there.staging.cuts, there.staging.replicas)
     if there.step_seconds <= alone * (1 + 1e-9):
         return []
-    return [
+    said = [
         "copies share their nodes' network cards, over which they sum at once and send in turns: "
         f"{there.step_seconds:.4g} s, {alone:.4g} s if each device had its own"
     ]
+    busy = busiest_card_seconds(there.staging, there.traffic)
+    if busy > _BUSY * there.step_seconds:
+        said.append(
+            f"a network card is busy for {busy:.4g} s with what stages send: of transfers over "
+            "several boundaries some meet there, for which nothing is counted"
+        )
+    return said
 
 
 def _about_sums(
