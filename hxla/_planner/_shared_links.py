@@ -26,7 +26,7 @@ Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of ea
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Crossing:
+class BoundaryTransfer:
     """One microbatch of one copy over a boundary between stages.
 
     Attributes:
@@ -51,7 +51,7 @@ class Traffic:
 
     send_seconds: tuple[tuple[float, ...], ...]
     reduction_seconds: tuple[float, ...]
-    crossings: tuple[tuple[Crossing, ...], ...]
+    crossings: tuple[tuple[BoundaryTransfer, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +185,18 @@ def traffic_of(
     num_stages, num_layers = len(staging.cuts), len(chain.output_bytes)
     ends = (*staging.cuts[1:], num_layers)
     sent_bytes = [chain.output_bytes[end - 1] for end in ends[:-1]]
-    known: dict[tuple[tuple[tuple[int, int], ...], float], Crossing] = {}  # most are like others
+    known: dict[
+        tuple[tuple[tuple[int, int], ...], float], BoundaryTransfer
+    ] = {}  # most are like others
     nodes = [[[cluster.devices[r].node for r in ranks] for ranks in copy] for copy in copies]
-    crossings: list[list[Crossing]] = []
+    crossings: list[list[BoundaryTransfer]] = []
     for copy, at in zip(copies, nodes, strict=True):
         crossings.append([])
         for stage, num_bytes in enumerate(sent_bytes):
             key = tuple(zip(at[stage], at[stage + 1], strict=True)), num_bytes
             if key not in known:
                 pairs = list(zip(copy[stage], copy[stage + 1], strict=True))
-                known[key] = _crossing(cluster, pairs, key[0], num_bytes)
+                known[key] = _boundary_transfer(cluster, pairs, key[0], num_bytes)
             crossings[-1].append(known[key])
     rest, send_seconds = iter(crossings), []
     for replica in staging.replicas:
@@ -226,12 +228,12 @@ def traffic_of(
     )
 
 
-def _crossing(
+def _boundary_transfer(
     cluster: Cluster,
     pairs: Sequence[tuple[int, int]],
     nodes: Sequence[tuple[int, int]],
     num_bytes: float,
-) -> Crossing:
+) -> BoundaryTransfer:
     """Of one copy over one boundary, between devices and the nodes that they are of."""
     card_seconds: dict[CardWay, float] = {}
     for a, b in nodes:
@@ -239,7 +241,7 @@ def _crossing(
             seconds = num_bytes / card.bytes_per_second
             card_seconds[way] = card_seconds.get(way, 0.0) + seconds
     sends = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs]
-    return Crossing(
+    return BoundaryTransfer(
         seconds=max(seconds or 0.0 for seconds in transfer_seconds(cluster, sends)),
         card_seconds=card_seconds,
     )
