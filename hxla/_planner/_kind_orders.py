@@ -1,13 +1,14 @@
 """In which order a pipeline takes kinds of devices: the one whose cut has the least period."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ._chain_tables import Array, Tables
 
-_MOST_MIXES = 2_000  # of runs, that are worked out
+_MOST_MIXES, _MOST_STAGES = 150, 16  # that are worked out: others cost a search more than they gain
 
 
 def best_order(
@@ -37,10 +38,10 @@ def best_order(
         for length, num in ((each, stages // each), (stages % each, 1))
         if length and num
     ]
-    mixes = list(itertools.product(*(range(num + 1) for *_, num in lengths)))
-    if len(mixes) > _MOST_MIXES:
+    num_stages = sum(stages for stages, _ in runs.values())
+    if num_stages > _MOST_STAGES or math.prod(num + 1 for *_, num in lengths) > _MOST_MIXES:
         return None
-    mixes.sort(key=sum)
+    mixes = sorted(itertools.product(*(range(num + 1) for *_, num in lengths)), key=sum)
     kinds = list(runs)
     network = np.maximum(t.cross[:, :-1, :-1], t.shared)[:, kinds][:, :, kinds].min(axis=(1, 2))
     known: dict[tuple[int, int, bytes], Array] = {}
