@@ -236,9 +236,9 @@ def _boundary_transfer(
 ) -> BoundaryTransfer:
     """Of one copy over one boundary, between devices and the nodes that they are of."""
     card_seconds: dict[CardWay, float] = {}
-    for a, b in nodes:
+    for (a, b), num in collections.Counter(nodes).items():
         for card, way in (*cards_passed(cluster, a, b), *cards_passed(cluster, b, a)):
-            seconds = num_bytes / card.bytes_per_second
+            seconds = num * num_bytes / card.bytes_per_second
             card_seconds[way] = card_seconds.get(way, 0.0) + seconds
     sends = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs]
     return BoundaryTransfer(
