@@ -1,7 +1,7 @@
 """Plans of like copies that take every kind of device in turn: each stage is of one kind.
 
 Of such copies it is known how they lie in nodes, and so what they share: where a node holds a block
-of copies of one stage, the sum of all copies leaves it once, but they send over its card at once;
+of copies of one stage, the sum of all copies leaves it once, but they send over its card in turns;
 where it holds consecutive stages of fewer copies, these send inside it, but a ring of each stage
 leaves it.
 """

@@ -435,7 +435,7 @@ def _chain(
 def _card_seconds(
     cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
 ) -> tuple[tuple[float, ...], ...]:
-    """What a byte of each copy takes where all send at once; none if a node has two kinds."""
+    """What a byte of a copy takes from node to node; none if a node has two kinds."""
     nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
     num = sum(map(len, nodes))
     if num < 2 or len(set().union(*nodes)) < num:
