@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from card_replay import card_replay
 from test_shared_links import cluster, proposed, work
 
 import hxla
@@ -13,7 +14,14 @@ from hxla._planner._chain_tables import step_seconds, tables
 from hxla._planner._estimate import Alternative
 from hxla._planner._placed import Placer
 from hxla._planner._search import search
-from hxla._planner._shared_links import Way, copies_in, shared_step_seconds, traffic_of
+from hxla._planner._shared_links import (
+    Way,
+    busiest_card_seconds,
+    copies_in,
+    copy_seconds,
+    shared_step_seconds,
+    traffic_of,
+)
 from hxla._planner._staging import staging_cost
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
@@ -22,7 +30,7 @@ KEY = Alternative(1, 1, False)
 
 def arrangements(t):
     for copies, kinds in _like_copies._choices(t, 48, t.num_layers):
-        yield from _like_copies._arrangements(t, copies, kinds)
+        yield from _like_copies._arrangements(t, copies, kinds, 48, lambda: None)
 
 
 def mixed(rng, sizes=((4, 2), (2, 2))):
@@ -93,6 +101,36 @@ def test_what_they_are_said_to_take_they_take_on_their_devices():
             num_sharing += told > staging.step_seconds * (1 + 1e-6)
     assert num > 10
     assert num_sharing > 5
+
+
+def test_in_turns_copies_take_what_the_formula_says_and_at_once_they_take_longer():
+    """Beside a simulation of all copies and their cards, where no card is busy half of the time."""
+    rng, slower, num_busy = np.random.default_rng(1), [], 0
+    for _ in range(9):
+        described, chain, places = mixed(rng)
+        t = tables(chain)
+        for own in itertools.islice(arrangements(t), 0, None, 5):
+            cuts = _like_copies._even_periods(t, own, _like_copies._at_once(t, own), 48)
+            if cuts is None or len(cuts) == 1:
+                continue
+            staging = _like_copies._staging(t, cuts, own, 48)
+            copies = copies_in(staging, places, described, [Way(own.block, whole=True)] * 2)
+            traffic = traffic_of(chain, staging, copies, described, reduce_factor=1.0)
+            seconds, begun = copy_seconds(t, staging, traffic)
+            formula = max(x + max(y) for x, y in zip(seconds, begun, strict=True))
+            if busiest_card_seconds(staging, traffic) > 0.4 * formula:
+                num_busy += 1
+                continue
+            begins = list(itertools.chain(*begun))
+            in_turns, at_once = (
+                max(card_replay(chain, staging, copies, described, own_starts))
+                for own_starts in (begins, [0.0] * len(begins))
+            )
+            assert 0.93 * formula < in_turns < 1.01 * formula, own
+            slower.append(at_once / in_turns)
+    assert len(slower) > 15 > num_busy
+    assert min(slower) > 0.99
+    assert max(slower) > 1.1
 
 
 def test_their_cut_has_the_least_period_of_all():
@@ -196,7 +234,7 @@ def test_each_kind_is_placed_as_suits_it():
 
 
 def test_of_plans_that_the_formula_has_alike_the_replay_decides():
-    rng, num_others = np.random.default_rng(9), 0
+    rng, num_others = np.random.default_rng(11), 0
     for _ in range(12):
         described, chain, places = mixed(rng)
         where = Placer(

@@ -1,6 +1,5 @@
 """Plans on their devices: never slower for the counts and the cut that suit their transfers."""
 
-import collections
 import dataclasses
 import itertools
 
@@ -10,7 +9,7 @@ import pytest
 
 from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
 from hxla._core import _errors
-from hxla._planner import _one_cut, _placed, _propose, _search, _shared_links
+from hxla._planner import _placed, _propose, _search, _shared_links
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
@@ -234,31 +233,6 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert len(ratios) > 90
     assert num_pinned > 30
     assert np.mean(np.array(ratios) < 1.02) > 0.8
-
-
-def test_so_many_copies_cross_at_once_as_every_assignment_of_devices_has():
-    """Two stages of every mode, beside all assignments: never more, and mostly as many."""
-    rng, exact = np.random.default_rng(3), []
-    for _ in range(60):
-        kinds, copies = int(rng.integers(2, 4)), int(rng.integers(1, 5))
-        devices = rng.integers(1, 6, kinds)
-        modes = tuple(int(x) for x in rng.integers(-1, kinds, 2))
-        of_stages = [[mode] if mode >= 0 else range(kinds) for mode in modes]
-        seen = collections.defaultdict(list)
-        pairs = list(itertools.product(*of_stages))
-        for num in range(copies, int(devices.sum()) // 2 + 1):
-            for own in itertools.combinations_with_replacement(pairs, num):
-                held = collections.Counter(itertools.chain(*own))
-                if all(held[k] <= devices[k] for k in range(kinds)):
-                    for pair, crossing in collections.Counter(own).items():
-                        seen[pair].append(crossing)
-        left = [int(n) - copies * modes.count(k) for k, n in enumerate(devices)]
-        spare = [sum(max(0, n) for j, n in enumerate(left) if j != k) for k in range(kinds)]
-        for pair, numbers in seen.items():
-            said = _one_cut._at_once(copies, modes, pair, spare)
-            assert said <= min(numbers), (devices, copies, modes, pair)
-            exact.append(said == min(numbers))
-    assert np.mean(exact) > 0.7
 
 
 def like_layers(num_kinds, *, inside, num_devices=4):

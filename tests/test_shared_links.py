@@ -16,6 +16,7 @@ from hxla._planner._cost import ring_all_reduce_seconds
 from hxla._planner._propose import ChainWork, propose
 from hxla._planner._shared_links import (
     NEXT,
+    busiest_card_seconds,
     copies_in,
     placements,
     shared_step_seconds,
@@ -142,7 +143,7 @@ def placed_next(staging, places):
     return copies_in(staging, places, cluster(), [NEXT] * len(places))
 
 
-def test_copies_that_send_at_once_share_the_card():
+def test_copies_that_share_a_card_send_in_turns():
     """Four copies of two stages, each with its first on one node and its second on the other."""
     chain = chain_of(2)
     sort = ReplicaSort(groups=(0, 1), count=4, num_microbatches=2)
@@ -150,14 +151,39 @@ def test_copies_that_send_at_once_share_the_card():
     copies = placed_next(staging, [[(i,) for i in range(4)], [(i,) for i in range(4, 8)]])
     assert copies == [[(i,), (4 + i,)] for i in range(4)]
     traffic = traffic_of(chain, staging, copies, cluster(), reduce_factor=1.0)
-    assert traffic.send_seconds == ((4.0,),)
+    assert traffic.send_seconds == ((1.0,),)
     # The rings of either stage stay on a node, 3 / 4 of 2e9 bytes twice over 1e12 bytes a second.
     assert traffic.reduction_seconds == pytest.approx((2 * 3 / 4 * 2e9 / 1e12,) * 2)
     plain, shared = staging_cost(chain, staging), staging_cost(chain, staging, traffic)
-    # Two microbatches each: the second's activations and the first's gradients wait for transfers.
-    assert shared.step_seconds > plain.step_seconds + 2 * 4.0
+    assert shared.start_seconds == ((0.0, 1.0, 2.0, 3.0),)
+    # The last begins three transfers later, and its two microbatches cross forth and back.
+    assert shared.step_seconds > plain.step_seconds + 3 * 1.0 + 2 * 1.0
     formula = shared_step_seconds(tables(chain), staging, traffic)
     assert formula >= shared.step_seconds
+
+
+def test_copies_that_take_longest_begin_first_and_others_with_them():
+    """Three copies share a card, two others another: two of unlike cards may begin at once."""
+    chain = chain_of(2)
+    sorts = tuple(ReplicaSort(groups=(0, 1), count=1, num_microbatches=m) for m in (2, 3, 1))
+    staging = Staging(cuts=(0, 2), replicas=sorts, step_seconds=1.0)
+    described = cluster(num_nodes=4)
+    copies = [[(0,), (4,)], [(1,), (8,)], [(12,), (9,)]]
+    traffic = traffic_of(chain, staging, copies, described, reduce_factor=1.0)
+    # The second shares a card with each of the others, which share none with one another.
+    assert staging_cost(chain, staging, traffic).start_seconds == ((1.0,), (0.0,), (1.0,))
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+def test_a_card_has_time_for_all_that_copies_send(duplex):
+    """Four copies, each with two microbatches there and back over one card a second each way."""
+    chain = chain_of(2)
+    sort = ReplicaSort(groups=(0, 1), count=4, num_microbatches=2)
+    staging = Staging(cuts=(0, 2), replicas=(sort,), step_seconds=1.0)
+    copies = placed_next(staging, [[(i,) for i in range(4)], [(i,) for i in range(4, 8)]])
+    described = cluster(card=hxla.NetworkCard(bytes_per_second=1e9, duplex=duplex))
+    traffic = traffic_of(chain, staging, copies, described, reduce_factor=1.0)
+    assert busiest_card_seconds(staging, traffic) == 4 * 2 * 1.0 * (1 if duplex else 2)
 
 
 def test_rings_of_all_stages_share_the_card():

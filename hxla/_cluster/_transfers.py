@@ -22,6 +22,17 @@ class Send:
     num_bytes: float
 
 
+CardWay = tuple[int, bool]  # a node, and whether into it: False of a card that is not duplex
+
+
+def cards_passed(cluster: Cluster, a: int, b: int) -> list[tuple[NetworkCard, CardWay]]:
+    """The cards that a transfer from one node to another passes, and in which direction."""
+    if a == b:
+        return []
+    known = [(node, cluster.network_card(node), bool(i)) for i, node in enumerate((a, b))]
+    return [(card, (node, card.duplex and into)) for node, card, into in known if card]
+
+
 def ring_transfers(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> list[Send]:
     """What every device of a ring sends to the next; none for a single device.
 
@@ -65,16 +76,9 @@ def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float 
         for x in transfers
     ]
     numbers = collections.Counter(filter(None, sorts))
-    cards = {node: cluster.network_card(node) for *ends, _ in numbers for node in ends}
-
-    def passed(a: int, b: int) -> list[tuple[NetworkCard, tuple[int, bool]]]:
-        """The cards that a transfer between nodes passes; of each also the node and direction."""
-        known = [(node, cards[node], bool(i)) for i, node in enumerate((a, b)) if a != b]
-        return [(card, (node, card.duplex and into)) for node, card, into in known if card]
-
-    over: dict[tuple[int, bool], dict[float, int]] = collections.defaultdict(collections.Counter)
+    over: dict[CardWay, dict[float, int]] = collections.defaultdict(collections.Counter)
     for (a, b, size), num in numbers.items():
-        for _, key in passed(a, b):
+        for _, key in cards_passed(cluster, a, b):
             over[key][size] += num
     carried = {key: _Carried(sizes) for key, sizes in over.items()}
     found: dict[tuple[int, int, float] | None, float | None] = {None: None}
@@ -88,7 +92,7 @@ def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float 
             continue
         shared = [
             link.latency_seconds + carried[key].until(size) / card.bytes_per_second
-            for card, key in passed(a, b)
+            for card, key in cards_passed(cluster, a, b)
         ]
         found[sort] = max([link.seconds(size), *shared])
     return [found[sort] for sort in sorts]

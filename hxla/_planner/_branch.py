@@ -49,8 +49,7 @@ class Branching:
 
     Where every kind of device is a node of its own, nodes are parted by kinds before: at a stage
     all copies have one kind, or another, or several. Rings of stages of several kinds share the
-    cards of two nodes at least; between two stages of one kind each all copies send at once
-    (`Rings`). The bound is then one for plans on their devices.
+    cards of two nodes at least (`Rings`). The bound is then one for plans on their devices.
 
     Args:
         bound: Of the chain.
@@ -317,7 +316,7 @@ class Branching:
         single = all(high - low == 1 for low, high in node.box)
         if not (node.part.grid and single) or num_kinds**free > _MAX_CHOICES:
             return True
-        copies = bound.num_copies, self._copies_of(node)
+        copies = range(bound.num_copies, self._copies_of(node) + 1)
         return enough_for_cards(bound.t, *cut_of(node), copies, self._num_microbatches, left)
 
     def _pins_of(self, node: BranchNode) -> Pins | None:
@@ -325,13 +324,10 @@ class Branching:
         if node.is_free:
             return None
         bound = node.part.bound
-        t, crossed = bound.t, bound.relaxation.cross[:, None, None]
-        assert t.shared is not None
-        alone = t.cross[:, :-1, :-1]
+        crossed = bound.relaxation.cross[:, None, None]
         return Pins(
             kinds=tuple(mode if mode >= 0 else None for mode in node.modes),
-            alone=np.maximum(alone - crossed, 0.0),
-            together=np.maximum(np.maximum(alone, bound.num_copies * t.shared) - crossed, 0.0),
+            extra=np.maximum(bound.t.cross[:, :-1, :-1] - crossed, 0.0),
         )
 
     def may_pay(self, cuts: tuple[int, ...], seconds: float) -> bool:

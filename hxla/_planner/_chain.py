@@ -43,9 +43,8 @@ class Rings:
             one node.
         copies_inside: Per group, the most copies of a stage that one node holds.
         num_nodes: Per group, how many nodes it has.
-        card_seconds: `card_seconds[a][b]`: seconds per byte, of each of the copies that all send
-            at once from a node of group a to another of group b, where no node is of two groups;
-            else none.
+        card_seconds: `card_seconds[a][b]`: seconds per byte that a copy sends from a node of group
+            a to another of group b, where no node is of two groups; else none.
         card_sum_seconds: There, seconds per byte of gradient that a card is busy with the ring of a
             stage of very many copies in several nodes.
 

@@ -32,8 +32,8 @@ class Tables:
             the same for any number.
         num_nodes: [K] Nodes of a kind; none: not known.
         shared: [L+1, K, K] `shared[l, b, a]`: what crossing a boundary from a node of kind b to
-            another of kind a is at least for each copy that does so at once, where no node has
-            devices of two kinds; None: some has.
+            another of kind a and back takes at least, where no node has devices of two kinds;
+            None: some has.
         card_sums: [L+1, L+1] There, what a card is busy with the ring of a stage of very many
             copies in several nodes.
         state_bytes: [K, L+1, L+1] Parameters, gradients and optimizer state, the workspace, and

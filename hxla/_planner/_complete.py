@@ -45,6 +45,7 @@ def complete(
     sums: SumsForm,
     optimizer_bytes: float = 0.0,
     counts: Sequence[int] | None = None,
+    starts: Sequence[float] | None = None,
     prediction: Prediction | None = None,
     runners_up: Sequence[RunnerUp] = (),
     reasons: Sequence[str] = (),
@@ -61,6 +62,7 @@ def complete(
         sums: How gradients are added up.
         optimizer_bytes: Of the optimizer's state for the whole model.
         counts: Microbatches of each copy; None: as even as can be.
+        starts: Seconds of a step after which each copy begins; None: all at once.
         prediction: Of time and memory.
         runners_up: Next best plans.
         reasons: Why, besides what the structure says.
@@ -131,10 +133,11 @@ def complete(
             for name, size in structure.axes
         ),
         "replicas": tuple(
-            ReplicaWork(devices=ranks, num_microbatches=int(count))
-            for ranks, count in zip(
+            ReplicaWork(devices=ranks, num_microbatches=int(count), start_seconds=start)
+            for ranks, count, start in zip(
                 structure.replicas,
                 counts or even_counts(num, len(structure.replicas)),
+                starts or [0.0] * len(structure.replicas),
                 strict=True,
             )
         ),

@@ -1,7 +1,7 @@
 """Plans of like copies that take every kind of device in turn: each stage is of one kind.
 
 Of such copies it is known how they lie in nodes, and so what they share: where a node holds a block
-of copies of one stage, the sum of all copies leaves it once, but they send over its card at once;
+of copies of one stage, the sum of all copies leaves it once, but they send over its card in turns;
 where it holds consecutive stages of fewer copies, these send inside it, but a ring of each stage
 leaves it.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from ._chain import ReplicaSort, Staging
 from ._chain_tables import Array, Tables, fill_and_period, tail_seconds, times_with_edges
+from ._kind_orders import best_order
 from ._relaxed import best_cut
 
 _MOST = 400  # about as many arrangements of a chain are worked out
@@ -59,11 +60,11 @@ def like_copies(
     for least, _, copies, kinds in choices:
         if least > best * _NEAR or num_tried >= _MOST:
             break
-        for own in _arrangements(t, copies, kinds):
+        for own in _arrangements(t, copies, kinds, -(-num_microbatches // copies), check):
             check()
             num_tried += 1
             numbers = _at_once(t, own)
-            key = own.copies, own.groups, tuple(numbers)
+            key = own.copies, own.groups, tuple(map(bool, numbers)), max(numbers, default=0)
             if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
                 seconds = _seconds(t, own, numbers, cuts, num_microbatches)
                 found[key] = seconds, num_tried, _staging(t, cuts, own, num_microbatches)
@@ -91,16 +92,25 @@ def _choices(
                 yield copies, kinds
 
 
-def _arrangements(t: Tables, copies: int, kinds: Sequence[int]) -> Iterator[_Arrangement]:
+def _arrangements(
+    t: Tables, copies: int, kinds: Sequence[int], most: int, check: Callable[[], None]
+) -> Iterator[_Arrangement]:
     """Orders of the kinds, and blocks; of many kinds only such orders as go round."""
     orders: Iterable[tuple[int, ...]] = itertools.permutations(kinds)
     if len(kinds) > _MOST_ORDERED:
         around = [(*kinds[i:], *kinds[:i]) for i in range(len(kinds))]
         orders = [*around, *(own[::-1] for own in around)]
-    for order in orders:
-        groups = tuple(k for k in order for _ in range(t.num_devices[k] // copies))
-        for block in _blocks(t, copies):
-            yield _Arrangement(copies, groups, block)
+    found = [tuple(k for k in order for _ in range(t.num_devices[k] // copies)) for order in orders]
+    blocks = _blocks(t, copies)
+    yield from (_Arrangement(copies, *own) for own in itertools.product(found, blocks))
+    if t.shared is None:
+        return
+    for block in blocks:
+        some = _Arrangement(copies, found[0], block)
+        runs = {k: (found[0].count(k), _in_node(t, some, k)[0]) for k in kinds}
+        best = best_order(t, runs, most, check)
+        if best is not None and best not in found:
+            yield _Arrangement(copies, best, block)
 
 
 def _blocks(t: Tables, copies: int) -> list[int]:
@@ -112,7 +122,7 @@ def _blocks(t: Tables, copies: int) -> list[int]:
 
 
 def _at_once(t: Tables, own: _Arrangement) -> list[int]:
-    """Copies that send over a card at once, at each boundary between stages; 0: over none."""
+    """Copies that share a card, at each boundary between stages; 0: they pass none."""
     if t.shared is None:
         return [0] * (len(own.groups) - 1)
     in_node = {k: _in_node(t, own, k) for k in dict.fromkeys(own.groups)}
@@ -151,29 +161,29 @@ def _even_periods(
     """The cut of least period for the kinds of the stages; None: none fits."""
     num, most = len(own.groups), -(-num_microbatches // own.copies)
     kinds = (t.num_kinds, *own.groups, t.num_kinds)
-    numbers = (0, *at_once, 0)
+    leave = (False, *map(bool, at_once), False)
     after = np.triu(np.ones((t.num_layers + 1,) * 2, bool), 1)
 
     @functools.cache
-    def periods(before: int, k: int, behind: int, into: int, out: int, depth: int) -> Array:
-        first = _crossing(t, before, k, into)[:, None]
-        last = _crossing(t, k, behind, out)[None, :]
+    def periods(before: int, k: int, behind: int, comes: bool, goes: bool, depth: int) -> Array:
+        first = _crossing(t, before, k, comes)[:, None]
+        last = _crossing(t, k, behind, goes)[None, :]
         return np.where(after & t.fits(depth)[k], t.seconds[k] + first + last, np.inf)
 
     def score(position: int) -> Array:
         i = num - position
-        return periods(*kinds[i : i + 3], *numbers[i : i + 2], min(position, most))
+        return periods(*kinds[i : i + 3], *leave[i : i + 2], min(position, most))
 
     return best_cut(num, score, np.maximum)
 
 
-def _crossing(t: Tables, before: int, after: int, at_once: int) -> Array:
-    """[L+1] What each of so many copies takes over a boundary."""
+def _crossing(t: Tables, before: int, after: int, leaves: bool) -> Array:
+    """[L+1] What a copy takes over a boundary by which it leaves a node or does not."""
     alone = t.cross[:, before, after]
-    if not at_once:
+    if not leaves:
         return alone
     assert t.shared is not None
-    return np.maximum(alone, at_once * t.shared[:, before, after])
+    return np.maximum(alone, t.shared[:, before, after])
 
 
 def _seconds(
@@ -184,12 +194,15 @@ def _seconds(
     num_microbatches: int,
 ) -> float:
     """About what a step takes, with what the copies share."""
-    pairs = zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True)
-    edges = [float(_crossing(t, *pair, num)[cut]) for cut, pair, num in pairs]
+    pairs = list(zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True))
+    edges = [float(_crossing(t, *pair, num > 0)[cut]) for cut, pair, num in pairs]
     fill, period = times_with_edges(t, cuts, own.groups, edges)
     stages = list(zip(own.groups, cuts, (*cuts[1:], t.num_layers), strict=True))
     update = max(float(t.update[stage]) for stage in stages)
     seconds = fill + (-(-num_microbatches // own.copies) - 1) * period + update
+    # Of those that share a card each begins one transfer after another.
+    shared = (edge for edge, num in zip(edges, at_once, strict=True) if num > 1)
+    seconds += (max(at_once, default=1) - 1) * max(shared, default=0.0) / 2
     if not t.copies_inside:
         return seconds + max(float(t.reduce[stage]) for stage in stages)
     sums = 0.0

@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ._branch_node import MIXED
 from ._chain import ReplicaSort
-from ._chain_tables import Tables, tail_seconds, times_with_edges
+from ._chain_tables import Tables, fill_and_period, tail_seconds
 from ._packing import fractional_packing
 
 
@@ -15,6 +16,8 @@ def like_seconds(
     t: Tables, cuts: Sequence[int], groups: Sequence[int], least_copies: int, num_microbatches: int
 ) -> float:
     """The least time of copies that have the same kinds, as many as there are devices for.
+
+    All of them pass the same cards, so that they begin one transfer after another.
 
     Args:
         t: Of the chain.
@@ -24,11 +27,17 @@ def like_seconds(
         num_microbatches: Of a global batch.
     """
     most = min(int(n) // groups.count(k) for k, n in enumerate(t.num_devices) if k in groups)
+    fill, period = fill_and_period(t, cuts, groups)
+    assert t.shared is not None
+    pairs = zip(cuts[1:], itertools.pairwise(groups), strict=True)
+    apart = max((float(t.shared[cut, a, b]) / 2 for cut, (a, b) in pairs if a != b), default=0.0)
     best = math.inf
-    for copies in range(least_copies, most + 1):
-        fill, period = _times(t, cuts, groups, [copies] * (len(cuts) - 1))
+    for copies in range(least_copies, min(most, num_microbatches) + 1):
         sorts = [ReplicaSort(groups=tuple(groups), count=copies, num_microbatches=1)]
-        seconds = fill + (math.ceil(num_microbatches / copies) - 1) * period
+        # Of all copies every microbatch in the order in which they would be done: each has one.
+        first = fill + apart * np.arange(copies)
+        done = np.sort((first[:, None] + period * np.arange(num_microbatches)).ravel())
+        seconds = max(float(first[-1]), float(done[num_microbatches - 1]))
         best = min(best, seconds + tail_seconds(t, cuts, sorts))
     return best * (1 - 1e-9)
 
@@ -37,92 +46,55 @@ def enough_for_cards(
     t: Tables,
     cuts: Sequence[int],
     modes: Sequence[int],
-    copies: tuple[int, int],
+    copies: Iterable[int],
     num_microbatches: int,
     seconds: float,
 ) -> bool:
     """Whether all microbatches might pass the cards on their way in a time.
 
-    Copies that cross a boundary the same way share a card, so that c of them with m microbatches
-    each are held up by it for m c times what one microbatch of one takes, in all for no longer than
-    the time there is. A linear programme over every choice of kinds.
+    In each direction a card carries, of every microbatch of a copy, its activations over the
+    boundaries by which it leaves the node and their gradients over those by which it comes, or the
+    other way round: one after another, and in all for no longer than the time there is. A linear
+    programme over every choice of kinds.
 
     Args:
         t: Of the chain.
         cuts: First layer of each stage.
         modes: The kind that all copies have at a stage; below 0: several kinds, or any.
-        copies: How many there are at least and at most.
+        copies: How many there may be.
         num_microbatches: Of a global batch.
         seconds: That pipelines may take.
     """
     assert t.shared is not None
     kinds = range(t.num_kinds)
-    ways = [
-        (i, a, b)
-        for i, (a, b) in itertools.product(range(1, len(cuts)), itertools.permutations(kinds, 2))
-        if t.shared[cuts[i], a, b] > 0
-    ]
-    # Of each kind the devices that are left for copies of stages of several kinds.
-    left = [num - copies[0] * modes.count(k) for k, num in enumerate(t.num_devices)]
-    spare = [sum(max(0, num) for j, num in enumerate(left) if j != k) for k in kinds]
+    one_way = t.shared[list(cuts)].diagonal(axis1=1, axis2=2) / 2  # [S, K] of a kind's own card
     used, value = [], []
     for groups in _choices(t, modes):
-        at_once = [
-            _at_once(copies[0], pinned, pair, spare)
-            for pinned, pair in zip(
-                itertools.pairwise(modes), itertools.pairwise(groups), strict=True
-            )
-        ]
-        fill, period = _times(t, cuts, groups, at_once)
-        most = min(1 + (seconds - fill) / period * (1 + 1e-9), num_microbatches)
+        fill, period = fill_and_period(t, cuts, groups)
+        most = math.floor(1 + (seconds - fill) / period * (1 + 1e-9) + 1e-9)
+        most = min(most, num_microbatches)
         if most >= 1:
-            crossed = [groups[i - 1 : i + 1] == (a, b) for i, a, b in ways]
-            used.append([*(groups.count(k) for k in kinds), 1, *(most * x for x in crossed)])
+            passed = [0.0] * t.num_kinds
+            for i, (a, b) in enumerate(itertools.pairwise(groups), 1):
+                for k in {a, b} if a != b else ():
+                    passed[k] += most * float(one_way[i, k])
+            used.append([*(groups.count(k) for k in kinds), 1, *passed])
             value.append(most)
     if not used:
         return False
-    room = [seconds / float(t.shared[cuts[i], a, b]) * (1 + 1e-9) for i, a, b in ways]
-    available = [*map(float, t.num_devices), float(copies[1]), *room]
-    upper = fractional_packing(np.array(used), np.array(value), available, whole=False)[2]
-    return upper >= num_microbatches * (1 - 1e-9)
-
-
-def _at_once(
-    copies: int, modes: tuple[int, int], pair: tuple[int, int], spare: Sequence[int]
-) -> int:
-    """How many copies at least cross a boundary the same way at once.
-
-    Args:
-        copies: How many there are at least.
-        modes: What is laid down of the two stages.
-        pair: The kinds that some copy has there.
-        spare: Per kind, devices of all others that are left for stages of several kinds.
-    """
-    if min(modes) >= 0:
-        return copies
-    if max(modes) < 0:
-        return 1
-    # Those of the stage of several kinds that have another one than this copy are so many at most.
-    several = pair[0] if modes[0] < 0 else pair[1]
-    return max(1, copies - spare[several])
+    room = [seconds * (1 + 1e-9)] * t.num_kinds
+    wanted = num_microbatches * (1 - 1e-9)
+    for num in copies:
+        # Of several kinds are stages only if the others leave devices of several.
+        left = [int(n) - num * modes.count(k) for k, n in enumerate(t.num_devices)]
+        if min(left) < 0 or (MIXED in modes and sum(n > 0 for n in left) < 2):
+            continue
+        available = [*map(float, t.num_devices), float(num), *room]
+        if fractional_packing(np.array(used), np.array(value), available, whole=False)[2] >= wanted:
+            return True
+    return False
 
 
 def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every kind of every stage that is allowed."""
     return itertools.product(*((mode,) if mode >= 0 else range(t.num_kinds) for mode in modes))
-
-
-def _times(
-    t: Tables, cuts: Sequence[int], groups: Sequence[int], at_once: Sequence[int]
-) -> tuple[float, float]:
-    """Fill and period of a copy, so many of which cross each boundary at once."""
-    crossed = zip(cuts[1:], itertools.pairwise(groups), at_once, strict=True)
-    edges = [_crossing(t, cut, a, b, num) for cut, (a, b), num in crossed]
-    return times_with_edges(t, cuts, groups, edges)
-
-
-def _crossing(t: Tables, cut: int, a: int, b: int, num: int) -> float:
-    """What crossing a boundary takes each of so many copies at least."""
-    assert t.shared is not None
-    alone = float(t.cross[cut, a, b])
-    return alone if a == b else max(alone, num * float(t.shared[cut, a, b]))

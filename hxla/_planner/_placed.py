@@ -109,7 +109,7 @@ class Placer:
         kinds = {k for replica in best.staging.replicas for k in replica.groups}
         if len(kinds) == 1:
             return best
-        num_left = _TRANSFERS // (len(best.copies) * len(best.staging.cuts))
+        num_left = _TRANSFERS // _num_transfers(best)
         tried = {ways}
         is_better = True
         while is_better:
@@ -129,6 +129,11 @@ class Placer:
                 if own.step_seconds < best.step_seconds * (1 - 1e-9):
                     best, ways, is_better = own, other, True
         return best
+
+
+def _num_transfers(plan: PlacedStaging) -> int:
+    """About how many there are over all its boundaries."""
+    return sum(len(ranks) for copy in plan.copies for ranks in copy)
 
 
 def placed(
@@ -182,7 +187,7 @@ def improved(
         return _dealt(chain, t, cuts, best, cluster, reduce_factor)
 
     best = start
-    num_left = _TRANSFERS // (len(start.copies) * len(start.staging.cuts))
+    num_left = _TRANSFERS // _num_transfers(start)
     again = dealt(best.staging.cuts)
     if again is not None and again.step_seconds < best.step_seconds:
         best = again
@@ -252,7 +257,11 @@ def _dealt(
         replicas=tuple(sorts),
         step_seconds=seconds + tail_seconds(t, cuts, sorts),
     )
-    traffic = dataclasses.replace(traffic, send_seconds=tuple(sent))
+    traffic = dataclasses.replace(
+        traffic,
+        send_seconds=tuple(sent),
+        crossings=tuple(traffic.crossings[i] for i in order),
+    )
     return PlacedStaging(
         staging=staging,
         copies=[known.copies[i] for i in order],

@@ -16,14 +16,12 @@ class Pins:
 
     Attributes:
         kinds: The kind that all copies have there; None: any.
-        alone: [L+1, K, K] What a boundary takes beyond the relaxation's crossing of it, by the
+        extra: [L+1, K, K] What a boundary takes beyond the relaxation's crossing of it, by the
             layer after it and the kinds before and after it.
-        together: The same where all copies cross it at once.
     """
 
     kinds: tuple[int | None, ...]
-    alone: Array
-    together: Array
+    extra: Array
 
 
 def priced(
@@ -133,13 +131,12 @@ class Priced:
     def _extra(self, position: int, pins: Pins, k: int) -> tuple[Array, Array]:
         """[L+1] What the boundaries before and after a stage take beyond the relaxation's."""
         into = out = np.zeros(self._relaxation.t.num_layers + 1)
-        table = pins.alone if pins.kinds[position - 1] is None else pins.together
         before = pins.kinds[position] if position < len(pins.kinds) else None
         after = pins.kinds[position - 2] if position > 1 else None
         if before is not None:
-            into = table[:, before, k]
+            into = pins.extra[:, before, k]
         if after is not None:
-            out = table[:, k, after]
+            out = pins.extra[:, k, after]
         return into, out
 
     def _stage(

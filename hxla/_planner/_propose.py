@@ -18,11 +18,12 @@ from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._placed import PlacedStaging, Placer
 from ._search import Found, search
-from ._shared_links import Copies, Ranks
+from ._shared_links import Copies, Ranks, busiest_card_seconds
 from ._staging import StepCost, staging_cost
 
 _NUM_RUNNERS_UP = 7
 _NEAR, _NUM_REPLAYED = 1.02, 8  # times the best plan, or the bound: plans that are replayed
+_BUSY = 0.4  # of a step: up to there copies in turns take what the formula says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Proposal:
         alternative: Microbatch size, tensor parallelism, recomputation.
         replicas: Ranks of each copy's devices, stage by stage.
         counts: Microbatches of each copy.
+        starts: Seconds of a step after which each copy begins.
         cuts: First layer of each stage.
         prediction: Of the step, by replay of the schedule, and of each device.
         runners_up: Next best plans.
@@ -70,6 +72,7 @@ class Proposal:
     alternative: Alternative
     replicas: tuple[Ranks, ...]
     counts: tuple[int, ...]
+    starts: tuple[float, ...]
     cuts: tuple[int, ...]
     prediction: Prediction
     runners_up: tuple[RunnerUp, ...]
@@ -174,6 +177,7 @@ def propose(
             alternative=best.alternative,
             replicas=replicas,
             counts=counts,
+            starts=tuple(itertools.chain(*cost.start_seconds)),
             cuts=staging.cuts,
             prediction=Prediction(
                 step_seconds=cost.step_seconds,
@@ -232,10 +236,17 @@ def _about_cards(chain: Chain, there: PlacedStaging) -> list[str]:
     alone = step_seconds(chain, there.staging.cuts, there.staging.replicas)
     if there.step_seconds <= alone * (1 + 1e-9):
         return []
-    return [
-        "transfers at the same time share their nodes' network cards: "
-        f"{there.step_seconds:.4g} s, {alone:.4g} s if each had its own"
+    said = [
+        "copies share their nodes' network cards, over which they sum at once and send in turns: "
+        f"{there.step_seconds:.4g} s, {alone:.4g} s if each device had its own"
     ]
+    busy = busiest_card_seconds(there.staging, there.traffic)
+    if busy > _BUSY * there.step_seconds:
+        said.append(
+            f"a network card is busy for {busy:.4g} s with what stages send: of transfers over "
+            "several boundaries some meet there, for which nothing is counted"
+        )
+    return said
 
 
 def _about_sums(
@@ -424,7 +435,7 @@ def _chain(
 def _card_seconds(
     cluster: Cluster, leaders: Sequence[Sequence[int]], tensor: int
 ) -> tuple[tuple[float, ...], ...]:
-    """What a byte of each copy takes where all send at once; none if a node has two kinds."""
+    """What a byte of a copy takes from node to node; none if a node has two kinds."""
     nodes = [{cluster.devices[rank].node for rank in own} for own in leaders]
     num = sum(map(len, nodes))
     if num < 2 or len(set().union(*nodes)) < num:

@@ -1,20 +1,41 @@
 """What transfers of a plan take on the devices that it is placed on, sharing network cards.
 
 The search knows kinds of devices and not their places, so that it counts of the transfers at the
-same time only those of one tensor-parallel group. Here every copy counts.
+same time only those of one tensor-parallel group. Here every copy counts: they begin their steps
+one after another, so that each sends alone, and their sums share the cards.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .._cluster._cluster import Cluster
-from .._cluster._transfers import Send, ring_transfers, transfer_seconds
+from .._cluster._transfers import (
+    CardWay,
+    Send,
+    cards_passed,
+    ring_transfers,
+    transfer_seconds,
+)
 from ._chain import Chain, Staging
 from ._chain_tables import Tables, reductions, times_with_edges
 
 Ranks = tuple[int, ...]  # devices of one tensor-parallel group
 Copies = Sequence[Sequence[Ranks]]  # of each copy of the model, the group of each stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoundaryTransfer:
+    """One microbatch of one copy over a boundary between stages.
+
+    Attributes:
+        seconds: Of its activations or their gradients, while no other copy sends.
+        card_seconds: What each card that it passes, of a node in a direction, is busy with both.
+    """
+
+    seconds: float
+    card_seconds: Mapping[CardWay, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +46,12 @@ class Traffic:
         send_seconds: Per sort of replicas, of one transfer over each boundary between stages, one
             way: of the slowest replica of the sort.
         reduction_seconds: Per stage, of the reduction of its gradients over replicas.
+        crossings: Per copy, of each boundary.
     """
 
     send_seconds: tuple[tuple[float, ...], ...]
     reduction_seconds: tuple[float, ...]
+    crossings: tuple[tuple[BoundaryTransfer, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +170,8 @@ def traffic_of(
 ) -> Traffic:
     """Transfers of a plan, those that happen at once sharing the cards of their nodes.
 
-    Copies of the model are in step: over one boundary all of them send at once, and all devices of
-    a tensor-parallel group. At the end of a step all stages reduce their gradients at once, in
+    Over a boundary all devices of a tensor-parallel group send at once, copies of the model one
+    after another (`starts`). At the end of a step all stages reduce their gradients at once, in
     rings of one device of every copy.
 
     Args:
@@ -161,15 +184,25 @@ def traffic_of(
     """
     num_stages, num_layers = len(staging.cuts), len(chain.output_bytes)
     ends = (*staging.cuts[1:], num_layers)
-    sent = [
-        _per_copy(copies, cluster, stage, chain.output_bytes[ends[stage] - 1])
-        for stage in range(num_stages - 1)
-    ]
-    first, send_seconds = 0, []
+    sent_bytes = [chain.output_bytes[end - 1] for end in ends[:-1]]
+    known: dict[
+        tuple[tuple[tuple[int, int], ...], float], BoundaryTransfer
+    ] = {}  # most are like others
+    nodes = [[[cluster.devices[r].node for r in ranks] for ranks in copy] for copy in copies]
+    crossings: list[list[BoundaryTransfer]] = []
+    for copy, at in zip(copies, nodes, strict=True):
+        crossings.append([])
+        for stage, num_bytes in enumerate(sent_bytes):
+            key = tuple(zip(at[stage], at[stage + 1], strict=True)), num_bytes
+            if key not in known:
+                pairs = list(zip(copy[stage], copy[stage + 1], strict=True))
+                known[key] = _boundary_transfer(cluster, pairs, key[0], num_bytes)
+            crossings[-1].append(known[key])
+    rest, send_seconds = iter(crossings), []
     for replica in staging.replicas:
-        own = range(first, first + replica.count)
-        send_seconds.append(tuple(max(row[i] for i in own) if own else 0.0 for row in sent))
-        first += replica.count
+        own = list(itertools.islice(rest, replica.count))
+        each = ([copy[i].seconds for copy in own] for i in range(num_stages - 1))
+        send_seconds.append(tuple(max(seconds, default=0.0) for seconds in each))
     n = len(copies)
     of_stages = [
         sum(chain.groups[staging.replicas[0].groups[stage]].parameter_bytes[a:b])
@@ -188,18 +221,72 @@ def traffic_of(
     for stage, transfers in rings:
         own_times = (next(times) or 0.0 for _ in transfers)
         reductions[stage] = max(reductions[stage], max(own_times, default=0.0))
-    return Traffic(send_seconds=tuple(send_seconds), reduction_seconds=tuple(reductions))
+    return Traffic(
+        send_seconds=tuple(send_seconds),
+        reduction_seconds=tuple(reductions),
+        crossings=tuple(map(tuple, crossings)),
+    )
 
 
-def _per_copy(copies: Copies, cluster: Cluster, stage: int, num_bytes: float) -> list[float]:
-    """Of each copy, what sending the outputs of a stage to the next takes while all copies do."""
-    pairs = [list(zip(copy[stage], copy[stage + 1], strict=True)) for copy in copies]
-    transfers = [
-        Send(sender=a, receiver=b, num_bytes=num_bytes)
-        for a, b in itertools.chain.from_iterable(pairs)
+def _boundary_transfer(
+    cluster: Cluster,
+    pairs: Sequence[tuple[int, int]],
+    nodes: Sequence[tuple[int, int]],
+    num_bytes: float,
+) -> BoundaryTransfer:
+    """Of one copy over one boundary, between devices and the nodes that they are of."""
+    card_seconds: dict[CardWay, float] = {}
+    for (a, b), num in collections.Counter(nodes).items():
+        for card, way in (*cards_passed(cluster, a, b), *cards_passed(cluster, b, a)):
+            seconds = num * num_bytes / card.bytes_per_second
+            card_seconds[way] = card_seconds.get(way, 0.0) + seconds
+    sends = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs]
+    return BoundaryTransfer(
+        seconds=max(seconds or 0.0 for seconds in transfer_seconds(cluster, sends)),
+        card_seconds=card_seconds,
+    )
+
+
+def starts(traffic: Traffic, seconds: Sequence[float]) -> list[float]:
+    """When each copy begins a step: those that share a card over one boundary one after another.
+
+    Copies that begin at once send at once, each with a share of the card, and so stay in step for
+    ever. Apart by the longest transfer that they share, each has the card to itself as soon as its
+    pipeline is full, as long as the card has time for all of them (`busiest_card_seconds`): beside
+    a simulation in `tests/test_card_replay.py`. The copies that take longest begin first; how many
+    transfers later each begins is a greedy colouring.
+
+    Args:
+        traffic: Of the plan.
+        seconds: Of each copy, what its microbatches take.
+    """
+    passed = [
+        {(boundary, way): x.seconds for boundary, x in enumerate(own) for way in x.card_seconds}
+        for own in traffic.crossings
     ]
-    times = iter(transfer_seconds(cluster, transfers))
-    return [max(next(times) or 0.0 for _ in own) for own in pairs]
+    numbers = collections.Counter(itertools.chain(*passed))
+    shared = (x for own in passed for way, x in own.items() if numbers[way] > 1)
+    apart = max(shared, default=0.0)
+    found = [0.0] * len(passed)
+    taken: dict[tuple[int, CardWay], set[int]] = {}
+    for i in sorted(range(len(passed)), key=lambda i: (-seconds[i], i)):
+        others = set().union(*(taken.get(way, ()) for way in passed[i]))
+        slot = next(slot for slot in itertools.count() if slot not in others)
+        found[i] = apart * slot
+        for way in passed[i]:
+            taken.setdefault(way, set()).add(slot)
+    return found
+
+
+def busiest_card_seconds(staging: Staging, traffic: Traffic) -> float:
+    """How long activations and their gradients keep the card busy that carries most of them."""
+    busy: dict[CardWay, float] = {}
+    counts = (r.num_microbatches for r in staging.replicas for _ in range(r.count))
+    for num, own in zip(counts, traffic.crossings, strict=True):
+        for x in own:
+            for way, seconds in x.card_seconds.items():
+                busy[way] = busy.get(way, 0.0) + num * seconds
+    return max(busy.values(), default=0.0)
 
 
 def shared_fill_and_period(
@@ -218,6 +305,25 @@ def shared_fill_and_period(
     return times_with_edges(t, cuts, kinds, edges)
 
 
+def copy_seconds(
+    t: Tables, staging: Staging, traffic: Traffic
+) -> tuple[list[float], list[list[float]]]:
+    """What the microbatches of a copy take, and when each copy begins, by sort.
+
+    Args:
+        t: Of the chain.
+        staging: Its cut.
+        traffic: Of the staging.
+    """
+    found = []
+    for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
+        fill, period = shared_fill_and_period(t, staging.cuts, replica.groups, one_way)
+        found.append(fill + (replica.num_microbatches - 1) * period)
+    each = zip(found, staging.replicas, strict=True)
+    begun = iter(starts(traffic, [own for own, r in each for _ in range(r.count)]))
+    return found, [list(itertools.islice(begun, r.count)) for r in staging.replicas]
+
+
 def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
     """The search's closed formula of a step (`step_seconds`), no transfer faster than is said.
 
@@ -227,11 +333,13 @@ def shared_step_seconds(t: Tables, staging: Staging, traffic: Traffic) -> float:
         traffic: Of the staging.
     """
     cuts, ends = staging.cuts, (*staging.cuts[1:], t.num_layers)
-    slowest = update = 0.0
-    for replica, one_way in zip(staging.replicas, traffic.send_seconds, strict=True):
-        fill, period = shared_fill_and_period(t, cuts, replica.groups, one_way)
-        slowest = max(slowest, fill + (replica.num_microbatches - 1) * period)
-        stages = zip(replica.groups, cuts, ends, strict=True)
-        update = max(update, *(float(t.update[s]) for s in stages))
+    each = zip(*copy_seconds(t, staging, traffic), strict=True)
+    ends_of_copies = [own + max(begun, default=0.0) for own, begun in each]
+    slowest = max(busiest_card_seconds(staging, traffic), *ends_of_copies)
+    update = max(
+        float(t.update[stage])
+        for replica in staging.replicas
+        for stage in zip(replica.groups, cuts, ends, strict=True)
+    )
     least = reductions(t, cuts, staging.replicas)
     return slowest + max(*least, *traffic.reduction_seconds) + update

@@ -13,7 +13,7 @@ from .._schedule._replay import Timeline
 from .._schedule._schedules import one_f_one_b
 from ._chain import UNBOUNDED, Chain, Staging
 from ._chain_tables import reductions, tables
-from ._shared_links import Traffic
+from ._shared_links import Traffic, busiest_card_seconds, copy_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,14 @@ class StepCost:
         step_seconds: From one step's reduction to the next one's, where steps follow one another.
         stages: Per sort of replicas and stage, what one device of it spends and holds, as if its
             rank were 0: state, workspace and the stash of the microbatches in flight.
-        timelines: One per sort of replicas.
+        timelines: One per sort of replicas, of the one that begins last.
+        start_seconds: Per sort, when each of its replicas begins.
     """
 
     step_seconds: float
     stages: tuple[tuple[DevicePrediction, ...], ...]
     timelines: tuple[Timeline, ...]
+    start_seconds: tuple[tuple[float, ...], ...]
 
 
 def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None) -> StepCost:
@@ -55,6 +57,11 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
     stages = [list(zip(r.groups, staging.cuts, ends, strict=True)) for r in staging.replicas]
     least_sent = traffic.send_seconds if traffic else [[0.0] * num_stages for _ in stages]
     least_reduced = traffic.reduction_seconds if traffic else [0.0] * num_stages
+    begun = [[0.0] * r.count for r in staging.replicas]
+    busiest = 0.0
+    if traffic is not None:
+        _, begun = copy_seconds(t, staging, traffic)
+        busiest = busiest_card_seconds(staging, traffic)
     timelines = tuple(
         blocking_replay(
             one_f_one_b(num_stages, replica.num_microbatches),
@@ -66,8 +73,11 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
                     ends, itertools.pairwise(replica.groups), sent, strict=False
                 )
             ],
+            start_seconds=max(last, default=0.0),
         )
-        for replica, own, sent in zip(staging.replicas, stages, least_sent, strict=True)
+        for replica, own, sent, last in zip(
+            staging.replicas, stages, least_sent, begun, strict=True
+        )
     )
     summed = [
         max(least, own)
@@ -77,7 +87,7 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
     ]
     # Nobody waits for another's update, so each replica's lies on its own path to the next sum.
     step = max(
-        done + reduction + float(t.update[s])
+        max(done, busiest) + reduction + float(t.update[s])
         for timeline, own in zip(timelines, stages, strict=True)
         for done, reduction, s in zip(timeline.finish_seconds, summed, own, strict=True)
     )
@@ -102,4 +112,9 @@ def staging_cost(chain: Chain, staging: Staging, traffic: Traffic | None = None)
                 )
             )
         )
-    return StepCost(step_seconds=step, stages=tuple(costs), timelines=timelines)
+    return StepCost(
+        step_seconds=step,
+        stages=tuple(costs),
+        timelines=timelines,
+        start_seconds=tuple(map(tuple, begun)),
+    )

@@ -86,7 +86,15 @@ def _in_stage(job: TracedJob, plan: Plan, cluster: Cluster, stage: int, groups: 
     found = with_shared_state(job, plan, cluster, stage, shares, tier, groups)
     if stage < 2:
         return found
-    return found.replaced(placement=found.placement.model_copy(update={"zero": stage}))
+    reasons = found.reasons
+    if any(replica.start_seconds for replica in found.replicas):
+        said = "copies fill their slots together: none begins later, and cards are shared"
+        reasons = (*reasons, f"memory.zero={stage}: {said}")
+    return found.replaced(
+        placement=found.placement.model_copy(update={"zero": stage}),
+        replicas=tuple(x.model_copy(update={"start_seconds": 0.0}) for x in found.replicas),
+        reasons=reasons,
+    )
 
 
 def compiled_lack(job: TracedJob, plan: Plan, cluster: Cluster, devices: Devices) -> float:

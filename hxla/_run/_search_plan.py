@@ -325,6 +325,7 @@ def _completed(
         sums=sums,
         optimizer_bytes=job.optimizer_bytes(own.microbatch_size),
         counts=found.counts,
+        starts=found.starts,
         prediction=found.prediction,
         runners_up=found.runners_up,
         reasons=(*found.reasons, *said),

@@ -19,6 +19,8 @@ def blocking_replay(
     forward_seconds_P: Sequence[float],
     backward_seconds_P: Sequence[float],
     send_seconds_P: Sequence[float] = (),
+    *,
+    start_seconds: float = 0.0,
 ) -> Timeline:
     """Times of every operation of a schedule without weight gradients of their own.
 
@@ -28,6 +30,7 @@ def blocking_replay(
         backward_seconds_P: Backward of one microbatch, per part.
         send_seconds_P: One transfer between part p and p + 1, either direction, per part but the
             last (default 0).
+        start_seconds: When the stages begin.
 
     Returns:
         The timeline.
@@ -36,7 +39,7 @@ def blocking_replay(
         PlanError: If stages wait for one another's transfers in a circle.
     """
     seconds = {FORWARD: forward_seconds_P, BACKWARD: backward_seconds_P}
-    state = _State(schedule)
+    state = _State(schedule, start_seconds)
     events: list[Event] = []
     sends: list[Event] = []
     # Of all that could happen next, what can start first does; a transfer before a computation, as
@@ -69,13 +72,14 @@ class _State:
 
     Args:
         schedule: That is replayed.
+        start_seconds: When its stages begin.
     """
 
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: Schedule, start_seconds: float):
         self._schedule = schedule
         self._rows = schedule.rows
         self._position = [0] * schedule.num_stages
-        self._free = [0.0] * schedule.num_stages
+        self._free = [start_seconds] * schedule.num_stages
         self._owed = [0] * schedule.num_stages  # transfers to send before a stage goes on
         self._computed: set[Need] = set()
         self._received: set[Need] = set()
