@@ -104,10 +104,8 @@ def test_where_no_links_can_be_made_one_line_says_so(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(paced_links.lacking()), reason=paced_links.lacking())
 def test_pipelines_behind_shared_cards_train_by_every_start(tmp_path):
-    sizes = ["--rounds", "1", "--microbatches", "2", "--rows", "256", "--layers", "2"]
-    ran = run("staggered", tmp_path, sizes)
+    sizes = ["--rounds", "1", "--microbatches", "2", "--rows", "256"]
+    ran = run("staggered", tmp_path, ["--devices", "waiting", *sizes])
     assert ran.returncode == 0, ran.stderr
-    told = json.loads((tmp_path / "found.json").read_text())
-    assert set(told["devices"]) == {"waiting", "computing"}
-    for row in told["devices"].values():
-        assert all(seconds > 0 for seconds in row["step_seconds"].values())
+    [row] = json.loads((tmp_path / "found.json").read_text())["devices"].values()
+    assert all(seconds > 0 for seconds in row["step_seconds"].values())
