@@ -87,7 +87,7 @@ def test_what_they_are_said_to_take_they_take_on_their_devices():
                 continue
             if any(own.block % t.copies_inside[k] for k in own.groups if own.block > 1):
                 continue  # a block that is no whole nodes may lie in several
-            at_once = _like_copies._at_once(t, own)
+            at_once = _like_copies._sharing(t, own)
             cuts = _like_copies._even_periods(t, own, at_once, 48)
             if cuts is None:
                 continue
@@ -110,7 +110,7 @@ def test_in_turns_copies_take_what_the_formula_says_and_at_once_they_take_longer
         described, chain, places = mixed(rng)
         t = tables(chain)
         for own in itertools.islice(arrangements(t), 0, None, 5):
-            cuts = _like_copies._even_periods(t, own, _like_copies._at_once(t, own), 48)
+            cuts = _like_copies._even_periods(t, own, _like_copies._sharing(t, own), 48)
             if cuts is None or len(cuts) == 1:
                 continue
             staging = _like_copies._staging(t, cuts, own, 48)
@@ -139,7 +139,7 @@ def test_their_cut_has_the_least_period_of_all():
         _, chain, _ = mixed(rng)
         t = tables(chain)
         for own in itertools.islice(arrangements(t), 0, None, 5):
-            at_once = _like_copies._at_once(t, own)
+            at_once = _like_copies._sharing(t, own)
             cuts = _like_copies._even_periods(t, own, at_once, 48)
 
             def period(cuts, own=own, at_once=at_once, t=t):

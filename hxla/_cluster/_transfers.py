@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ._cluster import Cluster, NetworkCard
 
@@ -25,11 +26,19 @@ class Send:
 CardWay = tuple[int, bool]  # a node, and whether into it: False of a card that is not duplex
 
 
-def cards_passed(cluster: Cluster, a: int, b: int) -> list[tuple[NetworkCard, CardWay]]:
-    """The cards that a transfer from one node to another passes, and in which direction."""
+def cards_passed(
+    card_of: Callable[[int], NetworkCard | None], a: int, b: int
+) -> list[tuple[NetworkCard, CardWay]]:
+    """The cards that a transfer from one node to another passes, and in which direction.
+
+    Args:
+        card_of: `Cluster.network_card`, best with what it has said kept.
+        a: The node of the sender.
+        b: That of the receiver.
+    """
     if a == b:
         return []
-    known = [(node, cluster.network_card(node), bool(i)) for i, node in enumerate((a, b))]
+    known = [(node, card_of(node), bool(i)) for i, node in enumerate((a, b))]
     return [(card, (node, card.duplex and into)) for node, card, into in known if card]
 
 
@@ -76,9 +85,10 @@ def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float 
         for x in transfers
     ]
     numbers = collections.Counter(filter(None, sorts))
+    card_of = functools.cache(cluster.network_card)
     over: dict[CardWay, dict[float, int]] = collections.defaultdict(collections.Counter)
     for (a, b, size), num in numbers.items():
-        for _, key in cards_passed(cluster, a, b):
+        for _, key in cards_passed(card_of, a, b):
             over[key][size] += num
     carried = {key: _Carried(sizes) for key, sizes in over.items()}
     found: dict[tuple[int, int, float] | None, float | None] = {None: None}
@@ -92,7 +102,7 @@ def transfer_seconds(cluster: Cluster, transfers: Sequence[Send]) -> list[float 
             continue
         shared = [
             link.latency_seconds + carried[key].until(size) / card.bytes_per_second
-            for card, key in cards_passed(cluster, a, b)
+            for card, key in cards_passed(card_of, a, b)
         ]
         found[sort] = max([link.seconds(size), *shared])
     return [found[sort] for sort in sorts]

@@ -58,7 +58,7 @@ def best_order(
     first = np.full(t.num_layers + 1, np.inf)
     first[-1] = 0.0
     rest = {mixes[0]: first}
-    taken: dict[tuple[int, ...], tuple[Array, list[int], list[Array]]] = {}
+    taken: dict[tuple[int, ...], tuple[Array, Array]] = {}  # [L+1] the first run, and where it ends
     for mix in mixes[1:]:
         check()
         options, which, ends = [], [], []
@@ -71,17 +71,15 @@ def best_order(
             ends.append(total.argmin(axis=1))
             options.append(total.min(axis=1))
             which.append(i)
-        every = np.array(options)
-        rest[mix] = every.min(axis=0)
-        taken[mix] = every.argmin(axis=0), which, ends
+        at = np.argmin(options, axis=0)
+        rest[mix] = np.min(options, axis=0)
+        taken[mix] = np.array(which)[at], np.choose(at, ends)
     mix, layer = mixes[-1], 0
     if not np.isfinite(rest[mix][0]):
         return None
     groups: list[int] = []
     while any(mix):
-        chosen, which, ends = taken[mix]
-        at = int(chosen[layer])
-        i, layer = which[at], int(ends[at][layer])
+        i, layer = (int(own[layer]) for own in taken[mix])
         groups += [lengths[i][0]] * lengths[i][1]
         mix = (*mix[:i], mix[i] - 1, *mix[i + 1 :])
     return tuple(groups)

@@ -63,7 +63,7 @@ def like_copies(
         for own in _arrangements(t, copies, kinds, -(-num_microbatches // copies), check):
             check()
             num_tried += 1
-            numbers = _at_once(t, own)
+            numbers = _sharing(t, own)
             key = own.copies, own.groups, tuple(map(bool, numbers)), max(numbers, default=0)
             if key not in found and (cuts := _even_periods(t, own, numbers, num_microbatches)):
                 seconds = _seconds(t, own, numbers, cuts, num_microbatches)
@@ -121,7 +121,7 @@ def _blocks(t: Tables, copies: int) -> list[int]:
     return sorted({most, *(2**i for i in range(most.bit_length()))})
 
 
-def _at_once(t: Tables, own: _Arrangement) -> list[int]:
+def _sharing(t: Tables, own: _Arrangement) -> list[int]:
     """Copies that share a card, at each boundary between stages; 0: they pass none."""
     if t.shared is None:
         return [0] * (len(own.groups) - 1)
@@ -156,12 +156,12 @@ def _optimistic(t: Tables, copies: int, kinds: Sequence[int], num_microbatches: 
 
 
 def _even_periods(
-    t: Tables, own: _Arrangement, at_once: Sequence[int], num_microbatches: int
+    t: Tables, own: _Arrangement, sharing: Sequence[int], num_microbatches: int
 ) -> tuple[int, ...] | None:
     """The cut of least period for the kinds of the stages; None: none fits."""
     num, most = len(own.groups), -(-num_microbatches // own.copies)
     kinds = (t.num_kinds, *own.groups, t.num_kinds)
-    leave = (False, *map(bool, at_once), False)
+    leave = (False, *map(bool, sharing), False)
     after = np.triu(np.ones((t.num_layers + 1,) * 2, bool), 1)
 
     @functools.cache
@@ -189,20 +189,20 @@ def _crossing(t: Tables, before: int, after: int, leaves: bool) -> Array:
 def _seconds(
     t: Tables,
     own: _Arrangement,
-    at_once: Sequence[int],
+    sharing: Sequence[int],
     cuts: Sequence[int],
     num_microbatches: int,
 ) -> float:
     """About what a step takes, with what the copies share."""
-    pairs = list(zip(cuts[1:], itertools.pairwise(own.groups), at_once, strict=True))
+    pairs = list(zip(cuts[1:], itertools.pairwise(own.groups), sharing, strict=True))
     edges = [float(_crossing(t, *pair, num > 0)[cut]) for cut, pair, num in pairs]
     fill, period = times_with_edges(t, cuts, own.groups, edges)
     stages = list(zip(own.groups, cuts, (*cuts[1:], t.num_layers), strict=True))
     update = max(float(t.update[stage]) for stage in stages)
     seconds = fill + (-(-num_microbatches // own.copies) - 1) * period + update
     # Of those that share a card each begins one transfer after another.
-    shared = (edge for edge, num in zip(edges, at_once, strict=True) if num > 1)
-    seconds += (max(at_once, default=1) - 1) * max(shared, default=0.0) / 2
+    shared = (edge for edge, num in zip(edges, sharing, strict=True) if num > 1)
+    seconds += (max(sharing, default=1) - 1) * max(shared, default=0.0) / 2
     if not t.copies_inside:
         return seconds + max(float(t.reduce[stage]) for stage in stages)
     sums = 0.0

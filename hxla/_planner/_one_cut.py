@@ -67,6 +67,13 @@ def enough_for_cards(
     """
     assert t.shared is not None
     kinds = range(t.num_kinds)
+
+    def there_can_be(num: int) -> bool:
+        # Of several kinds are stages only if the others leave devices of several.
+        left = [int(n) - num * modes.count(k) for k, n in enumerate(t.num_devices)]
+        return min(left) >= 0 and (MIXED not in modes or sum(n > 0 for n in left) > 1)
+
+    most_copies = max(filter(there_can_be, copies), default=0)  # fewer run no more
     one_way = t.shared[list(cuts)].diagonal(axis1=1, axis2=2) / 2  # [S, K] of a kind's own card
     used, value = [], []
     for groups in _choices(t, modes):
@@ -80,19 +87,12 @@ def enough_for_cards(
                     passed[k] += most * float(one_way[i, k])
             used.append([*(groups.count(k) for k in kinds), 1, *passed])
             value.append(most)
-    if not used:
+    if not (used and most_copies):
         return False
     room = [seconds * (1 + 1e-9)] * t.num_kinds
-    wanted = num_microbatches * (1 - 1e-9)
-    for num in copies:
-        # Of several kinds are stages only if the others leave devices of several.
-        left = [int(n) - num * modes.count(k) for k, n in enumerate(t.num_devices)]
-        if min(left) < 0 or (MIXED in modes and sum(n > 0 for n in left) < 2):
-            continue
-        available = [*map(float, t.num_devices), float(num), *room]
-        if fractional_packing(np.array(used), np.array(value), available, whole=False)[2] >= wanted:
-            return True
-    return False
+    available = [*map(float, t.num_devices), float(most_copies), *room]
+    upper = fractional_packing(np.array(used), np.array(value), available, whole=False)[2]
+    return upper >= num_microbatches * (1 - 1e-9)
 
 
 def _choices(t: Tables, modes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -7,10 +7,12 @@ one after another, so that each sends alone, and their sums share the cards.
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from .._cluster._cluster import Cluster
+from .._cluster._cluster import Cluster, NetworkCard
 from .._cluster._transfers import (
     CardWay,
     Send,
@@ -185,9 +187,8 @@ def traffic_of(
     num_stages, num_layers = len(staging.cuts), len(chain.output_bytes)
     ends = (*staging.cuts[1:], num_layers)
     sent_bytes = [chain.output_bytes[end - 1] for end in ends[:-1]]
-    known: dict[
-        tuple[tuple[tuple[int, int], ...], float], BoundaryTransfer
-    ] = {}  # most are like others
+    card_of = functools.cache(cluster.network_card)
+    known: dict[Any, BoundaryTransfer] = {}  # by nodes and bytes: most are like others
     nodes = [[[cluster.devices[r].node for r in ranks] for ranks in copy] for copy in copies]
     crossings: list[list[BoundaryTransfer]] = []
     for copy, at in zip(copies, nodes, strict=True):
@@ -196,7 +197,7 @@ def traffic_of(
             key = tuple(zip(at[stage], at[stage + 1], strict=True)), num_bytes
             if key not in known:
                 pairs = list(zip(copy[stage], copy[stage + 1], strict=True))
-                known[key] = _boundary_transfer(cluster, pairs, key[0], num_bytes)
+                known[key] = _boundary_transfer(cluster, card_of, pairs, *key)
             crossings[-1].append(known[key])
     rest, send_seconds = iter(crossings), []
     for replica in staging.replicas:
@@ -230,6 +231,7 @@ def traffic_of(
 
 def _boundary_transfer(
     cluster: Cluster,
+    card_of: Callable[[int], NetworkCard | None],
     pairs: Sequence[tuple[int, int]],
     nodes: Sequence[tuple[int, int]],
     num_bytes: float,
@@ -237,7 +239,7 @@ def _boundary_transfer(
     """Of one copy over one boundary, between devices and the nodes that they are of."""
     card_seconds: dict[CardWay, float] = {}
     for (a, b), num in collections.Counter(nodes).items():
-        for card, way in (*cards_passed(cluster, a, b), *cards_passed(cluster, b, a)):
+        for card, way in (*cards_passed(card_of, a, b), *cards_passed(card_of, b, a)):
             seconds = num * num_bytes / card.bytes_per_second
             card_seconds[way] = card_seconds.get(way, 0.0) + seconds
     sends = [Send(sender=a, receiver=b, num_bytes=num_bytes) for a, b in pairs]
