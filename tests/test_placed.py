@@ -10,7 +10,9 @@ import pytest
 from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
 from hxla._core import _errors
 from hxla._planner import _placed, _propose, _search, _shared_links
+from hxla._planner._bound import Bound
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
+from hxla._planner._node_runs import NodeRuns
 from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 
@@ -100,20 +102,25 @@ def test_a_copy_whose_transfers_share_a_card_gets_fewer_microbatches():
     assert min(counts) < 10 < max(counts)
 
 
-def random_cluster(rng):
+def random_cluster(rng, *, has_several_nodes=False):
     """Few devices on nodes of one kind each, or of several, and speeds of links and cards."""
     kinds = "ABC"[: int(rng.choice(3, p=[0.2, 0.6, 0.2])) + 1]
     alone = rng.random() < 0.6  # every kind a node
+    numbers = [int(rng.integers(1, 5 - len(kinds))) + (len(kinds) == 1) for _ in kinds]
+    if has_several_nodes:
+        kinds, alone = kinds[:2], False
+        numbers = [int(rng.integers(3, 6 - len(kinds) // 2)), 1]
     devices, nodes = [], []
-    for kind in kinds:
-        for i in range(int(rng.integers(1, 5 - len(kinds))) + (len(kinds) == 1)):
+    for kind, num in zip(kinds, numbers, strict=False):
+        for i in range(num):
             if not i or (not alone and rng.random() < 0.5):
                 inside = Link(bytes_per_second=float(rng.uniform(5, 50)))
                 card = NetworkCard(
                     bytes_per_second=float(rng.uniform(2, 8)), duplex=bool(rng.random() < 0.7)
                 )
                 nodes.append(Node(name=f"n{len(nodes)}", link=inside, network_card=card))
-            where = int(rng.integers(len(nodes))) if rng.random() < 0.1 else len(nodes) - 1
+            is_elsewhere = rng.random() < 0.1 and not has_several_nodes
+            where = int(rng.integers(len(nodes))) if is_elsewhere else len(nodes) - 1
             memory = int(rng.integers(60, 400)) if not i else devices[-1].memory_bytes
             devices.append(Device(kind=kind, node=where, memory_bytes=memory))
     between = Link(
@@ -233,6 +240,88 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert len(ratios) > 90
     assert num_pinned > 30
     assert np.mean(np.array(ratios) < 1.02) > 0.8
+
+
+def looked_at(chain, seconds):
+    """All that nodes say of plans that take less than a time."""
+    bound = Bound(tables(chain), chain.num_microbatches, lambda: None)
+    least = dict.fromkeys(range(1, bound.max_stages + 1), bound.floor)
+    prices = [1.0] * len(chain.groups)
+    nodes = NodeRuns(bound, seconds, least, prices, lambda: None)
+    while nodes.step():
+        assert nodes.least <= seconds
+    return nodes
+
+
+@pytest.mark.slow
+def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
+    """Beside every placement of every plan; for times that some plan keeps, and that none does."""
+    rng = np.random.default_rng(5)
+    before, after, num_nodes = [], [], []
+    for seed in range(90):
+        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
+        work, times = random_work(rng, described)
+        kinds = _propose._kinds(described, 1)
+        key = _propose.Alternative(1, 1, recompute=False)
+        chain = _propose._chain(work, key, described, kinds, times, [])
+        t = tables(chain)
+        if t.shared is None:
+            continue  # some node has devices of two kinds
+        best = best_placed(chain, list(kinds.values()), described)
+        if best == np.inf:
+            continue
+        for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
+            nodes = looked_at(chain, seconds)
+            assert nodes.least <= best * (1 + 1e-9), seed
+        before.append(best / Bound(t, chain.num_microbatches, lambda: None).floor)
+        after.append(best / nodes.least)
+        num_nodes.append(max(t.num_nodes))
+    assert len(after) > 60
+    assert num_nodes.count(1) < 0.4 * len(after)
+    assert np.mean(after) < 0.7 * np.mean(before)
+
+
+@pytest.mark.parametrize(
+    ("sent", "best"), [(9.0, 66 + 4 * 0.75 * 2), (0.05, 66 + 10 * 0.1 + 2 * 0.75 * 2)]
+)
+def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
+    """Four like layers on four nodes of two devices, whose cards take a second for a byte.
+
+    By hand: in two stages a microbatch takes 6 s each, ten of them on each of four copies 12 + 9 *
+    6 s. If both stages of a copy are in a node, its card has the rings of all four layers, of 2 (1
+    - 1/4) s a byte. If not, those of two, but in every period `sent` bytes pass it and come back.
+    """
+    group = chains.Group(
+        kind="A",
+        num_devices=8,
+        memory_bytes=1e9,
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+        update_seconds=(0.0,) * 4,
+        parameter_bytes=(1.0,) * 4,
+        stash_bytes=(1.0,) * 4,
+    )
+    rings = chains.Rings(
+        inside_seconds=(0.0,),
+        copies_inside=(2,),
+        num_nodes=(4,),
+        card_seconds=((1.0,),),
+        card_sum_seconds=2.0,
+    )
+    chain = chains.Chain(
+        groups=(group,),
+        num_microbatches=40,
+        output_bytes=(sent,) * 4,
+        reduce_seconds=(2.0,),
+        rings=rings,
+    )
+    bound = Bound(tables(chain), 40, lambda: None)
+    for seconds in (0.9 * best, 1.3 * best):
+        nodes = NodeRuns(bound, seconds, {2: 0.0}, [5.0], lambda: None)
+        while nodes.step():
+            pass
+        least = min(seconds, best)
+        assert 0.98 * least <= nodes.least <= least * (1 + 1e-9)
 
 
 def like_layers(num_kinds, *, inside, num_devices=4):

@@ -137,8 +137,8 @@ class Bound:
         layers = np.arange(t.num_layers)
         update = t.update[:, layers, layers + 1].min(axis=0)
         self._least_update = float(update.max()), float(update.sum())
-        self._work = work_bound(t, num_microbatches)
-        self.floor = self._work + self.least_tails(self.max_stages)[1]
+        self.least_work = work_bound(t, num_microbatches)
+        self.floor = self.least_work + self.least_tails(self.max_stages)[1]
 
     def some_plan_fits(self) -> bool:
         """Whether some pipeline fits, however many devices of each kind it takes."""
@@ -187,7 +187,7 @@ class Bound:
         self, seconds: float, prices: Sequence[float], known: "dict[int, Alive]"
     ) -> "dict[int, Alive]":
         t, r = self.t, self.relaxation
-        prices = self._worth_batch(prices)
+        prices = self.worth_batch(prices)
         worth = float(np.dot(prices, t.num_devices))
         most = max(known)
         some = next(iter(known.values()))
@@ -242,7 +242,7 @@ class Bound:
     def _depths(self) -> list[int]:
         return [depth for depth, _ in self._shallow(self.max_stages)]
 
-    def _worth_batch(self, prices: Sequence[float]) -> list[float]:
+    def worth_batch(self, prices: Sequence[float]) -> list[float]:
         """Prices lowered by the same amount until all devices are worth the global batch.
 
         A fill costs every device the same share of a microbatch, however fast it is.
@@ -387,7 +387,7 @@ class Bound:
                 cases.append((kinds, max(self._least_tail, sum(least)), least[1]))
             return cases
         update = max(self._least_update[0], self._least_update[1] / num_stages)
-        several = max(self._least_tail, self._tails(self.num_copies)[1][num_stages - 1], update)
+        several = max(self._least_tail, self.tails_of(self.num_copies)[1][num_stages - 1], update)
         return [(tuple(range(t.num_kinds)), several, update)]
 
     def least_tails(self, num_stages: int) -> tuple[float, float]:
@@ -401,7 +401,7 @@ class Bound:
         other._least_tail = max(self._least_tail, seconds)
         return other
 
-    def _tails(self, copies: int) -> tuple[Array, list[float]]:
+    def tails_of(self, copies: int) -> tuple[Array, list[float]]:
         """Of so many replicas, or more: [K, L+1, L+1] of a stage, and the least of any plan.
 
         The latter by number of stages, of which the first is for one.
@@ -446,15 +446,15 @@ class Bound:
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return least
-        return max(least, self._tails(copies)[1][num_stages - 1])
+        return max(least, self.tails_of(copies)[1][num_stages - 1])
 
     def limited(self, num_stages: int, seconds: float, most_parts: int = _TAILS) -> "list[Bound]":
         """Parts of the plans of so many stages that take less than a time, by the largest stage."""
         copies = self.copies(num_stages, seconds)
         if copies == 1 or sum(self.t.num_devices) < 2 * num_stages:
             return [self]
-        tail, low = self._tails(copies)[0], self._tail_of(num_stages, seconds)
-        high = seconds - self._work
+        tail, low = self.tails_of(copies)[0], self._tail_of(num_stages, seconds)
+        high = seconds - self.least_work
         num = min(most_parts, math.ceil(max(0.0, high - low) / (_TAIL_STEP * seconds)) + 1)
         values = np.unique(tail[self.t.fits(1)])
         values = values[(values >= low * (1 - 1e-12)) & (values <= high * (1 + 1e-12))]

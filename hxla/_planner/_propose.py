@@ -17,7 +17,8 @@ from ._chain_tables import step_seconds
 from ._collective_costs import favoured, volume
 from ._estimate import Alternative, layer_times
 from ._placed import PlacedStaging, Placer
-from ._search import Found, search
+from ._search import search
+from ._searched import Found
 from ._shared_links import Copies, Ranks, busiest_card_seconds
 from ._staging import StepCost, staging_cost
 

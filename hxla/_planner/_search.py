@@ -27,8 +27,10 @@ from ._cuts import (
 )
 from ._deadline import Deadline, OutOfTime
 from ._like_copies import like_copies
+from ._node_runs import NodeRuns
 from ._packing import fractional_packing
 from ._relaxed import subsets
+from ._searched import Found, NothingFitsError, Searched
 
 _ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
 _ALIKE = 6  # plans of like copies that are placed, of each chain
@@ -38,47 +40,6 @@ _ROUGH = 1.01  # ratio of the periods of an interval, at first
 _FEW_MIXES = 4e8  # elements of a dynamic programme over mixes that is worth its time
 _SLACKS = (1.05, 1.2, 1.5, 2.5, math.inf)  # of the longest period over that of even stages
 _NODES = (1, 4, 16, 128, 512, 2048)  # of branching, visit by visit
-
-
-class NothingFitsError(PlanError):
-    """No alternative that was searched has a plan; finer ones may have."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan and where it comes from.
-
-    Attributes:
-        alternative: Key of the chain.
-        staging: The plan; its bound is that of its own chain.
-    """
-
-    alternative: Any
-    staging: Staging
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Searched:
-    """What a search found.
-
-    Attributes:
-        ranked: Plans, the fastest first: at most one for each alternative and number of stages, and
-            none of those that were seen early to be no better.
-        bound_seconds: No plan of any alternative is faster.
-        exhausted: Whether time ran out: the plans and the bound hold, but more time may better
-            them, and another run may find others.
-        infeasible: Alternatives that no plan fits, and why.
-    """
-
-    ranked: tuple[Found, ...]
-    bound_seconds: float
-    exhausted: bool
-    infeasible: Mapping[Any, str]
-
-    @property
-    def gap(self) -> float:
-        """Certified distance from the optimum: the best plan's step over the bound, minus one."""
-        return self.ranked[0].staging.step_seconds / self.bound_seconds - 1
 
 
 def search(
@@ -152,7 +113,7 @@ def search(
     plans.sort(key=lambda found: found.staging.step_seconds)
     return Searched(
         ranked=tuple(plans),
-        bound_seconds=min(goal.fastest, *(s.bound_seconds for s in feasible.values())),
+        bound_seconds=min(s.bound_seconds for s in feasible.values()),
         exhausted=exhausted,
         infeasible=infeasible,
     )
@@ -205,6 +166,11 @@ def _refine(left: "Sequence[_Search]") -> None:
     """Bounds until the best plan is good enough, or nothing more is to be had."""
     for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
         s.first_bounds()
+    on_nodes = [s for s in left if s.has_several_nodes]
+    while on_nodes:
+        s = min(on_nodes, key=lambda s: s.bound_seconds)
+        if not s.look_at_nodes():
+            on_nodes.remove(s)
     while left:
         urgency, s = min(((s.urgency(), s) for s in left), key=lambda item: item[0])
         if urgency[0] == math.inf:
@@ -235,7 +201,7 @@ class _Search:
         self._check = deadline.check
         self._num = chain.num_microbatches
         self._pure = pure_periods(self.bound.relaxation, self.bound.max_stages)
-        self._has_several_nodes = t.shared is not None and not t.knows_cards
+        self.has_several_nodes = t.shared is not None and not t.knows_cards
         self._small = sum(self._t.num_devices) <= _SMALL_DEVICES
         self._order = sorted(wanted, key=lambda num: (self._estimate(num), num))
         self.can_run = bool(self._order)
@@ -246,6 +212,7 @@ class _Search:
         self._known: dict[int, Alive] = {}
         self._known_for = 0.0  # seconds of the plans that it is about
         self._branchings: dict[int, Branching] = {}
+        self._nodes: NodeRuns | None = None
         self._bounded_for = math.inf  # seconds
         self._is_priced = False
         self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
@@ -339,6 +306,24 @@ class _Search:
             found = self.bound.refute(level, self._prices, known or None, ratio=ratio)
             self._learn(left, found, level)
 
+    def look_at_nodes(self) -> bool:
+        """Raise the bounds by what nodes and their cards let plans do; False: there is no more."""
+        level = self._goal.placed / (1 + self._goal.good_enough)
+        if self._nodes is None or self._nodes.seconds < level * (1 - 1e-9):
+            if self.is_refuted():  # what transfers are known to cost may be left
+                found = self.bound.refute(level, self._prices, ratio=_ROUGH)
+                for num in self._order:
+                    self._raise([num], found[num].floor if num in found else level)
+            floors = {num: own for num, own in self._bounds.items() if own < level}
+            if not floors:
+                return False
+            self._nodes = NodeRuns(self.bound, level, floors, self._prices, self._check)
+        if self._nodes.least >= level or not self._nodes.step():
+            return False
+        for num, floor in self._nodes.floors.items():
+            self._raise([num], floor)
+        return True
+
     def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
         """Take what a bound says of some numbers of stages and plans faster than a time."""
         self._known = {num: found[num] for num in self._order if num in found and num in asked}
@@ -408,7 +393,7 @@ class _Search:
             seconds = self._goal.worthwhile
             worth = self._goal.fastest / (1 + self._goal.good_enough / 2)
             met = branching.step(seconds)
-            if is_rough and self._has_several_nodes:
+            if is_rough and self.has_several_nodes:
                 continue  # there a plan without places says little: bounds come first
             for cuts in met:
                 if cuts not in self._tried and branching.may_pay(cuts, worth):

@@ -21,7 +21,7 @@ from .._planner._complete import complete
 from .._planner._microbatch_sizes import candidate_sizes
 from .._planner._pipeline_request import PipelineRequest
 from .._planner._propose import ChainWork, Proposal, propose
-from .._planner._search import NothingFitsError
+from .._planner._searched import NothingFitsError
 from .._planner._structures import Structure, check_unannotated
 from .._profile._kept_bytes import kept_bytes
 from .._profile._profile import LayerSize, Profile
