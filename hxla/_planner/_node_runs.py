@@ -12,7 +12,7 @@ from ._branch_node import span_of
 from ._chain_tables import Array
 from ._packing import fractional_packing
 from ._relaxed import bisected
-from ._runs import RunGrid, RunPass, Runs, Span
+from ._runs import RunGrid, RunPass, Span
 
 _RATIOS = (1.1, 1.03, 1.008)  # of the periods of an interval, finer and finer
 _MOST_PASSES = 8  # of prices, at a cell
@@ -171,9 +171,9 @@ class NodeRuns:
         if cells:
             any_run = dataclasses.replace(cells[0], copies=(1, total), tail=(0.0, math.inf))
             most = max(cell.num for cell in cells)
-            found = RunPass(self._runs(any_run), prices, most, self._check, exact=False)
+            found = self._passes(any_run, prices, most)
             for cell in cells:
-                self._push(self._bounded(cell, found.fills(cell.num)))
+                self._push(self._bounded(cell, _fills(found, cell.num)))
 
     def _cell(self, num: int, copies: tuple[int, int], prices: Array, floor: float) -> _Cell:
         bound, span = self._bound, (0, len(self._grids[0].first))
@@ -199,10 +199,20 @@ class NodeRuns:
             found.append([single, *(ring | (j <= free) for j in range(2, inside + 1))])
         return found
 
-    def _runs(self, cell: _Cell) -> dict[int, Runs]:
-        """Those that the plans of a cell can have, of its periods."""
+    def _passes(self, cell: _Cell, prices: Array, most: int | None = None) -> list[RunPass]:
+        """Over the runs that the plans of a cell can have, by period.
+
+        Args:
+            cell: Its copies, tails and periods.
+            prices: Of a device of each kind.
+            most: Stages, where not only as many as the cell's are asked for.
+        """
         allowed = self._allowed(cell.copies[0], cell.tail[1])
-        return self._grids[cell.level].runs(cell.span, allowed, self._check)
+        grid, num = self._grids[cell.level], most or cell.num
+        return [
+            RunPass(block, prices, num, self._check, exact=most is None)
+            for block in grid.runs(cell.span, allowed, self._check)
+        ]
 
     def _bounded(self, cell: _Cell, fills: Array) -> _Cell:
         """The cell with what its fills / periods + prices say: floor, and periods that matter."""
@@ -224,18 +234,13 @@ class NodeRuns:
         """A cell at better prices and finer periods, or its halves."""
         columns = [x for x in cell.columns if x.tail <= cell.tail[1]]
         prices = self._prices(cell, columns) if columns else cell.prices
-        runs, num_alike = self._runs(cell), 0
-        if not runs:
-            return []
+        num_alike = 0
         for _ in range(_MOST_PASSES):
-            found = RunPass(runs, prices, cell.num, self._check, exact=True)
+            found = self._passes(cell, prices)
             columns += self._columns(cell, found, prices)
-            fills = found.fills(cell.num)
-            new = self._bounded(dataclasses.replace(cell, prices=prices), fills)
+            new = self._bounded(dataclasses.replace(cell, prices=prices), _fills(found, cell.num))
             if new.span[0] == new.span[1] or new.floor >= self.seconds * (1 - 1e-9):
                 return []
-            inside = new.span[0] - cell.span[0], new.span[1] - cell.span[0]
-            runs = {j: own.among(inside) for j, own in runs.items()}
             num_alike = 0 if new.floor > cell.floor * (1 + _BETTER) else num_alike + 1
             cell = new
             if num_alike == 2 or not columns:
@@ -260,18 +265,20 @@ class NodeRuns:
         low, high = grid.first[span[0]], grid.last[span[1] - 1]
         return span_of((finer.last >= low) & (finer.first <= high))
 
-    def _columns(self, cell: _Cell, found: RunPass, prices: Array) -> list[_Column]:
+    def _columns(self, cell: _Cell, found: list[RunPass], prices: Array) -> list[_Column]:
         """The pipelines of the greatest excess."""
         t, copies = self._t, cell.copies[0]
         first = self._grids[cell.level].first[slice(*cell.span)]
-        fills = found.fills(cell.num)
+        fills = _fills(found, cell.num)
+        places = [(own, w) for own in found for w in range(own.num_intervals)]
         excess = 1 + (self.seconds - cell.tail[0]) / first - fills
         columns = []
         for w in np.argsort(-excess)[:_NEW]:
             if not np.isfinite(excess[w]):
                 continue
             used, tail = np.zeros(t.num_kinds, int), 0.0
-            for run in found.pipeline(int(w), cell.num):
+            own, at_w = places[w]
+            for run in own.pipeline(at_w, cell.num):
                 used[run.kind] += run.stages
                 at = run.kind, *run.layers
                 free = t.copies_inside[run.kind] - copies + 1
@@ -299,3 +306,8 @@ class NodeRuns:
         _, less = bisected(enough, 0.0, float(prices.max()), 1e-12)
         lowered: Array = np.maximum(prices - less, 0.0)
         return lowered
+
+
+def _fills(passes: Sequence[RunPass], num: int) -> Array:
+    """[W] Of all of them."""
+    return np.concatenate([own.fills(num) for own in passes])

@@ -10,6 +10,7 @@ import numpy as np
 from ._chain_tables import Array, Tables
 
 Span = tuple[int, int]  # of intervals: from, up to
+_BLOCK = 32  # intervals that are made together
 
 
 class RunGrid:
@@ -25,61 +26,60 @@ class RunGrid:
         self.last = self.first * ratio * (1 + 1e-12)
         self._t = t
         self._leaving = leaving
-        start, more = np.ogrid[: t.num_layers, : t.num_layers]
+        more, start = np.ogrid[: t.num_layers, : t.num_layers]
         end = start + more + 1
         self._at = start, np.minimum(end, t.num_layers)
         self._ends = end <= t.num_layers
-        # [L, L, W] By first layer and how many follow it; made where asked for.
-        self._runs = [
-            [np.empty((*end.shape, num), np.float32) for _ in range(inside)]
-            for inside in t.copies_inside
-        ]
-        self._known = np.zeros(num, bool)
-        self._there = [[np.zeros(end.shape, bool) for _ in own] for own in self._runs]
+        self._known: dict[int, list[list[Array]]] = {}  # by block
 
     def runs(
         self, span: Span, allowed: Sequence[Sequence[Array]], check: Callable[[], None]
-    ) -> "dict[int, Runs]":
-        """Those of some intervals, by their number of stages.
+    ) -> "list[RunBlock]":
+        """Those of some intervals, block by block, by their number of stages.
 
         Args:
             span: The intervals: from, up to.
             allowed: By kind and stages, [L+1, L+1] whether there may be such a run.
             check: Called between kinds; may raise.
         """
-        at = np.arange(*span)
-        self._make(at[~self._known[at]], check)
-        found = {}
-        for j in range(1, max(self._t.copies_inside) + 1):
-            may = {
-                k: allowed[k][j - 1][self._at] & there[j - 1]
-                for k, there in enumerate(self._there)
-                if j <= len(there)
-            }
-            lengths = np.flatnonzero(np.any([own.any(axis=0) for own in may.values()], axis=0))
-            if not len(lengths):
-                continue
-            long = slice(int(lengths[0]), int(lengths[-1]) + 1)
-            own = Runs(
-                shortest=long.start + 1,
-                costs={k: self._runs[k][j - 1][:, long, slice(*span)] for k in may},
-                barred={
-                    k: np.where(x[:, long], np.float32(0), np.float32(np.inf))[:, :, None]
-                    for k, x in may.items()
-                },
-            )
-            found[j] = own
+        may = [[own[self._at] for own in rows] for rows in allowed]
+        found = []
+        for block in range(span[0] // _BLOCK, -(-span[1] // _BLOCK)):
+            begin = block * _BLOCK
+            if block not in self._known:
+                at = np.arange(begin, min(begin + _BLOCK, len(self.first)))
+                self._known[block] = [self._block(k, at, check) for k in range(len(allowed))]
+            inside = slice(max(span[0] - begin, 0), min(span[1] - begin, _BLOCK))
+            found.append(self._among(self._known[block], inside, may))
         return found
 
-    def _make(self, at: Array, check: Callable[[], None]) -> None:
-        """Those of intervals that nobody asked for before."""
-        for k, own in enumerate(self._runs if len(at) else ()):
-            check()
-            made = self._made(k, len(own), at)
-            for rows, there, new in zip(own, self._there[k], made, strict=True):
-                rows[:, :, at] = np.where(self._ends[:, :, None], new[self._at], np.inf)
-                there |= np.isfinite(rows[:, :, at]).any(axis=2)
-        self._known[at] = True
+    def _block(self, k: int, at: Array, check: Callable[[], None]) -> list[Array]:
+        """[L, L, W] By stages, runs of a kind: how many layers follow the first, and that one."""
+        check()
+        ends = self._ends[:, :, None]
+        return [
+            np.where(ends, made[self._at], np.float32(np.inf))
+            for made in self._made(k, self._t.copies_inside[k], at)
+        ]
+
+    def _among(self, known: list[list[Array]], inside: slice, may: list[list[Array]]) -> "RunBlock":
+        """What may be of some intervals of a block."""
+        found = {}
+        for j in range(1, max(self._t.copies_inside) + 1):
+            own = {k: rows[j - 1][:, :, inside] for k, rows in enumerate(known) if j <= len(rows)}
+            here = {
+                k: may[k][j - 1] & np.isfinite(x[:, :, -1]) for k, x in own.items()
+            }  # of the longest period
+            lengths = np.flatnonzero(np.any([x.any(axis=1) for x in here.values()], axis=0))
+            if len(lengths):
+                long = slice(int(lengths[0]), int(lengths[-1]) + 1)
+                bars = {k: np.where(x[long], 0.0, np.inf) for k, x in here.items()}
+                found[j] = Runs(
+                    shortest=long.start + 1,
+                    costs={k: x[long] for k, x in own.items()},
+                    barred={k: x.astype(np.float32)[:, :, None] for k, x in bars.items()},
+                )
+        return RunBlock(found, self._t.num_layers, inside.stop - inside.start)
 
     def _made(self, k: int, most: int, at: Array) -> Iterable[Array]:
         t, leaving = self._t, self._leaving[k]
@@ -123,34 +123,49 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Those of as many stages, by first layer and how many more than the shortest follow it.
+    """Those of as many stages, by how many layers more than the shortest, and the first layer.
 
     Attributes:
         shortest: Layers.
-        costs: By kind, [L, J, W] fill / period; infinite: there is none.
-        barred: By kind, [L, J, 1] infinite where a run is not allowed, else 0.
+        costs: By kind, [J, L, W] fill / period; infinite: there is none.
+        barred: By kind, [J, L, 1] infinite where a run is not allowed, else 0.
     """
 
     shortest: int
     costs: dict[int, Array]
     barred: dict[int, Array]
 
-    def among(self, span: Span) -> "Runs":
-        """Those of some of the intervals: from, up to."""
-        costs = {k: own[:, :, slice(*span)] for k, own in self.costs.items()}
-        return dataclasses.replace(self, costs=costs)
+    @property
+    def longest(self) -> int:
+        """Layers."""
+        return self.shortest + len(next(iter(self.barred.values()))) - 1
 
     def priced(self, k: int, price: Any) -> Array:
-        """[L, J, 1] What is to be added to the costs of a kind: the price of the devices."""
+        """[J, L, 1] What is to be added to the costs of a kind: the price of the devices."""
         added: Array = self.barred[k] + np.float32(price)
         return added
+
+
+@dataclasses.dataclass(frozen=True)
+class RunBlock:
+    """Runs of some intervals of periods.
+
+    Attributes:
+        runs: By their number of stages; as many of which there are none are left out.
+        num_layers: L
+        num_intervals: W
+    """
+
+    runs: dict[int, Runs]
+    num_layers: int
+    num_intervals: int
 
 
 class RunPass:
     """The dynamic programme over runs, from the last stage to the first, at prices per device.
 
     Args:
-        runs: By their number of stages.
+        block: Its runs.
         prices: [K]
         num: Most stages.
         exact: Whether there are as many stages: each has a layer, also those before.
@@ -159,18 +174,19 @@ class RunPass:
 
     def __init__(
         self,
-        runs: dict[int, Runs],
+        block: RunBlock,
         prices: Array,
         num: int,
         check: Callable[[], None],
         *,
         exact: bool,
     ):
-        self._runs = runs
+        self._runs = runs = block.runs
         self._prices = prices
-        layers, _, num_intervals = next(iter(next(iter(runs.values())).costs.values())).shape
-        longest = max(own.shape[1] for x in runs.values() for own in x.costs.values())
-        room = np.empty((layers, longest, num_intervals), np.float32)
+        self.num_intervals = block.num_intervals
+        layers = block.num_layers
+        longest = max((own.longest for own in runs.values()), default=0)
+        room = np.empty((longest, layers, self.num_intervals), np.float32)
         self._best = {}  # of all kinds, by stages
         for j, some in runs.items():
             best: Array | None = None
@@ -179,13 +195,13 @@ class RunPass:
                 if best is None:
                     best = own + added
                 else:
-                    here = room[:, : own.shape[1]]
+                    here = room[: len(own)]
                     np.add(own, added, out=here)
                     np.minimum(best, here, out=best)
             assert best is not None
             self._best[j] = best
-        beyond = max(x.shortest for x in runs.values()) + longest
-        start = np.full((layers + 1 + beyond, num_intervals), np.inf, np.float32)
+        size = layers + 1 + longest
+        start = np.full((size, self.num_intervals), np.inf, np.float32)
         start[layers] = 0.0
         self._rests = [start]  # by last stages, [L+1+J, W] by first layer
         for s in range(1, num + 1):
@@ -194,14 +210,14 @@ class RunPass:
             low, high = num - s if exact else 0, layers + 1 - s
             for j, best in self._best.items():
                 if j <= s and low < high:
-                    after = self._after(j, s - j)[low:high]
-                    total = room[: high - low, : best.shape[1]]
-                    np.add(best[low:high], after, out=total)
-                    np.minimum(rest[low:high], total.min(axis=1), out=rest[low:high])
+                    after = self._after(j, s - j)[:, low:high]
+                    total = room[: len(best), : high - low]
+                    np.add(best[:, low:high], after, out=total)
+                    np.minimum(rest[low:high], total.min(axis=0), out=rest[low:high])
             self._rests.append(rest)
 
     def _after(self, j: int, num: int) -> Array:
-        """[L, J, W] What so many stages after a run take."""
+        """[J, L, W] What so many stages after a run take."""
         rest, best = self._rests[num][self._runs[j].shortest :], self._best[j]
         by_layer, by_interval = rest.strides
         return np.lib.stride_tricks.as_strided(
@@ -218,7 +234,7 @@ class RunPass:
         found, layer = [], 0
         while num:
             each = [
-                (self._best[j][layer, :, w] + self._after(j, num - j)[layer, :, w], j)
+                (self._best[j][:, layer, w] + self._after(j, num - j)[:, layer, w], j)
                 for j in self._best
                 if j <= num
             ]
@@ -227,7 +243,7 @@ class RunPass:
             k = min(
                 some.costs,
                 key=lambda k: float(
-                    some.costs[k][layer, i, w] + some.barred[k][layer, i, 0] + j * self._prices[k]
+                    some.costs[k][i, layer, w] + some.barred[k][i, layer, 0] + j * self._prices[k]
                 ),
             )
             end = layer + some.shortest + i

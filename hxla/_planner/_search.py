@@ -166,16 +166,23 @@ def _refine(left: "Sequence[_Search]") -> None:
     """Bounds until the best plan is good enough, or nothing more is to be had."""
     for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
         s.first_bounds()
-    on_nodes = [s for s in left if s.has_several_nodes]
-    while on_nodes:
-        s = min(on_nodes, key=lambda s: s.bound_seconds)
-        if not s.look_at_nodes():
-            on_nodes.remove(s)
+    # Where a node can hold all copies of a stage, what is known says least of sums and transfers.
+    first = [s for s in left if s.sums_may_stay_in_nodes()]
+    _look_at_nodes(first)
     while left:
         urgency, s = min(((s.urgency(), s) for s in left), key=lambda item: item[0])
         if urgency[0] == math.inf:
             break
         s.work()
+    _look_at_nodes([s for s in left if s.has_several_nodes and s not in first])
+
+
+def _look_at_nodes(left: "list[_Search]") -> None:
+    """Bounds by nodes and their cards, of whatever is bounded least."""
+    while left:
+        s = min(left, key=lambda s: s.bound_seconds)
+        if not s.look_at_nodes():
+            left = [other for other in left if other is not s]
 
 
 class _Search:
@@ -305,6 +312,16 @@ class _Search:
         if left:
             found = self.bound.refute(level, self._prices, known or None, ratio=ratio)
             self._learn(left, found, level)
+
+    def sums_may_stay_in_nodes(self) -> bool:
+        """Whether a plan that may be better has no more copies than some node holds of a stage."""
+        level = self._goal.placed / (1 + self._goal.good_enough)
+        inside = max(self._t.copies_inside, default=0)
+        return self.has_several_nodes and any(
+            self.bound.copies(num, level) <= inside
+            for num, own in self._bounds.items()
+            if own < level
+        )
 
     def look_at_nodes(self) -> bool:
         """Raise the bounds by what nodes and their cards let plans do; False: there is no more."""
