@@ -67,9 +67,9 @@ class _Cell:
 class NodeRuns:
     """Lower bounds by number of stages, for plans on devices that lie in several nodes.
 
-    *What `Bound` leaves out.* A kind has more devices than a node, so that some boundaries between
-    its stages are crossed over network cards; and what saves crossings costs sums: a card carries
-    the rings of all stages that its node has.
+    *What `Bound` leaves out.* A kind may have more devices than a node has, so that some boundaries
+    between its stages are crossed over network cards; and what saves crossings costs sums: a card
+    carries the rings of all stages that its node has.
 
     *Runs.* The stages of a copy fall into runs: those that follow each other in one node. A run is
     no longer than the node has devices, and the boundaries at its ends take what the cards take.
@@ -119,7 +119,7 @@ class NodeRuns:
         leaving = crossed.min(axis=2).T  # [K, L+1]
         leaving[:, [0, -1]] = 0.0
         leaving = np.where(np.isfinite(leaving), leaving, t.cross[:, kinds, kinds].T)
-        low = bound.relaxation.least_period()
+        low = bound.relaxation.least_period() * (1 - 1e-9)
         self._grids = [RunGrid(t, leaving, low, max(seconds, low), ratio) for ratio in _RATIOS]
         one_way = t.shared[:, kinds, kinds].T / 2  # [K, L+1]
         self._passed = self._num_microbatches * (one_way[:, :, None] + one_way[:, None, :])

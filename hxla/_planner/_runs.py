@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,17 @@ class RunGrid:
 
     A run is what follows each other in one node: its first stage receives over the card, its last
     one sends over it, and between them arrays stay in the node.
+
+    Args:
+        t: Of the chain.
+        leaving: [K, L+1] What crossing a boundary takes that leaves a node, both ways, at least.
+        low: No period is shorter.
+        high: None that matters is longer.
+        ratio: Of the longest to the least period of an interval.
+
+    Attributes:
+        first: [W] Least period of each interval.
+        last: [W] Longest.
     """
 
     def __init__(self, t: Tables, leaving: Array, low: float, high: float, ratio: float):
@@ -67,9 +77,8 @@ class RunGrid:
         found = {}
         for j in range(1, max(self._t.copies_inside) + 1):
             own = {k: rows[j - 1][:, :, inside] for k, rows in enumerate(known) if j <= len(rows)}
-            here = {
-                k: may[k][j - 1] & np.isfinite(x[:, :, -1]) for k, x in own.items()
-            }  # of the longest period
+            # What is there for short periods is there for the longest.
+            here = {k: may[k][j - 1] & np.isfinite(x[:, :, -1]) for k, x in own.items()}
             lengths = np.flatnonzero(np.any([x.any(axis=1) for x in here.values()], axis=0))
             if len(lengths):
                 long = slice(int(lengths[0]), int(lengths[-1]) + 1)
@@ -140,7 +149,7 @@ class Runs:
         """Layers."""
         return self.shortest + len(next(iter(self.barred.values()))) - 1
 
-    def priced(self, k: int, price: Any) -> Array:
+    def priced(self, k: int, price: float) -> Array:
         """[J, L, 1] What is to be added to the costs of a kind: the price of the devices."""
         added: Array = self.barred[k] + np.float32(price)
         return added
@@ -166,10 +175,13 @@ class RunPass:
 
     Args:
         block: Its runs.
-        prices: [K]
+        prices: [K] Of a device.
         num: Most stages.
         exact: Whether there are as many stages: each has a layer, also those before.
         check: Called between positions; may raise.
+
+    Attributes:
+        num_intervals: W
     """
 
     def __init__(
