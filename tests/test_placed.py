@@ -281,6 +281,20 @@ def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
     assert np.mean(after) < 0.7 * np.mean(before)
 
 
+def four_layers(num_devices):
+    """Like layers of three seconds a microbatch, on devices that hold all of them."""
+    return chains.Group(
+        kind="A",
+        num_devices=num_devices,
+        memory_bytes=1e9,
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+        update_seconds=(0.0,) * 4,
+        parameter_bytes=(1.0,) * 4,
+        stash_bytes=(1.0,) * 4,
+    )
+
+
 @pytest.mark.parametrize(
     ("sent", "best"), [(9.0, 66 + 4 * 0.75 * 2), (0.05, 66 + 10 * 0.1 + 2 * 0.75 * 2)]
 )
@@ -291,16 +305,6 @@ def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
     6 s. If both stages of a copy are in a node, its card has the rings of all four layers, of 2 (1
     - 1/4) s a byte. If not, those of two, but in every period `sent` bytes pass it and come back.
     """
-    group = chains.Group(
-        kind="A",
-        num_devices=8,
-        memory_bytes=1e9,
-        forward_seconds=(1.0,) * 4,
-        backward_seconds=(2.0,) * 4,
-        update_seconds=(0.0,) * 4,
-        parameter_bytes=(1.0,) * 4,
-        stash_bytes=(1.0,) * 4,
-    )
     rings = chains.Rings(
         inside_seconds=(0.0,),
         copies_inside=(2,),
@@ -309,7 +313,7 @@ def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
         card_sum_seconds=2.0,
     )
     chain = chains.Chain(
-        groups=(group,),
+        groups=(four_layers(8),),
         num_microbatches=40,
         output_bytes=(sent,) * 4,
         reduce_seconds=(2.0,),
@@ -326,18 +330,8 @@ def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
 
 def like_layers(num_kinds, *, inside, num_devices=4):
     """Four like layers on kinds that are alike, each a node; sums take long but inside a node."""
-    group = chains.Group(
-        kind="A",
-        num_devices=num_devices,
-        memory_bytes=1e9,
-        forward_seconds=(1.0,) * 4,
-        backward_seconds=(2.0,) * 4,
-        update_seconds=(0.0,) * 4,
-        parameter_bytes=(1.0,) * 4,
-        stash_bytes=(1.0,) * 4,
-    )
     return chains.Chain(
-        groups=(group,) * num_kinds,
+        groups=(four_layers(num_devices),) * num_kinds,
         num_microbatches=32,
         output_bytes=(1.0,) * 4,
         reduce_seconds=(8.0,) * num_kinds,
