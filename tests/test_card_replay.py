@@ -63,7 +63,7 @@ ALONE = 1 + 0.5 + 3 + 0.5 + 2
 @given(
     st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=6),
     st.integers(1, 9),
-    st.sampled_from([1, 0.1, 0.37]),
+    st.sampled_from([1, 0.125, 0.375]),  # sums are exact: whoever is first of two is so in both
 )
 def test_one_copy_alone_takes_what_its_own_replay_says(stages, num_microbatches, unit):
     forward, backward, sent = ([unit * x for x in own] for own in zip(*stages, strict=True))
