@@ -242,10 +242,10 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert np.mean(np.array(ratios) < 1.02) > 0.8
 
 
-def looked_at(chain, seconds):
-    """All that nodes say of plans that take less than a time."""
+def looked_at(chain, seconds, numbers=None):
+    """All that nodes say of plans of some numbers of stages, or any, that take less than a time."""
     bound = Bound(tables(chain), chain.num_microbatches, lambda: None)
-    least = dict.fromkeys(range(1, bound.max_stages + 1), bound.floor)
+    least = dict.fromkeys(numbers or range(1, bound.max_stages + 1), bound.floor)
     prices = [1.0] * len(chain.groups)
     nodes = NodeRuns(bound, seconds, least, prices, lambda: None)
     while nodes.step():
@@ -319,11 +319,8 @@ def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
         reduce_seconds=(2.0,),
         rings=rings,
     )
-    bound = Bound(tables(chain), 40, lambda: None)
     for seconds in (0.9 * best, 1.3 * best):
-        nodes = NodeRuns(bound, seconds, {2: 0.0}, [5.0], lambda: None)
-        while nodes.step():
-            pass
+        nodes = looked_at(chain, seconds, [2])
         least = min(seconds, best)
         assert 0.98 * least <= nodes.least <= least * (1 + 1e-9)
 

@@ -11,8 +11,7 @@ from ._bound import Bound
 from ._branch_node import span_of
 from ._chain_tables import Array
 from ._packing import fractional_packing
-from ._relaxed import bisected
-from ._runs import RunGrid, RunPass, Span
+from ._runs import RunBlock, RunGrid, RunPass, Span
 
 _RATIOS = (1.1, 1.03, 1.008)  # of the periods of an interval, finer and finer
 _MOST_PASSES = 8  # of prices, at a cell
@@ -171,7 +170,7 @@ class NodeRuns:
         if cells:
             any_run = dataclasses.replace(cells[0], copies=(1, total), tail=(0.0, math.inf))
             most = max(cell.num for cell in cells)
-            found = self._passes(any_run, prices, most)
+            found = self._passes(self._blocks(any_run), prices, most, exact=False)
             for cell in cells:
                 self._push(self._bounded(cell, _fills(found, cell.num)))
 
@@ -199,20 +198,21 @@ class NodeRuns:
             found.append([single, *(ring | (j <= free) for j in range(2, inside + 1))])
         return found
 
-    def _passes(self, cell: _Cell, prices: Array, most: int | None = None) -> list[RunPass]:
-        """Over the runs that the plans of a cell can have, by period.
-
-        Args:
-            cell: Its copies, tails and periods.
-            prices: Of a device of each kind.
-            most: Stages, where not only as many as the cell's are asked for.
-        """
+    def _blocks(self, cell: _Cell) -> list[RunBlock]:
+        """The runs that the plans of a cell can have, by period."""
         allowed = self._allowed(cell.copies[0], cell.tail[1])
-        grid, num = self._grids[cell.level], most or cell.num
-        return [
-            RunPass(block, prices, num, self._check, exact=most is None)
-            for block in grid.runs(cell.span, allowed, self._check)
-        ]
+        return self._grids[cell.level].runs(cell.span, allowed, self._check)
+
+    def _passes(
+        self, blocks: Sequence[RunBlock], prices: Array, num: int, *, exact: bool = True
+    ) -> list[RunPass]:
+        return [RunPass(block, prices, num, self._check, exact=exact) for block in blocks]
+
+    def _excess(self, cell: _Cell, fills: Array) -> Array:
+        """[W] Microbatches beyond what the devices are worth, by fills / periods + prices."""
+        first = self._grids[cell.level].first[slice(*cell.span)]
+        excess: Array = 1 + (self.seconds - cell.tail[0]) / first - fills
+        return excess
 
     def _bounded(self, cell: _Cell, fills: Array) -> _Cell:
         """The cell with what its fills / periods + prices say: floor, and periods that matter."""
@@ -224,7 +224,7 @@ class NodeRuns:
         if needed > 0:
             seconds = (first * (needed - 1 + fills)).min(initial=np.inf)
             floor = max(floor, min(self.seconds, cell.tail[0] + _ROUNDED * float(seconds)))
-        excess = 1 + (self.seconds - cell.tail[0]) / first - fills * _ROUNDED
+        excess = self._excess(cell, fills * _ROUNDED)
         others = worth + (most - 1) * max(0.0, float(excess.max(initial=-np.inf)))
         low, high = span_of(others + excess >= wanted)
         begin = cell.span[0]
@@ -234,13 +234,16 @@ class NodeRuns:
         """A cell at better prices and finer periods, or its halves."""
         columns = [x for x in cell.columns if x.tail <= cell.tail[1]]
         prices = self._prices(cell, columns) if columns else cell.prices
-        num_alike = 0
+        blocks, num_alike = self._blocks(cell), 0
         for _ in range(_MOST_PASSES):
-            found = self._passes(cell, prices)
-            columns += self._columns(cell, found, prices)
-            new = self._bounded(dataclasses.replace(cell, prices=prices), _fills(found, cell.num))
+            found = self._passes(blocks, prices, cell.num)
+            fills = _fills(found, cell.num)
+            columns += self._columns(cell, found, fills, prices)
+            new = self._bounded(dataclasses.replace(cell, prices=prices), fills)
             if new.span[0] == new.span[1] or new.floor >= self.seconds * (1 - 1e-9):
                 return []
+            if new.span != cell.span:
+                blocks = self._blocks(new)
             num_alike = 0 if new.floor > cell.floor * (1 + _BETTER) else num_alike + 1
             cell = new
             if num_alike == 2 or not columns:
@@ -265,13 +268,14 @@ class NodeRuns:
         low, high = grid.first[span[0]], grid.last[span[1] - 1]
         return span_of((finer.last >= low) & (finer.first <= high))
 
-    def _columns(self, cell: _Cell, found: list[RunPass], prices: Array) -> list[_Column]:
+    def _columns(
+        self, cell: _Cell, found: list[RunPass], fills: Array, prices: Array
+    ) -> list[_Column]:
         """The pipelines of the greatest excess."""
         t, copies = self._t, cell.copies[0]
         first = self._grids[cell.level].first[slice(*cell.span)]
-        fills = _fills(found, cell.num)
         places = [(own, w) for own in found for w in range(own.num_intervals)]
-        excess = 1 + (self.seconds - cell.tail[0]) / first - fills
+        excess = self._excess(cell, fills)
         columns = []
         for w in np.argsort(-excess)[:_NEW]:
             if not np.isfinite(excess[w]):
@@ -299,13 +303,7 @@ class NodeRuns:
         _, prices, _ = fractional_packing(used, value, self._t.num_devices, most=most)
         # In less time all devices are worth less, by about the same, until it is the global batch.
         worth = self._num_microbatches - most * max(0.0, float((value - used @ prices).max()))
-
-        def enough(less: float) -> bool:
-            return float(np.maximum(prices - less, 0.0) @ self._devices) < worth * (1 - 1e-6)
-
-        _, less = bisected(enough, 0.0, float(prices.max()), 1e-12)
-        lowered: Array = np.maximum(prices - less, 0.0)
-        return lowered
+        return np.array(self._bound.worth_batch(prices.tolist(), worth))
 
 
 def _fills(passes: Sequence[RunPass], num: int) -> Array:

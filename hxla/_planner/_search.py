@@ -138,6 +138,11 @@ class _Goal:
         """A plan that is no faster than this need not be found."""
         return self.fastest / (1 + self.good_enough)
 
+    @property
+    def worth_placing(self) -> float:
+        """The same of plans on their devices, as bounds have it that know of network cards."""
+        return self.placed / (1 + self.good_enough)
+
 
 def _run(
     searches: "Mapping[Any, _Search]",
@@ -315,7 +320,7 @@ class _Search:
 
     def sums_may_stay_in_nodes(self) -> bool:
         """Whether a plan that may be better has no more copies than some node holds of a stage."""
-        level = self._goal.placed / (1 + self._goal.good_enough)
+        level = self._goal.worth_placing
         inside = max(self._t.copies_inside, default=0)
         return self.has_several_nodes and any(
             self.bound.copies(num, level) <= inside
@@ -325,12 +330,11 @@ class _Search:
 
     def look_at_nodes(self) -> bool:
         """Raise the bounds by what nodes and their cards let plans do; False: there is no more."""
-        level = self._goal.placed / (1 + self._goal.good_enough)
+        level = self._goal.worth_placing
         if self._nodes is None or self._nodes.seconds < level * (1 - 1e-9):
             if self.is_refuted():  # what transfers are known to cost may be left
                 found = self.bound.refute(level, self._prices, ratio=_ROUGH)
-                for num in self._order:
-                    self._raise([num], found[num].floor if num in found else level)
+                self._raise_to(self._order, found, level)
             floors = {num: own for num, own in self._bounds.items() if own < level}
             if not floors:
                 return False
@@ -338,15 +342,19 @@ class _Search:
         if self._nodes.least >= level or not self._nodes.step():
             return False
         for num, floor in self._nodes.floors.items():
-            self._raise([num], floor)
+            self._raise(num, floor)
         return True
 
     def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
         """Take what a bound says of some numbers of stages and plans faster than a time."""
         self._known = {num: found[num] for num in self._order if num in found and num in asked}
         self._known_for = seconds
+        self._raise_to(asked, found, seconds)
+
+    def _raise_to(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
+        """Raise the bounds of some numbers of stages to their floors, or to the time asked of."""
         for num in asked:
-            self._raise([num], found[num].floor if num in found else seconds)
+            self._raise(num, found[num].floor if num in found else seconds)
 
     def urgency(self) -> tuple[float, float]:
         """Which chain to work on: the one with the least first (infinity: none is needed)."""
@@ -384,7 +392,7 @@ class _Search:
             if len(found) == len(parts):
                 low = self._bounds[num]
                 least = [x.least_seconds(stages, low, high) for x, stages in found]
-                self._raise([num], min(least, default=high))
+                self._raise(num, min(least, default=high))
                 return
         self._branch(num, _NODES[visit])
 
@@ -423,10 +431,10 @@ class _Search:
         # pass for all is cheaper than one number after another.
         self._bounded_for = math.inf if not self._is_priced else self._bounded_for
         self._prices, self._is_priced = branching.prices, True
-        self._raise([num], min(branching.floor, self._goal.worthwhile))
+        self._raise(num, min(branching.floor, self._goal.worthwhile))
         if branching.num_open:
             return
-        self._raise([num], min(branching.least, self._goal.worthwhile))
+        self._raise(num, min(branching.least, self._goal.worthwhile))
         if branching.least >= self._goal.worthwhile:
             self._refute_others(branching.prices)
 
@@ -442,9 +450,8 @@ class _Search:
             if len(left) - len(alive) < 4:
                 self._patience = self._wait = 2 * self._patience
 
-    def _raise(self, nums: Iterable[int], seconds: float) -> None:
-        for num in nums:
-            self._bounds[num] = max(self._bounds[num], seconds)
+    def _raise(self, num: int, seconds: float) -> None:
+        self._bounds[num] = max(self._bounds[num], seconds)
 
     def _estimate(self, num: int) -> float:
         """Time of whole pipelines of one kind each, with the least period of each kind."""
