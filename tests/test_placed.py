@@ -224,7 +224,7 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
         work, times = random_work(rng, described)
         try:
             found, _ = _propose.propose(
-                work, described, times, recompute=False, time_budget_seconds=100
+                work, described, times, recompute=False, time_budget_seconds=1
             )
         except _errors.PlanError:
             continue
@@ -242,14 +242,16 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert np.mean(np.array(ratios) < 1.02) > 0.8
 
 
-def looked_at(chain, seconds, numbers=None):
+def looked_at(chain, seconds, numbers=None, most=1000):
     """All that nodes say of plans of some numbers of stages, or any, that take less than a time."""
     bound = Bound(tables(chain), chain.num_microbatches, lambda: None)
     least = dict.fromkeys(numbers or range(1, bound.max_stages + 1), bound.floor)
     prices = [1.0] * len(chain.groups)
     nodes = NodeRuns(bound, seconds, least, prices, lambda: None)
-    while nodes.step():
+    num = 0
+    while num < most and nodes.step():
         assert nodes.least <= seconds
+        num += 1
     return nodes
 
 
@@ -271,7 +273,7 @@ def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
         if best == np.inf:
             continue
         for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
-            nodes = looked_at(chain, seconds)
+            nodes = looked_at(chain, seconds, most=12)
             assert nodes.least <= best * (1 + 1e-9), seed
         before.append(best / Bound(t, chain.num_microbatches, lambda: None).floor)
         after.append(best / nodes.least)

@@ -2,65 +2,49 @@
 
 import dataclasses
 import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ._bound import Bound
 from ._branch_node import span_of
 from ._chain_tables import Array
-from ._packing import fractional_packing
-from ._runs import RunBlock, RunGrid, RunPass, Span
+from ._column_prices import ColumnPrices
+from ._node_packing import NodePacking, RunPrices
+from ._run_cells import RunCell, RunColumn, RunForm
+from ._runs import Run, RunBlock, RunGrid, RunPass, Sort, Span
 
 _RATIOS = (1.1, 1.03, 1.008)  # of the periods of an interval, finer and finer
 _MOST_PASSES = 8  # of prices, at a cell
-_NEW = 4  # columns of a pass
-_BETTER = 1e-3  # a pass that gains less is the last
+_NEW = 8  # columns of a pass
+_MOST_COLUMNS = 150  # of a cell
+_SHORT_STEP = 0.15
+_WHOLE_STEP = 0.7
+_STEP = 0.5  # to the prices of a packing, from the best that were met
+_BETTER = 1e-3  # a pass that gains less
+_PATIENCE = 4  # such passes in a row
+_ENOUGH = 0.5  # of what a cell falls short, for which no more passes are worth it
+_WIDE_TAIL = 0.05  # of the time: limits on the tail that are halved before numbers of stages
 _LEAST_TAIL = 1e-3  # of the time: no narrower limits on the tail
+_MOST_COUNTED = 9  # stages that nodes have of all copies; more of them are not counted
+_SHARP = 0.3
+_MOST_WHOLE = 120
 _ROUNDED = 1 - 2e-5  # sums of float32
 
 
 @dataclasses.dataclass(frozen=True)
-class _Column:
-    """A relaxed pipeline.
+class _Look:
+    """What prices say of a cell.
 
     Attributes:
-        used: Devices of each kind.
-        fill: Seconds.
-        period: Seconds.
-        tail: Of no plan with less reduction and update is it a part.
+        floors: By form.
+        span: Intervals that matter.
+        columns: The best pipelines.
     """
 
-    used: tuple[int, ...]
-    fill: float
-    period: float
-    tail: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """Plans of one number of stages, of some numbers of copies, and of some tails.
-
-    Attributes:
-        floor: None of them takes fewer seconds.
-        num: Stages.
-        copies: The fewest and the most.
-        tail: The least reduction and update, and the most.
-        level: Of the grid of periods.
-        span: Intervals of periods of that grid that their copies can have.
-        prices: Of a device of each kind.
-        columns: Pipelines that were met, among them those of other cells.
-    """
-
-    floor: float
-    num: int
-    copies: tuple[int, int]
-    tail: tuple[float, float]
-    level: int
+    floors: Mapping[RunForm, float]
     span: Span
-    prices: Array
-    columns: tuple[_Column, ...] = ()
+    columns: list[RunColumn]
 
 
 class NodeRuns:
@@ -109,7 +93,6 @@ class NodeRuns:
         self._t, self._bound, self._check = t, bound, check
         self.seconds = seconds
         self._num_microbatches = bound.num_microbatches
-        self._devices = np.array(t.num_devices, float)
         kinds = np.arange(t.num_kinds)
         crossed = np.maximum(t.cross[:, :-1, :-1], t.shared)  # [L+1, K, K]
         crossed[:, kinds, kinds] = np.where(
@@ -122,17 +105,20 @@ class NodeRuns:
         self._grids = [RunGrid(t, leaving, low, max(seconds, low), ratio) for ratio in _RATIOS]
         one_way = t.shared[:, kinds, kinds].T / 2  # [K, L+1]
         self._passed = self._num_microbatches * (one_way[:, :, None] + one_way[:, None, :])
-        self._open: list[tuple[float, int, _Cell]] = []
+        self._packings: dict[int, NodePacking] = {}
+        self._least_tails: dict[tuple[int, int], float] = {}
+        self._open: list[tuple[float, int, RunCell]] = []
         self._made = 0
         self._floors = {num: seconds for num in numbers}
-        self._begin(numbers, np.array(bound.worth_batch(prices)))
+        self._begin(numbers, bound.worth_batch(prices))
 
     @property
     def floors(self) -> dict[int, float]:
         """By number of stages, what no plan takes less than."""
         floors = dict(self._floors)
-        for floor, _, cell in self._open:
-            floors[cell.num] = min(floors[cell.num], floor)
+        for _, _, cell in self._open:
+            for form, floor in cell.floors.items():
+                floors[form.num] = min(floors[form.num], floor)
         return floors
 
     @property
@@ -144,123 +130,234 @@ class NodeRuns:
         """Look closer at the plans that are bounded least; False: nothing is left to look at."""
         if not self._open or self._open[0][0] > min(self._floors.values()):
             return False
-        cell = self._open[0][2]
-        cells = self._refined(cell)
+        cells = self._refined(self._open[0][2])
         heapq.heappop(self._open)
         for new in cells:
             self._push(new)
         return True
 
-    def _push(self, cell: _Cell) -> None:
-        if cell.floor < self.seconds * (1 - 1e-9):
+    def _push(self, cell: RunCell) -> None:
+        cell = cell.below(self.seconds * (1 - 1e-9))
+        if cell.floors:
             self._made += 1
             heapq.heappush(self._open, (cell.floor, self._made, cell))
 
-    def _begin(self, numbers: dict[int, float], prices: Array) -> None:
-        """A cell for every number of stages and class of copies, from one pass over all of them."""
+    def _begin(self, numbers: dict[int, float], prices: Sequence[float]) -> None:
+        """A cell for every class of copies."""
         total, inside = sum(self._t.num_devices), max(self._t.copies_inside)
-        classes = [*((n, n) for n in range(1, inside + 1)), (inside + 1, total)]
-        cells = []
-        for num, floor in numbers.items():
-            least, most = self._bound.copies(num, self.seconds), total // num
-            for first, last in classes:
-                copies = max(first, least), min(last, most)
-                if copies[0] <= copies[1]:
-                    cells.append(self._cell(num, copies, prices, floor))
-        if cells:
-            any_run = dataclasses.replace(cells[0], copies=(1, total), tail=(0.0, math.inf))
-            most = max(cell.num for cell in cells)
-            found = self._passes(self._blocks(any_run), prices, most, exact=False)
-            for cell in cells:
-                self._push(self._bounded(cell, _fills(found, cell.num)))
+        most_tail = self.seconds - self._bound.least_work
+        for copies in [*((n, n) for n in range(1, inside + 1)), (inside + 1, total)]:
+            floors = {}
+            for num, floor in numbers.items():
+                most = min(copies[1], total // num)
+                if max(copies[0], self._bound.copies(num, self.seconds)) <= most:
+                    floors[RunForm(num)] = floor
+                    self._least_tails[num, copies[0]] = self._least_tail(num, copies[0], most)
+            if floors:
+                least = min(self._least_tails[form.num, copies[0]] for form in floors)
+                self._push(
+                    RunCell(
+                        floors=floors,
+                        copies=copies,
+                        tail=(least, max(least, most_tail)),
+                        level=0,
+                        span=(0, len(self._grids[0].first)),
+                        prices=self._packing(copies[0]).by_device(prices),
+                    )
+                )
 
-    def _cell(self, num: int, copies: tuple[int, int], prices: Array, floor: float) -> _Cell:
-        bound, span = self._bound, (0, len(self._grids[0].first))
-        single = bound.least_tails(num)[1]
-        least = single if copies[1] == 1 else max(single, bound.tails_of(copies[0])[1][num - 1])
-        tail = least, max(least, self.seconds - bound.least_work)
-        return _Cell(
-            floor=floor, num=num, copies=copies, tail=tail, level=0, span=span, prices=prices
-        )
+    def _most_copies(self, cell: RunCell, num: int) -> int:
+        return min(cell.copies[1], sum(self._t.num_devices) // num)
 
-    def _allowed(self, copies: int, tail: float) -> list[list[Array]]:
-        """[L+1, L+1] By kind and stages, which runs plans of so many copies or more can have."""
+    def _least_tail(self, num: int, least: int, most: int) -> float:
+        single = self._bound.least_tails(num)[1]
+        return single if most == 1 else max(single, self._bound.tails_of(least)[1][num - 1])
+
+    def _packing(self, copies: int) -> NodePacking:
+        if copies not in self._packings:
+            t = self._t
+            sizes = t.num_devices, t.num_nodes, t.copies_inside
+            self._packings[copies] = NodePacking(*sizes, copies)
+        return self._packings[copies]
+
+    def _allowed(self, copies: int, tail: float) -> dict[Sort, dict[int, Array]]:
+        """[L+1, L+1] By sort and kind, which runs plans of so many copies or more can have."""
         t = self._t
         stage = t.least_reduce(copies) + t.update <= tail * (1 + 1e-9)
         ring = t.card_sums * (1 - 1 / copies) <= tail * (1 + 1e-9)
-        found = []
-        for k, inside in enumerate(t.copies_inside):
-            # A node may have all copies of one stage of the run, if it has devices for the rest.
-            free = inside - copies + 1
-            # If it has for nothing else, all of the global batch comes and goes.
-            passed = (free > 1) | (free == 1) & (self._passed[k] <= self.seconds)
-            single = stage[k] & (ring | passed)
-            found.append([single, *(ring | (j <= free) for j in range(2, inside + 1))])
+        found: dict[Sort, dict[int, Array]] = {}
+        for k, sorts in enumerate(self._packing(copies).sorts):
+            for sort in sorts:
+                own = np.ones_like(ring) if sort.whole else ring
+                if sort.stages == 1:
+                    own = own & stage[k]
+                if sort.whole and t.copies_inside[k] == copies:
+                    # It has devices for nothing else: all of the global batch comes and goes.
+                    own = own & (self._passed[k] <= self.seconds)
+                found.setdefault(sort, {})[k] = own
         return found
 
-    def _blocks(self, cell: _Cell) -> list[RunBlock]:
+    def _ringed(self, copies: int, tail: float) -> dict[Sort, dict[int, Array]]:
+        """[L+1, L+1] What the ring of one of its whole stages takes, as the others fit the tail."""
+        found: dict[Sort, dict[int, Array]] = {}
+        for k, sorts in enumerate(self._packing(copies).sorts):
+            for sort in sorts:
+                if sort.whole:
+                    more = self._t.card_sums - tail / (1 - 1 / copies)
+                    found.setdefault(sort, {})[k] = more * (1 - 1e-6) / sort.whole
+        return found
+
+    def _blocks(self, cell: RunCell) -> list[RunBlock]:
         """The runs that the plans of a cell can have, by period."""
-        allowed = self._allowed(cell.copies[0], cell.tail[1])
-        return self._grids[cell.level].runs(cell.span, allowed, self._check)
+        known = cell.copies[0], cell.tail[1]
+        grid = self._grids[cell.level]
+        return grid.runs(cell.span, self._allowed(*known), self._ringed(*known), self._check)
 
-    def _passes(
-        self, blocks: Sequence[RunBlock], prices: Array, num: int, *, exact: bool = True
-    ) -> list[RunPass]:
-        return [RunPass(block, prices, num, self._check, exact=exact) for block in blocks]
+    def _counted_kind(self, cell: RunCell) -> int | None:
+        """Of the largest nodes, if it counts there what of all copies lies in one node."""
+        return int(np.argmax(self._t.copies_inside)) if cell.is_counted else None
 
-    def _excess(self, cell: _Cell, fills: Array) -> Array:
-        """[W] Microbatches beyond what the devices are worth, by fills / periods + prices."""
+    def _most_whole(self, cell: RunCell) -> int:
+        """Stages of which those nodes can have all copies."""
+        k = int(np.argmax(self._t.copies_inside))
+        return self._packing(cell.copies[0]).most_whole(k)
+
+    def _with_count(self, cell: RunCell, columns: Sequence[RunColumn]) -> RunCell:
+        """Counted, if some pipelines have more such stages than can be, or not all as many."""
+        most = self._most_whole(cell)
+        if cell.is_counted or not 0 < most < _MOST_COUNTED:
+            return cell
+        counted = dataclasses.replace(cell, is_counted=True)
+        counts = {x.form(self._counted_kind(counted)).whole or 0 for x in columns}
+        if max(counts, default=0) <= most and (len(counts) < 2 or not cell.level):
+            return cell
+        # What lies in one node of all copies is the same of all copies.
+        floors = {
+            RunForm(form.num, whole): floor
+            for form, floor in cell.floors.items()
+            for whole in range(min(most, form.num) + 1)
+        }
+        return dataclasses.replace(counted, floors=floors)
+
+    def _run_prices(self, cell: RunCell) -> RunPrices:
+        return self._packing(cell.copies[0]).priced(cell.prices, cell.tail[1])
+
+    def _pass(
+        self, cell: RunCell, blocks: Sequence[RunBlock], *, has_fills: bool = True
+    ) -> tuple[list[RunPass], dict[RunForm, Array]]:
+        """And [W] by form fill / period + prices."""
+        kind, prices = self._counted_kind(cell), self._run_prices(cell).runs
+        counted = None if kind is None else (kind, self._most_whole(cell))
+        passes = [
+            RunPass(block, prices, cell.nums, counted, self._check, has_fills=has_fills)
+            for block in blocks
+        ]
+        fills = {
+            form: _ROUNDED * np.concatenate([own.fills(*form) for own in passes])
+            for form in cell.floors
+        }
+        return passes, fills
+
+    def _looked(self, cell: RunCell, blocks: Sequence[RunBlock]) -> _Look:
+        """At a cell's prices: its floors, the periods that matter, and its best pipelines."""
+        passes, fills = self._pass(cell, blocks)
         first = self._grids[cell.level].first[slice(*cell.span)]
-        excess: Array = 1 + (self.seconds - cell.tail[0]) / first - fills
-        return excess
+        if cell.is_integral:
+            _, costs = self._pass(cell, blocks, has_fills=False)
+            free = dataclasses.replace(cell, prices=0 * cell.prices)
+            _, least = self._pass(free, blocks)
+        prices = self._run_prices(cell)
+        wanted, worth = self._num_microbatches * (1 - 1e-9), prices.worth
+        floors, excesses, matter = {}, {}, np.zeros(len(first), bool)
+        for form, fill in fills.items():
+            most = self._most_copies(cell, form.num)
+            tail = max(cell.tail[0], self._least_tails[form.num, cell.copies[0]])
+            needed = (wanted - worth) / most
+            seconds = first * (needed - 1 + fill)
+            excess = 1 + (self.seconds - tail) / first - fill
+            if cell.is_integral:
+                num = np.ceil(needed + costs[form] - 1e-6)
+                seconds = np.maximum(seconds, first * (num - 1 + least[form]))
+                num = np.floor(1 + (self.seconds - tail) / first - least[form] + 1e-6)
+                with np.errstate(invalid="ignore"):
+                    excess = np.where(
+                        np.isfinite(fill), np.minimum(excess, num - costs[form]), -np.inf
+                    )
+            floors[form] = tail + float(seconds.min(initial=np.inf)) if needed > 0 else 0.0
+            others = worth + (most - 1) * max(0.0, float(excess.max(initial=-np.inf)))
+            matter |= others + excess >= wanted
+            excesses[form] = excess
+        columns = self._columns(cell, passes, fills, excesses)
+        begin, (low, high) = cell.span[0], span_of(matter)
+        return _Look(floors, (begin + low, begin + high), columns)
 
-    def _bounded(self, cell: _Cell, fills: Array) -> _Cell:
-        """The cell with what its fills / periods + prices say: floor, and periods that matter."""
-        first = self._grids[cell.level].first[slice(*cell.span)]
-        wanted = self._num_microbatches * (1 - 1e-9)
-        worth, most = float(cell.prices @ self._devices), cell.copies[1]
-        needed = (wanted - worth) / most
-        floor = cell.floor
-        if needed > 0:
-            seconds = (first * (needed - 1 + fills)).min(initial=np.inf)
-            floor = max(floor, min(self.seconds, cell.tail[0] + _ROUNDED * float(seconds)))
-        excess = self._excess(cell, fills * _ROUNDED)
-        others = worth + (most - 1) * max(0.0, float(excess.max(initial=-np.inf)))
-        low, high = span_of(others + excess >= wanted)
-        begin = cell.span[0]
-        return dataclasses.replace(cell, floor=floor, span=(begin + low, begin + high))
-
-    def _refined(self, cell: _Cell) -> list[_Cell]:
-        """A cell at better prices and finer periods, or its halves."""
+    def _refined(self, cell: RunCell) -> list[RunCell]:
+        """A cell at better prices and finer periods, or its parts."""
         columns = [x for x in cell.columns if x.tail <= cell.tail[1]]
-        prices = self._prices(cell, columns) if columns else cell.prices
-        blocks, num_alike = self._blocks(cell), 0
-        for _ in range(_MOST_PASSES):
-            found = self._passes(blocks, prices, cell.num)
-            fills = _fills(found, cell.num)
-            columns += self._columns(cell, found, fills, prices)
-            new = self._bounded(dataclasses.replace(cell, prices=prices), fills)
-            if new.span[0] == new.span[1] or new.floor >= self.seconds * (1 - 1e-9):
+        blocks, best, num_alike = self._blocks(cell), 0.0, 0
+        center, prices, seconds = cell.prices, cell.prices, self.seconds
+        if columns:
+            asked, seconds = self._packed(cell, columns, seconds)
+            if seconds < self.seconds * (1 - 1e-6):
+                prices = asked
+        is_last = self._is_narrow(cell) and cell.level + 1 == len(_RATIOS)
+        for _ in range(_MOST_PASSES * (4 if is_last else 1)):
+            look = self._looked(dataclasses.replace(cell, prices=prices), blocks)
+            columns = [*columns, *look.columns][-_MOST_COLUMNS:]
+            floor = min(look.floors.values())
+            num_alike = 0 if floor > best * (1 + _BETTER) else num_alike + 1
+            if floor > best:
+                best, center = floor, prices
+            before, cell = cell, self._narrowed(cell, look, center)
+            cell = self._with_count(cell, look.columns)
+            if not cell.floors or cell.span[0] == cell.span[1]:
                 return []
-            if new.span != cell.span:
-                blocks = self._blocks(new)
-            num_alike = 0 if new.floor > cell.floor * (1 + _BETTER) else num_alike + 1
-            cell = new
-            if num_alike == 2 or not columns:
+            if num_alike == _PATIENCE or not columns:
                 break
-            prices = self._prices(cell, columns)
-        cell = dataclasses.replace(cell, prices=prices, columns=tuple(columns))
+            if cell.span != before.span:
+                blocks = self._blocks(cell)
+            prices, seconds = self._packed(cell, columns, seconds)
+            enough = 0.02 if is_last else _ENOUGH
+            if best > seconds - enough * (self.seconds - seconds):
+                break
+        return self._parts(dataclasses.replace(cell, columns=tuple(columns)))
+
+    def _narrowed(self, cell: RunCell, look: _Look, prices: Array) -> RunCell:
+        """What a look left of it."""
+        floors = {form: max(own, look.floors[form]) for form, own in cell.floors.items()}
+        cell = dataclasses.replace(cell, floors=floors, span=look.span, prices=prices)
+        return cell.below(self.seconds * (1 - 1e-9))
+
+    def _parts(self, cell: RunCell) -> list[RunCell]:
+        """With finer periods, or of a half of its tails, or of each number of stages."""
         low, high = cell.tail
-        is_narrow = high - low <= _LEAST_TAIL * self.seconds
+        is_narrow = self._is_narrow(cell)
         is_near = cell.floor * (1 + 1.5 * (_RATIOS[cell.level] - 1)) > self.seconds
+        # A copy's microbatches, and how many of them a period of an interval may mean more.
+        num = self._num_microbatches / self._most_copies(cell, cell.nums[0])
+        is_sharp = num * (_RATIOS[cell.level] - 1) < _SHARP
+        if is_sharp and num < _MOST_WHOLE and not cell.is_integral:
+            return [dataclasses.replace(cell, is_integral=True)]
         if cell.level + 1 < len(_RATIOS) and (is_narrow or is_near):
             span = self._finer(cell.level, cell.span)
             return [dataclasses.replace(cell, span=span, level=cell.level + 1)]
+        nums = cell.nums
+        parts: list[dict[RunForm, float]] = []
+        if len(nums) > 1 and high - low < _WIDE_TAIL * self.seconds:
+            parts = [{f: x for f, x in cell.floors.items() if f.num == num} for num in nums]
+        elif is_narrow and len(cell.floors) > 1:
+            parts = [{form: floor} for form, floor in cell.floors.items()]
+        if parts:
+            return [dataclasses.replace(cell, floors=own) for own in parts]
         if is_narrow:
-            self._floors[cell.num] = min(self._floors[cell.num], cell.floor)
+            for form, floor in cell.floors.items():
+                self._floors[form.num] = min(self._floors[form.num], floor)
             return []
         middle = (low + high) / 2
         return [dataclasses.replace(cell, tail=half) for half in ((low, middle), (middle, high))]
+
+    def _is_narrow(self, cell: RunCell) -> bool:
+        return cell.tail[1] - cell.tail[0] <= _LEAST_TAIL * self.seconds
 
     def _finer(self, level: int, span: Span) -> Span:
         """Intervals of the next grid that hold what some of a grid hold."""
@@ -269,43 +366,76 @@ class NodeRuns:
         return span_of((finer.last >= low) & (finer.first <= high))
 
     def _columns(
-        self, cell: _Cell, found: list[RunPass], fills: Array, prices: Array
-    ) -> list[_Column]:
-        """The pipelines of the greatest excess."""
-        t, copies = self._t, cell.copies[0]
+        self,
+        cell: RunCell,
+        passes: Sequence[RunPass],
+        fills: Mapping[RunForm, Array],
+        excesses: Mapping[RunForm, Array],
+    ) -> list[RunColumn]:
+        """Pipelines of the greatest excess, of periods that differ."""
+        prices = self._run_prices(cell)
         first = self._grids[cell.level].first[slice(*cell.span)]
-        places = [(own, w) for own in found for w in range(own.num_intervals)]
-        excess = self._excess(cell, fills)
-        columns = []
-        for w in np.argsort(-excess)[:_NEW]:
-            if not np.isfinite(excess[w]):
+        places = [(own, w) for own in passes for w in range(own.num_intervals)]
+        forms, each = list(excesses), np.array(list(excesses.values()))
+        form_at, excess = each.argmax(axis=0), each.max(axis=0)
+        apart, columns = len(excess) // (3 * _NEW), []
+        taken: list[int] = []
+        for w in np.argsort(-excess).tolist():
+            if not np.isfinite(excess[w]) or len(taken) == _NEW:
+                break
+            if any(abs(w - other) < apart for other in taken):
                 continue
-            used, tail = np.zeros(t.num_kinds, int), 0.0
+            taken.append(w)
             own, at_w = places[w]
-            for run in own.pipeline(at_w, cell.num):
-                used[run.kind] += run.stages
-                at = run.kind, *run.layers
-                free = t.copies_inside[run.kind] - copies + 1
-                if run.stages == 1:
-                    tail = max(tail, float(t.least_reduce(copies)[at] + t.update[at]))
-                if run.stages > max(free, 1):
-                    tail = max(tail, float(t.card_sums[run.layers]) * (1 - 1 / copies))
-            fill = float(first[w] * (fills[w] - prices @ used))
-            columns.append(_Column(tuple(used.tolist()), fill, float(first[w]), tail))
+            form = forms[int(form_at[w])]
+            runs = own.pipeline(at_w, *form)
+            cost = sum(self._cost(run, prices) for run in runs)
+            fill = float(first[w] * (fills[form][w] - cost))
+            tail = max(self._run_tail(run, cell.copies[0]) for run in runs)
+            columns.append(RunColumn(tuple(runs), fill, float(first[w]), tail))
         return columns
 
-    def _prices(self, cell: _Cell, columns: Sequence[_Column]) -> Array:
-        """What devices are worth where they are packed with these pipelines."""
-        left = self.seconds - cell.tail[0]
-        used = np.array([x.used for x in columns])
-        value = np.array([max(0.0, 1 + (left - x.fill) / x.period) for x in columns])
-        most = cell.copies[1]
-        _, prices, _ = fractional_packing(used, value, self._t.num_devices, most=most)
-        # In less time all devices are worth less, by about the same, until it is the global batch.
-        worth = self._num_microbatches - most * max(0.0, float((value - used @ prices).max()))
-        return np.array(self._bound.worth_batch(prices.tolist(), worth))
+    def _run_tail(self, run: Run, copies: int) -> float:
+        """Plans that have the run reduce and update no less long."""
+        t, at = self._t, (run.kind, *run.layers)
+        tail = 0.0
+        if run.sort.stages == 1:
+            tail = float(t.least_reduce(copies)[at] + t.update[at])
+        if run.sort.stages > max(t.copies_inside[run.kind] - copies + 1, 1):
+            tail = max(tail, self._ring(run, copies))
+        return tail
 
+    def _ring(self, run: Run, copies: int) -> float:
+        return float(self._t.card_sums[run.layers]) * (1 - 1 / copies)
 
-def _fills(passes: Sequence[RunPass], num: int) -> Array:
-    """[W] Of all of them."""
-    return np.concatenate([own.fills(num) for own in passes])
+    def _cost(self, run: Run, prices: RunPrices) -> float:
+        price, card = prices.runs[run.sort]
+        return float(price[run.kind] + card[run.kind] * self._t.card_sums[run.layers])
+
+    def _packed(
+        self, cell: RunCell, columns: Sequence[RunColumn], known: float
+    ) -> tuple[Array, float]:
+        """Prices on the way to those of a packing of some pipelines, and the time that it takes."""
+        packing, kind = self._packing(cell.copies[0]), self._counted_kind(cell)
+        columns = [x for x in columns if x.form(kind) in cell.floors]
+        if not columns:
+            return cell.prices, self.seconds
+        rings = self._t.card_sums
+        runs = [[(r.kind, r.sort, float(rings[r.layers])) for r in x.runs] for x in columns]
+        priced = ColumnPrices(
+            packing=packing,
+            used=np.array([packing.used(own) for own in runs]),
+            fill=np.array([x.fill for x in columns]),
+            period=np.array([x.period for x in columns]),
+            most=self._most_copies(cell, cell.nums[0]),
+            wanted=self._num_microbatches,
+            card_seconds=cell.tail[1],
+        )
+        tail, last = cell.tail[0], self.seconds - cell.tail[0]
+        if cell.is_integral:
+            prices, seconds = priced.integral(cell.floor - tail, min(known - tail, last))
+            step = _WHOLE_STEP
+        else:
+            prices, seconds = priced.fractional(min(known - tail, last), last)
+            step = _STEP if seconds < last else _SHORT_STEP
+        return step * prices + (1 - step) * cell.prices, seconds + tail

@@ -2,13 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ._chain_tables import Array, Tables
 
 Span = tuple[int, int]  # of intervals: from, up to
+
+
+class Sort(NamedTuple):
+    """Of a run.
+
+    Attributes:
+        stages: How many.
+        whole: So many of them its node must have of all copies.
+    """
+
+    stages: int
+    whole: int = 0
+
+
 _BLOCK = 32  # intervals that are made together
 
 
@@ -40,28 +55,53 @@ class RunGrid:
         end = start + more + 1
         self._at = start, np.minimum(end, t.num_layers)
         self._ends = end <= t.num_layers
+        self._card_sums = t.card_sums[self._at].astype(np.float32)
         self._known: dict[int, list[list[Array]]] = {}  # by block
+        self._rings: dict[tuple[int, int], Array] = {}  # by block and kind
 
     def runs(
-        self, span: Span, allowed: Sequence[Sequence[Array]], check: Callable[[], None]
+        self,
+        span: Span,
+        allowed: Mapping[Sort, Mapping[int, Array]],
+        ringed: Mapping[Sort, Mapping[int, Array]],
+        check: Callable[[], None],
     ) -> "list[RunBlock]":
-        """Those of some intervals, block by block, by their number of stages.
+        """Those of some intervals, block by block, by their sort.
 
         Args:
             span: The intervals: from, up to.
-            allowed: By kind and stages, [L+1, L+1] whether there may be such a run.
+            allowed: By sort and kind, [L+1, L+1] whether there may be such a run.
+            ringed: Of some of them, [L+1, L+1] the seconds that the ring of one of their stages
+                takes at least.
             check: Called between kinds; may raise.
         """
-        may = [[own[self._at] for own in rows] for rows in allowed]
+        may = {sort: {k: x[self._at] for k, x in own.items()} for sort, own in allowed.items()}
+        least = {sort: {k: x[self._at] for k, x in own.items()} for sort, own in ringed.items()}
         found = []
         for block in range(span[0] // _BLOCK, -(-span[1] // _BLOCK)):
             begin = block * _BLOCK
             if block not in self._known:
                 at = np.arange(begin, min(begin + _BLOCK, len(self.first)))
-                self._known[block] = [self._block(k, at, check) for k in range(len(allowed))]
+                self._known[block] = [self._block(k, at, check) for k in range(self._t.num_kinds)]
             inside = slice(max(span[0] - begin, 0), min(span[1] - begin, _BLOCK))
-            found.append(self._among(self._known[block], inside, may))
+            found.append(self._among(block, inside, may, least))
         return found
+
+    def _longest_ring(self, block: int, k: int) -> Array:
+        """[L, L, W] Of a stage that lies inside of a run, the seconds of its ring."""
+        if (block, k) not in self._rings:
+            t, num = self._t, self._t.num_layers
+            begin = block * _BLOCK
+            last = self.last[begin : begin + _BLOCK]
+            found = np.zeros((num + 1, num + 1, len(last)), np.float32)
+            ends = np.arange(num + 1)[:, None]
+            for a in range(num - 1, -1, -1):
+                # [W] Where a stage that begins here ends at last.
+                most = a + np.searchsorted(t.seconds[k, a, a:], last, side="right") - 1
+                own = t.card_sums[a, np.minimum(most, ends)]
+                np.maximum(found[a + 1], np.where(ends > a, own, 0.0), out=found[a])
+            self._rings[block, k] = found[self._at]
+        return self._rings[block, k]
 
     def _block(self, k: int, at: Array, check: Callable[[], None]) -> list[Array]:
         """[L, L, W] By stages, runs of a kind: how many layers follow the first, and that one."""
@@ -72,21 +112,32 @@ class RunGrid:
             for made in self._made(k, self._t.copies_inside[k], at)
         ]
 
-    def _among(self, known: list[list[Array]], inside: slice, may: list[list[Array]]) -> "RunBlock":
+    def _among(
+        self,
+        block: int,
+        inside: slice,
+        may: Mapping[Sort, Mapping[int, Array]],
+        least: Mapping[Sort, Mapping[int, Array]],
+    ) -> "RunBlock":
         """What may be of some intervals of a block."""
-        found = {}
-        for j in range(1, max(self._t.copies_inside) + 1):
-            own = {k: rows[j - 1][:, :, inside] for k, rows in enumerate(known) if j <= len(rows)}
+        known, found = self._known[block], {}
+        for sort, kinds in may.items():
+            own = {k: known[k][sort.stages - 1][:, :, inside] for k in kinds}
             # What is there for short periods is there for the longest.
-            here = {k: may[k][j - 1] & np.isfinite(x[:, :, -1]) for k, x in own.items()}
+            here = {k: kinds[k] & np.isfinite(x[:, :, -1]) for k, x in own.items()}
             lengths = np.flatnonzero(np.any([x.any(axis=1) for x in here.values()], axis=0))
             if len(lengths):
                 long = slice(int(lengths[0]), int(lengths[-1]) + 1)
-                bars = {k: np.where(x[long], 0.0, np.inf) for k, x in here.items()}
-                found[j] = Runs(
+                bars = {k: x[long, :, None] for k, x in here.items()}
+                for k, x in least.get(sort, {}).items():
+                    longest = self._longest_ring(block, k)[long, :, inside]
+                    bars[k] = bars[k] & (longest >= x[long, :, None])
+                zero, none = np.float32(0), np.float32(np.inf)
+                found[sort] = Runs(
                     shortest=long.start + 1,
                     costs={k: x[long] for k, x in own.items()},
-                    barred={k: x.astype(np.float32)[:, :, None] for k, x in bars.items()},
+                    barred={k: np.where(x, zero, none) for k, x in bars.items()},
+                    rings=self._card_sums[long, :, None],
                 )
         return RunBlock(found, self._t.num_layers, inside.stop - inside.start)
 
@@ -121,12 +172,12 @@ class Run:
 
     Attributes:
         kind: Of its devices.
-        stages: How many.
+        sort: Of it.
         layers: The first, and the one after the last.
     """
 
     kind: int
-    stages: int
+    sort: Sort
     layers: tuple[int, int]
 
 
@@ -137,21 +188,31 @@ class Runs:
     Attributes:
         shortest: Layers.
         costs: By kind, [J, L, W] fill / period; infinite: there is none.
-        barred: By kind, [J, L, 1] infinite where a run is not allowed, else 0.
+        barred: By kind, [J, L, 1 or W] infinite where a run is not allowed, else 0.
+        rings: [J, L, 1] Seconds of the ring of very many copies.
     """
 
     shortest: int
     costs: dict[int, Array]
     barred: dict[int, Array]
+    rings: Array
 
     @property
     def longest(self) -> int:
         """Layers."""
         return self.shortest + len(next(iter(self.barred.values()))) - 1
 
-    def priced(self, k: int, price: float) -> Array:
-        """[J, L, 1] What is to be added to the costs of a kind: the price of the devices."""
+    def cost(self, k: int, more: int, first: int, w: int, price: float, card: float) -> float:
+        """Of one of a kind, at its price and that of its ring."""
+        barred = self.barred[k][more, first]
+        own = self.costs[k][more, first, w] + barred[min(w, len(barred) - 1)]
+        return float(own) + price + card * float(self.rings[more, first, 0])
+
+    def priced(self, k: int, price: float, card: float) -> Array:
+        """[J, L, 1 or W] What is to be added to the costs of a kind."""
         added: Array = self.barred[k] + np.float32(price)
+        if card:
+            added = added + np.float32(card) * self.rings
         return added
 
 
@@ -160,24 +221,42 @@ class RunBlock:
     """Runs of some intervals of periods.
 
     Attributes:
-        runs: By their number of stages; as many of which there are none are left out.
+        runs: By their sort; sorts of which there are none are left out.
         num_layers: L
         num_intervals: W
     """
 
-    runs: dict[int, Runs]
+    runs: dict[Sort, Runs]
     num_layers: int
     num_intervals: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """Runs of a sort on some kinds at prices.
+
+    Attributes:
+        sort: Theirs.
+        counts: How many of the counted whole stages they have.
+        kinds: Theirs.
+        best: [J, L, W] The least of all kinds.
+    """
+
+    sort: Sort
+    counts: int
+    kinds: tuple[int, ...]
+    best: Array
+
+
 class RunPass:
-    """The dynamic programme over runs, from the last stage to the first, at prices per device.
+    """The dynamic programme over runs, from the last stage to the first, at prices of runs.
 
     Args:
         block: Its runs.
-        prices: [K] Of a device.
-        num: Most stages.
-        exact: Whether there are as many stages: each has a layer, also those before.
+        prices: By sort, [K] of a run, and [K] of a second of its ring.
+        nums: Stages of pipelines.
+        counted: A kind, and how many of a copy's stages its nodes can have of all copies; None:
+            that is not asked.
         check: Called between positions; may raise.
 
     Attributes:
@@ -187,80 +266,121 @@ class RunPass:
     def __init__(
         self,
         block: RunBlock,
-        prices: Array,
-        num: int,
+        prices: Mapping[Sort, tuple[Array, Array]],
+        nums: Sequence[int],
+        counted: tuple[int, int] | None,
         check: Callable[[], None],
         *,
-        exact: bool,
+        has_fills: bool = True,
     ):
         self._runs = runs = block.runs
+        self._has_fills = has_fills
         self._prices = prices
         self.num_intervals = block.num_intervals
+        kind, limit = counted or (-1, 0)
         layers = block.num_layers
         longest = max((own.longest for own in runs.values()), default=0)
         room = np.empty((longest, layers, self.num_intervals), np.float32)
-        self._best = {}  # of all kinds, by stages
-        for j, some in runs.items():
-            best: Array | None = None
-            for k, own in some.costs.items():
-                added = some.priced(k, j * prices[k])
-                if best is None:
-                    best = own + added
-                else:
-                    here = room[: len(own)]
-                    np.add(own, added, out=here)
-                    np.minimum(best, here, out=best)
-            assert best is not None
-            self._best[j] = best
+        self._moves = []
+        for sort, some in runs.items():
+            for counts in (0, sort.whole) if sort.whole else (0,):
+                kinds = [k for k in some.costs if (k == kind) == (counts > 0) or not sort.whole]
+                if kinds:
+                    self._moves.append(self._move(sort, counts, kinds, room))
         size = layers + 1 + longest
         start = np.full((size, self.num_intervals), np.inf, np.float32)
         start[layers] = 0.0
-        self._rests = [start]  # by last stages, [L+1+J, W] by first layer
-        for s in range(1, num + 1):
+        # By last stages and by counted ones among them, [L+1+J, W] by first layer.
+        self._rests = [[start]]
+        for s in range(1, max(nums) + 1):
             check()
-            rest = np.full_like(start, np.inf)
-            low, high = num - s if exact else 0, layers + 1 - s
-            for j, best in self._best.items():
-                if j <= s and low < high:
-                    after = self._after(j, s - j)[:, low:high]
-                    total = room[: len(best), : high - low]
-                    np.add(best[:, low:high], after, out=total)
-                    np.minimum(rest[low:high], total.min(axis=0), out=rest[low:high])
-            self._rests.append(rest)
+            # Stages before and after have a layer each.
+            low, high = max(0, min(nums) - s), layers + 1 - s
+            rests = []
+            for whole in range(min(limit, s) + 1):
+                rest = np.full_like(start, np.inf)
+                for move in self._moves:
+                    if low < high and self._may(move, s, whole):
+                        after = self._after(move, s, whole, low, high)
+                        total = room[: len(move.best), : high - low]
+                        np.add(move.best[:, low:high], after, out=total)
+                        least = np.minimum.reduce(total, axis=0)
+                        np.minimum(rest[low:high], least, out=rest[low:high])
+                rests.append(rest)
+            self._rests.append(rests)
 
-    def _after(self, j: int, num: int) -> Array:
-        """[J, L, W] What so many stages after a run take."""
-        rest, best = self._rests[num][self._runs[j].shortest :], self._best[j]
+    def _move(self, sort: Sort, counts: int, kinds: Sequence[int], room: Array) -> _Move:
+        some, best = self._runs[sort], None
+        for k in kinds:
+            added = some.priced(k, *(float(own[k]) for own in self._prices[sort]))
+            costs = some.costs[k]
+            if not self._has_fills:
+                costs = np.where(np.isfinite(costs), np.float32(0), costs)
+            if best is None:
+                best = costs + added
+            else:
+                here = room[: len(best)]
+                np.add(costs, added, out=here)
+                np.minimum(best, here, out=best)
+        assert best is not None
+        return _Move(sort, counts, tuple(kinds), best)
+
+    def _may(self, move: _Move, num: int, whole: int) -> bool:
+        """Whether so many stages, of which so many are counted, may begin with such a run."""
+        left = num - move.sort.stages
+        return left >= 0 and 0 <= whole - move.counts < len(self._rests[left])
+
+    def _after(self, move: _Move, num: int, whole: int, low: int, high: int) -> Array:
+        """[J, high-low, W] What is left of them after runs that begin at these layers."""
+        rest = self._rests[num - move.sort.stages][whole - move.counts]
         by_layer, by_interval = rest.strides
-        return np.lib.stride_tricks.as_strided(
-            rest, best.shape, (by_layer, by_layer, by_interval), writeable=False
+        return np.ndarray(
+            (len(move.best), high - low, self.num_intervals),
+            rest.dtype,
+            rest,
+            (low + self._runs[move.sort].shortest) * by_layer,
+            (by_layer, by_layer, by_interval),
         )
 
-    def fills(self, num: int) -> Array:
-        """[W] The least fill / period + prices of pipelines of so many stages."""
-        fills: Array = self._rests[num][0].astype(float)
-        return fills
+    def fills(self, num: int, whole: int | None) -> Array:
+        """[W] The least fill / period + prices of pipelines of so many stages.
 
-    def pipeline(self, w: int, num: int) -> list[Run]:
+        Args:
+            num: Stages.
+            whole: How many of them are counted; None: any number.
+        """
+        rests = self._rests[num]
+        if whole is None:
+            return np.min([rest[0] for rest in rests], axis=0).astype(float)
+        if whole >= len(rests):
+            return np.full(self.num_intervals, np.inf)
+        return rests[whole][0].astype(float)
+
+    def pipeline(self, w: int, num: int, whole: int | None) -> list[Run]:
         """The runs of the best one of an interval."""
         found, layer = [], 0
+        if whole is None:
+            whole = int(np.argmin([rest[0, w] for rest in self._rests[num]]))
         while num:
             each = [
-                (self._best[j][:, layer, w] + self._after(j, num - j)[:, layer, w], j)
-                for j in self._best
-                if j <= num
+                (
+                    move.best[:, layer, w]
+                    + self._after(move, num, whole, layer, layer + 1)[:, 0, w],
+                    move,
+                )
+                for move in self._moves
+                if self._may(move, num, whole)
             ]
-            own, j = min(each, key=lambda x: float(x[0].min()))
-            i, some = int(own.argmin()), self._runs[j]
+            own, move = min(each, key=lambda x: float(x[0].min()))
+            i, some, sort = int(own.argmin()), self._runs[move.sort], move.sort
+            price, card = self._prices[sort]
             k = min(
-                some.costs,
-                key=lambda k: float(
-                    some.costs[k][i, layer, w] + some.barred[k][i, layer, 0] + j * self._prices[k]
-                ),
+                move.kinds,
+                key=lambda k: some.cost(k, i, layer, w, float(price[k]), float(card[k])),
             )
             end = layer + some.shortest + i
-            found.append(Run(k, j, (layer, end)))
-            num, layer = num - j, end
+            found.append(Run(k, sort, (layer, end)))
+            num, layer, whole = num - sort.stages, end, whole - move.counts
         return found
 
 
