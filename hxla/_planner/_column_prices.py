@@ -72,7 +72,7 @@ class ColumnPrices:
         # In less time all is worth less, by about the same factor, until it is the global batch.
         excess = float((found.value - self.used @ found.prices).max())
         worth = self.packing.priced(found.prices, self.card_seconds).worth
-        wanted = self.wanted - self.most * max(0.0, excess)
+        wanted = self.wanted * (1 - _EXACT) - self.most * max(0.0, excess)
         return found.prices * (wanted / worth if worth else 0.0), seconds
 
     def integral(self, low: float, high: float) -> tuple[Array, float]:

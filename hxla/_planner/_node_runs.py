@@ -25,10 +25,11 @@ _BETTER = 1e-3  # a pass that gains less
 _PATIENCE = 4  # such passes in a row
 _ENOUGH = 0.5  # of what a cell falls short, for which no more passes are worth it
 _WIDE_TAIL = 0.05  # of the time: limits on the tail that are halved before numbers of stages
+_SLIM_TAIL = 0.01  # likewise, before what of all copies lies in one node
 _LEAST_TAIL = 1e-3  # of the time: no narrower limits on the tail
 _MOST_COUNTED = 9  # stages that nodes have of all copies; more of them are not counted
-_SHARP = 0.3
-_MOST_WHOLE = 120
+_SHARP = 0.3  # of a microbatch: periods that are known so well tell whole ones
+_MOST_WHOLE = 100  # microbatches of a copy: of more it matters little that they are whole
 _ROUNDED = 1 - 2e-5  # sums of float32
 
 
@@ -229,7 +230,8 @@ class NodeRuns:
             return cell
         counted = dataclasses.replace(cell, is_counted=True)
         counts = {x.form(self._counted_kind(counted)).whole or 0 for x in columns}
-        if max(counts, default=0) <= most and (len(counts) < 2 or not cell.level):
+        is_rough = not cell.level or len(cell.nums) > 1
+        if max(counts, default=0) <= most and (len(counts) < 2 or is_rough):
             return cell
         # What lies in one node of all copies is the same of all copies.
         floors = {
@@ -312,7 +314,7 @@ class NodeRuns:
             cell = self._with_count(cell, look.columns)
             if not cell.floors or cell.span[0] == cell.span[1]:
                 return []
-            if num_alike == _PATIENCE or not columns:
+            if num_alike == _PATIENCE * (3 if is_last else 1) or not columns:
                 break
             if cell.span != before.span:
                 blocks = self._blocks(cell)
@@ -320,7 +322,7 @@ class NodeRuns:
             enough = 0.02 if is_last else _ENOUGH
             if best > seconds - enough * (self.seconds - seconds):
                 break
-        return self._parts(dataclasses.replace(cell, columns=tuple(columns)))
+        return self._parts(dataclasses.replace(cell, columns=tuple(columns)), best)
 
     def _narrowed(self, cell: RunCell, look: _Look, prices: Array) -> RunCell:
         """What a look left of it."""
@@ -328,28 +330,36 @@ class NodeRuns:
         cell = dataclasses.replace(cell, floors=floors, span=look.span, prices=prices)
         return cell.below(self.seconds * (1 - 1e-9))
 
-    def _parts(self, cell: RunCell) -> list[RunCell]:
-        """With finer periods, or of a half of its tails, or of each number of stages."""
+    def _parts(self, cell: RunCell, best: float) -> list[RunCell]:
+        """With finer periods, or of a half of its tails, or of each form; none: it stays so.
+
+        Args:
+            cell: With a floor that need not be of its runs.
+            best: The floor that prices gave.
+        """
         low, high = cell.tail
         is_narrow = self._is_narrow(cell)
         is_near = cell.floor * (1 + 1.5 * (_RATIOS[cell.level] - 1)) > self.seconds
         # A copy's microbatches, and how many of them a period of an interval may mean more.
-        num = self._num_microbatches / self._most_copies(cell, cell.nums[0])
-        is_sharp = num * (_RATIOS[cell.level] - 1) < _SHARP
-        if is_sharp and num < _MOST_WHOLE and not cell.is_integral:
+        num = self._num_microbatches / self._most_copies(cell, cell.nums[-1])
+        is_finest = cell.level + 1 == len(_RATIOS)
+        is_sharp = is_finest or num * (_RATIOS[cell.level] - 1) < _SHARP
+        matters = is_narrow or cell.floor * (1 + 1 / num) > self.seconds
+        if is_sharp and matters and num < _MOST_WHOLE and not cell.is_integral:
             return [dataclasses.replace(cell, is_integral=True)]
-        if cell.level + 1 < len(_RATIOS) and (is_narrow or is_near):
+        if not is_finest and (is_narrow or is_near):
             span = self._finer(cell.level, cell.span)
             return [dataclasses.replace(cell, span=span, level=cell.level + 1)]
         nums = cell.nums
         parts: list[dict[RunForm, float]] = []
         if len(nums) > 1 and high - low < _WIDE_TAIL * self.seconds:
             parts = [{f: x for f, x in cell.floors.items() if f.num == num} for num in nums]
-        elif is_narrow and len(cell.floors) > 1:
+        elif len(cell.floors) > 1 and high - low < _SLIM_TAIL * self.seconds:
             parts = [{form: floor} for form, floor in cell.floors.items()]
         if parts:
             return [dataclasses.replace(cell, floors=own) for own in parts]
-        if is_narrow:
+        is_hopeless = high - low < _SLIM_TAIL * self.seconds and best + high - low < cell.floor
+        if is_narrow or is_hopeless:
             for form, floor in cell.floors.items():
                 self._floors[form.num] = min(self._floors[form.num], floor)
             return []
