@@ -129,9 +129,16 @@ class NodeRuns:
 
     def step(self) -> bool:
         """Look closer at the plans that are bounded least; False: nothing is left to look at."""
-        if not self._open or self._open[0][0] > min(self._floors.values()):
+        while self._open:
+            cell = self._open[0][2]
+            # No better is known of a number of stages than of the part that stays as it is.
+            floors = {f: x for f, x in cell.floors.items() if x < self._floors[f.num]}
+            if floors:
+                break
+            heapq.heappop(self._open)
+        else:
             return False
-        cells = self._refined(self._open[0][2])
+        cells = self._refined(dataclasses.replace(cell, floors=floors))
         heapq.heappop(self._open)
         for new in cells:
             self._push(new)
