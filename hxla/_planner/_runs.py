@@ -232,7 +232,7 @@ class RunBlock:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Move:
+class _RunMove:
     """Runs of a sort on some kinds at prices.
 
     Attributes:
@@ -309,7 +309,7 @@ class RunPass:
                 rests.append(rest)
             self._rests.append(rests)
 
-    def _move(self, sort: Sort, counts: int, kinds: Sequence[int], room: Array) -> _Move:
+    def _move(self, sort: Sort, counts: int, kinds: Sequence[int], room: Array) -> _RunMove:
         some, best = self._runs[sort], None
         for k in kinds:
             added = some.priced(k, *(float(own[k]) for own in self._prices[sort]))
@@ -323,14 +323,14 @@ class RunPass:
                 np.add(costs, added, out=here)
                 np.minimum(best, here, out=best)
         assert best is not None
-        return _Move(sort, counts, tuple(kinds), best)
+        return _RunMove(sort, counts, tuple(kinds), best)
 
-    def _may(self, move: _Move, num: int, whole: int) -> bool:
+    def _may(self, move: _RunMove, num: int, whole: int) -> bool:
         """Whether so many stages, of which so many are counted, may begin with such a run."""
         left = num - move.sort.stages
         return left >= 0 and 0 <= whole - move.counts < len(self._rests[left])
 
-    def _after(self, move: _Move, num: int, whole: int, low: int, high: int) -> Array:
+    def _after(self, move: _RunMove, num: int, whole: int, low: int, high: int) -> Array:
         """[J, high-low, W] What is left of them after runs that begin at these layers."""
         rest = self._rests[num - move.sort.stages][whole - move.counts]
         by_layer, by_interval = rest.strides
