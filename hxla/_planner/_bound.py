@@ -242,16 +242,15 @@ class Bound:
     def _depths(self) -> list[int]:
         return [depth for depth, _ in self._shallow(self.max_stages)]
 
-    def worth_batch(self, prices: Sequence[float], num: float | None = None) -> list[float]:
+    def worth_batch(self, prices: Sequence[float]) -> list[float]:
         """Prices lowered by the same amount until all devices are worth the global batch.
 
         A fill costs every device the same share of a microbatch, however fast it is.
 
         Args:
             prices: Of a device of each kind.
-            num: So many microbatches instead.
         """
-        wanted = (self._num if num is None else num) * (1 - 1e-6)
+        wanted = self._num * (1 - 1e-6)
         rows = list(zip(self.t.num_devices, prices, strict=True))
 
         def enough(less: float) -> bool:

@@ -18,8 +18,8 @@ _RATIOS = (1.1, 1.03, 1.008)  # of the periods of an interval, finer and finer
 _MOST_PASSES = 8  # of prices, at a cell
 _NEW = 8  # columns of a pass
 _MOST_COLUMNS = 150  # of a cell
-_SHORT_STEP = 0.15
-_WHOLE_STEP = 0.7
+_SHORT_STEP = 0.15  # where too few were met to run the global batch
+_WHOLE_STEP = 0.7  # where microbatches are whole
 _STEP = 0.5  # to the prices of a packing, from the best that were met
 _BETTER = 1e-3  # a pass that gains less
 _PATIENCE = 4  # such passes in a row
@@ -63,11 +63,17 @@ class NodeRuns:
 
     *Cells.* Plans are parted by the number of copies, for a node can have all of them only of few,
     and by the seconds of their reduction and update: those of a part have runs that their greatest
-    allows, and pay for their least. Within a part a dynamic programme over runs gives, at prices
-    per device, the pipeline with the most microbatches beyond what its devices are worth; devices
-    and copies are as many as there are. So any prices bound the part, in the same pass for every
-    time: as in `Bound.refute`. Prices are those of a packing of the pipelines that were met. The
-    part with the least bound is looked at next: at better prices and finer periods, then in halves.
+    allows, and pay for their least. Within a part a dynamic programme over runs gives, at prices of
+    what runs take of nodes, the pipeline with the most microbatches beyond what it costs; nodes and
+    copies are as many as there are. So any prices bound the part, in the same pass for every time:
+    as in `Bound.refute`. Prices are on the way to those of a packing of the pipelines that were met.
+
+    *Whole numbers.* A stage of which a node has all copies is a stage of all copies, so that all
+    have as many. A copy runs whole microbatches: at a period no more than fit after the least fill,
+    and at no less than the least price. Either is asked for where it may tell.
+
+    The part with the least bound is looked at next: at better prices and finer periods, then by
+    halves of its tails, by numbers of stages, and by those of which a node has all copies.
 
     Args:
         bound: Of the chain, whose kinds lie in nodes of their own.

@@ -1,6 +1,5 @@
 """Which pipelines to build from the devices there are: the most microbatches they can run."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +58,6 @@ def fractional_packing(
     available: Sequence[float],
     *,
     whole: bool = True,
-    most: float = math.inf,
 ) -> tuple[Array, Array, float]:
     """The same with fractions: counts, price of a device of each kind, and the maximum.
 
@@ -68,9 +66,8 @@ def fractional_packing(
         value: As above.
         available: As above.
         whole: Whether to cut the number of columns to what whole columns could be.
-        most: Columns that are built at most.
     """
-    most = min(most, sum(available) // int(used[0].sum()) if whole else sum(available))
+    most = sum(available) // int(used[0].sum()) if whole else sum(available)
     rows = np.vstack([used.T, np.ones(len(used))])
     right = np.array([*available, most], float)
     scale = float(value.max()) or 1.0
