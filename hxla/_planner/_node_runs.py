@@ -66,7 +66,7 @@ class NodeRuns:
     allows, and pay for their least. Within a part a dynamic programme over runs gives, at prices of
     what runs take of nodes, the pipeline with the most microbatches beyond what it costs; nodes and
     copies are as many as there are. So any prices bound the part, in the same pass for every time:
-    as in `Bound.refute`. Prices are on the way to those of a packing of the pipelines that were met.
+    as in `Bound.refute`. They are on the way to those of a packing of the pipelines that were met.
 
     *Whole numbers.* A stage of which a node has all copies is a stage of all copies, so that all
     have as many. A copy runs whole microbatches: at a period no more than fit after the least fill,
