@@ -382,4 +382,5 @@ def test_a_gpt_of_124_million_parameters_is_near_what_cards_took(
     found = job.plan(cluster, microbatch_size=sequences).prediction
     assert found.step_seconds == pytest.approx(seconds, rel=0.16)
     # Estimated before compilation; the script's own model is held beside it.
-    assert 0.7 < found.devices[0].memory_bytes / 2**30 / gib < 1.25
+    most = 1.2 if card is H100 else 1.25
+    assert 0.7 < found.devices[0].memory_bytes / 2**30 / gib < most

@@ -112,6 +112,7 @@ class NodeRuns:
         self._grids = [RunGrid(t, leaving, low, max(seconds, low), ratio) for ratio in _RATIOS]
         one_way = t.shared[:, kinds, kinds].T / 2  # [K, L+1]
         self._passed = self._num_microbatches * (one_way[:, :, None] + one_way[:, None, :])
+        self._largest = int(np.argmax(t.copies_inside))  # the kind of the largest nodes
         self._packings: dict[int, NodePacking] = {}
         self._least_tails: dict[tuple[int, int], float] = {}
         self._open: list[tuple[float, int, RunCell]] = []
@@ -163,7 +164,7 @@ class NodeRuns:
         for copies in [*((n, n) for n in range(1, inside + 1)), (inside + 1, total)]:
             floors = {}
             for num, floor in numbers.items():
-                most = min(copies[1], total // num)
+                most = self._most_copies(copies, num)
                 if max(copies[0], self._bound.copies(num, self.seconds)) <= most:
                     floors[RunForm(num)] = floor
                     self._least_tails[num, copies[0]] = self._least_tail(num, copies[0], most)
@@ -180,8 +181,8 @@ class NodeRuns:
                     )
                 )
 
-    def _most_copies(self, cell: RunCell, num: int) -> int:
-        return min(cell.copies[1], sum(self._t.num_devices) // num)
+    def _most_copies(self, copies: tuple[int, int], num: int) -> int:
+        return min(copies[1], sum(self._t.num_devices) // num)
 
     def _least_tail(self, num: int, least: int, most: int) -> float:
         single = self._bound.least_tails(num)[1]
@@ -229,20 +230,18 @@ class NodeRuns:
 
     def _counted_kind(self, cell: RunCell) -> int | None:
         """Of the largest nodes, if it counts there what of all copies lies in one node."""
-        return int(np.argmax(self._t.copies_inside)) if cell.is_counted else None
+        return self._largest if cell.is_counted else None
 
     def _most_whole(self, cell: RunCell) -> int:
         """Stages of which those nodes can have all copies."""
-        k = int(np.argmax(self._t.copies_inside))
-        return self._packing(cell.copies[0]).most_whole(k)
+        return self._packing(cell.copies[0]).most_whole(self._largest)
 
     def _with_count(self, cell: RunCell, columns: Sequence[RunColumn]) -> RunCell:
         """Counted, if some pipelines have more such stages than can be, or not all as many."""
         most = self._most_whole(cell)
         if cell.is_counted or not 0 < most < _MOST_COUNTED:
             return cell
-        counted = dataclasses.replace(cell, is_counted=True)
-        counts = {x.form(self._counted_kind(counted)).whole or 0 for x in columns}
+        counts = {x.form(self._largest).whole or 0 for x in columns}
         is_rough = not cell.level or len(cell.nums) > 1
         if max(counts, default=0) <= most and (len(counts) < 2 or is_rough):
             return cell
@@ -252,19 +251,24 @@ class NodeRuns:
             for form, floor in cell.floors.items()
             for whole in range(min(most, form.num) + 1)
         }
-        return dataclasses.replace(counted, floors=floors)
+        return dataclasses.replace(cell, floors=floors, is_counted=True)
 
-    def _run_prices(self, cell: RunCell) -> RunPrices:
-        return self._packing(cell.copies[0]).priced(cell.prices, cell.tail[1])
+    def _run_prices(self, cell: RunCell, items: Array) -> RunPrices:
+        return self._packing(cell.copies[0]).priced(items, cell.tail[1])
 
     def _pass(
-        self, cell: RunCell, blocks: Sequence[RunBlock], *, has_fills: bool = True
+        self,
+        cell: RunCell,
+        blocks: Sequence[RunBlock],
+        prices: RunPrices,
+        *,
+        has_fills: bool = True,
     ) -> tuple[list[RunPass], dict[RunForm, Array]]:
         """And [W] by form fill / period + prices."""
-        kind, prices = self._counted_kind(cell), self._run_prices(cell).runs
+        kind = self._counted_kind(cell)
         counted = None if kind is None else (kind, self._most_whole(cell))
         passes = [
-            RunPass(block, prices, cell.nums, counted, self._check, has_fills=has_fills)
+            RunPass(block, prices.runs, cell.nums, counted, self._check, has_fills=has_fills)
             for block in blocks
         ]
         fills = {
@@ -273,19 +277,29 @@ class NodeRuns:
         }
         return passes, fills
 
-    def _looked(self, cell: RunCell, blocks: Sequence[RunBlock]) -> _Look:
-        """At a cell's prices: its floors, the periods that matter, and its best pipelines."""
-        passes, fills = self._pass(cell, blocks)
+    def _least_fills(self, cell: RunCell, blocks: Sequence[RunBlock]) -> dict[RunForm, Array]:
+        """[W] By form, in periods, at any prices; none where microbatches need not be whole."""
+        if not cell.is_integral:
+            return {}
+        return self._pass(cell, blocks, self._run_prices(cell, np.zeros_like(cell.prices)))[1]
+
+    def _looked(
+        self,
+        cell: RunCell,
+        items: Array,
+        blocks: Sequence[RunBlock],
+        least: Mapping[RunForm, Array],
+    ) -> _Look:
+        """At prices: a cell's floors, the periods that matter, and its best pipelines."""
+        prices = self._run_prices(cell, items)
+        passes, fills = self._pass(cell, blocks, prices)
         first = self._grids[cell.level].first[slice(*cell.span)]
         if cell.is_integral:
-            _, costs = self._pass(cell, blocks, has_fills=False)
-            free = dataclasses.replace(cell, prices=0 * cell.prices)
-            _, least = self._pass(free, blocks)
-        prices = self._run_prices(cell)
+            _, costs = self._pass(cell, blocks, prices, has_fills=False)
         wanted, worth = self._num_microbatches * (1 - 1e-9), prices.worth
         floors, excesses, matter = {}, {}, np.zeros(len(first), bool)
         for form, fill in fills.items():
-            most = self._most_copies(cell, form.num)
+            most = self._most_copies(cell.copies, form.num)
             tail = max(cell.tail[0], self._least_tails[form.num, cell.copies[0]])
             needed = (wanted - worth) / most
             seconds = first * (needed - 1 + fill)
@@ -302,7 +316,7 @@ class NodeRuns:
             others = worth + (most - 1) * max(0.0, float(excess.max(initial=-np.inf)))
             matter |= others + excess >= wanted
             excesses[form] = excess
-        columns = self._columns(cell, passes, fills, excesses)
+        columns = self._columns(cell, prices, passes, fills, excesses)
         begin, (low, high) = cell.span[0], span_of(matter)
         return _Look(floors, (begin + low, begin + high), columns)
 
@@ -310,6 +324,7 @@ class NodeRuns:
         """A cell at better prices and finer periods, or its parts."""
         columns = [x for x in cell.columns if x.tail <= cell.tail[1]]
         blocks, best, num_alike = self._blocks(cell), 0.0, 0
+        least = self._least_fills(cell, blocks)
         center, prices, seconds = cell.prices, cell.prices, self.seconds
         if columns:
             asked, seconds = self._packed(cell, columns, seconds)
@@ -317,7 +332,7 @@ class NodeRuns:
                 prices = asked
         is_last = self._is_narrow(cell) and cell.level + 1 == len(_RATIOS)
         for _ in range(_MOST_PASSES * (4 if is_last else 1)):
-            look = self._looked(dataclasses.replace(cell, prices=prices), blocks)
+            look = self._looked(cell, prices, blocks, least)
             columns = [*columns, *look.columns][-_MOST_COLUMNS:]
             floor = min(look.floors.values())
             num_alike = 0 if floor > best * (1 + _BETTER) else num_alike + 1
@@ -329,8 +344,9 @@ class NodeRuns:
                 return []
             if num_alike == _PATIENCE * (3 if is_last else 1) or not columns:
                 break
-            if cell.span != before.span:
+            if (cell.span, cell.is_counted) != (before.span, before.is_counted):
                 blocks = self._blocks(cell)
+                least = self._least_fills(cell, blocks)
             prices, seconds = self._packed(cell, columns, seconds)
             enough = 0.02 if is_last else _ENOUGH
             if best > seconds - enough * (self.seconds - seconds):
@@ -354,7 +370,7 @@ class NodeRuns:
         is_narrow = self._is_narrow(cell)
         is_near = cell.floor * (1 + 1.5 * (_RATIOS[cell.level] - 1)) > self.seconds
         # A copy's microbatches, and how many of them a period of an interval may mean more.
-        num = self._num_microbatches / self._most_copies(cell, cell.nums[-1])
+        num = self._num_microbatches / self._most_copies(cell.copies, cell.nums[-1])
         is_finest = cell.level + 1 == len(_RATIOS)
         is_sharp = is_finest or num * (_RATIOS[cell.level] - 1) < _SHARP
         matters = is_narrow or cell.floor * (1 + 1 / num) > self.seconds
@@ -391,12 +407,12 @@ class NodeRuns:
     def _columns(
         self,
         cell: RunCell,
+        prices: RunPrices,
         passes: Sequence[RunPass],
         fills: Mapping[RunForm, Array],
         excesses: Mapping[RunForm, Array],
     ) -> list[RunColumn]:
         """Pipelines of the greatest excess, of periods that differ."""
-        prices = self._run_prices(cell)
         first = self._grids[cell.level].first[slice(*cell.span)]
         places = [(own, w) for own in passes for w in range(own.num_intervals)]
         forms, each = list(excesses), np.array(list(excesses.values()))
@@ -450,7 +466,7 @@ class NodeRuns:
             used=np.array([packing.used(own) for own in runs]),
             fill=np.array([x.fill for x in columns]),
             period=np.array([x.period for x in columns]),
-            most=self._most_copies(cell, cell.nums[0]),
+            most=self._most_copies(cell.copies, cell.nums[0]),
             wanted=self._num_microbatches,
             card_seconds=cell.tail[1],
         )
