@@ -426,10 +426,7 @@ def check(job, code):
     for started in (e for e in events if e["what"] == "Started"):
         for pid in started["pids"].values():
             assert not pathlib.Path(f"/proc/{pid}").exists(), pid
-    until = time.monotonic() + 10
-    while left := left_behind.left_in_memory():
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    left_behind.wait_until_no_folder()
 
 
 def num_lost(events, most):

@@ -18,6 +18,14 @@ def folders_of(pid):
     return list(_SHARED_MEMORY.glob(f"hxla-elastic-{pid}-*"))
 
 
+def wait_until_no_folder(seconds=10, folders=left_in_memory):
+    """Until folders are gone: the janitor removes what is written while they are."""
+    until = time.monotonic() + seconds
+    while left := folders():
+        assert time.monotonic() < until, [[f, *f.rglob("*")] for f in left]
+        time.sleep(0.1)
+
+
 def started_by(pid):
     """The processes that a process started, and what those did."""
     found = []

@@ -98,10 +98,7 @@ class Scheduled:
 
     def check_nothing_is_left(self):
         left_behind.wait_until_gone(self.pids())
-        until = time.monotonic() + 10
-        while left_behind.left_in_memory():
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        left_behind.wait_until_no_folder()
 
 
 MOST_SECONDS = 240.0  # for one thing to happen, however busy the machine is

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import left_behind
 import psutil
 import pytest
 
@@ -112,6 +113,38 @@ def test_a_kill_leaves_no_name_in_shared_memory(tmp_path, victim):
     while left := [path for path in found if path.exists()]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
+
+
+RECEIVES = """
+import os, pathlib, sys, time
+from hxla._launch._host import LocalHost
+host = LocalHost(["script.py"], None, None)
+print(host.memory, flush=True)
+others = [os.fork() for _ in range(3)]  # of a host other threads, which wait for one another
+if 0 in others:
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        folder = pathlib.Path(host.memory, f"0-0-{len(others)}-received.part")
+        try:
+            folder.mkdir(exist_ok=True)
+            for name in range(20):
+                (folder / str(name)).write_bytes(bytes(100))
+        except FileNotFoundError:
+            pass  # it goes
+    os._exit(0)
+time.sleep(0.2)
+host.close()
+for pid in others:
+    os.waitpid(pid, 0)
+"""
+
+
+def test_what_a_host_still_receives_as_it_closes_goes_too(tmp_path):
+    """A file that comes while the folder's others go keeps the folder."""
+    script = [sys.executable, "-c", RECEIVES]
+    done = subprocess.run(script, check=True, capture_output=True, text=True)
+    folder = pathlib.Path(done.stdout.strip())
+    left_behind.wait_until_no_folder(folders=lambda: [p for p in [folder] if p.exists()])
 
 
 def test_sigterm_is_passed_on(tmp_path):

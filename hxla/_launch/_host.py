@@ -168,7 +168,7 @@ class LocalHost:
         self._janitor.write(f"{line}\n".encode())
 
     def close(self) -> None:
-        """Let go of all, also of what was left in memory."""
+        """Let go of all, also of what was left in memory, and of what is still being received."""
         shutil.rmtree(self.memory, ignore_errors=True)
         self.note("done")
         self._janitor.close()

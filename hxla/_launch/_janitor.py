@@ -12,31 +12,34 @@ import os, shutil, sys, time
 if os.fork():  # an actor of Ray that ends kills its children
     os._exit(0)
 lines = sys.stdin.read().split("\\n")
-if "done" in lines:
-    sys.exit()
+if "done" not in lines:
+    for line in lines:
+        if line.isdigit():
+            end_group(int(line))
+    for line in lines:
+        for _ in range(100 if line.startswith("/") else 0):
+            try:
+                os.rmdir(line)
+            except FileNotFoundError:
+                break
+            except OSError:
+                time.sleep(0.02)
+            else:
+                break
 for line in lines:
-    if line.isdigit():
-        end_group(int(line))
-for line in lines:
-    if line.startswith("rm "):
+    for _ in range(600 if line.startswith("rm ") else 0):  # a file may come while others go
         shutil.rmtree(line[3:], ignore_errors=True)
-for line in lines:
-    for _ in range(100 if line.startswith("/") else 0):
-        try:
-            os.rmdir(line)
-        except FileNotFoundError:
+        if not os.path.exists(line[3:]):
             break
-        except OSError:
-            time.sleep(0.02)
-        else:
-            break
+        time.sleep(0.1)
 """
 
 
 def start_janitor() -> IO[bytes]:
     """A process that outlives the launcher and ends what it left: it reads until the pipe closes.
 
-    The launcher has ended everything itself by then, unless it was killed.
+    The launcher that wrote `done` has ended its processes itself; others were killed. Folders go
+    either way.
     """
     script = inspect.getsource(_process_group) + _JANITOR
     process = subprocess.Popen(
