@@ -1,5 +1,6 @@
 """Plans on their devices: never slower for the counts and the cut that suit their transfers."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -9,7 +10,7 @@ import pytest
 
 from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
 from hxla._core import _errors
-from hxla._planner import _placed, _propose, _search, _shared_links
+from hxla._planner import _cell_packing, _node_runs, _placed, _propose, _search, _shared_links
 from hxla._planner._bound import Bound
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._planner._node_runs import NodeRuns
@@ -129,9 +130,9 @@ def random_cluster(rng, *, has_several_nodes=False):
     return Cluster(name="random", devices=tuple(devices), nodes=tuple(nodes), default_link=between)
 
 
-def random_work(rng, described):
+def random_work(rng, described, layers=(1, 4)):
     """A chain of few layers whose transfers take about as long as its work, and its times."""
-    num = int(rng.integers(1, 4))
+    num = int(rng.integers(*layers))
     sizes = tuple(
         LayerSize(
             parameter_bytes=float(rng.integers(1, 12)),
@@ -281,6 +282,42 @@ def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
     assert len(after) > 60
     assert num_nodes.count(1) < 0.4 * len(after)
     assert np.mean(after) < 0.7 * np.mean(before)
+
+
+@pytest.mark.slow
+def test_no_plan_is_faster_than_what_copies_have_alike_allows(monkeypatch):
+    """Of more layers, with cells parted by cuts and by what one node has before their tails are."""
+    told = collections.Counter()
+    for name in ("told_by_starts", "told_by_wholes"):
+        own = getattr(_cell_packing, name)
+
+        def counted(*args, own=own, name=name):
+            found = own(*args)
+            told[name] += found is not None
+            return found
+
+        monkeypatch.setattr(_cell_packing, name, counted)
+    monkeypatch.setattr(_node_runs, "_TOLD_TAIL", 9.0)
+    rng = np.random.default_rng(7)
+    num = 0
+    for seed in range(12):
+        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
+        work, times = random_work(rng, described, (4, 8))
+        kinds = _propose._kinds(described, 1)
+        key = _propose.Alternative(1, 1, recompute=False)
+        chain = _propose._chain(work, key, described, kinds, times, [])
+        if tables(chain).shared is None:
+            continue  # some node has devices of two kinds
+        best = best_placed(chain, list(kinds.values()), described)
+        if best == np.inf:
+            continue
+        for seconds in (0.97 * best, 1.0001 * best, 1.1 * best):
+            nodes = looked_at(chain, seconds, most=40)
+            assert nodes.least <= best * (1 + 1e-9), seed
+        num += 1
+    assert num > 6
+    assert told["told_by_starts"]
+    assert told["told_by_wholes"]
 
 
 def four_layers(num_devices):

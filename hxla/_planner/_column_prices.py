@@ -96,10 +96,18 @@ class ColumnPrices:
                     high = middle
         return found.prices, high
 
-    def _at(self, seconds: float, *, is_integral: bool) -> _Packed:
+    def microbatches(self, seconds: float, *, is_integral: bool) -> Array:
+        """[C] That are run in a time by each pipeline, as often as it is packed."""
+        value = self._value(seconds, is_integral=is_integral)
+        counts, _ = self.packing.packed(self.used, value, self.most, self.card_seconds)
+        return counts * value
+
+    def _value(self, seconds: float, *, is_integral: bool) -> Array:
         value = np.maximum(0.0, 1 + (seconds - self.fill) / self.period)
-        if is_integral:
-            value = np.floor(value + _EXACT)
+        return np.floor(value + _EXACT) if is_integral else value
+
+    def _at(self, seconds: float, *, is_integral: bool) -> _Packed:
+        value = self._value(seconds, is_integral=is_integral)
         counts, prices = self.packing.packed(self.used, value, self.most, self.card_seconds)
         slope = float((counts / self.period)[value > 0].sum())
         return _Packed(value, prices, float(counts @ value) - self.wanted, slope)

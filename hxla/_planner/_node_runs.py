@@ -8,9 +8,9 @@ import numpy as np
 
 from ._bound import Bound
 from ._branch_node import span_of
+from ._cell_packing import CellPacking
 from ._chain_tables import Array
-from ._column_prices import ColumnPrices
-from ._node_packing import NodePacking, RunPrices
+from ._node_packing import RunPrices
 from ._run_cells import RunCell, RunColumn, RunForm
 from ._runs import Run, RunBlock, RunGrid, RunPass, Sort, Span
 
@@ -18,14 +18,12 @@ _RATIOS = (1.1, 1.03, 1.008)  # of the periods of an interval, finer and finer
 _MOST_PASSES = 8  # of prices, at a cell
 _NEW = 8  # columns of a pass
 _MOST_COLUMNS = 150  # of a cell
-_SHORT_STEP = 0.15  # where too few were met to run the global batch
-_WHOLE_STEP = 0.7  # where microbatches are whole
-_STEP = 0.5  # to the prices of a packing, from the best that were met
 _BETTER = 1e-3  # a pass that gains less
 _PATIENCE = 4  # such passes in a row
 _ENOUGH = 0.5  # of what a cell falls short, for which no more passes are worth it
 _WIDE_TAIL = 0.05  # of the time: limits on the tail that are halved before numbers of stages
 _SLIM_TAIL = 0.01  # likewise, before what of all copies lies in one node
+_TOLD_TAIL = 0.02  # likewise, before what pipelines that were met have unlike
 _LEAST_TAIL = 1e-3  # of the time: no narrower limits on the tail
 _MOST_COUNTED = 9  # stages that nodes have of all copies; more of them are not counted
 _SHARP = 0.3  # of a microbatch: periods that are known so well tell whole ones
@@ -72,8 +70,13 @@ class NodeRuns:
     have as many. A copy runs whole microbatches: at a period no more than fit after the least fill,
     and at no less than the least price. Either is asked for where it may tell.
 
+    *Alike in all copies.* All copies have one cut, and a stage of which a node has all copies is
+    one of each of them. Pipelines that pack best often have neither: a cell is then parted by the
+    layer with which some stage begins, or by whether a node has all copies of it.
+
     The part with the least bound is looked at next: at better prices and finer periods, then by
-    halves of its tails, by numbers of stages, and by those of which a node has all copies.
+    halves of its tails, by numbers of stages, by how many a node has of all copies, and by what
+    copies have alike: of such parts by those in which the pipelines that were met run least.
 
     Args:
         bound: Of the chain, whose kinds lie in nodes of their own.
@@ -113,7 +116,7 @@ class NodeRuns:
         one_way = t.shared[:, kinds, kinds].T / 2  # [K, L+1]
         self._passed = self._num_microbatches * (one_way[:, :, None] + one_way[:, None, :])
         self._largest = int(np.argmax(t.copies_inside))  # the kind of the largest nodes
-        self._packings: dict[int, NodePacking] = {}
+        self._packing = CellPacking(t, bound.num_microbatches, seconds)
         self._least_tails: dict[tuple[int, int], float] = {}
         self._open: list[tuple[float, int, RunCell]] = []
         self._made = 0
@@ -164,7 +167,7 @@ class NodeRuns:
         for copies in [*((n, n) for n in range(1, inside + 1)), (inside + 1, total)]:
             floors = {}
             for num, floor in numbers.items():
-                most = self._most_copies(copies, num)
+                most = self._packing.most_copies(copies, num)
                 if max(copies[0], self._bound.copies(num, self.seconds)) <= most:
                     floors[RunForm(num)] = floor
                     self._least_tails[num, copies[0]] = self._least_tail(num, copies[0], most)
@@ -177,23 +180,13 @@ class NodeRuns:
                         tail=(least, max(least, most_tail)),
                         level=0,
                         span=(0, len(self._grids[0].first)),
-                        prices=self._packing(copies[0]).by_device(prices),
+                        prices=self._packing.nodes(copies[0]).by_device(prices),
                     )
                 )
-
-    def _most_copies(self, copies: tuple[int, int], num: int) -> int:
-        return min(copies[1], sum(self._t.num_devices) // num)
 
     def _least_tail(self, num: int, least: int, most: int) -> float:
         single = self._bound.least_tails(num)[1]
         return single if most == 1 else max(single, self._bound.tails_of(least)[1][num - 1])
-
-    def _packing(self, copies: int) -> NodePacking:
-        if copies not in self._packings:
-            t = self._t
-            sizes = t.num_devices, t.num_nodes, t.copies_inside
-            self._packings[copies] = NodePacking(*sizes, copies)
-        return self._packings[copies]
 
     def _allowed(self, copies: int, tail: float) -> dict[Sort, dict[int, Array]]:
         """[L+1, L+1] By sort and kind, which runs plans of so many copies or more can have."""
@@ -201,7 +194,7 @@ class NodeRuns:
         stage = t.least_reduce(copies) + t.update <= tail * (1 + 1e-9)
         ring = t.card_sums * (1 - 1 / copies) <= tail * (1 + 1e-9)
         found: dict[Sort, dict[int, Array]] = {}
-        for k, sorts in enumerate(self._packing(copies).sorts):
+        for k, sorts in enumerate(self._packing.nodes(copies).sorts):
             for sort in sorts:
                 own = np.ones_like(ring) if sort.whole else ring
                 if sort.stages == 1:
@@ -215,7 +208,7 @@ class NodeRuns:
     def _ringed(self, copies: int, tail: float) -> dict[Sort, dict[int, Array]]:
         """[L+1, L+1] What the ring of one of its whole stages takes, as the others fit the tail."""
         found: dict[Sort, dict[int, Array]] = {}
-        for k, sorts in enumerate(self._packing(copies).sorts):
+        for k, sorts in enumerate(self._packing.nodes(copies).sorts):
             for sort in sorts:
                 if sort.whole:
                     more = self._t.card_sums - tail / (1 - 1 / copies)
@@ -228,18 +221,14 @@ class NodeRuns:
         grid = self._grids[cell.level]
         return grid.runs(cell.span, self._allowed(*known), self._ringed(*known), self._check)
 
-    def _counted_kind(self, cell: RunCell) -> int | None:
-        """Of the largest nodes, if it counts there what of all copies lies in one node."""
-        return self._largest if cell.is_counted else None
-
     def _most_whole(self, cell: RunCell) -> int:
         """Stages of which those nodes can have all copies."""
-        return self._packing(cell.copies[0]).most_whole(self._largest)
+        return self._packing.nodes(cell.copies[0]).most_whole(self._largest)
 
     def _with_count(self, cell: RunCell, columns: Sequence[RunColumn]) -> RunCell:
         """Counted, if some pipelines have more such stages than can be, or not all as many."""
         most = self._most_whole(cell)
-        if cell.is_counted or not 0 < most < _MOST_COUNTED:
+        if cell.counted is not None or not 0 < most < _MOST_COUNTED:
             return cell
         counts = {x.form(self._largest).whole or 0 for x in columns}
         is_rough = not cell.level or len(cell.nums) > 1
@@ -251,10 +240,10 @@ class NodeRuns:
             for form, floor in cell.floors.items()
             for whole in range(min(most, form.num) + 1)
         }
-        return dataclasses.replace(cell, floors=floors, is_counted=True)
+        return dataclasses.replace(cell, floors=floors, counted=self._largest)
 
     def _run_prices(self, cell: RunCell, items: Array) -> RunPrices:
-        return self._packing(cell.copies[0]).priced(items, cell.tail[1])
+        return self._packing.nodes(cell.copies[0]).priced(items, cell.tail[1])
 
     def _pass(
         self,
@@ -265,10 +254,12 @@ class NodeRuns:
         has_fills: bool = True,
     ) -> tuple[list[RunPass], dict[RunForm, Array]]:
         """And [W] by form fill / period + prices."""
-        kind = self._counted_kind(cell)
-        counted = None if kind is None else (kind, self._most_whole(cell))
+        kind = cell.counted
         passes = [
-            RunPass(block, prices.runs, cell.nums, counted, self._check, has_fills=has_fills)
+            RunPass(
+                *(block, prices.runs, cell.floors, kind, cell.windows, cell.wholes, self._check),
+                has_fills=has_fills,
+            )
             for block in blocks
         ]
         fills = {
@@ -299,7 +290,7 @@ class NodeRuns:
         wanted, worth = self._num_microbatches * (1 - 1e-9), prices.worth
         floors, excesses, matter = {}, {}, np.zeros(len(first), bool)
         for form, fill in fills.items():
-            most = self._most_copies(cell.copies, form.num)
+            most = self._packing.most_copies(cell.copies, form.num)
             tail = max(cell.tail[0], self._least_tails[form.num, cell.copies[0]])
             needed = (wanted - worth) / most
             seconds = first * (needed - 1 + fill)
@@ -322,16 +313,15 @@ class NodeRuns:
 
     def _refined(self, cell: RunCell) -> list[RunCell]:
         """A cell at better prices and finer periods, or its parts."""
-        columns = [x for x in cell.columns if x.tail <= cell.tail[1]]
+        columns = cell.suiting
         blocks, best, num_alike = self._blocks(cell), 0.0, 0
         least = self._least_fills(cell, blocks)
         center, prices, seconds = cell.prices, cell.prices, self.seconds
         if columns:
-            asked, seconds = self._packed(cell, columns, seconds)
+            asked, seconds = self._packing.prices(cell, columns, seconds)
             if seconds < self.seconds * (1 - 1e-6):
                 prices = asked
-        is_last = self._is_narrow(cell) and cell.level + 1 == len(_RATIOS)
-        for _ in range(_MOST_PASSES * (4 if is_last else 1)):
+        for _ in range(_MOST_PASSES):
             look = self._looked(cell, prices, blocks, least)
             columns = [*columns, *look.columns][-_MOST_COLUMNS:]
             floor = min(look.floors.values())
@@ -342,14 +332,13 @@ class NodeRuns:
             cell = self._with_count(cell, look.columns)
             if not cell.floors or cell.span[0] == cell.span[1]:
                 return []
-            if num_alike == _PATIENCE * (3 if is_last else 1) or not columns:
+            if num_alike == _PATIENCE or not columns:
                 break
-            if (cell.span, cell.is_counted) != (before.span, before.is_counted):
+            if (cell.span, cell.counted) != (before.span, before.counted):
                 blocks = self._blocks(cell)
                 least = self._least_fills(cell, blocks)
-            prices, seconds = self._packed(cell, columns, seconds)
-            enough = 0.02 if is_last else _ENOUGH
-            if best > seconds - enough * (self.seconds - seconds):
+            prices, seconds = self._packing.prices(cell, columns, seconds)
+            if best > seconds - _ENOUGH * (self.seconds - seconds):
                 break
         return self._parts(dataclasses.replace(cell, columns=tuple(columns)), best)
 
@@ -370,7 +359,7 @@ class NodeRuns:
         is_narrow = self._is_narrow(cell)
         is_near = cell.floor * (1 + 1.5 * (_RATIOS[cell.level] - 1)) > self.seconds
         # A copy's microbatches, and how many of them a period of an interval may mean more.
-        num = self._num_microbatches / self._most_copies(cell.copies, cell.nums[-1])
+        num = self._num_microbatches / self._packing.most_copies(cell.copies, cell.nums[-1])
         is_finest = cell.level + 1 == len(_RATIOS)
         is_sharp = is_finest or num * (_RATIOS[cell.level] - 1) < _SHARP
         matters = is_narrow or cell.floor * (1 + 1 / num) > self.seconds
@@ -387,13 +376,22 @@ class NodeRuns:
             parts = [{form: floor} for form, floor in cell.floors.items()]
         if parts:
             return [dataclasses.replace(cell, floors=own) for own in parts]
-        is_hopeless = high - low < _SLIM_TAIL * self.seconds and best + high - low < cell.floor
-        if is_narrow or is_hopeless:
-            for form, floor in cell.floors.items():
-                self._floors[form.num] = min(self._floors[form.num], floor)
-            return []
-        middle = (low + high) / 2
-        return [dataclasses.replace(cell, tail=half) for half in ((low, middle), (middle, high))]
+        options = self._packing.told(cell) if high - low < _TOLD_TAIL * self.seconds else []
+        if not self._is_narrow(cell):
+            middle = (low + high) / 2
+            halves = (low, middle), (middle, high)
+            options.append([dataclasses.replace(cell, tail=half) for half in halves])
+        if len(options) < 2:
+            return options[0] if options else self._ended(cell)
+        return max(
+            options, key=lambda parts: sorted(self._packing.lack(x, cell.floor) for x in parts)
+        )
+
+    def _ended(self, cell: RunCell) -> list[RunCell]:
+        """It stays as it is."""
+        for form, floor in cell.floors.items():
+            self._floors[form.num] = min(self._floors[form.num], floor)
+        return []
 
     def _is_narrow(self, cell: RunCell) -> bool:
         return cell.tail[1] - cell.tail[0] <= _LEAST_TAIL * self.seconds
@@ -450,31 +448,3 @@ class NodeRuns:
     def _cost(self, run: Run, prices: RunPrices) -> float:
         price, card = prices.runs[run.sort]
         return float(price[run.kind] + card[run.kind] * self._t.card_sums[run.layers])
-
-    def _packed(
-        self, cell: RunCell, columns: Sequence[RunColumn], known: float
-    ) -> tuple[Array, float]:
-        """Prices on the way to those of a packing of some pipelines, and the time that it takes."""
-        packing, kind = self._packing(cell.copies[0]), self._counted_kind(cell)
-        columns = [x for x in columns if x.form(kind) in cell.floors]
-        if not columns:
-            return cell.prices, self.seconds
-        rings = self._t.card_sums
-        runs = [[(r.kind, r.sort, float(rings[r.layers])) for r in x.runs] for x in columns]
-        priced = ColumnPrices(
-            packing=packing,
-            used=np.array([packing.used(own) for own in runs]),
-            fill=np.array([x.fill for x in columns]),
-            period=np.array([x.period for x in columns]),
-            most=self._most_copies(cell.copies, cell.nums[0]),
-            wanted=self._num_microbatches,
-            card_seconds=cell.tail[1],
-        )
-        tail, last = cell.tail[0], self.seconds - cell.tail[0]
-        if cell.is_integral:
-            prices, seconds = priced.integral(cell.floor - tail, min(known - tail, last))
-            step = _WHOLE_STEP
-        else:
-            prices, seconds = priced.fractional(min(known - tail, last), last)
-            step = _STEP if seconds < last else _SHORT_STEP
-        return step * prices + (1 - step) * cell.prices, seconds + tail

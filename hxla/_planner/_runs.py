@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ._branch_node import span_of
 from ._chain_tables import Array, Tables
 
-Span = tuple[int, int]  # of intervals: from, up to
+Span = tuple[int, int]  # of intervals or layers: from, up to
+#: By last stages and kind whether of their first a node of that kind has all copies.
+Wholes = Mapping[tuple[int, int], bool]
 
 
 class Sort(NamedTuple):
@@ -22,6 +25,15 @@ class Sort(NamedTuple):
 
     stages: int
     whole: int = 0
+
+    def suits(self, num: int, kinds: Collection[int], wholes: Wholes) -> bool:
+        """Whether a run on one of some kinds may begin where there are so many stages left."""
+        wanted = unwanted = 0
+        for (own, k), is_whole in wholes.items():
+            if num - self.stages < own <= num:
+                wanted += self.stages + 1 if is_whole and k not in kinds else is_whole
+                unwanted += not is_whole and k in kinds
+        return wanted <= self.whole <= self.stages - unwanted
 
 
 _BLOCK = 32  # intervals that are made together
@@ -254,10 +266,13 @@ class RunPass:
     Args:
         block: Its runs.
         prices: By sort, [K] of a run, and [K] of a second of its ring.
-        nums: Stages of pipelines.
-        counted: A kind, and how many of a copy's stages its nodes can have of all copies; None:
-            that is not asked.
+        forms: Of pipelines stages, and how many of them nodes of the counted kind have of all
+            copies; None: any number.
+        counted: That kind; None: that is not asked.
+        windows: Of some numbers of last stages, the layers with which they may begin.
+        wholes: What is known of stages.
         check: Called between positions; may raise.
+        has_fills: Whether the seconds of runs count, and not their prices alone.
 
     Attributes:
         num_intervals: W
@@ -267,47 +282,97 @@ class RunPass:
         self,
         block: RunBlock,
         prices: Mapping[Sort, tuple[Array, Array]],
-        nums: Sequence[int],
-        counted: tuple[int, int] | None,
+        forms: Collection[tuple[int, int | None]],
+        counted: int | None,
+        windows: Mapping[int, Span],
+        wholes: Wholes,
         check: Callable[[], None],
         *,
         has_fills: bool = True,
     ):
         self._runs = runs = block.runs
         self._has_fills = has_fills
+        self._wholes = wholes
         self._prices = prices
         self.num_intervals = block.num_intervals
-        kind, limit = counted or (-1, 0)
+        nums = [num for num, _ in forms]
         layers = block.num_layers
         longest = max((own.longest for own in runs.values()), default=0)
         room = np.empty((longest, layers, self.num_intervals), np.float32)
         self._moves = []
         for sort, some in runs.items():
-            for counts in (0, sort.whole) if sort.whole else (0,):
-                kinds = [k for k in some.costs if (k == kind) == (counts > 0) or not sort.whole]
-                if kinds:
-                    self._moves.append(self._move(sort, counts, kinds, room))
+            for kinds in [[k] for k in some.costs] if sort.whole else [list(some.costs)]:
+                counts = sort.whole if kinds == [counted] else 0
+                self._moves.append(self._move(sort, counts, kinds, room))
         size = layers + 1 + longest
         start = np.full((size, self.num_intervals), np.inf, np.float32)
         start[layers] = 0.0
         # By last stages and by counted ones among them, [L+1+J, W] by first layer.
-        self._rests = [[start]]
+        self._rests = [{0: start}]
+        alive = [(layers, layers + 1)]  # by last stages, where there are some
+        latest = self._latest(max(nums), layers)
         for s in range(1, max(nums) + 1):
             check()
             # Stages before and after have a layer each.
-            low, high = max(0, min(nums) - s), layers + 1 - s
-            rests = []
-            for whole in range(min(limit, s) + 1):
+            low, high = max(0, min(nums) - s), min(layers - s, latest[max(nums) - s]) + 1
+            if s in windows:
+                low, high = max(low, windows[s][0]), min(high, windows[s][1])
+            rests = {}
+            # So many are counted of these that those before can have the others.
+            ends = [
+                (max(0, own - num + s), own) for num, own in forms if own is not None and num >= s
+            ]
+            told = {whole for least, most in ends for whole in range(least, min(most, s) + 1)}
+            for whole in {0} if counted is None else told:
                 rest = np.full_like(start, np.inf)
                 for move in self._moves:
-                    if low < high and self._may(move, s, whole):
-                        after = self._after(move, s, whole, low, high)
-                        total = room[: len(move.best), : high - low]
-                        np.add(move.best[:, low:high], after, out=total)
-                        least = np.minimum.reduce(total, axis=0)
-                        np.minimum(rest[low:high], least, out=rest[low:high])
-                rests.append(rest)
+                    if self._may(move, s, whole):
+                        self._lengthen(move, s, whole, (low, high), alive, room, rest)
+                rests[whole] = rest
             self._rests.append(rests)
+            there = [np.isfinite(rest[:, -1]) for rest in rests.values()]
+            alive.append(span_of(np.any(there, axis=0)))
+
+    def _latest(self, num: int, layers: int) -> list[int]:
+        """By first stages, with which layer others begin at last."""
+        moves: dict[int, Array] = {}
+        for move in self._moves:
+            lengths = np.arange(len(move.best))[:, None] + self._runs[move.sort].shortest
+            ends = np.where(np.isfinite(move.best[:, :, -1]), lengths + np.arange(layers), 0)
+            last = np.maximum.accumulate(ends.max(axis=0))
+            moves[move.sort.stages] = np.maximum(last, moves.get(move.sort.stages, 0))
+        found = [0]
+        for n in range(1, num + 1):
+            each = [
+                own[min(found[n - stages], layers - 1)]
+                for stages, own in moves.items()
+                if stages <= n
+            ]
+            found.append(int(max(each, default=0)))
+        return found
+
+    def _lengthen(
+        self,
+        move: _RunMove,
+        num: int,
+        whole: int,
+        rows: Span,
+        alive: Sequence[Span],
+        room: Array,
+        rest: Array,
+    ) -> None:
+        """Put runs before what is left, where their first layers and those after them may lie."""
+        shortest, (first, last) = self._runs[move.sort].shortest, alive[num - move.sort.stages]
+        low = max(rows[0], first - shortest - len(move.best) + 1)
+        high = min(rows[1], last - shortest)
+        begin = max(0, first - shortest - high + 1)
+        end = min(len(move.best), last - shortest - low)
+        if low < high and begin < end:
+            after = self._after(move, num, whole, (low, high), (begin, end))
+            total = room[: end - begin, : high - low]
+            np.add(move.best[begin:end, low:high], after, out=total)
+            least = np.minimum.reduce(total, axis=0)
+            np.minimum(rest[low:high], least, out=rest[low:high])
 
     def _move(self, sort: Sort, counts: int, kinds: Sequence[int], room: Array) -> _RunMove:
         some, best = self._runs[sort], None
@@ -328,17 +393,21 @@ class RunPass:
     def _may(self, move: _RunMove, num: int, whole: int) -> bool:
         """Whether so many stages, of which so many are counted, may begin with such a run."""
         left = num - move.sort.stages
-        return left >= 0 and 0 <= whole - move.counts < len(self._rests[left])
+        return (
+            left >= 0
+            and whole - move.counts in self._rests[left]
+            and move.sort.suits(num, move.kinds, self._wholes)
+        )
 
-    def _after(self, move: _RunMove, num: int, whole: int, low: int, high: int) -> Array:
-        """[J, high-low, W] What is left of them after runs that begin at these layers."""
+    def _after(self, move: _RunMove, num: int, whole: int, rows: Span, more: Span) -> Array:
+        """[J, R, W] What is left of them after runs that begin at these layers, of such lengths."""
         rest = self._rests[num - move.sort.stages][whole - move.counts]
         by_layer, by_interval = rest.strides
         return np.ndarray(
-            (len(move.best), high - low, self.num_intervals),
+            (more[1] - more[0], rows[1] - rows[0], self.num_intervals),
             rest.dtype,
             rest,
-            (low + self._runs[move.sort].shortest) * by_layer,
+            (rows[0] + self._runs[move.sort].shortest + more[0]) * by_layer,
             (by_layer, by_layer, by_interval),
         )
 
@@ -347,25 +416,26 @@ class RunPass:
 
         Args:
             num: Stages.
-            whole: How many of them are counted; None: any number.
+            whole: How many of them are counted; None: that is not asked.
         """
         rests = self._rests[num]
         if whole is None:
-            return np.min([rest[0] for rest in rests], axis=0).astype(float)
-        if whole >= len(rests):
-            return np.full(self.num_intervals, np.inf)
+            return np.min([rest[0] for rest in rests.values()], axis=0).astype(float)
         return rests[whole][0].astype(float)
 
     def pipeline(self, w: int, num: int, whole: int | None) -> list[Run]:
         """The runs of the best one of an interval."""
         found, layer = [], 0
         if whole is None:
-            whole = int(np.argmin([rest[0, w] for rest in self._rests[num]]))
+            rests = self._rests[num]
+            whole = min(rests, key=lambda own: float(rests[own][0, w]))
         while num:
             each = [
                 (
                     move.best[:, layer, w]
-                    + self._after(move, num, whole, layer, layer + 1)[:, 0, w],
+                    + self._after(move, num, whole, (layer, layer + 1), (0, len(move.best)))[
+                        :, 0, w
+                    ],
                     move,
                 )
                 for move in self._moves
