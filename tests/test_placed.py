@@ -256,23 +256,28 @@ def looked_at(chain, seconds, numbers=None, most=1000):
     return nodes
 
 
+def placed_chains(rng, num, layers=(1, 4)):
+    """Random ones whose nodes have devices of one kind each, and the best of all placed plans."""
+    for seed in range(num):
+        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
+        work, times = random_work(rng, described, layers)
+        kinds = _propose._kinds(described, 1)
+        key = _propose.Alternative(1, 1, recompute=False)
+        chain = _propose._chain(work, key, described, kinds, times, [])
+        if tables(chain).shared is None:
+            continue  # some node has devices of two kinds
+        best = best_placed(chain, list(kinds.values()), described)
+        if best < np.inf:
+            yield seed, chain, best
+
+
 @pytest.mark.slow
 def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
     """Beside every placement of every plan; for times that some plan keeps, and that none does."""
     rng = np.random.default_rng(5)
     before, after, num_nodes = [], [], []
-    for seed in range(90):
-        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
-        work, times = random_work(rng, described)
-        kinds = _propose._kinds(described, 1)
-        key = _propose.Alternative(1, 1, recompute=False)
-        chain = _propose._chain(work, key, described, kinds, times, [])
+    for seed, chain, best in placed_chains(rng, 90):
         t = tables(chain)
-        if t.shared is None:
-            continue  # some node has devices of two kinds
-        best = best_placed(chain, list(kinds.values()), described)
-        if best == np.inf:
-            continue
         for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
             nodes = looked_at(chain, seconds, most=12)
             assert nodes.least <= best * (1 + 1e-9), seed
@@ -300,17 +305,7 @@ def test_no_plan_is_faster_than_what_copies_have_alike_allows(monkeypatch):
     monkeypatch.setattr(_node_runs, "_TOLD_TAIL", 9.0)
     rng = np.random.default_rng(7)
     num = 0
-    for seed in range(12):
-        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
-        work, times = random_work(rng, described, (4, 8))
-        kinds = _propose._kinds(described, 1)
-        key = _propose.Alternative(1, 1, recompute=False)
-        chain = _propose._chain(work, key, described, kinds, times, [])
-        if tables(chain).shared is None:
-            continue  # some node has devices of two kinds
-        best = best_placed(chain, list(kinds.values()), described)
-        if best == np.inf:
-            continue
+    for seed, chain, best in placed_chains(rng, 12, (4, 8)):
         for seconds in (0.97 * best, 1.0001 * best, 1.1 * best):
             nodes = looked_at(chain, seconds, most=40)
             assert nodes.least <= best * (1 + 1e-9), seed
