@@ -426,7 +426,7 @@ def check(job, code):
     for started in (e for e in events if e["what"] == "Started"):
         for pid in started["pids"].values():
             assert not pathlib.Path(f"/proc/{pid}").exists(), pid
-    left_behind.wait_until_no_folder()
+    left_behind.wait_until_none()
 
 
 def num_lost(events, most):

@@ -18,12 +18,12 @@ def folders_of(pid):
     return list(_SHARED_MEMORY.glob(f"hxla-elastic-{pid}-*"))
 
 
-def wait_until_no_folder(seconds=10, folders=left_in_memory):
-    """Until folders are gone: the janitor removes what is written while they are."""
+def wait_until_none(found=left_in_memory, seconds=10):
+    """Until no file or folder is found: the janitor removes what is written while they go."""
     until = time.monotonic() + seconds
-    while left := folders():
+    while left := found():
         assert time.monotonic() < until, [[f, *f.rglob("*")] for f in left]
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def started_by(pid):

@@ -98,7 +98,7 @@ class Scheduled:
 
     def check_nothing_is_left(self):
         left_behind.wait_until_gone(self.pids())
-        left_behind.wait_until_no_folder()
+        left_behind.wait_until_none()
 
 
 MOST_SECONDS = 240.0  # for one thing to happen, however busy the machine is

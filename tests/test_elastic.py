@@ -506,7 +506,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp
     finally:
         job.stop()
     left_behind.wait_until_gone(pids)
-    left_behind.wait_until_no_folder(folders=lambda: left_behind.folders_of(job.process.pid))
+    left_behind.wait_until_none(lambda: left_behind.folders_of(job.process.pid))
     again = elastic_chaos.Job(tmp_path, 60, 0.0, [0.5], saves)
     try:
         assert again.end(120) == 0, again.tail()

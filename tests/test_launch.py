@@ -77,12 +77,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_cgroup(tmp_path):
     assert not alive
     place = _throttle.cgroup_parent()
     if place is not None:
-        for _ in range(100):
-            left = list(place[1].glob(f"hxla-{job.pid}-*"))
-            if not left:
-                break
-            time.sleep(0.1)
-        assert not left
+        left_behind.wait_until_none(lambda: list(place[1].glob(f"hxla-{job.pid}-*")))
 
 
 NAMES = """
@@ -109,10 +104,7 @@ def test_a_kill_leaves_no_name_in_shared_memory(tmp_path, victim):
     children = [p for p in psutil.Process(job.pid).children() if "script.py" in str(p.cmdline())]
     (job if victim == "launcher" else children[0]).send_signal(signal.SIGKILL)
     job.communicate(timeout=30)
-    until = time.monotonic() + 10
-    while left := [path for path in found if path.exists()]:
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    left_behind.wait_until_none(lambda: [path for path in found if path.exists()])
 
 
 RECEIVES = """
@@ -139,12 +131,12 @@ for pid in others:
 """
 
 
-def test_what_a_host_still_receives_as_it_closes_goes_too(tmp_path):
+def test_what_a_host_still_receives_as_it_closes_goes_too():
     """A file that comes while the folder's others go keeps the folder."""
     script = [sys.executable, "-c", RECEIVES]
     done = subprocess.run(script, check=True, capture_output=True, text=True)
     folder = pathlib.Path(done.stdout.strip())
-    left_behind.wait_until_no_folder(folders=lambda: [p for p in [folder] if p.exists()])
+    left_behind.wait_until_none(lambda: [p for p in [folder] if p.exists()])
 
 
 def test_sigterm_is_passed_on(tmp_path):

@@ -343,7 +343,7 @@ def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_
         assert "resumed from step" in texts[0]
         [told] = [line.split("] ")[-1] for line in texts[0].splitlines() if "sha256" in line]
         assert told == elastic_chaos.undisturbed_line(int(told.split()[-2]), "-n", "1")
-        left_behind.wait_until_no_folder(120)
+        left_behind.wait_until_none(seconds=120)
     finally:
         job.stop()
 

@@ -11,27 +11,25 @@ _JANITOR = """
 import os, shutil, sys, time
 if os.fork():  # an actor of Ray that ends kills its children
     os._exit(0)
+
+def remove(path, how, seconds):  # a file may come while others go
+    until = time.monotonic() + seconds
+    while os.path.exists(path) and time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            how(path)
+        time.sleep(0.02)
+
 lines = sys.stdin.read().split("\\n")
 if "done" not in lines:
     for line in lines:
         if line.isdigit():
             end_group(int(line))
     for line in lines:
-        for _ in range(100 if line.startswith("/") else 0):
-            try:
-                os.rmdir(line)
-            except FileNotFoundError:
-                break
-            except OSError:
-                time.sleep(0.02)
-            else:
-                break
+        if line.startswith("/"):
+            remove(line, os.rmdir, 2)
 for line in lines:
-    for _ in range(600 if line.startswith("rm ") else 0):  # a file may come while others go
-        shutil.rmtree(line[3:], ignore_errors=True)
-        if not os.path.exists(line[3:]):
-            break
-        time.sleep(0.1)
+    if line.startswith("rm "):
+        remove(line[3:], shutil.rmtree, 60)
 """
 
 

@@ -254,12 +254,9 @@ class NodeRuns:
         has_fills: bool = True,
     ) -> tuple[list[RunPass], dict[RunForm, Array]]:
         """And [W] by form fill / period + prices."""
-        kind = cell.counted
+        known = cell.floors, cell.counted, cell.windows, cell.wholes
         passes = [
-            RunPass(
-                *(block, prices.runs, cell.floors, kind, cell.windows, cell.wholes, self._check),
-                has_fills=has_fills,
-            )
+            RunPass(block, prices.runs, *known, self._check, has_fills=has_fills)
             for block in blocks
         ]
         fills = {
@@ -340,7 +337,7 @@ class NodeRuns:
             prices, seconds = self._packing.prices(cell, columns, seconds)
             if best > seconds - _ENOUGH * (self.seconds - seconds):
                 break
-        return self._parts(dataclasses.replace(cell, columns=tuple(columns)), best)
+        return self._parts(dataclasses.replace(cell, columns=tuple(columns)))
 
     def _narrowed(self, cell: RunCell, look: _Look, prices: Array) -> RunCell:
         """What a look left of it."""
@@ -348,15 +345,10 @@ class NodeRuns:
         cell = dataclasses.replace(cell, floors=floors, span=look.span, prices=prices)
         return cell.below(self.seconds * (1 - 1e-9))
 
-    def _parts(self, cell: RunCell, best: float) -> list[RunCell]:
-        """With finer periods, or of a half of its tails, or of each form; none: it stays so.
-
-        Args:
-            cell: With a floor that need not be of its runs.
-            best: The floor that prices gave.
-        """
+    def _parts(self, cell: RunCell) -> list[RunCell]:
+        """With finer periods, or of each form, or halves of a cell; none: it stays so."""
         low, high = cell.tail
-        is_narrow = self._is_narrow(cell)
+        is_narrow = high - low <= _LEAST_TAIL * self.seconds
         is_near = cell.floor * (1 + 1.5 * (_RATIOS[cell.level] - 1)) > self.seconds
         # A copy's microbatches, and how many of them a period of an interval may mean more.
         num = self._num_microbatches / self._packing.most_copies(cell.copies, cell.nums[-1])
@@ -377,7 +369,7 @@ class NodeRuns:
         if parts:
             return [dataclasses.replace(cell, floors=own) for own in parts]
         options = self._packing.told(cell) if high - low < _TOLD_TAIL * self.seconds else []
-        if not self._is_narrow(cell):
+        if not is_narrow:
             middle = (low + high) / 2
             halves = (low, middle), (middle, high)
             options.append([dataclasses.replace(cell, tail=half) for half in halves])
@@ -392,9 +384,6 @@ class NodeRuns:
         for form, floor in cell.floors.items():
             self._floors[form.num] = min(self._floors[form.num], floor)
         return []
-
-    def _is_narrow(self, cell: RunCell) -> bool:
-        return cell.tail[1] - cell.tail[0] <= _LEAST_TAIL * self.seconds
 
     def _finer(self, level: int, span: Span) -> Span:
         """Intervals of the next grid that hold what some of a grid hold."""

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -40,33 +41,33 @@ class RunColumn:
     period: float
     tail: float
 
+    @functools.cached_property
+    def by_last(self) -> dict[int, Run]:
+        """Its runs by the stages from their first on, the last run first."""
+        nums = itertools.accumulate(run.sort.stages for run in reversed(self.runs))
+        return dict(zip(nums, reversed(self.runs), strict=True))
+
     @property
     def starts(self) -> dict[int, int]:
         """Where its runs begin, but the first: by the stages from there on."""
-        found, num = {}, 0
-        for run in reversed(self.runs[1:]):
-            num += run.sort.stages
-            found[num] = run.layers[0]
-        return found
+        return {num: run.layers[0] for num, run in self.by_last.items() if run.layers[0]}
 
     def is_within(self, windows: Mapping[int, Span], wholes: Wholes) -> bool:
         """Whether its runs begin where stages may, and are whole where they are to be."""
-        starts, num = self.starts, 0
-        for run in reversed(self.runs):
-            num += run.sort.stages
-            if not run.sort.suits(num, (run.kind,), wholes):
-                return False
-        return all(low <= starts.get(num, low) < high for num, (low, high) in windows.items())
+        starts = self.starts
+        return all(
+            run.sort.suits(num, (run.kind,), wholes) for num, run in self.by_last.items()
+        ) and all(low <= starts.get(num, low) < high for num, (low, high) in windows.items())
 
     @property
     def whole(self) -> set[tuple[int, int]]:
         """Stages of which a node has all copies, as `Wholes` has them."""
-        found, num = set(), 0
-        for run in reversed(self.runs):
-            if run.sort.whole == run.sort.stages:
-                found |= {(num + i + 1, run.kind) for i in range(run.sort.stages)}
-            num += run.sort.stages
-        return found
+        return {
+            (num - i, run.kind)
+            for num, run in self.by_last.items()
+            if run.sort.whole == run.sort.stages
+            for i in range(run.sort.stages)
+        }
 
     def form(self, kind: int | None) -> RunForm:
         """Its own, with the whole stages on a kind, if there is one."""

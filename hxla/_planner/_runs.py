@@ -292,7 +292,6 @@ class RunPass:
     ):
         self._runs = runs = block.runs
         self._has_fills = has_fills
-        self._wholes = wholes
         self._prices = prices
         self.num_intervals = block.num_intervals
         nums = [num for num, _ in forms]
@@ -310,9 +309,17 @@ class RunPass:
         # By last stages and by counted ones among them, [L+1+J, W] by first layer.
         self._rests = [{0: start}]
         alive = [(layers, layers + 1)]  # by last stages, where there are some
+        self._first_moves: list[list[_RunMove]] = [[]]  # by last stages, with which they may begin
         latest = self._latest(max(nums), layers)
         for s in range(1, max(nums) + 1):
             check()
+            self._first_moves.append(
+                [
+                    move
+                    for move in self._moves
+                    if move.sort.stages <= s and move.sort.suits(s, move.kinds, wholes)
+                ]
+            )
             # Stages before and after have a layer each.
             low, high = max(0, min(nums) - s), min(layers - s, latest[max(nums) - s]) + 1
             if s in windows:
@@ -325,9 +332,8 @@ class RunPass:
             told = {whole for least, most in ends for whole in range(least, min(most, s) + 1)}
             for whole in {0} if counted is None else told:
                 rest = np.full_like(start, np.inf)
-                for move in self._moves:
-                    if self._may(move, s, whole):
-                        self._lengthen(move, s, whole, (low, high), alive, room, rest)
+                for move in self._may(s, whole):
+                    self._lengthen(move, s, whole, (low, high), alive, room, rest)
                 rests[whole] = rest
             self._rests.append(rests)
             there = [np.isfinite(rest[:, -1]) for rest in rests.values()]
@@ -390,14 +396,13 @@ class RunPass:
         assert best is not None
         return _RunMove(sort, counts, tuple(kinds), best)
 
-    def _may(self, move: _RunMove, num: int, whole: int) -> bool:
-        """Whether so many stages, of which so many are counted, may begin with such a run."""
-        left = num - move.sort.stages
-        return (
-            left >= 0
-            and whole - move.counts in self._rests[left]
-            and move.sort.suits(num, move.kinds, self._wholes)
-        )
+    def _may(self, num: int, whole: int) -> list[_RunMove]:
+        """Runs with which so many stages, of which so many are counted, may begin."""
+        return [
+            move
+            for move in self._first_moves[num]
+            if whole - move.counts in self._rests[num - move.sort.stages]
+        ]
 
     def _after(self, move: _RunMove, num: int, whole: int, rows: Span, more: Span) -> Array:
         """[J, R, W] What is left of them after runs that begin at these layers, of such lengths."""
@@ -418,29 +423,16 @@ class RunPass:
             num: Stages.
             whole: How many of them are counted; None: that is not asked.
         """
-        rests = self._rests[num]
-        if whole is None:
-            return np.min([rest[0] for rest in rests.values()], axis=0).astype(float)
-        return rests[whole][0].astype(float)
+        return self._rests[num][whole or 0][0].astype(float)
 
     def pipeline(self, w: int, num: int, whole: int | None) -> list[Run]:
         """The runs of the best one of an interval."""
-        found, layer = [], 0
-        if whole is None:
-            rests = self._rests[num]
-            whole = min(rests, key=lambda own: float(rests[own][0, w]))
+        found, layer, whole = [], 0, whole or 0
         while num:
-            each = [
-                (
-                    move.best[:, layer, w]
-                    + self._after(move, num, whole, (layer, layer + 1), (0, len(move.best)))[
-                        :, 0, w
-                    ],
-                    move,
-                )
-                for move in self._moves
-                if self._may(move, num, whole)
-            ]
+            each = []
+            for move in self._may(num, whole):
+                after = self._after(move, num, whole, (layer, layer + 1), (0, len(move.best)))
+                each.append((move.best[:, layer, w] + after[:, 0, w], move))
             own, move = min(each, key=lambda x: float(x[0].min()))
             i, some, sort = int(own.argmin()), self._runs[move.sort], move.sort
             price, card = self._prices[sort]
