@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 import time
 
+import hypothesis
 import psutil
 import pytest
 
@@ -39,6 +40,12 @@ def _share_entries_of_all_devices():
 
 
 _share_entries_of_all_devices()
+
+# However slow or busy a machine is, no example takes too long.
+hypothesis.settings.register_profile(
+    "any pace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any pace")
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30

@@ -108,7 +108,7 @@ def simulate(schedule, *, recompute):
     return lowered
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from(NAMES), st.integers(2, 8), st.integers(1, 9), st.integers(1, 4), st.booleans()
 )
@@ -117,7 +117,7 @@ def test_every_buffer_holds_what_is_read_from_it(name, num_stages, rounds, chunk
     simulate(schedule, recompute=recompute)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.randoms(use_true_random=False),
     st.integers(2, 4),
@@ -129,7 +129,7 @@ def test_a_table_in_any_order_finds_what_it_reads(random, num_stages, num, chunk
     simulate(shuffled(random, num_stages, num, chunks), recompute=recompute)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(NAMES), st.integers(2, 8), st.integers(1, 9), st.integers(1, 3))
 def test_what_crosses_a_boundary_is_in_the_set_of_its_tick(name, num_stages, rounds, num_chunks):
     schedule = named(name, num_stages, rounds if name != "interleaved" else 2, num_chunks)
@@ -181,7 +181,7 @@ def test_residuals_take_as_many_buffers_as_the_schedule_keeps(name):
         assert found.num_residuals == max(schedule.peak_stash)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sampled_from(NAMES),
     st.integers(2, 8),

@@ -53,7 +53,7 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(states)
 def test_a_state_comes_back_as_it_was(state):
     assert same(state, from_text(to_text(state)))

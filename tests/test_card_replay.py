@@ -59,7 +59,7 @@ TWO = chain([1.0, 1.0], [2.0, 2.0], [50.0])
 ALONE = 1 + 0.5 + 3 + 0.5 + 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=6),
     st.integers(1, 9),

@@ -15,7 +15,7 @@ def compositions(total, parts):
         yield tuple(b - a - 1 for a, b in itertools.pairwise(edges))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), num=st.integers(1, 12), devices=st.integers(1, 4))
 def test_counts_are_the_optimum_of_exhaustive_search(data, num, devices):
     times = st.lists(st.floats(0.01, 10, allow_nan=False), min_size=devices, max_size=devices)
@@ -84,7 +84,7 @@ def exhaustive(num, seconds, memory, limits):
     return rest(0, num)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(data=st.data(), seconds=tables, num=st.integers(1, 12))
 def test_counts_from_any_table_are_the_optimum_of_exhaustive_search(data, seconds, num):
     sizes = st.integers(1, 9)

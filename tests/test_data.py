@@ -11,7 +11,7 @@ from hxla._run import _data
 from hxla._run import _sample_order as _order
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 50))
 def test_order_is_a_permutation(size, seed, epoch):
     order = _order.permute(np.arange(size), size, seed=seed, epoch=epoch)

@@ -37,7 +37,7 @@ def float_sum(terms: np.ndarray) -> np.ndarray:
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num=st.sampled_from([1, 2, 3, 8, 12, 64, 100]),
     spread=st.sampled_from([0.0, 1.0, 3.0]),
@@ -78,7 +78,7 @@ def draw_terms(rng, num, kind):
     return terms.astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num=st.sampled_from([1, 2, 3, 8, 12, 64, 100]),
     limbs=st.sampled_from([1, 2]),

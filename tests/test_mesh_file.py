@@ -93,7 +93,7 @@ def clusters(draw):
     )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(cluster=clusters())
 def test_any_cluster_that_is_written_reads_back_the_same(cluster, load):
     assert load(dump_cluster(cluster)) == cluster

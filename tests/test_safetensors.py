@@ -128,7 +128,7 @@ def test_a_header_of_another_form_is_refused(table, words, tmp_path):
         read_header(damaged(tmp_path, table))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_change_of_a_file_is_read_or_refused_quickly(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("x") / "x.safetensors"

@@ -45,7 +45,7 @@ def idle_seconds(timeline):
 
 def formula(*numbers):
     """Two hundred and more random sizes for what a closed formula says."""
-    many = hypothesis.settings(max_examples=250, deadline=None)
+    many = hypothesis.settings(max_examples=250)
     return lambda test: many(hypothesis.given(*numbers)(test))
 
 

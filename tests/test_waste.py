@@ -48,7 +48,7 @@ def test_the_optimum_is_the_smallest_time_in_which_all_microbatches_fit():
         assert num / found.perf == pytest.approx(least)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_perf_is_maxp_over_the_slowest_and_waste_is_the_rest(data):
     num_kinds = data.draw(st.integers(1, 3))
