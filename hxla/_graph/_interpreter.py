@@ -77,11 +77,12 @@ def run_ops(
         stack = op.stack.removeprefix(prefix).removesuffix(str(op.eqn.source_info.name_stack))
         stack = stack.strip("/")
         with jax.named_scope(stack) if stack else contextlib.nullcontext():
-            results = place.results(op, _evaluate(op, operands, place))
+            results = place.results(op, evaluate(op, operands, place))
         env.update(zip(op.outputs, results, strict=True))
 
 
-def _evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
+def evaluate(op: Op, operands: list[Any], place: ArrayPlacement) -> list[Any]:
+    """The results of one operation; see `run_ops`."""
     if not op.body or op.kind == "custom":
         return run_equation(op.eqn, operands)
 

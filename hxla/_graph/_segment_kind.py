@@ -1,10 +1,11 @@
 """Which segments of a graph are alike: what is found of one is true of the others."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ._graph import Graph, params_of
-from ._operations import Op
+from ._operations import Input, Op
 from ._segments import Segment
 
 
@@ -34,32 +35,43 @@ def segment_kind(graph: Graph, segment: Segment, trained: Collection[int] | None
         trained: Places of the model's parameters that are trained; None: all.
     """
     number: dict[int, int] = {}
-
-    def place(v: Any) -> Any:
-        if not isinstance(v, int):
-            return str(v)
-        if v not in number:
-            number[v] = len(number)
-        value = graph.values[v]
-        return number[v], value.shape, str(value.dtype), value.differentiable
-
-    def of(op: Op) -> Any:
-        # Rules of a user's own for gradients are not in the body: their place in the code is.
-        others = op.source if op.kind == "custom" else ""
-        if not op.body:
-            others = str(sorted(op.eqn.params.items()))
-        return (
-            *(op.name, others, op.iterations and op.iterations[1] - op.iterations[0]),
-            tuple(map(place, op.inputs)),
-            tuple(map(place, op.body_inputs)),
-            tuple(map(of, op.body)),
-            tuple(map(place, op.body_outputs)),
-            tuple(map(place, op.outputs)),
-        )
-
+    places = functools.partial(_places, graph, number)
     return (
-        tuple(map(of, segment.ops)),
-        tuple(map(place, segment.inputs)),
-        tuple(map(place, segment.outputs)),
+        tuple(_of(op, places) for op in segment.ops),
+        places(segment.inputs),
+        places(segment.outputs),
         tuple(trained_params(graph, segment, trained)),
+    )
+
+
+def op_kind(graph: Graph, op: Op) -> Any:
+    """Likewise of one operation."""
+    return _of(op, functools.partial(_places, graph, {}))
+
+
+def _places(graph: Graph, number: dict[int, int], inputs: Iterable[Input]) -> tuple[Any, ...]:
+    """What values are, each with a number by which it is known again; literals are themselves."""
+    out: list[Any] = []
+    for v in inputs:
+        if not isinstance(v, int):
+            out.append(str(v))
+            continue
+        value = graph.values[v]
+        own = number.setdefault(v, len(number))
+        out.append((own, value.shape, str(value.dtype), value.differentiable))
+    return tuple(out)
+
+
+def _of(op: Op, places: Callable[[Iterable[Input]], tuple[Any, ...]]) -> Any:
+    # Rules of a user's own for gradients are not in the body: their place in the code is.
+    others = op.source if op.kind == "custom" else ""
+    if not op.body:
+        others = str(sorted(op.eqn.params.items()))
+    return (
+        *(op.name, others, op.iterations and op.iterations[1] - op.iterations[0]),
+        places(op.inputs),
+        places(op.body_inputs),
+        tuple(_of(own, places) for own in op.body),
+        places(op.body_outputs),
+        places(op.outputs),
     )

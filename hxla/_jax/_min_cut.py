@@ -58,7 +58,6 @@ def halve(
     only_early: Collection[int] = (),
     only_late: Collection[int] = (),
     places: Collection[int] | None = None,
-    repeats: Callable[[Any], bool] = is_cheap,
 ) -> Halves:
     """Cut a program in two.
 
@@ -69,29 +68,46 @@ def halve(
         only_early: Places of arguments that are there for the early half only.
         only_late: Places of those that are there for the late half only.
         places: What is kept, as `Halves.places` of a like program has it; None: the fewest bytes.
-        repeats: Whether the late half may run an equation of the early one again.
     """
     jaxpr = closed.jaxpr
-    first, others = tuple(jaxpr.outvars[:num_first]), tuple(jaxpr.outvars[num_first:])
     gone = {jaxpr.invars[i] for i in only_early}
     coming = {jaxpr.invars[i] for i in only_late}
-    known = {*jaxpr.constvars, *jaxpr.invars} - gone - coming
-    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    order = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    if places is None:
+        kept = kept_between(jaxpr, num_first, gone, coming)
+        return _halves(closed, num_first, gone, coming, [v for v in order if v in kept])
+    return _halves(closed, num_first, gone, coming, [order[i] for i in sorted(places)])
 
-    order = [*jaxpr.invars, *maker]
-    if places is not None:
-        return _halves(closed, num_first, gone, coming, [order[i] for i in sorted(places)])
-    needed = {id(eqn) for eqn in backward_slice(jaxpr.eqns, first)}
+
+def kept_between(
+    program: Any,
+    num_first: int,
+    gone: Collection[Any],
+    coming: Collection[Any],
+    repeats: Callable[[Any], bool] = is_cheap,
+) -> set[Any]:
+    """The variables that `halve` keeps.
+
+    Args:
+        program: A jaxpr, or anything with its `constvars`, `invars`, `eqns` and `outvars`.
+        num_first: How many of its results are wanted early.
+        gone: Arguments that are there for the early half only.
+        coming: Those that are there for the late half only.
+        repeats: Whether the late half may run an equation of the early one again.
+    """
+    first, others = program.outvars[:num_first], program.outvars[num_first:]
+    known = {*program.constvars, *program.invars} - set(gone) - set(coming)
+    needed = {id(eqn) for eqn in backward_slice(program.eqns, first)}
     # What the early half can have, at most by cheap work beyond that for its own results.
-    can_be_early = known | gone
-    for eqn in jaxpr.eqns:
+    can_be_early = known | set(gone)
+    for eqn in program.eqns:
         if id(eqn) in needed or (repeats(eqn) and can_be_early.issuperset(variables(eqn.invars))):
             can_be_early |= set(eqn.outvars)
 
-    must_be_late = backward_slice(jaxpr.eqns, others, given=can_be_early)
+    must_be_late = backward_slice(program.eqns, others, given=can_be_early)
     read = variables([*(v for eqn in must_be_late for v in eqn.invars), *others])
-    kept = _fewest_bytes([v for v in read if v in can_be_early], maker, known, repeats)
-    return _halves(closed, num_first, gone, coming, [v for v in order if v in kept])
+    maker = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    return _fewest_bytes([v for v in read if v in can_be_early], maker, known, repeats)
 
 
 def _halves(

@@ -1,7 +1,7 @@
 """What lowering reads besides the graph: the user's words, and what a plan says of copies."""
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -13,7 +13,7 @@ from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
 from .._plan._layout import to_spec
 from .._plan._linked_dims import LinkedDims, planned_parts
-from .._plan._ownership import SUMMED_STATE, Ownership, ownership, traced_update
+from .._plan._ownership import SUMMED_STATE, Ownership, TracedUpdate, ownership, traced_update
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
 from .._planner._axes import shard_graph
@@ -46,17 +46,18 @@ class Training:
     num_groups: int = 1
     offload_directory: str | None = None
 
-    @property
-    def update_of(self) -> tuple[Optimizer, Any]:
-        """The optimizer and the shapes of what it trains."""
-        return self.optimizer, jax.eval_shape(lambda tree: tree, self.model.trained)
+    @functools.cached_property
+    def traced_update(self) -> TracedUpdate:
+        """The optimizer's, of what it trains."""
+        params = jax.eval_shape(lambda tree: tree, self.model.trained)
+        return traced_update(self.optimizer, params, self.update_clip_norm)
 
 
 def ownership_of(training: Training, plan: Plan) -> Ownership | None:
     """Which copy updates what, if not each everything."""
     if not plan.placement.zero:
         return None
-    own = ownership(*training.update_of, plan.granules, training.update_clip_norm)
+    own = ownership(training.traced_update, plan.granules)
     own = dataclasses.replace(own, cuts_params=plan.placement.zero > 2)
     if plan.axes:
         own = _on_axes(own, training, plan)
@@ -92,8 +93,8 @@ def whole_update_of(training: Training, plan: Plan) -> Independent | None:
     """
     if plan.placement.zero or plan.axes or plan.pipeline is not None or plan.sums.kind != "exact":
         return None
-    update, _ = traced_update(*training.update_of, training.update_clip_norm)
-    num = len(jax.tree.leaves(training.model.trained))
+    update = training.traced_update.update
+    num = training.traced_update.num_params
     domains = {d for d in update.domain_of[:num] if d is not None}
     return update if all(update.slices[d] for d in domains) else None
 

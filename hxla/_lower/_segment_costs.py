@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._graph._composed import Composed, Composer, Variable
+from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart, values_by_shape
+from .._jax._jaxpr import is_cheap, is_fused, variables
 from .._plan._sharding import Sharded
 from .._schedule._segment_sequence import CUT, INPUT
 from .._schedule._sequence_replay import Residuals, SegmentCost
@@ -30,6 +33,7 @@ def segment_costs(
     fused: bool = False,
     offloads: bool = False,
     residuals: Sequence[int] | None = None,
+    composer: Composer | None = None,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
@@ -45,17 +49,23 @@ def segment_costs(
         residuals: For each part the bytes of what its forward leaves besides its inputs and
             outputs; None: not known before compilation, and those in the midst of a part are taken
             to be cut as what else has their shape there.
+        composer: Of the graph, where `residuals` are not known; None: a new one.
     """
+    composer = composer or Composer(sharded.graph)
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
-    firsts: dict[Any, StagePart] = {}
+    kinds: dict[Any, tuple[list[Variable], bool]] = {}
     out = []
     for i, stage in enumerate(stages):
-        like = firsts.setdefault(stage.kind, stage)  # of equal ones the first is traced
         if residuals is None:
-            own = like.own_residual_bytes(_fewest_parts(sharded, stage.part), fused=fused)
+            kind = stage.kind
+            if kind not in kinds:
+                kinds[kind] = _own_residuals(stage.composed(composer), stage.part, fused=fused)
+            left, reads_input = kinds[kind]
+            parts = _fewest_parts(sharded, stage.part)
+            own = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)
         else:
-            own = residuals[i]
+            own, reads_input = residuals[i], stage.reads_its_input
         floats = {v for later in stages[i:] for v in later.above_floats}
         grads = sum(sharded.device_bytes(v) for v in crossing[i] if v in floats)
         if temporary is None:
@@ -66,11 +76,11 @@ def segment_costs(
             forward, backward = temporary[i][0], temporary[i][-1]
         name = INPUT if stage.part.is_last else CUT
         both = known[i] * (1 + _BACKWARD_WORK) if stage.part.is_last else known[i] * _BACKWARD_WORK
-        left = Residuals(
+        made = Residuals(
             name=name,
             # Not none: only the last starts from its input alone.
             num_bytes=0 if stage.part.is_last else max(own, 1),
-            reads_input=stage.part.is_last or like.reads_its_input,
+            reads_input=stage.part.is_last or reads_input,
             forward_seconds=known[i],
             backward_seconds=both,
             forward_temporary_bytes=forward,
@@ -82,13 +92,26 @@ def segment_costs(
                 input_bytes=sum(map(sharded.waiting_bytes, crossing[i])),
                 input_gradient_bytes=grads,
                 forward_seconds=known[i],
-                residuals=(left,),
+                residuals=(made,),
                 # A forward makes its residuals, whether they are kept or not.
                 forward_temporary_bytes=forward + own,
                 offload_seconds=0.0 if offloads else None,
             )
         )
     return out
+
+
+def _own_residuals(
+    program: Composed, part: ChainPart, *, fused: bool
+) -> tuple[list[Variable], bool]:
+    """What a forward leaves besides inputs and outputs, and whether backwards read its inputs."""
+    inputs = {program.arguments[v] for v in part.inputs}
+    alone, kept = (
+        program.kept(part.inputs, repeats, is_last=part.is_last)
+        for repeats in (is_cheap, is_fused if fused else is_cheap)
+    )
+    there = inputs.union(variables(program.results))
+    return [v for v in kept if v not in there], not inputs.isdisjoint(alone)
 
 
 def _fewest_parts(sharded: Sharded, part: ChainPart) -> Callable[[Sequence[int]], int]:

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._graph._composed import Composed, Composer
 from .._graph._graph import Graph, shapes_of
 from .._graph._interpreter import ArrayPlacement, Env
-from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart, run_part
 from .._graph._segment_kind import segment_kind
 from .._jax._cpu_dots import uncrossed
-from .._jax._jaxpr import ClosedJaxpr, is_cheap, is_fused
+from .._jax._jaxpr import ClosedJaxpr
 from .._jax._min_cut import Halves, halve
 from ._words import Words
 
@@ -99,6 +99,16 @@ class StagePart:
         crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
         return own, self.trained, crossing, part.is_last
 
+    def composed(self, composer: Composer) -> Composed:
+        """Its forward and backward before they are traced, to tell what waits between them."""
+        part, own = self.part, [self._graph.param_values[p] for p in self.params]
+        results = self._graph.result_values if part.is_last else part.outputs
+        made = [v for v in results if isinstance(v, int)]
+        given_back = made[:1] if part.is_last else self.below_floats
+        wanted = [*(own[i] for i in self.trained), *self.above_floats]
+        arguments = (*own, *part.inputs, *self._given)
+        return composer.program(part.segment.ops, arguments, made, given_back, wanted)
+
     @functools.cached_property
     def _whole(self) -> ClosedJaxpr:
         """`(params, inputs, given, grads) -> (made, gradients of trained ones and of inputs)`."""
@@ -122,10 +132,6 @@ class StagePart:
 
     @functools.cached_property
     def _passes(self) -> Halves:
-        """Forward and backward."""
-        return self._halved(is_cheap)
-
-    def _halved(self, repeats: Callable[[Any], bool]) -> Halves:
         """Forward and backward, which may run some equations of the forward again."""
         ends = np.cumsum([len(own) for own in self._shapes])
         num_grads = len(self.trained) + len(self.above.floats)
@@ -134,7 +140,6 @@ class StagePart:
             len(self._whole.jaxpr.outvars) - num_grads,
             only_early=range(ends[0], ends[1]),
             only_late=range(ends[2], ends[3]),
-            repeats=repeats,
         )
 
     @functools.cached_property
@@ -158,9 +163,7 @@ class StagePart:
     @functools.cached_property
     def _found(self) -> list[tuple[str, int]]:
         """For each residual where it is found: among inputs, outputs, or on its own."""
-        return self._places(self._passes)
-
-    def _places(self, halves: Halves) -> list[tuple[str, int]]:
+        halves = self._passes
         early = halves.early
         ends = len(early.invars) - len(self._shapes[2])
         inputs = {v: i for i, v in enumerate(early.invars[ends - len(self.part.inputs) : ends])}
@@ -176,21 +179,6 @@ class StagePart:
                 out.append(("own", own))
                 own += 1
         return out
-
-    def own_residual_bytes(
-        self, parts: Callable[[Sequence[int]], int] = lambda _: 1, *, fused: bool = False
-    ) -> int:
-        """Of what a forward leaves for its backward besides its inputs and outputs.
-
-        Args:
-            parts: From the shape of an array to how many parts it is cut into, of which one counts.
-            fused: Whether both are one program with those of the other parts, in which XLA runs
-                again only what it fuses into its readers.
-        """
-        halves = self._halved(is_fused) if fused else self._passes
-        pairs = zip(self._places(halves), halves.kept, strict=True)
-        own = [x for (where, _), x in pairs if where == "own"]
-        return sum(bytes_of(x.shape, x.dtype) // parts(x.shape) for x in own)
 
     @property
     def below_floats(self) -> tuple[int, ...]:

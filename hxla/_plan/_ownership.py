@@ -233,21 +233,32 @@ class Ownership:
         return Shares(self.granules, tuple(None if d is None else self.owners[d] for d in domains))
 
 
-def ownership(
-    optimizer: Optimizer, params: PyTree, granules: Sequence[int], clip_norm: float | None = None
-) -> Ownership:
+@dataclasses.dataclass(frozen=True)
+class TracedUpdate:
+    """An optimizer's update.
+
+    Attributes:
+        update: What of it is independent.
+        arrays: Shapes of what it makes anew: parameters and the optimizer's state.
+        num_params: Of them.
+    """
+
+    update: Independent
+    arrays: Sequence[Any]
+    num_params: int
+
+
+def ownership(traced: TracedUpdate, granules: Sequence[int]) -> Ownership:
     """Share out an optimizer's update.
 
     What may be cut is cut by granules. The rest, largest first, goes to the copy that has the
     least for its granules.
 
     Args:
-        optimizer: The user's own.
-        params: Shapes of the trained parameters.
+        traced: The update.
         granules: Of each copy of a group.
-        clip_norm: Global norm to which gradients are clipped first; None: not at all.
     """
-    found, arrays = traced_update(optimizer, params, clip_norm)
+    found, arrays = traced.update, traced.arrays
     sizes = [0] * len(found.slices)
     for domain, x in zip(found.domain_of, arrays, strict=False):
         if domain is not None:
@@ -259,22 +270,18 @@ def ownership(
             continue
         best = min(range(len(granules)), key=lambda c: (load[c] + sizes[d]) / granules[c])
         owners[d], load[best] = best, load[best] + sizes[d]
-    num = len(jax.tree.leaves(params))
-    return Ownership(found, tuple(granules), tuple(owners), num)
+    return Ownership(found, tuple(granules), tuple(owners), traced.num_params)
 
 
 def traced_update(
     optimizer: Optimizer, params: PyTree, clip_norm: float | None = None
-) -> tuple[Independent, list[Any]]:
+) -> TracedUpdate:
     """Trace an update, and find what of it is independent.
 
     Args:
         optimizer: The user's own.
         params: Shapes of the trained parameters.
         clip_norm: Global norm to which gradients are clipped first; None: not at all.
-
-    Returns:
-        The update, and the shapes of what it makes anew: parameters and the optimizer's state.
     """
     leaves, tree = jax.tree.flatten(params)
     state, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
@@ -291,4 +298,5 @@ def traced_update(
 
     value = jax.ShapeDtypeStruct((), np.float32)
     same = [*range(num), -1]
-    return independent(update, [*leaves, *state], [*leaves, value], same), [*leaves, *state]
+    arrays = [*leaves, *state]
+    return TracedUpdate(independent(update, arrays, [*leaves, value], same), arrays, num)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from .._cluster._cluster import Cluster
+from .._graph._composed import Composer
 from .._graph._graph import Graph, params_of
 from .._graph._interpreter import AS_THEY_ARE
 from .._graph._parts import graph_at, graph_of
@@ -294,7 +295,9 @@ def costs_of(
         for part in direct_parts(ordered, own)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
+    composer = Composer(ordered)
     alone, fused = (
-        segment_costs(cut, stages, fused=one, offloads=offloads) for one in (False, True)
+        segment_costs(cut, stages, fused=one, offloads=offloads, composer=composer)
+        for one in (False, True)
     )
     return tuple(alone), tuple(fused)

@@ -3,14 +3,11 @@
 import contextlib
 from collections.abc import Sequence
 
-import jax
-
 from .._cluster._cluster import Cluster
 from .._cluster._libraries import are_unlike, in_words
 from .._core._errors import PlanError
 from .._launch._member import own_member
 from .._model._functional import leaf_names
-from .._model._optimizer import Optimizer
 from .._plan._ownership import SUMMED_STATE, Ownership, ownership
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
@@ -97,11 +94,7 @@ def with_shared_state(
 
 def shared_update(job: TracedJob, plan: Plan, granules: tuple[int, ...]) -> Ownership:
     """Which copy of a group would update what, with so many granules each."""
-    model = job.functional(plan.microbatch_size)
-    params = jax.eval_shape(lambda tree: tree, model.trained)
-    return ownership(
-        Optimizer(job.optimizer), params, granules, job.settings.communication.update_clip_norm
-    )
+    return ownership(job.traced_update(plan.microbatch_size), granules)
 
 
 def could_share(plan: Plan) -> bool:

@@ -32,6 +32,7 @@ from .._model._functional import Functional, functional, tree_bytes
 from .._model._loss_scale import own_variables, with_loss_scale
 from .._model._optimizer import Optimizer
 from .._model._trainable import Trainable
+from .._plan._ownership import TracedUpdate, traced_update
 from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
 from .._plan._precision import Precision
@@ -87,6 +88,7 @@ class TracedJob:
     _models: dict[int, PrecisionCalls] = dataclasses.field(default_factory=dict, init=False)
     _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
     _optimizer_bytes: list[int] = dataclasses.field(default_factory=list, init=False)
+    _updates: list[TracedUpdate] = dataclasses.field(default_factory=list, init=False)
     _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
     _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
     _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
@@ -181,6 +183,14 @@ class TracedJob:
             state = jax.eval_shape(Optimizer(self.optimizer).init, trained)
             self._optimizer_bytes.append(tree_bytes(state))
         return self._optimizer_bytes[0]
+
+    def traced_update(self, size: int) -> TracedUpdate:
+        """The optimizer's update of the whole model: the same at every size."""
+        if not self._updates:
+            params = jax.eval_shape(lambda tree: tree, self.functional(size).trained)
+            norm = self.settings.communication.update_clip_norm
+            self._updates.append(traced_update(Optimizer(self.optimizer), params, norm))
+        return self._updates[0]
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
