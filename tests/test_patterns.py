@@ -12,9 +12,11 @@ import hxla
 from hxla._graph._factors import PATTERNS, Factor, fits
 from hxla._graph._operations import leaves
 from hxla._graph._trace import trace_sums
+from hxla._planner import _assignment_problem
 from hxla._planner._assign import assign
 from hxla._planner._assignment_problem import ChoiceNode as Node
 from hxla._planner._assignment_problem import Edge, Problem, cost, solve
+from hxla._planner._elimination import least_cost
 
 
 def random_problem(rng):
@@ -55,7 +57,29 @@ def test_the_choice_is_that_of_exhaustive_enumeration(seed):
     problem = random_problem(np.random.default_rng(seed))
     ranges = [range(len(node.choices)) for node in problem.nodes]
     best = min(cost(problem, c) for c in itertools.product(*ranges))
-    assert cost(problem, solve(problem)) == pytest.approx(best)
+    assert cost(problem, solve(problem)) == pytest.approx(best, rel=1e-12)
+    assert cost(problem, _assignment_problem._by_programme(problem)) == pytest.approx(best)
+
+
+def test_equations_that_read_all_others_are_solved_as_a_programme():
+    """A table of all states of a dozen nodes would have 244 million entries."""
+    rng = np.random.default_rng(2)
+    states = [None, 0, 1, 2, 3]
+    nodes = [
+        Node(choices=tuple(((s,) * i, (s,), float(rng.integers(50))) for s in states))
+        for i in range(12)
+    ]
+    edges = [
+        Edge(source=k, result=0, target=i, operand=k, num_bytes=float(b), differentiable=True)
+        for i in range(12)
+        for k, b in enumerate(rng.integers(1, 9, i))
+    ]
+    problem = Problem(num_devices=4, nodes=tuple(nodes), edges=tuple(edges))
+    tables = _assignment_problem._cost_tables(problem)
+    assert least_cost([5] * 12, tables, _assignment_problem._MOST_ENTRIES) is None
+    found = cost(problem, solve(problem))
+    assert found <= min(cost(problem, [c] * 12) for c in range(5))
+    assert found <= min(cost(problem, c) for c in rng.integers(5, size=(300, 12)))
 
 
 def assigned(run, params, x, n=4):

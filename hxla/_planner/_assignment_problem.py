@@ -2,8 +2,9 @@
 
 Every equation takes one of its factors or runs whole; every array gets the state that its maker
 leaves and is brought to the state that each reader wants. The choice of least communication,
-forward and backward, is an integer program, solved to proven optimality by HiGHS: first without
-whole numbers, in half the time, which mostly ends with them all the same.
+forward and backward, is found to proven optimality by eliminating equations one after another. A
+program whose equations are connected too densely for that is an integer program, solved by HiGHS:
+first without whole numbers, in half the time, which mostly ends with them all the same.
 
 References:
     Whale, USENIX ATC 2022, section 3.2.2 (patterns of least communication).
@@ -12,14 +13,17 @@ References:
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import scipy
 
 from .._core._errors import PlanError
+from ._elimination import Table, least_cost
 
 _WHOLE = 1e-6  # a number as near a whole one is one, as for the solver itself
+
+_MOST_ENTRIES = 1 << 20  # of a table of costs: 8 MB
 
 State = int | None  # the dimension that is cut, or None: whole on each device
 
@@ -121,6 +125,37 @@ def solve(problem: Problem) -> tuple[int, ...]:
     Raises:
         PlanError: If the solver fails.
     """
+    sizes = [len(node.choices) for node in problem.nodes]
+    chosen = least_cost(sizes, _cost_tables(problem), _MOST_ENTRIES)
+    return tuple(_by_programme(problem) if chosen is None else chosen)
+
+
+def _states(problem: Problem, edge: Edge) -> tuple[list[State], list[State]]:
+    """Of an array, as each choice of its maker leaves it, and as each of its reader's wants it."""
+    made = [c[1][edge.result] for c in problem.nodes[edge.source].choices]
+    wanted = [c[0][edge.operand] for c in problem.nodes[edge.target].choices]
+    return made, wanted
+
+
+def _cost_tables(problem: Problem) -> Iterator[Table]:
+    for i, node in enumerate(problem.nodes):
+        yield (i,), np.array([c[2] for c in node.choices])
+    for edge in problem.edges:
+        made, wanted = _states(problem, edge)
+        known = {
+            pair: reshard_bytes(*pair, edge, problem.num_devices)
+            for pair in set(itertools.product(made, wanted))
+        }
+        costs = np.array([[known[m, w] for w in wanted] for m in made])
+        if not costs.any():
+            continue
+        if edge.source > edge.target:
+            yield (edge.target, edge.source), costs.T
+        else:
+            yield (edge.source, edge.target), costs
+
+
+def _by_programme(problem: Problem) -> list[int]:
     nodes, n = problem.nodes, problem.num_devices
     first = np.concatenate([[0], np.cumsum([len(node.choices) for node in nodes])]).astype(int)
     costs = [c[2] for node in nodes for c in node.choices]
@@ -142,10 +177,11 @@ def solve(problem: Problem) -> tuple[int, ...]:
     for edge in problem.edges:
         made: dict[State, list[int]] = {}
         wanted: dict[State, list[int]] = {}
-        for c, choice in enumerate(nodes[edge.source].choices):
-            made.setdefault(choice[1][edge.result], []).append(first[edge.source] + c)
-        for c, choice in enumerate(nodes[edge.target].choices):
-            wanted.setdefault(choice[0][edge.operand], []).append(first[edge.target] + c)
+        left, read = _states(problem, edge)
+        for column, state in enumerate(left, first[edge.source]):
+            made.setdefault(state, []).append(column)
+        for column, state in enumerate(read, first[edge.target]):
+            wanted.setdefault(state, []).append(column)
         pairs = list(itertools.product(made, wanted))
         weights = [reshard_bytes(m, w, edge, n) for m, w in pairs]
         if not any(weights):
@@ -182,4 +218,4 @@ def solve(problem: Problem) -> tuple[int, ...]:
         )
     if solved.x is None:
         raise PlanError(f"no choice of sharding patterns was found: {solved.message}")
-    return tuple(int(np.argmax(solved.x[first[i] : first[i + 1]])) for i in range(len(nodes)))
+    return [int(np.argmax(solved.x[first[i] : first[i + 1]])) for i in range(len(nodes))]
