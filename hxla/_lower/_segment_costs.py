@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._graph._composed import Composed, Composer, Variable
+from .._graph._composed import Composed, Variable
 from .._graph._operations import bytes_of
 from .._graph._parts import ChainPart, values_by_shape
 from .._jax._jaxpr import is_cheap, is_fused, variables
@@ -33,7 +33,6 @@ def segment_costs(
     fused: bool = False,
     offloads: bool = False,
     residuals: Sequence[int] | None = None,
-    composer: Composer | None = None,
 ) -> list[SegmentCost]:
     """What the programs of each part take of a device; seconds in proportion to operations.
 
@@ -49,9 +48,7 @@ def segment_costs(
         residuals: For each part the bytes of what its forward leaves besides its inputs and
             outputs; None: not known before compilation, and those in the midst of a part are taken
             to be cut as what else has their shape there.
-        composer: Of the graph, where `residuals` are not known; None: a new one.
     """
-    composer = composer or Composer(sharded.graph)
     crossing = crossing_values([stage.part for stage in stages])
     known = [max(stage.part.segment.flops, 1.0) for stage in stages]
     kinds: dict[Any, tuple[list[Variable], bool]] = {}
@@ -60,7 +57,7 @@ def segment_costs(
         if residuals is None:
             kind = stage.kind
             if kind not in kinds:
-                kinds[kind] = _own_residuals(stage.composed(composer), stage.part, fused=fused)
+                kinds[kind] = _own_residuals(stage.composed, stage.part, fused=fused)
             left, reads_input = kinds[kind]
             parts = _fewest_parts(sharded, stage.part)
             own = sum(bytes_of(v.aval.shape, v.aval.dtype) // parts(v.aval.shape) for v in left)

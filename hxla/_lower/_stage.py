@@ -69,6 +69,7 @@ class StagePart:
         trained: Parameters that are trained: others have no gradient.
         on_cpu: Whether dots are written as a CPU likes them.
         wanted: Values whose gradient is wanted, if they have one; None: all.
+        composer: Of the graph, which knows equations of other parts too; None: a new one.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class StagePart:
         trained: Collection[int],
         on_cpu: bool,
         wanted: Collection[int] | None = None,
+        composer: Composer | None = None,
     ):
         self.part = part
+        self._composer = composer
         self._on_cpu = on_cpu
         self._graph = graph
         self.params = part.segment.params
@@ -99,7 +102,8 @@ class StagePart:
         crossing = len(part.inputs), self.above.floats, len(part.outputs), self.below.floats
         return own, self.trained, crossing, part.is_last
 
-    def composed(self, composer: Composer) -> Composed:
+    @functools.cached_property
+    def composed(self) -> Composed:
         """Its forward and backward before they are traced, to tell what waits between them."""
         part, own = self.part, [self._graph.param_values[p] for p in self.params]
         results = self._graph.result_values if part.is_last else part.outputs
@@ -107,6 +111,7 @@ class StagePart:
         given_back = made[:1] if part.is_last else self.below_floats
         wanted = [*(own[i] for i in self.trained), *self.above_floats]
         arguments = (*own, *part.inputs, *self._given)
+        composer = self._composer or Composer(self._graph)
         return composer.program(part.segment.ops, arguments, made, given_back, wanted)
 
     @functools.cached_property

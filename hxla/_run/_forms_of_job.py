@@ -290,14 +290,21 @@ def costs_of(
     ordered, own = graph_at(graph, "work", points)
     wanted = wanted_values(ordered, trained)
     entries = [i for i, p in enumerate(params_of(ordered)) if p in trained]
+    composer = Composer(ordered)
     stages = [
-        StagePart(ordered, part, AS_THEY_ARE, trained=entries, on_cpu=False, wanted=wanted)
+        StagePart(
+            ordered,
+            part,
+            AS_THEY_ARE,
+            trained=entries,
+            on_cpu=False,
+            wanted=wanted,
+            composer=composer,
+        )
         for part in direct_parts(ordered, own)
     ]
     cut = (sharded or Sharded(graph, {})).over(ordered)
-    composer = Composer(ordered)
     alone, fused = (
-        segment_costs(cut, stages, fused=one, offloads=offloads, composer=composer)
-        for one in (False, True)
+        segment_costs(cut, stages, fused=one, offloads=offloads) for one in (False, True)
     )
     return tuple(alone), tuple(fused)
