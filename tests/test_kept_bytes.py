@@ -14,6 +14,7 @@ from hxla._graph._operations import bytes_of
 from hxla._graph._parts import graph_at, graph_of, parts_of
 from hxla._graph._repeats import layer_points
 from hxla._graph._segments import cut_points, segments_at
+from hxla._jax._jaxpr import Literal, run_equation
 from hxla._lower._segment_costs import segment_costs
 from hxla._lower._segment_part import direct_parts
 from hxla._lower._stage import StagePart
@@ -55,6 +56,58 @@ def test_layers_are_counted_with_what_a_stage_of_them_keeps(name):
         stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
         real = sum(bytes_of(x.shape, x.dtype) for x in stage.residuals)
         assert real <= sum(kept[a:b]) <= 1.6 * real + 64, (a, b)
+
+
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_a_composed_program_keeps_what_the_traced_one_does(name):
+    """One is put together of the gradients of its equations, the other is jax's own gradient."""
+    graph = of_family(name)
+    trained = range(len(graph.param_values))
+    for part in parts_of(graph, cut_points(graph, 4)):
+        stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+        kept = stage.composed.kept(part.inputs, is_last=part.is_last)
+        found = sorted((v.aval.shape, str(v.aval.dtype)) for v in kept)
+        assert found == sorted((x.shape, str(x.dtype)) for x in stage.residuals), part.segment.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm", "moe"])
+def test_a_composed_program_makes_the_gradients_that_jax_makes(name):
+    graph = of_family(name)
+    [part] = parts_of(graph, ())
+    trained = range(len(graph.param_values))
+    stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+    composed, rng = stage.composed, np.random.default_rng(0)
+    arrays = {v: given_array(graph.values[v], rng) for v in composed.arguments}
+
+    @jax.jit
+    def by_equations(arrays):
+        env = {composed.arguments[v]: x for v, x in arrays.items()}
+        env |= {v: jnp.float32(1) for v in composed.coming.values()}
+        env |= dict(zip(composed.constvars, (x for _, x in graph.consts), strict=False))
+        for eqn in composed.eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
+        return [env[v] for v in composed.results], [env[v] for v in composed.gradients]
+
+    @jax.jit
+    def by_jax(arrays):
+        params = [arrays[graph.param_values[p]] for p in stage.params]
+        given = {v: arrays[v] for v in part.segment.given}
+        d_params, _, made = stage.backward(params, [], given, [])
+        return made, d_params
+
+    for found, wanted in zip(by_equations(arrays), by_jax(arrays), strict=True):
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * float(jnp.abs(y).max()))
+
+
+def given_array(value, rng):
+    """Floats near a half, or ones."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    floats = rng.normal(size=value.shape) * 0.1 + 0.5
+    return jnp.asarray(floats if value.differentiable else np.ones(value.shape), value.dtype)
 
 
 def test_a_layer_of_a_gpt_is_counted_as_the_closed_formula_has_it():
