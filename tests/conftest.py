@@ -4,8 +4,10 @@ import collections
 import gc
 import os
 import pathlib
+import subprocess
 import tempfile
 import time
+import zlib
 
 import hypothesis
 import psutil
@@ -68,17 +70,37 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests with the mark `thinned` each n-th set of parameters, but those that were named."""
+    """Of tests with the mark `thinned` each n-th set of parameters, of slow ones this run's part.
+
+    But those that were named.
+    """
     if int(os.environ.get("TEST_SETS", "1")) > 1 or any("[" in name for name in config.args):
         return
+    num, turn = slow_part()
     seen, kept, left = collections.Counter(), [], []
     for item in items:
-        mark = item.get_closest_marker("thinned")
+        mark, slow = item.get_closest_marker("thinned"), item.get_closest_marker("slow")
         name = item.nodeid.partition("[")[0]
-        (left if mark and seen[name] % mark.args[0] else kept).append(item)
+        is_thin = mark and seen[name] % mark.args[0]
+        is_later = slow and zlib.crc32(item.nodeid.encode()) % num != turn
+        (left if is_thin or is_later else kept).append(item)
         seen[name] += 1
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def slow_part():
+    """In how many parts slow tests are run, `TEST_PARTS`, and which is this commit's."""
+    num = int(os.environ.get("TEST_PARTS", "1"))
+    asked = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout or "0"
+    return num, int(commit, 16) % num
+
+
+def pytest_terminal_summary(terminalreporter):
+    num, turn = slow_part()
+    if num > 1:
+        terminalreporter.write_line(f"slow tests: part {turn + 1} of {num}, this commit's")
 
 
 @pytest.fixture(scope="module", autouse=True)
