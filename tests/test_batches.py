@@ -386,9 +386,9 @@ def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
     job = elastic_chaos.Job(tmp_path, steps, 0.05, [0.45, 0.45], options, script=script)
     try:
         for reads in (True, False, None):
-            job.wait(elastic_chaos.runs, 120, "a generation")
+            job.wait(elastic_chaos.runs, "a generation")
             before = elastic_chaos.last_step(job.events())[0]
-            job.wait(lambda e, n=before: elastic_chaos.last_step(e)[0] >= n + 20, 120, "steps")
+            job.wait(lambda e, n=before: elastic_chaos.last_step(e)[0] >= n + 20, "steps")
             reader = int(told.read_text().split("\n")[-2].split()[0])
             assert reader in job.pids().values()
             if reads is None:
@@ -398,9 +398,7 @@ def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
                 victims = [p for p in job.pids().values() if (p == reader) == reads]
                 os.kill(victims[0], signal.SIGKILL)
             number = len([e for e in job.events() if e["what"] == "Form"])
-            job.wait(
-                lambda e, n=number: len([x for x in e if x["what"] == "Form"]) > n, 120, "change"
-            )
+            job.wait(lambda e, n=number: len([x for x in e if x["what"] == "Form"]) > n, "change")
         assert job.end(240) == 0, job.tail()
     finally:
         job.stop()

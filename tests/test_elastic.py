@@ -47,13 +47,13 @@ def test_an_experiment_of_easyscale_ends_with_the_bits_of_one_device(tmp_path):
     job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.4, 0.4, 0.4, 0.4], ends)
     changes = {20: [0.4, 0.4], 150: [0.5, 0.4, 0.3]}
     try:
-        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.wait(elastic_chaos.runs, "the first generation")
         for step, shares in changes.items():
-            job.wait(lambda e, n=step: elastic_chaos.last_step(e)[0] >= n, 90, "steps")
+            job.wait(lambda e, n=step: elastic_chaos.last_step(e)[0] >= n, "steps")
             job.shares = shares
             job.write_mesh()
-            job.wait(lambda e, s=shares: formed(e)[-1] == len(s), 90, "other devices")
-        job.wait(elastic_chaos.runs, 90, "the last generation")
+            job.wait(lambda e, s=shares: formed(e)[-1] == len(s), "other devices")
+        job.wait(elastic_chaos.runs, "the last generation")
         job.last.touch()
         assert job.end(60) == 0, job.tail()
     finally:
@@ -93,7 +93,7 @@ def test_shared_state_is_handed_over_at_a_planned_change_and_saved_for_others(
     saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5", "--zero", "1")
     job = elastic_chaos.Job(tmp_path, 400, 0.05, [0.4, 0.4], saves)
     try:
-        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.wait(elastic_chaos.runs, "the first generation")
         elastic_chaos.one(job, "join", random.Random(0))
         elastic_chaos.one(job, "kill", random.Random(0))
         assert job.end(200) == 0, job.tail()
@@ -118,12 +118,12 @@ def test_of_the_devices_that_a_job_needs_one_is_exchanged_and_nobody_waits(tmp_p
     ends = ("--stop-when", str(tmp_path / "last"), "--zero", "1")
     job = elastic_chaos.Job(tmp_path, 100_000, 0.05, [0.4, 0.4], ends, launcher=("--min", "2"))
     try:
-        job.wait(elastic_chaos.runs, 90, "the first generation")
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 3, 60, "steps")
+        job.wait(elastic_chaos.runs, "the first generation")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 3, "steps")
         job.remove(0)
         job.add(0.45)
         job.write_mesh()
-        job.wait(lambda e: len(formed(e)) == 2 and elastic_chaos.runs(e), 120, "the second one")
+        job.wait(lambda e: len(formed(e)) == 2 and elastic_chaos.runs(e), "the second one")
         job.last.touch()
         assert job.end(60) == 0, job.tail()
     finally:
@@ -150,11 +150,11 @@ def test_copies_in_memory_outlive_a_kill_where_the_state_is_shared_out(tmp_path)
     options = ("--zero", "1", "--in-memory-every", "4", *ends)
     job = elastic_chaos.Job(tmp_path, 4000, 0.05, [0.4, 0.4], options)
     try:
-        job.wait(lambda e: sum(one["what"] == "Copied" for one in e) > 3, 90, "two copies")
+        job.wait(lambda e: sum(one["what"] == "Copied" for one in e) > 3, "two copies")
         for seed in range(3):
             elastic_chaos.one(job, ("kill", "join", "kill")[seed], random.Random(seed))
         last = [e for e in job.events() if e["what"] == "Form"][-1]["generation"]["number"]
-        job.wait(lambda _: generations_in_memory(job) == {last}, 10, "nothing of the others")
+        job.wait(lambda _: generations_in_memory(job) == {last}, "nothing of the others")
         job.last.touch()
         assert job.end(60) == 0, job.tail()
     finally:
@@ -179,11 +179,11 @@ def test_of_devices_that_are_alike_the_one_that_left_is_the_one_that_is_gone(tmp
     """A file that lists one device less after one has left takes nobody else."""
     job = elastic_chaos.Job(tmp_path, 100_000, 0.05, [0.4, 0.4])
     try:
-        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.wait(elastic_chaos.runs, "the first generation")
         elastic_chaos.one(job, "SIGTERM", random.Random(2))  # the first one
         job.add(0.4)
         job.write_mesh()
-        job.wait(lambda e: formed(e)[-1] == 2 and elastic_chaos.runs(e), 90, "another")
+        job.wait(lambda e: formed(e)[-1] == 2 and elastic_chaos.runs(e), "another")
     finally:
         job.stop()
     assert formed(job.events()) == [2, 1, 2]
@@ -200,12 +200,12 @@ def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     def trains(*nums):
         # Three are found out to be too many before they are formed, or after.
         own = lambda e: tuple(num for num in formed(e) if num != 3)  # noqa: E731
-        job.wait(lambda e: own(e) == nums and elastic_chaos.runs(e), 90, f"{nums} devices")
+        job.wait(lambda e: own(e) == nums and elastic_chaos.runs(e), f"{nums} devices")
         first = elastic_chaos.last_step(job.events())[0]
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, 90, "steps")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 5, "steps")
 
     try:
-        job.wait(elastic_chaos.runs, 90, "the first generation")
+        job.wait(elastic_chaos.runs, "the first generation")
         job.shares = [0.4, 0.4, 0.4, 0.4]
         job.write_mesh()
         trains(2, 4)
@@ -240,7 +240,7 @@ def test_silence_is_judged_by_the_authority_alone(tmp_path):
     """The watchdog of a process, which gives up after seven seconds, would leave no state."""
     job = elastic_chaos.Job(tmp_path, 4000, 0.05, [0.9, 0.9], launcher=("--heartbeat", "9"))
     try:
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, 90, "steps")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, "steps")
         assert elastic_chaos.one(job, "freeze", random.Random(0))["pause"] > 9
     finally:
         job.stop()
@@ -254,9 +254,9 @@ def test_silence_is_judged_by_the_authority_alone(tmp_path):
 def test_a_job_that_waits_for_devices_says_what_is_lost_with_it(tmp_path):
     job = elastic_chaos.Job(tmp_path, 900, 0.05, [0.5, 0.5], launcher=("--min", "2"))
     try:
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, 90, "steps")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, "steps")
         os.kill(job.pids()["device 1"], signal.SIGTERM)
-        [saved] = job.wait(lambda e: [x for x in e if x["what"] == "Save"], 30, "waiting")
+        [saved] = job.wait(lambda e: [x for x in e if x["what"] == "Save"], "waiting")
         job.process.send_signal(signal.SIGTERM)
         assert job.end(30) == 75
     finally:
@@ -498,7 +498,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp
     saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5")
     job = elastic_chaos.Job(tmp_path, 60, 0.05, [0.5, 0.5], saves)
     try:
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 20, 90, "steps")
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 20, "steps")
         pids = left_behind.started_by(job.process.pid)
         assert len(pids) > 3  # also what they are forked from, and their coordinator
         job.process.send_signal(signal.SIGKILL)
