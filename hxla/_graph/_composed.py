@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax._jaxpr import Literal, is_cheap, variables
+from .._jax._jaxpr import Literal, is_cheap, renamed, variables
 from .._jax._min_cut import kept_between
 from ._graph import Graph, shapes_of
 from ._interpreter import AS_THEY_ARE, evaluate
@@ -167,13 +167,13 @@ class Composer:
             own = dict(zip(kind.operands, operands, strict=True))
             own |= {v: Variable(v.aval) for v in kind.consts}
             closed_over += [own[v] for v in kind.consts]
-            equations += _renamed(kind.forward, own)
+            equations += _with_names(kind.forward, own)
             made = [v if isinstance(v, Literal) else own[v] for v in kind.results]
             names.update(zip(op.outputs, made, strict=True))
             inside.append(own)
         for op, kind, own in zip(reversed(ops), reversed(kinds), reversed(inside), strict=True):
             own |= {v: grads[op.outputs[i]] for i, v in kind.wanted}
-            equations += _renamed(kind.backward, own)
+            equations += _with_names(kind.backward, own)
             for i, v in kind.flowing:
                 operand, total = op.inputs[i], own[v]
                 if operand in grads:
@@ -251,17 +251,12 @@ class Composer:
         return total, self._sums[key].replace(invars=[one, other], outvars=[total])
 
 
-def _renamed(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
+def _with_names(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
     """Equations with other variables; what they make is added to the names."""
     out = []
     for eqn in equations:
         names.update({v: Variable(v.aval) for v in eqn.outvars})
-        out.append(
-            eqn.replace(
-                invars=[v if isinstance(v, Literal) else names[v] for v in eqn.invars],
-                outvars=[names[v] for v in eqn.outvars],
-            )
-        )
+        out.append(renamed(eqn, names))
     return out
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,18 +127,16 @@ def splice(eqn: Any, function: Callable[..., Any]) -> list[Any]:
     names = dict(zip(traced.invars, eqn.invars, strict=True))
     names |= dict(zip(traced.outvars, eqn.outvars, strict=True))
 
-    def named(variables: Sequence[Any]) -> list[Any]:
-        return [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
+    return [renamed(own, names, source_info=eqn.source_info, ctx=eqn.ctx) for own in traced.eqns]
 
-    return [
-        own.replace(
-            invars=named(own.invars),
-            outvars=named(own.outvars),
-            source_info=eqn.source_info,
-            ctx=eqn.ctx,
-        )
-        for own in traced.eqns
-    ]
+
+def renamed(eqn: Any, names: Mapping[Any, Any], **others: Any) -> Any:
+    """An equation with other variables, where they have other names, and other fields."""
+    own = {
+        side: [v if isinstance(v, Literal) else names.get(v, v) for v in getattr(eqn, side)]
+        for side in ("invars", "outvars")
+    }
+    return eqn.replace(**own, **others)
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
