@@ -86,6 +86,17 @@ def bytes_of_a_step(own, plan, peak):
         return (peak[0] - before) / session.memory_bytes
 
 
+@pytest.mark.parametrize(("num", "zero"), [(1, 0), (2, 1)])
+def test_sums_to_which_segments_add_are_there_once(num, zero, peak):
+    """Of a large table, which the first segment reads and the last."""
+    config = {"memory": {"recompute": "boundaries", "zero": zero}}
+    sizes = {**SIZES, "layers": 1, "vocabulary": 4096}
+    own = families.gpt_job(4 * num, optax.adamw(1e-3), config, **sizes)
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+    plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "memory"),

@@ -154,6 +154,7 @@ def job_cluster(
     devices: Devices,
     described: Cluster | None,
     gather: Callable[[str, str], tuple[str, ...]],
+    taken: Callable[[jax.Device], int],
 ) -> Cluster:
     """The devices of a run as a cluster: as the mesh file has them, else as they say themselves.
 
@@ -161,16 +162,18 @@ def job_cluster(
         devices: All of them, by rank.
         described: What the mesh file says, or None.
         gather: Name and text to the texts of all processes.
+        taken: The bytes of an accelerator's memory that the user's arrays take.
 
     Returns:
         The same on every process, with the memory that accelerators tell where the mesh file does
-        not.
+        not, less what is taken of it.
     """
     own = {
         rank: [
             device_kind(device),
             (device.memory_stats() or {}).get("bytes_limit"),
             platform.node(),
+            taken(device) if device.platform != "cpu" else 0,
         ]
         for rank, device in enumerate(devices)
         if device is not None and is_here(device)
@@ -178,19 +181,24 @@ def job_cluster(
     told: dict[str, list[Any]] = {}
     for text in gather("devices", json.dumps(own)):
         told |= json.loads(text)
-    facts = [told.get(str(rank), ["", None, ""]) for rank in range(len(devices))]
+    facts = [told.get(str(rank), ["", None, "", 0]) for rank in range(len(devices))]
     if described is not None:
         filled = [
-            device.model_copy(update={"memory_bytes": device.memory_bytes or memory})
-            for device, (_, memory, _) in zip(described.devices, facts, strict=True)
+            device.model_copy(update={"memory_bytes": _left(device.memory_bytes or memory, used)})
+            for device, (_, memory, _, used) in zip(described.devices, facts, strict=True)
         ]
         return described.model_copy(update={"devices": tuple(filled)})
-    hosts = list(dict.fromkeys(host for _, _, host in facts))
+    hosts = list(dict.fromkeys(host for _, _, host, _ in facts))
     return Cluster(
         name="",
         devices=tuple(
-            Device(kind=kind, memory_bytes=memory, node=hosts.index(host))
-            for kind, memory, host in facts
+            Device(kind=kind, memory_bytes=_left(memory, used), node=hosts.index(host))
+            for kind, memory, host, used in facts
         ),
         nodes=tuple(Node(name=host) for host in hosts),
     )
+
+
+def _left(memory: int | None, used: int) -> int | None:
+    """Of a memory, None where it is not known, what is left beside what is used; at least 1."""
+    return None if memory is None else max(memory - used, 1)

@@ -95,7 +95,8 @@ class SegmentPrograms:
         self.shared = [] if by_part else of_shared  # else zeros are made when they are needed
         self._options = update_options(replica.devices[0].platform, spec.contribution.form)
         scales = [P()] * len(self._parts), spec.lie_sums(self.shared)
-        self.begin = self._jit(self._begun, scales, donate_argnums=1)
+        # Nothing of what is donated is read: it is to be used again nevertheless.
+        self.begin = self._jit(self._begun, scales, donate_argnums=1, keep_unused=True)
         self.end = self._jit(self._whole_peaks, P())
         values = [] if by_part else spec.lie_sums()
         lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.others)]

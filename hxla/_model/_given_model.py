@@ -11,6 +11,7 @@ from flax import errors as flax_errors
 from flax import nnx
 
 from .._core._errors import ConfigError
+from .._core._types import PyTree
 from .._jax._absent_sharding import brief_absence
 
 _TAKES = "pass an nnx.Module instance, a function that makes one, or an unbound flax.linen.Module"
@@ -37,6 +38,22 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"model is {told}")
     if not callable(model):
         raise ConfigError(f"model is {type(model).__name__}, not a Flax module: {_TAKES}")
+
+
+def given_bytes(model: Any, variables: PyTree, device: jax.Device) -> int:
+    """Bytes in a device's memory of the arrays that come with a model: they stay while it trains.
+
+    Args:
+        model: See `check_model`; a function makes nothing before it is called.
+        variables: Those given with a Linen module, or None.
+        device: Of this process.
+    """
+    state = nnx.state(model) if isinstance(model, nnx.Module) else None
+    memory, total = device.default_memory().kind, 0
+    for x in jax.tree.leaves((state, variables)):
+        if isinstance(x, jax.Array) and x.sharding.memory_kind in (None, memory):
+            total += sum(s.data.nbytes for s in x.addressable_shards if s.device == device)
+    return total
 
 
 def _made(model: type) -> str:

@@ -29,6 +29,7 @@ from .._lower._lower import Programs, lower
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, tree_bytes
+from .._model._given_model import given_bytes
 from .._model._loss_scale import own_variables, with_loss_scale
 from .._model._optimizer import Optimizer
 from .._model._trainable import Trainable
@@ -254,8 +255,9 @@ class TracedJob:
     def cluster(self, devices: Devices) -> Cluster:
         """What is known of devices that are here, the same on every process."""
         if devices not in self._clusters:
+            taken = functools.partial(given_bytes, self.model, self.variables)
             self._clusters[devices] = _job_devices.job_cluster(
-                devices, self._described, self.gather
+                devices, self._described, self.gather, taken
             )
         return self._clusters[devices]
 
