@@ -261,13 +261,10 @@ def _with_names(equations: Sequence[Any], names: dict[Any, Any]) -> list[Any]:
 
 
 def _is_zero(gradient: Any, makers: Mapping[Any, Any]) -> bool:
-    """Whether it is a number, or one in every place: what jax has for no gradient."""
-    if isinstance(gradient, Literal):
-        return True
-    eqn = makers.get(gradient)
-    return (
-        eqn is not None
-        and eqn.primitive.name == "broadcast_in_dim"
-        and isinstance(eqn.invars[0], Literal)
-        and not eqn.invars[0].val
-    )
+    """Whether it is zero, or that in every place: what jax has for no gradient."""
+    if not isinstance(gradient, Literal):
+        eqn = makers.get(gradient)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        gradient = eqn.invars[0]
+    return isinstance(gradient, Literal) and not gradient.val
