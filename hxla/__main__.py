@@ -64,7 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--tensor", type=_sizes, default=(), metavar="2,4", help="default: all, over known links"
     )
     plan.add_argument("--no-recompute", action="store_true", help="keep activations always")
-    plan.add_argument("--seconds", type=float, default=15.0, help="time budget of the search")
+    plan.add_argument(
+        "--seconds",
+        type=float,
+        help="processor seconds of the search (15, or half a step of the plan, 40 at most)",
+    )
     schedule = commands.add_parser("schedule", help="which of several jobs holds which devices")
     schedule.add_argument("what", choices=("simulate", "explain", "run", "replay"))
     schedule.add_argument(
@@ -384,6 +388,9 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
     from ._run._search_plan import SearchWishes
 
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator
+    budget = {"seconds": 15.0}
+    if args.seconds is not None:
+        budget = {"seconds": args.seconds, "most_seconds": args.seconds}
     plan_script(
         command,
         meshes=(args.mesh,) if args.compare is None else (args.mesh, args.compare),
@@ -393,7 +400,7 @@ def _plan(args: argparse.Namespace, command: list[str]) -> int:
         search=SearchWishes(
             microbatch_sizes=args.microbatch_sizes,
             num_segments=args.segments,
-            seconds=args.seconds,
+            **budget,
             max_stages=args.stages,
             tensors=args.tensor,
             recompute=not args.no_recompute,

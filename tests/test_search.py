@@ -330,6 +330,26 @@ def test_time_that_runs_out_is_said_and_the_bound_still_holds():
     assert not chains.faults(chain, found.ranked[0].staging)
 
 
+def test_a_search_may_take_as_long_as_does_not_matter_beside_a_step():
+    chain, budget = gpt(**LARGE["deep"]), {"time_budget_seconds": 0.01, "good_enough": 0.02}
+
+    def taking(factor):
+        groups = tuple(
+            dataclasses.replace(
+                own,
+                forward_seconds=tuple(factor * x for x in own.forward_seconds),
+                backward_seconds=tuple(factor * x for x in own.backward_seconds),
+            )
+            for own in chain.groups
+        )
+        return {"only": dataclasses.replace(chain, groups=groups)}
+
+    assert _search.search(taking(1e-4), most_seconds=600.0, **budget).exhausted
+    assert _search.search(taking(1e4), **budget).exhausted
+    found = _search.search(taking(1e4), most_seconds=600.0, **budget)
+    assert not found.exhausted
+
+
 def test_one_replica_is_never_faster_than_what_the_search_finds():
     rng = np.random.default_rng(6)
     for _ in range(20):

@@ -12,13 +12,30 @@ class OutOfTime(Exception):  # noqa: N818
 class Deadline:
     """A budget of this thread's processor seconds: work beside it takes nothing away.
 
-    It counts from the start but ends nothing before it is `armed`.
+    It counts from the start but ends nothing before it is armed.
+
+    Args:
+        seconds: The budget.
+        most: Up to which it grows when it is armed.
+
+    Attributes:
+        armed: Whether it is.
     """
 
-    def __init__(self, seconds: float):
-        self._at = time.thread_time() + seconds
+    def __init__(self, seconds: float, most: float = 0.0):
+        self._begun, self._seconds, self._most = time.thread_time(), seconds, most
+        self._at = self._begun + seconds
         self._looked = time.monotonic()
         self.armed = False
+
+    def arm(self, worth: float) -> None:
+        """End the time when it is up.
+
+        Args:
+            worth: Seconds that do not matter.
+        """
+        self._at = self._begun + max(self._seconds, min(worth, self._most))
+        self.armed = True
 
     def check(self) -> None:
         """To be called often.
@@ -32,6 +49,6 @@ class Deadline:
             if time.thread_time() > self._at:
                 raise OutOfTime
 
-    def limit(self, seconds: float) -> None:
-        """End no later than so many seconds from now."""
-        self._at = min(self._at, time.thread_time() + seconds)
+    def limit(self, part: float) -> None:
+        """End no later than after a part of the budget, before it grew, from now."""
+        self._at = min(self._at, time.thread_time() + part * self._seconds)

@@ -90,6 +90,7 @@ def propose(
     uncounted: bool = False,
     all_devices: bool = False,
     time_budget_seconds: float = 10.0,
+    most_seconds: float = 0.0,
 ) -> tuple[Proposal, dict[int, Timeline]]:
     """The fastest plan for a cluster, its runners-up, and a bound on any.
 
@@ -103,6 +104,7 @@ def propose(
             transfers took no time.
         all_devices: Whether only plans in which every device takes part are wanted.
         time_budget_seconds: Of the search.
+        most_seconds: See `search`.
 
     Returns:
         The proposal, and the replayed timeline of the first replica of each sort, by its number.
@@ -143,9 +145,8 @@ def propose(
         # A sum that was measured is not predicted.
         reduce_factor=work.reduce_factor if measured_sum(profile, labels) is None else 0.0,
     )
-    found = search(
-        chains, time_budget_seconds=time_budget_seconds, can_run=can_run, place=where.place
-    )
+    budget = {"time_budget_seconds": time_budget_seconds, "most_seconds": most_seconds}
+    found = search(chains, **budget, can_run=can_run, place=where.place)
     ranked = [f for f in found.ranked if not all_devices or _uses_all(f, chains[f.alternative])]
     if not ranked:
         raise PlanError(

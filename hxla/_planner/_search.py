@@ -1,7 +1,6 @@
 """Search over everything at once: stages, replicas, kinds, and what the caller lists."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -26,6 +25,7 @@ from ._cuts import (
     pure_periods,
 )
 from ._deadline import Deadline, OutOfTime
+from ._goal import Goal
 from ._like_copies import like_copies
 from ._node_runs import NodeRuns
 from ._packing import fractional_packing
@@ -33,6 +33,7 @@ from ._relaxed import subsets
 from ._searched import Found, NothingFitsError, Searched
 
 _ROUGHLY = 0.0195  # gap that all of a search comes to before any of it comes to less
+_OF_A_STEP = 0.5  # seconds of a search that do not matter beside it
 _ALIKE = 6  # plans of like copies that are placed, of each chain
 _FINER = 0.2  # of the time: as much is spent on less
 _SMALL_DEVICES, _SMALL_LAYERS = 8, 16
@@ -46,6 +47,7 @@ def search(
     chains: Mapping[Any, Chain],
     *,
     time_budget_seconds: float = 10.0,
+    most_seconds: float = 0.0,
     good_enough: float = 0.005,
     can_run: Callable[[Any, int], bool] = lambda key, num_stages: True,
     place: Callable[[Any, Staging, float], Staging] = lambda key, staging, best: staging,
@@ -63,6 +65,8 @@ def search(
         chains: Alternative to chain; all must stand for the same global batch.
         time_budget_seconds: Of the processor. Where they run out, what is known by then is
             returned; but never before there is a plan.
+        most_seconds: Up to which they may be as many as half a step of the first plan takes: less
+            does not matter where a step is long.
         good_enough: Certified gap at which the search may end.
         can_run: Whether plans of an alternative with a number of stages are wanted; the bound holds
             for those that are.
@@ -84,8 +88,8 @@ def search(
         raise PlanError("there is nothing to search: give at least one chain")
     if not time_budget_seconds > 0:
         raise PlanError(f"time_budget_seconds is {time_budget_seconds}: give a positive number")
-    deadline = Deadline(time_budget_seconds)
-    goal = _Goal(max(good_enough, _ROUGHLY))
+    deadline = Deadline(time_budget_seconds, most_seconds)
+    goal = Goal(max(good_enough, _ROUGHLY))
     searches = {
         key: _Search(
             chain, goal, deadline, functools.partial(can_run, key), functools.partial(place, key)
@@ -97,7 +101,7 @@ def search(
         _run(searches, infeasible, goal, deadline)
         if good_enough < goal.good_enough:
             goal.good_enough = good_enough
-            deadline.limit(_FINER * time_budget_seconds)
+            deadline.limit(_FINER)
             _refine([s for key, s in searches.items() if key not in infeasible])
         exhausted = False
     except OutOfTime:
@@ -119,35 +123,10 @@ def search(
     )
 
 
-@dataclasses.dataclass
-class _Goal:
-    """What the searches of all chains share.
-
-    Attributes:
-        good_enough: Gap at which the search may end.
-        fastest: Seconds of the best plan known, as far as bounds know what a plan costs.
-        placed: Seconds of the best plan on its devices.
-    """
-
-    good_enough: float
-    fastest: float = math.inf
-    placed: float = math.inf
-
-    @property
-    def worthwhile(self) -> float:
-        """A plan that is no faster than this need not be found."""
-        return self.fastest / (1 + self.good_enough)
-
-    @property
-    def worth_placing(self) -> float:
-        """The same of plans on their devices, as bounds have it that know of network cards."""
-        return self.placed / (1 + self.good_enough)
-
-
 def _run(
     searches: "Mapping[Any, _Search]",
     infeasible: dict[Any, str],
-    goal: _Goal,
+    goal: Goal,
     deadline: Deadline,
 ) -> None:
     """A plan, bounds and plans for all chains, then whatever bounds the whole search least."""
@@ -161,7 +140,7 @@ def _run(
             if not s.plans:
                 infeasible[key] = s.why_not()
             if not deadline.armed and goal.fastest < math.inf:
-                deadline.armed = True
+                deadline.arm(_OF_A_STEP * goal.fastest)
                 for _, other in left[i:]:
                     other.bound_by_prices(_ROUGH)
     _refine([s for key, s in searches.items() if key not in infeasible])
@@ -196,7 +175,7 @@ class _Search:
     def __init__(
         self,
         chain: Chain,
-        goal: _Goal,
+        goal: Goal,
         deadline: Deadline,
         can_run: Callable[[int], bool],
         place: Callable[[Staging, float], Staging],

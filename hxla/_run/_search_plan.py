@@ -50,6 +50,7 @@ class SearchWishes:
         num_segments: Most segments of the chain, where no profile says; None: 8 if they are
             measured, otherwise two for each device, from 8 to 96.
         seconds: Time budget of the search.
+        most_seconds: Up to which it may take as long as half a step of the plan.
         max_stages: Most stages of a plan; None: any number.
         tensors: Sizes of tensor-parallel groups to try besides 1, also over links that are not
             described; empty: powers of two that a node has like devices for.
@@ -59,6 +60,7 @@ class SearchWishes:
     microbatch_sizes: tuple[int, ...] = ()
     num_segments: int | None = None
     seconds: float = 10.0
+    most_seconds: float = 40.0
     max_stages: int | None = None
     tensors: tuple[int, ...] = ()
     recompute: bool = True
@@ -143,6 +145,7 @@ def search_plan(
                 uncounted=bool(wishes.tensors),
                 all_devices=all_devices,
                 time_budget_seconds=wishes.seconds,
+                most_seconds=wishes.most_seconds,
             )
             plan = _completed(job, cluster, found, num_segments, sums, (*said, *uncut))
             whole = FoundPlan(plan=in_form(plan), timelines=timelines)
