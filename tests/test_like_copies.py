@@ -233,6 +233,7 @@ def test_each_kind_is_placed_as_suits_it():
     assert num_by_kind >= 1
 
 
+@pytest.mark.slow
 def test_of_plans_that_the_formula_has_alike_the_replay_decides():
     rng, num_others = np.random.default_rng(11), 0
     for _ in range(12):
@@ -240,7 +241,9 @@ def test_of_plans_that_the_formula_has_alike_the_replay_decides():
         where = Placer(
             chains={KEY: chain}, places={KEY: places}, cluster=described, reduce_factor=1.0
         )
-        found = search({KEY: chain}, time_budget_seconds=60.0, place=where.place)
+        found = search(
+            {KEY: chain}, time_budget_seconds=60.0, good_enough=0.02, place=where.place
+        )
         chosen, there, cost = _propose._fastest_by_replay(
             found.ranked, found.bound_seconds, where, {KEY: chain}
         )

@@ -81,6 +81,7 @@ def pairs(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 def test_two_pairs_of_processes_end_with_the_bits_of_one(pairs):
     one, two = (pairs[n][1]["adamw"] for n in (1, 2))
     assert one["numerics"] == two["numerics"]
@@ -88,6 +89,7 @@ def test_two_pairs_of_processes_end_with_the_bits_of_one(pairs):
     assert one["losses"] == two["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -102,12 +104,14 @@ def test_processes_train_as_devices_of_one_process_do(pairs, name, optimizer):
     np.testing.assert_allclose(pairs[1][1][name]["losses"], losses, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_what_one_process_of_a_copy_asks_all_do(pairs):
     out, _ = pairs[1]
     assert "[0] ended at 3" in out
     assert "[1] ended at 3" in out
 
 
+@pytest.mark.slow
 def test_each_process_holds_its_padded_part(pairs):
     out, _ = pairs[1]
     lines = [line.split("BYTES ")[1] for line in out.splitlines() if "BYTES " in line]
@@ -118,6 +122,7 @@ def test_each_process_holds_its_padded_part(pairs):
         assert of_program == pytest.approx(3 * planned, rel=0.05)
 
 
+@pytest.mark.slow
 def test_sums_over_copies_send_no_padding(pairs):
     out, _ = pairs[2]
     lines = [line.split("SENT ")[1] for line in out.splitlines() if "SENT " in line]
@@ -155,6 +160,7 @@ for counts in ("even", "measured"):
 """
 
 
+@pytest.mark.slow
 def test_sizes_are_measured_by_default_and_stating_them_gives_the_same_bits(tmp_path):
     job = start(tmp_path, MEASURED, "--mesh", "cpu-1.0-0.33")
     out, err = job.communicate(timeout=300)

@@ -242,6 +242,7 @@ def test_a_process_for_each_stage_of_each_copy(tmp_path):
     assert [json.loads(text) for text in told] == [wanted] * 2, out[-3000:] + err[-3000:]
 
 
+@pytest.mark.slow
 def test_stages_take_the_first_form_that_their_devices_hold(tmp_path, monkeypatch):
     """Nobody said ZeRO: with less and less memory less and less of the state is on each device."""
     mesh, four = {"data": 2, "stage": 2}, {"cluster": {"visible_devices": [0, 1, 2, 3]}}
