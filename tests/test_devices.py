@@ -33,6 +33,10 @@ def test_what_comes_with_a_model_takes_memory_where_it_lies():
     given = {"a": a, "b": np.zeros(9), "c": c}
     assert [given_bytes(lambda: model, given, d) for d in (first, second, third)] == [2, 32, 32]
     assert given_bytes(nnx.eval_shape(lambda: model), None, second) == 0
+    dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))  # a key and a count
+    assert given_bytes(dropout, None, first) == 12
+    given["c"].delete()
+    assert given_bytes(dropout, given, first) == 12
 
 
 def test_memory_is_what_the_models_arrays_leave_of_an_accelerators():

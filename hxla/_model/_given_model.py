@@ -51,7 +51,8 @@ def given_bytes(model: Any, variables: PyTree, device: jax.Device) -> int:
     state = nnx.state(model) if isinstance(model, nnx.Module) else None
     memory, total = device.default_memory().kind, 0
     for x in jax.tree.leaves((state, variables)):
-        if isinstance(x, jax.Array) and x.sharding.memory_kind in (None, memory):
+        is_here = isinstance(x, jax.Array) and not x.is_deleted()
+        if is_here and x.sharding.memory_kind in (None, memory):
             total += sum(s.data.nbytes for s in x.addressable_shards if s.device == device)
     return total
 
