@@ -241,7 +241,7 @@ def test_of_plans_that_the_formula_has_alike_the_replay_decides():
         where = Placer(
             chains={KEY: chain}, places={KEY: places}, cluster=described, reduce_factor=1.0
         )
-        found = search({KEY: chain}, time_budget_seconds=60.0, good_enough=0.02, place=where.place)
+        found = search({KEY: chain}, time_budget_seconds=60.0, place=where.place)
         chosen, there, cost = _propose._fastest_by_replay(
             found.ranked, found.bound_seconds, where, {KEY: chain}
         )

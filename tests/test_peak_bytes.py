@@ -68,9 +68,13 @@ def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
         {"memory": memory, "communication": {"limbs": limbs}},
         **SIZES,
     )
+    assert bytes_of_a_step(own, copies(own, num), peak) == pytest.approx(1, rel=0.03)
+
+
+def copies(own, num):
+    """A plan of so many, each on a device."""
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
-    plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
-    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+    return own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
 
 
 def bytes_of_a_step(own, plan, peak):
@@ -92,9 +96,7 @@ def test_sums_to_which_segments_add_are_there_once(num, zero, peak):
     config = {"memory": {"recompute": "boundaries", "zero": zero}}
     sizes = {**SIZES, "layers": 1, "vocabulary": 4096}
     own = families.gpt_job(4 * num, optax.adamw(1e-3), config, **sizes)
-    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
-    plan = own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
-    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+    assert bytes_of_a_step(own, copies(own, num), peak) == pytest.approx(1, rel=0.03)
 
 
 @pytest.mark.slow

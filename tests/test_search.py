@@ -282,6 +282,19 @@ def test_the_same_input_gives_the_same_plans():
     assert _search.search({"a": chain}) == _search.search({"a": chain})
 
 
+def slower(chain, factor):
+    """A chain whose forwards and backwards take so many times as long."""
+    groups = tuple(
+        dataclasses.replace(
+            own,
+            forward_seconds=tuple(factor * x for x in own.forward_seconds),
+            backward_seconds=tuple(factor * x for x in own.backward_seconds),
+        )
+        for own in chain.groups
+    )
+    return dataclasses.replace(chain, groups=groups)
+
+
 def test_alternatives_are_ranked_together_and_one_that_does_not_fit_is_said():
     chain = gpt(
         devices=(2, 2),
@@ -292,18 +305,7 @@ def test_alternatives_are_ranked_together_and_one_that_does_not_fit_is_said():
         stash=1e7,
         layers=8,
     )
-    double = dataclasses.replace(
-        chain,
-        num_microbatches=16,
-        groups=tuple(
-            dataclasses.replace(
-                g,
-                forward_seconds=tuple(1.6 * x for x in g.forward_seconds),
-                backward_seconds=tuple(1.6 * x for x in g.backward_seconds),
-            )
-            for g in chain.groups
-        ),
-    )
+    double = dataclasses.replace(slower(chain, 1.6), num_microbatches=16)
     small = dataclasses.replace(
         chain, groups=tuple(dataclasses.replace(g, memory_bytes=2.1e9) for g in chain.groups)
     )
@@ -332,21 +334,10 @@ def test_time_that_runs_out_is_said_and_the_bound_still_holds():
 
 def test_a_search_may_take_as_long_as_does_not_matter_beside_a_step():
     chain, budget = gpt(**LARGE["deep"]), {"time_budget_seconds": 0.01, "good_enough": 0.02}
-
-    def taking(factor):
-        groups = tuple(
-            dataclasses.replace(
-                own,
-                forward_seconds=tuple(factor * x for x in own.forward_seconds),
-                backward_seconds=tuple(factor * x for x in own.backward_seconds),
-            )
-            for own in chain.groups
-        )
-        return {"only": dataclasses.replace(chain, groups=groups)}
-
-    assert _search.search(taking(1e-4), most_seconds=600.0, **budget).exhausted
-    assert _search.search(taking(1e4), **budget).exhausted
-    found = _search.search(taking(1e4), most_seconds=600.0, **budget)
+    assert _search.search({"only": slower(chain, 1e-4)}, most_seconds=600.0, **budget).exhausted
+    slow = {"only": slower(chain, 1e4)}
+    assert _search.search(slow, **budget).exhausted
+    found = _search.search(slow, most_seconds=600.0, **budget)
     assert not found.exhausted
 
 

@@ -23,7 +23,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, most: float = 0.0):
-        self._begun, self._seconds, self._most = time.thread_time(), seconds, most
+        self._begun, self._most = time.thread_time(), most
         self._at = self._begun + seconds
         self._looked = time.monotonic()
         self.armed = False
@@ -34,7 +34,7 @@ class Deadline:
         Args:
             worth: Seconds that do not matter.
         """
-        self._at = self._begun + max(self._seconds, min(worth, self._most))
+        self._at = max(self._at, self._begun + min(worth, self._most))
         self.armed = True
 
     def check(self) -> None:
@@ -49,6 +49,6 @@ class Deadline:
             if time.thread_time() > self._at:
                 raise OutOfTime
 
-    def limit(self, part: float) -> None:
-        """End no later than after a part of the budget, before it grew, from now."""
-        self._at = min(self._at, time.thread_time() + part * self._seconds)
+    def limit(self, seconds: float) -> None:
+        """End no later than so many seconds from now."""
+        self._at = min(self._at, time.thread_time() + seconds)

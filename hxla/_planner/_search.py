@@ -101,7 +101,7 @@ def search(
         _run(searches, infeasible, goal, deadline)
         if good_enough < goal.good_enough:
             goal.good_enough = good_enough
-            deadline.limit(_FINER)
+            deadline.limit(_FINER * time_budget_seconds)
             _refine([s for key, s in searches.items() if key not in infeasible])
         exhausted = False
     except OutOfTime:
