@@ -37,7 +37,7 @@ core: $(STAMP)
 
 # Damaged files of every kind that is read; ARGS="--inputs 1500 --seed 7" for others.
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzz.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -50,11 +50,11 @@ format: $(STAMP)
 
 # Faults against real small jobs, about 25 seconds each: make chaos ARGS="--events 100 --seed 60"
 chaos: $(STAMP)
-	$(BIN)/python tests/chaos.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m support.chaos $(ARGS)
 
 # Events against elastic jobs, about 10 seconds each: make elastic ARGS="--events 100 --seed 7"
 elastic: $(STAMP)
-	$(BIN)/python tests/elastic_chaos.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m support.elastic_chaos $(ARGS)
 
 # Into site/, warnings as errors. Once the environment is made nothing is fetched, nor by a reader.
 docs: $(DOCS)/.installed

@@ -5,7 +5,8 @@
 Processes of one CPU device each, joined by `jax.distributed` over Gloo, sit behind a link of their
 own (`paced_links.py`), so that it is the link and not the processor that a message waits for. They
 sum arrays by a ring, a tree and by halving and doubling: the very messages of
-tests/collective_messages.py, round by round, which a test holds equal to the planner's formulas.
+tests/support/collective_messages.py, round by round, which a test holds equal to the planner's
+formulas.
 
 The two figures of a link are fitted to one message from one worker to another, there and back, of
 the job of two; nothing else is. Every row has the measured seconds over the predicted ones.
@@ -35,7 +36,7 @@ import results
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 
-import collective_messages as messages
+from support import collective_messages as messages
 
 PING_PONG, EXCHANGE, OWN = "ping-pong", "exchange", "psum"
 ALGORITHMS = ["ring", "tree", "halving-doubling", "halving-doubling, permutes"]

@@ -16,7 +16,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import collective_messages as messages  # noqa: E402
+from support import collective_messages as messages  # noqa: E402
 
 AXIS = "workers"
 #: A sender, its receiver, the chunks that it sends, and whether the receiver adds them to its own.

@@ -16,7 +16,7 @@ import results
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from large_dump import large_text, measured_alone  # noqa: E402
+from support.large_dump import large_text, measured_alone  # noqa: E402
 
 parser = results.parser(__doc__, "inspect_speed")
 parser.add_argument("--megabytes", type=float, default=100, help="of text, 2**20 bytes each")

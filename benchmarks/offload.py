@@ -5,7 +5,7 @@
 Jobs train the model of examples/gpt.py on two CPU processes with `memory.zero = 1` in turns, the
 optimizer's state on the device, on the host, on the disk. All must end with the same bits. On a CPU
 the host's memory is the device's own, so `host` shows what the groups cost, not what a link does.
-What the disk gives is measured by tests/disk_speed.py. Writes `step` in
+What the disk gives is measured by tests/support/disk_speed.py. Writes `step` in
 benchmarks/results/offload.json.
 """
 

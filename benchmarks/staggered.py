@@ -13,9 +13,9 @@ Devices that are `waiting` sleep as long as an accelerator would compute, so tha
 steady; those that are `computing` have shares of a core, whose times scatter by tens of
 milliseconds. All else is the same: the plan, the programs of hxla, Gloo, and what is sent.
 
-Beside it stands what tests/card_replay.py says of the same starts, from the time that a device
-takes for a stage's forward and backward alone and the rate that was set; also of many random starts
-within a transfer and within a period, as copies have them that came out of step by themselves.
+Beside it stands what tests/support/card_replay.py says of the same starts, from the time that a
+device takes for a stage's forward and backward alone and the rate that was set; also of many
+random starts within a transfer and within a period, as copies have them that came out of step by themselves.
 Needs Linux and root, as benchmarks/collectives.py does; its processes go before other work. Writes
 benchmarks/results/staggered.json.
 """
@@ -42,7 +42,7 @@ import hxla
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 
-from card_replay import card_replay
+from support.card_replay import card_replay
 
 NUM_STAGES = 2
 TOGETHER, TRANSFER, EVEN, APART = "together", "one transfer", "even parts of a period", "apart"

@@ -28,7 +28,7 @@ import hxla
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from large_net import Net, loss  # noqa: E402
+from support.large_net import Net, loss  # noqa: E402
 
 WIDTH = 768
 LIMITS = (3_900_000_000, 1_300_000_000)
@@ -69,7 +69,7 @@ def trained(layers: int, shares: str, mesh: pathlib.Path, counts: list[int]) -> 
     """Two steps within the limits; None if a process was killed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hxla", "run", "--mesh", str(mesh)]
-        command += [str(ROOT / "tests/large_model.py"), "--limit", *map(str, LIMITS)]
+        command += [str(ROOT / "tests/jobs/large_model.py"), "--limit", *map(str, LIMITS)]
         options = {"width": WIDTH, "layers": layers, "steps": 2, "save_at": 2, "devices": 2}
         options |= {"axis": "data", "shares": shares, "checkpoints": f"{folder}/checkpoints"}
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]

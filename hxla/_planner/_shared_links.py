@@ -255,8 +255,8 @@ def starts(traffic: Traffic, seconds: Sequence[float]) -> list[float]:
     Copies that begin at once send at once, each with a share of the card, and so stay in step for
     ever. Apart by the longest transfer that they share, each has the card to itself as soon as its
     pipeline is full, as long as the card has time for all of them (`busiest_card_seconds`): beside
-    a simulation in `tests/test_card_replay.py`. The copies that take longest begin first; how many
-    transfers later each begins is a greedy colouring.
+    a simulation in `tests/planner/test_card_replay.py`. The copies that take longest begin first;
+    how many transfers later each begins is a greedy colouring.
 
     Args:
         traffic: Of the plan.

@@ -1,0 +1,296 @@
+"""Bitwise comparison: a planted difference is found, named by scope and line, in three models."""
+
+import functools
+import inspect
+import json
+import re
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla.__main__ import main
+from hxla._inspect import _bits_runs
+from hxla._inspect._bits_compare import compare_bits
+from hxla._inspect._bits_runs import EquationRuns
+from support import families
+
+pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+
+ULP = np.float32(1 + 2**-23)  # what is multiplied by it is off by one in the last place
+
+
+def job(name, change=lambda model: None):
+    if name == "gpt":
+        model = families.example("gpt").GPT(nnx.Rngs(0), layers=2, width=32, length=8, heads=2)
+        loss, data = families.token_loss, {"text": families.text(256)["text"][:, :9]}
+    elif name == "resnet":
+        model = families.example("resnet").ResNet((1,), 8, 3, 16, nnx.Rngs(0))
+        loss, data = families.image_loss, families.images(8)
+    else:
+        module = families.example("lstm")
+        model = module.Translator(nnx.Rngs(0), vocabulary=64, width=8, layers=2)
+        loss, data = module.loss, jax.tree.map(lambda x: x[:, :4] % 64, families.pairs())
+    change(model)
+    return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=4)
+
+
+@functools.cache
+def record(name):
+    return hxla.record_bits(job(name), microbatch_size=2)
+
+
+def off_forward(f):
+    return lambda *x, **options: f(*x, **options) * ULP
+
+
+def off_backward(f):
+    @jax.custom_vjp
+    def planted(x):
+        return f(x)
+
+    def backward(x, g):
+        return (jax.vjp(f, x)[1](g * ULP)[0],)
+
+    planted.defvjp(lambda x: (f(x), x), backward)
+    return planted
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    [found] = [first + i for i, line in enumerate(lines) if text in line]
+    return f"{inspect.getsourcefile(function)}:{found}"
+
+
+def plant_gelu(off, patch):
+    gelu = jax.nn.gelu
+    patch.setattr(jax.nn, "gelu", off(gelu))
+
+
+def plant_relu(off, patch):
+    patch.setattr(nnx, "relu", off(nnx.relu))
+
+
+def plant_tanh(off, patch):
+    patch.setattr(jnp, "tanh", off(jnp.tanh))
+
+
+#: Name of the model, what is replaced, the line of the model that calls it, the parameter before.
+PLANTED = {
+    "gpt": (plant_gelu, families.example("gpt").Block.__call__, "jax.nn.gelu", "blocks/0/up"),
+    "resnet": (plant_relu, families.example("resnet").ResNet.__call__, "nnx.relu", ""),
+    "lstm": (
+        plant_tanh,
+        families.example("lstm").Attention.__call__,
+        "jnp.tanh",
+        "decoder/attention/memory",
+    ),
+}
+
+
+def with_planted(name, off, monkeypatch):
+    own = record(name)  # made before anything is replaced
+    PLANTED[name][0](off, monkeypatch)
+    return hxla.inspect_bits(own, hxla.record_bits(job(name), microbatch_size=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.thinned(3)
+def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(name, monkeypatch):
+    _, caller, call, after = PLANTED[name]
+    found = with_planted(name, off_forward, monkeypatch)
+    first = found.first
+    assert first.what == "replaced"
+    assert not first.equation.is_backward
+    assert first.equation.source == line_of(caller, call)
+    assert first.other.source == line_of(off_forward, "* ULP")
+    assert first.equation.after.startswith(after)
+    assert not found.inputs
+    assert found.compiled
+    assert str(first) in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.thinned(2)
+def test_one_replaced_in_the_backward_pass_is_named_there(name, monkeypatch):
+    _, caller, call, _ = PLANTED[name]
+    found = with_planted(name, off_backward, monkeypatch)
+    first = found.first
+    assert first.other.is_backward
+    if name == "resnet":  # its blocks call it too, and the last of them is the first to go back
+        caller, call = families.example("resnet").Bottleneck.__call__, "relu(y + "
+    assert first.other.source in (line_of(caller, call), line_of(off_backward, "* ULP"))
+    assert "loss" not in found.compiled
+    assert found.compiled
+
+
+@pytest.mark.slow
+def test_one_replaced_inside_a_scan_is_named_with_its_line():
+    def change(model):
+        cell = model.decoder.layers[0].cell
+        cell.activation_fn = off_forward(cell.activation_fn)
+
+    found = hxla.inspect_bits(
+        record("lstm"), hxla.record_bits(job("lstm", change), microbatch_size=2)
+    )
+    assert found.first.other.source == line_of(off_forward, "* ULP")
+    assert found.first.equation.after.startswith("decoder/layers/0/cell")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_equation_that_another_device_rounds_otherwise_is_found_alone(name, monkeypatch):
+    """The second of two devices, with one forward and one backward equation off by a bit."""
+    places = of_floats(record(name))
+    chosen = [places[len(places) // 3], places[-len(places) // 3]]
+    assert [record(name).equations[i].is_backward for i in chosen] == [False, True]
+    compiled = EquationRuns._compiled
+    place = EquationRuns._place
+    now = []
+
+    def placed(self, eqn, inside):
+        now[:] = [place(self, eqn, inside)]
+        return now[0]
+
+    def off(self, eqn):
+        first, second = compiled(self, eqn)
+        if now[0] in chosen:
+            return [first, lambda *x: [jnp.nextafter(y, y + 1) for y in second(*x)]]
+        return [first, second]
+
+    monkeypatch.setattr(EquationRuns, "_place", placed)
+    monkeypatch.setattr(EquationRuns, "_compiled", off)
+    found = hxla.inspect_bits("cpu:0", "cpu:0", job=job(name), microbatch_size=2)
+    assert [d.number for d in found.differences] == chosen
+    assert found.num_judged == found.num_runs  # each was given what the first device computed
+    assert not found.compiled
+    assert all(d.equation == record(name).equations[d.number] for d in found.differences)
+
+
+def of_floats(own):
+    """Places of equations outside scans whose one result is of floats that are not all zero."""
+    once = {}
+    for run in own.runs:
+        once[run.equation] = run.equation not in once
+    names = [e.results for e in own.equations]
+    return [i for i, is_once in once.items() if is_once and re.match("float32|f32", names[i][0])]
+
+
+@pytest.mark.slow
+def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(monkeypatch):
+    name = "gpt"
+    run, given = EquationRuns.run, []
+
+    def told(self, closed, arguments, params):
+        given[:] = [closed, arguments]
+        return run(self, closed, arguments, params)
+
+    monkeypatch.setattr(EquationRuns, "run", told)
+    # With hxla's own a CPU multiplies by a transposed matrix in another order.
+    monkeypatch.setattr(_bits_runs, "compiler_options", lambda *_: {})
+    found = hxla.record_bits(job(name), microbatch_size=2)
+    closed, arguments = given
+    with jax.disable_jit():
+        results = jax.extend.core.jaxpr_as_fun(closed)(*arguments)
+    made = {digest for own in found.runs for digest in own.results}
+    made |= {digest for _, digest in found.inputs}  # of a variable that stays as it is
+    assert all(hxla.fingerprint(x) in made for x in results)
+    gradients = [name for name, _ in found.compiled if name.startswith("gradient of ")]
+    assert len(gradients) == len(jax.tree.leaves(nnx.state(job(name).model, nnx.Param)))
+
+
+def test_other_inputs_are_told_and_not_blamed_on_equations():
+    other = job("gpt", lambda model: model.pos.embedding.set_value(model.pos.embedding[...] + 1))
+    found = hxla.inspect_bits(record("gpt"), hxla.record_bits(other, microbatch_size=2))
+    assert found.inputs == ("pos/embedding",)
+    assert not found.differences
+    assert found.num_judged < found.num_runs
+
+
+def test_a_file_of_a_record_reads_as_it_was_written(tmp_path):
+    path = tmp_path / "folder" / "bits.json"
+    record("lstm").write(path)
+    assert hxla.BitsRecord.read(path) == record("lstm")
+    assert hxla.inspect_bits(path, record("lstm")).is_equal
+    text = json.loads(path.read_text())
+    text["runs"][3][1][0][0] = 7
+    text["equations"][0]["primitive"] = 5
+    path.write_text(json.dumps(text))
+    with pytest.raises(hxla.InspectError, match=r"equations.0.primitive"):
+        hxla.BitsRecord.read(path)
+
+
+def test_constants_that_differ_are_told():
+    def run(constant):
+        runs = EquationRuns(jax.devices()[:1])
+        closed = jax.make_jaxpr(lambda x: x * constant + 1)(1.0)
+        digests = runs.run(closed, [np.float32(3)], [])
+        one = record("gpt")
+        return one.model_copy(
+            update={
+                "inputs": (("x", digests[0]),),
+                "equations": tuple(runs.equations),
+                "runs": tuple(runs.runs[0]),
+                "compiled": (),
+            }
+        )
+
+    found = compare_bits(run(2.0), run(2.5))
+    assert [(d.what, d.equation.primitive) for d in found.differences] == [("constant", "mul")]
+
+
+SCRIPT = """
+import sys, hxla, numpy as np, optax
+from flax import nnx
+
+def loss(model, batch):
+    y = model(batch["x"])
+    return {line}
+
+x = np.linspace(0.1, 1, 32, dtype=np.float32).reshape(8, 4)
+model = nnx.Linear(4, 4, rngs=nnx.Rngs(int(sys.argv[1])))
+hxla.train(model, {{"x": x}}, loss, optax.sgd(0.1), batch_size=8, microbatch_size=4, steps=1)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_compares_scripts_records_and_devices(tmp_path, capsys):
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text(SCRIPT.format(line="(y * y).sum(-1)"))
+    two.write_text(SCRIPT.format(line="(y * y * 3 / 3).sum(-1)"))
+    file = str(tmp_path / "one.json")
+    assert main(["inspect", f"{one} 0", "--bits-record", file]) == 0
+    assert "equations in" in capsys.readouterr().out
+    assert main(["inspect", "--bits", file, f"{two} 0"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(rf"first: equation \d+, A: forward: mul .*{one}:7\n.*B: .*{two}:7", text)
+    assert main(["inspect", "--bits", file, file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+    assert main(["inspect", f"{one} 0", "--bits", "cpu:0", "cpu:1"]) == 0
+    assert "had the same results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "cpu:0", "cpu:1"], "say too what is to run on it"),
+        (["--bits", "nowhere.py", "nowhere.json"], "neither a record of bits nor a script"),
+        (["--bits-record", "x.json"], "say which script"),
+        ([__file__, "--bits", "cpu:0", "cpu:99"], "the cpu devices here are 0 to"),
+        ([__file__, "--bits", "cpu:0", "abacus:0"], "jax has no abacus here"),
+        ([__file__, "--bits", "cpu:0", "nothing"], "is no device"),
+        (["--bits", "a", "b", "--device", "cpu:0"], "leave out"),
+        ([], "say what to inspect"),
+        (["dump", "--device", "cpu:0"], "are for --bits"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arguments, message, capsys):
+    assert main(["inspect", *arguments]) == 2
+    assert message in capsys.readouterr().err

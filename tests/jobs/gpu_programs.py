@@ -1,0 +1,510 @@
+"""Compiles what a plan runs for cards that are not here, and prints what the programs hold.
+
+    PYTHONPATH=tests python tests/jobs/gpu_programs.py PLAN [CARD]
+
+A process of its own, because XLA reads its flags and the plugin its environment when they start:
+see `test_gpu_compile.py`, which starts it.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax._src.interpreters import mlir
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
+
+import gpt
+import gpu_jobs
+
+import hxla
+from hxla._graph._precision_calls import PrecisionCalls
+from hxla._graph._trace import trace_functional
+from hxla._jax._jaxpr import as_function
+from hxla._jax._multiprocessors import multiprocessors
+from hxla._lower import _streamed_update
+from hxla._lower._lower import Programs, lower
+from hxla._lower._update import Given
+from hxla._model._functional import functional
+from hxla._plan._precision import as_precision
+from support import families, scanned_models
+
+NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """What XLA's compiler asks of a card.
+
+    Fields of `stream_executor::GpuDeviceInfoProto`, which CUDA's runtime calls `cudaDeviceProp`.
+    Limits by compute capability: NVIDIA, "CUDA C++ Programming Guide", table "Technical
+    Specifications per Compute Capability"; 2048 threads and 65536 registers a core on all of these,
+    and what a block may use of a core's shared memory without opting in is 48 KiB.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int  # float32 units of a core
+    clock_ghz: float
+    l2_mib: int
+    memory_gib: int
+    bytes_per_second: float
+    shared_kib: tuple[int, int]  # of a core, and of a block that opts in
+    cudnn: tuple[int, int] = (9, 10)
+
+    @property
+    def target(self) -> str:
+        """As XLA reads it."""
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: {48 * 2**10}
+  shared_memory_per_block_optin: {self.shared_kib[1] * 2**10}
+  shared_memory_per_core: {self.shared_kib[0] * 2**10}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  core_count: {self.cores}
+  fpus_per_core: {self.lanes}
+  l2_cache_size: {self.l2_mib * 2**20}
+  clock_rate_ghz: {self.clock_ghz}
+  memory_bandwidth: {self.bytes_per_second:.0f}
+  device_memory_size: {self.memory_gib * 2**30}
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {self.cudnn[0]} minor: {self.cudnn[1]} }}
+device_description_str: "{self.kind}"
+"""
+
+
+CARDS = {
+    # NVIDIA, "H100 Tensor Core GPU Architecture" (2022), tables of the SXM5 card; 3.35 TB/s by the
+    # "H100 Tensor Core GPU" data sheet.
+    "h100": Card(
+        kind="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        cores=132,
+        lanes=128,
+        clock_ghz=1.98,
+        l2_mib=50,
+        memory_gib=80,
+        bytes_per_second=3.35e12,
+        shared_kib=(228, 227),
+    ),
+    # NVIDIA, "A100 Tensor Core GPU Architecture" (2020), tables of the 40 GB SXM4 card.
+    "a100": Card(
+        kind="NVIDIA A100-SXM4-40GB",
+        capability=(8, 0),
+        cores=108,
+        lanes=64,
+        clock_ghz=1.41,
+        l2_mib=40,
+        memory_gib=40,
+        bytes_per_second=1.555e12,
+        shared_kib=(164, 163),
+    ),
+    # NVIDIA, "Tesla V100 GPU Architecture" (2017), tables of the SXM2 card.
+    "v100": Card(
+        kind="Tesla V100-SXM2-16GB",
+        capability=(7, 0),
+        cores=80,
+        lanes=64,
+        clock_ghz=1.53,
+        l2_mib=6,
+        memory_gib=16,
+        bytes_per_second=900e9,
+        shared_kib=(96, 96),
+    ),
+    # NVIDIA, "Tesla P100" (2016), tables of the SXM2 card; its blocks cannot opt in to more.
+    "p100": Card(
+        kind="Tesla P100-SXM2-16GB",
+        capability=(6, 0),
+        cores=56,
+        lanes=64,
+        clock_ghz=1.48,
+        l2_mib=4,
+        memory_gib=16,
+        bytes_per_second=732e9,
+        shared_kib=(64, 48),
+    ),
+}
+
+
+def cards(num: int, card: str = "h100") -> tuple[jax.Device, ...]:
+    """Some of four cards in one machine."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=CARDS[card].target, topology="1x1x4"
+    )
+    return tuple(topology.devices)[:num]
+
+
+def small_gpt(precision: str | None = None, config: Any = None) -> hxla.Job:
+    """Of a GPT whose arrays nobody made."""
+    sizes = {"vocabulary": 64, "length": LENGTH, "width": 32, "heads": 4, "layers": 2}
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), **sizes))
+    data = {"text": jax.ShapeDtypeStruct((64, LENGTH + 1), np.int32)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return hxla.Job(
+        model,
+        data,
+        gpt.loss,
+        optimizer,
+        batch_size=NUM * SIZE,
+        precision=precision,
+        config=config or {},
+    )
+
+
+def large_gpt() -> hxla.Job:
+    """What benchmarks/gpu_parts/gpt_run.py trains."""
+    size = gpu_jobs.SIZES["124m"]
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    model = nnx.eval_shape(size.make)
+    return hxla.Job(model, data, size.loss, gpu_jobs.gpt_optimizer(), batch_size=NUM * SIZE)
+
+
+def perceptron() -> hxla.Job:
+    """What benchmarks/gpu_parts/dispatch.py trains."""
+    shapes = {"x": (64, 32), "y": (64, 10)}
+    data = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
+    model = nnx.eval_shape(gpu_jobs.perceptron)
+    return hxla.Job(model, data, gpu_jobs.squares, optax.adam(1e-3), batch_size=NUM * SIZE)
+
+
+PLANS: dict[str, tuple[Callable[[], hxla.Job], dict[str, Any]]] = {
+    "data": (small_gpt, {"mesh": {"data": 2}}),
+    "data, float sums": (small_gpt, {"mesh": {"data": 2}, "reduction": "float"}),
+    "data, float sums in 16 bits": (
+        functools.partial(small_gpt, "bf16", {"communication": {"dtype": "bfloat16"}}),
+        {"mesh": {"data": 2}, "reduction": "float"},
+    ),
+    "tensor": (small_gpt, {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"}),
+    "pipeline": (small_gpt, {"mesh": {"data": 2, "stage": 2}}),
+    "tensor stages": (small_gpt, {"mesh": {"stage": 2, "tensor": 2}, "rules": "decoder"}),
+    "bf16": (functools.partial(small_gpt, "bf16"), {"mesh": {"data": 1}}),
+    "fp16": (functools.partial(small_gpt, "fp16"), {"mesh": {"data": 1}}),
+    "fp8": (functools.partial(small_gpt, "fp8"), {"mesh": {"data": 1}}),
+    "124 million parameters": (large_gpt, {"mesh": {"data": 1}}),
+    "perceptron": (perceptron, {"mesh": {"data": 1}}),
+}
+
+
+def lowered(
+    job: hxla.Job, wishes: dict[str, Any], card: str = "h100", size: int = SIZE
+) -> Programs:
+    """The programs of one of the plans."""
+    num = math.prod(wishes["mesh"].values())
+    device = hxla.Device(kind=CARDS[card].kind, memory_bytes=CARDS[card].memory_gib * 2**30)
+    cluster = hxla.Cluster(name="", devices=(device,) * num)
+    plan = job.plan(cluster, auto=False, microbatch_size=size, **wishes)
+    return lower(job._traced.training(size, 0), job.graph(size), plan, cards(num, card))
+
+
+def compiled(programs: Programs) -> dict[str, Any]:
+    """The programs of the first replica and of the sums, by name; all are compiled and adopted."""
+    made: list[Any] = []
+
+    def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
+        found = list(map(compile_one, lowered))
+        made.extend(found)
+        return found
+
+    programs.compile(over)
+    sums = [f"sum {k}" for k in range(len(programs.reducer.buckets))]
+    own = ["fill", "ticks", "finish"] if programs.pipelines else ["microbatch"]
+    [*terms, _] = programs._updates.names(0)
+    found = dict(zip([*own, "empty", *terms, "update", *sums], made, strict=False))
+    return {name: program for name, program in found.items() if name not in terms}
+
+
+def evaluation(programs: Programs) -> Any:
+    """The program that evaluates a microbatch of the small GPT."""
+    params, aux, _ = programs._shapes(0)
+    text = jax.ShapeDtypeStruct((SIZE, LENGTH + 1), np.int32)
+    batch = {"text": programs.reducer.local[0].like(text)}
+    return programs.evaluation._run.lower(params, aux, np.int32(0), batch).compile()
+
+
+def predicted_bytes(job: hxla.Job) -> float:
+    """Of a card that trains it alone, as a plan says where nothing was measured or compiled.
+
+    Rates: NVIDIA, "H100 Tensor Core GPU" data sheet, dense.
+    """
+    rate = hxla.Rate(dtype="float32", flops_per_second=67e12, source="data sheet")
+    h100 = CARDS["h100"]
+    card = hxla.Device(
+        kind=h100.kind,
+        memory_bytes=h100.memory_gib * 2**30,
+        rates=(rate,),
+        memory_bytes_per_second=h100.bytes_per_second,
+    )
+    cluster = hxla.Cluster(name="one", devices=(card,))
+    [device] = job.plan(cluster, microbatch_size=SIZE).prediction.devices
+    return device.memory_bytes
+
+
+def plain_step() -> Any:
+    """The loop that hxla is compared with, compiled for one card."""
+    size, sharding = gpu_jobs.SIZES["tiny"], SingleDeviceSharding(cards(1)[0])
+    graphdef, params, rest = nnx.split(nnx.eval_shape(size.make), nnx.Param, ...)
+    optimizer = gpu_jobs.gpt_optimizer()
+    shapes = params, jax.eval_shape(optimizer.init, params)
+    here = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (*shapes, {"text": jax.ShapeDtypeStruct((NUM, SIZE, size.length + 1), np.int32)}),
+    )
+    return gpu_jobs.scanned(graphdef, rest, size.loss, optimizer).lower(*here).compile()
+
+
+def _dtypes(collective: Any) -> str:
+    """Those that travel together; an array is written `f32[8,16]` or `2 x f32[8,16]`."""
+    return "+".join(sorted({re.sub(r"\d+ x |\[.*", "", array) for array in collective.arrays}))
+
+
+def _racing_scatters(text: str) -> Iterator[str]:
+    """Scatters whose order of additions is anybody's: of floats, to indices that may be equal."""
+    for line in text.splitlines():
+        is_scatter = re.search(r"= \(?(f32|bf16|f16)\S* scatter\(", line)
+        if is_scatter and "unique_indices=true" not in line:
+            yield line.strip()[:200]
+
+
+def _products(text: str) -> list[str]:
+    """The dtypes of each matrix product's result and operands, such as `bf16 = bf16 x bf16`."""
+    dtypes = dict(re.findall(r"%?([\w.-]+) = \(?(\w+)\[", text))
+    found = []
+    for line in text.splitlines():
+        called = re.search(r"= \(?(\w+)\[.* (?:dot|convolution|custom-call)\(([^)]*)\)", line)
+        if called and re.search(r" dot\(| convolution\(|__cublas|__cudnn", line):
+            operands = re.findall(r"%([\w.-]+)", called[2])[:2]
+            found.append(f"{called[1]} = " + " x ".join(dtypes.get(x, "?") for x in operands))
+    return found
+
+
+def told(program: Any) -> dict[str, Any]:
+    """What a compiled program holds."""
+    found = hxla.inspect(program).main
+    text, stats = program.as_text(), program.memory_analysis()
+    return {
+        "collectives": sorted(
+            {f"{c.kind} of {_dtypes(c)} over {c.over}" for c in found.collectives}
+        ),
+        "transfers": [t.kind for t in found.transfers],
+        "problems": list(found.problems),
+        "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+        "products": _products(text),
+        "has_bf16": "bf16[" in text,
+        "racing_scatters": list(_racing_scatters(text)),
+        "argument_bytes": stats.argument_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "donated_bytes": stats.alias_size_in_bytes,
+    }
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's part."""
+    leaves = jax.tree.leaves(tree)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves
+    )
+
+
+class _Host(NamedTuple):
+    """Tells that an array is in host memory: cards that are not here know no kinds of memory."""
+
+    axis: str = "host"
+
+    def of(self, sharding: Any, kind: str) -> Any:
+        """The sharding that stands for a kind of memory."""
+        if kind == "device":
+            return sharding
+        [card] = sharding.device_set
+        return NamedSharding(Mesh(np.array([card]), (self.axis,)), PartitionSpec())
+
+    def kind_of(self, sharding: Any) -> str | None:
+        """What jax asks of it when it lowers."""
+        names = getattr(getattr(sharding, "mesh", None), "axis_names", ())
+        return "pinned_host" if names == (self.axis,) else None
+
+
+def offloaded() -> dict[str, Any]:
+    """Some of the programs that update the state of `large_gpt` from host memory."""
+    host = _Host()
+    _streamed_update.in_memory, mlir._get_mem_kind = host.of, host.kind_of
+    size = gpu_jobs.SIZES["124m"]
+    data = {"text": jax.ShapeDtypeStruct((64, size.length + 1), np.int32)}
+    config = {"memory": {"offload": {"optimizer": "host"}}}
+    model = nnx.eval_shape(size.make)
+    optimizer = optax.adamw(1e-3)
+    job = hxla.Job(model, data, size.loss, optimizer, batch_size=NUM * SIZE, config=config)
+    programs = lowered(job, {"mesh": {"data": 1}})
+    params, aux, opt_state = programs._shapes(0)
+    tensors = programs.tensors
+    scales = jax.ShapeDtypeStruct((len(tensors.floats),), np.int32)
+    sums = programs.reducer.result_shapes(0, [x.shape for x in tensors.others])
+    exponents, one = programs.reducer.local[0].like(scales), np.float32(1)
+    given = Given(*sums, exponents_T=exponents, weight=one, value=one)
+    updates = programs._updates
+    every = updates.lower(0, programs._of_trained(params), opt_state, aux, given)
+    groups = updates._streamed[0].groups
+    sizes = [sum(unit.num_bytes for unit in group) for group in groups.groups]
+    found = []
+    for g in (1, len(sizes) // 2, len(sizes) - 1):
+        program = every[g].compile()
+        stats, text = program.memory_analysis(), program.as_text()
+        found.append(
+            {
+                "group": g,
+                "host_in_bytes": stats.host_argument_size_in_bytes,
+                "host_out_bytes": stats.host_output_size_in_bytes,
+                "temporary_bytes": stats.temp_size_in_bytes,
+                "new_bytes": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+                "copies": len(re.findall(r" copy-start\(", text)),
+            }
+        )
+    return {
+        "group_bytes": sizes,
+        "state_bytes": _bytes([x for x in jax.tree.leaves(opt_state) if x.shape]),
+        "param_bytes": _bytes(params),
+        "programs": found,
+    }
+
+
+def waiting() -> dict[str, int]:
+    """Bytes of a layer of the GPT of examples/ that wait for its backward, by precision.
+
+    Of what a layer's compiled forward gives: the residuals, and what the next layer reads.
+    """
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0)))
+    data = {"text": jax.ShapeDtypeStruct((64, gpt.LENGTH + 1), np.int32)}
+    config = {"memory": {"recompute": "boundaries"}}
+    found = {}
+    for word in ("fp32", "bf16", "fp16"):
+        job = hxla.Job(
+            model, data, gpt.loss, optax.adamw(1e-3), batch_size=16, precision=word, config=config
+        )
+        programs = lowered(job, {"mesh": {"data": 1}}, size=8)
+        [runner] = programs.runners
+        params, aux, _ = programs._shapes(0)
+        exponents = jax.ShapeDtypeStruct((len(programs.tensors.floats),), np.int32)
+        made = runner.lower(params, aux, programs.reducer.local[0].like(exponents))
+        # Parts that are alike share a program: the most are layers.
+        [(layer, num)] = collections.Counter(runner._programs._same).most_common(1)
+        assert num >= gpt.LAYERS - 2
+        places = [(i, name) for i, own in runner._programs._jitted.items() for name in own]
+        forward = made[places.index((layer, "forward"))].compile()
+        found[word] = forward.memory_analysis().output_size_in_bytes
+    return found
+
+
+def cut_segments() -> dict[str, dict[str, Any]]:
+    """What the programs of stage 3 hold, of two copies that two cards each cut."""
+    job = small_gpt(config={"memory": {"zero": 3, "recompute": "boundaries"}})
+    mesh = {"data": 2, "tensor": 2}
+    programs = lowered(job, {"mesh": mesh, "rules": "decoder"})
+    made: dict[str, list[Any]] = {"segments": [], "updates": [], "sums": [], "gathers": []}
+
+    def over(compile_one: Callable[[Any], Any], lowered: Any) -> list[Any]:
+        found = []
+        for name, program in lowered:
+            found.append(compile_one((name, program)))
+            kinds = {"the update": "updates", "a sum in the update": "updates"}
+            kinds |= {"the sum of gradients": "sums", "the gather of parameters": "gathers"}
+            made[kinds.get(name, "segments")].append(found[-1])
+        return found
+
+    programs.compile(over)
+    return {
+        kind: {
+            "collectives": sorted({c for program in own for c in told(program)["collectives"]}),
+            "problems": [problem for program in own for problem in told(program)["problems"]],
+        }
+        for kind, own in made.items()
+    }
+
+
+def scanned() -> Any:
+    """A model with its layers as one scan, its loss and its data."""
+    return scanned_models.LinenNet(dropout=0.1), scanned_models.loss, scanned_models.data()
+
+
+def products_of_families() -> dict[str, dict[str, int]]:
+    """Of the gradient of each family of models in bfloat16 the products, by dtypes."""
+    made = {**families.FAMILIES, "scanned": scanned}
+    sharding, found = SingleDeviceSharding(cards(1)[0]), {}
+    for name, make in made.items():
+        model, loss, batch = make()
+        batch = jax.tree.map(lambda x: x[:2], batch)
+        plain = functional(model, loss, loss, variables=None, seed=0, example=batch)
+        calls = PrecisionCalls(plain, as_precision("bf16"))
+        graph = trace_functional(calls.model, batch)
+        shapes = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
+            for v in graph.program.jaxpr.invars
+        ]
+        program, num = as_function(graph.program), len(graph.param_values)
+
+        def gradient(params: Any, *rest: Any, program: Any = program) -> Any:
+            return jax.grad(lambda own: program(*own, *rest)[0])(params)
+
+        exact = jax.jit(gradient, compiler_options={"xla_allow_excess_precision": False})
+        text = exact.lower(shapes[:num], *shapes[num:]).compile().as_text()
+        found[name] = collections.Counter(_products(text))
+    return found
+
+
+ALONE = {
+    "offload": offloaded,
+    "waiting": waiting,
+    "families": products_of_families,
+    "multiprocessors": lambda: {k: multiprocessors(cards(1, k)[0]) for k in CARDS},
+    "cut segments": cut_segments,
+}
+
+
+def main() -> None:
+    if sys.argv[1] in ALONE:
+        print(json.dumps(ALONE[sys.argv[1]]()))
+        return
+    make, wishes = PLANS[sys.argv[1]]
+    job = make()
+    programs = lowered(job, wishes, *sys.argv[2:])
+    found = {k: told(program) for k, program in compiled(programs).items()}
+    params, aux, opt_state = programs._shapes(0)
+    facts = {"state_bytes": _bytes((params, aux, opt_state)), "param_bytes": _bytes(params)}
+    if make is small_gpt and not programs.pipelines:
+        found["evaluation"] = told(evaluation(programs))
+    if make is large_gpt:
+        facts["memory_bytes"] = programs.memory_bytes(facts["state_bytes"])
+        facts["predicted_bytes"] = predicted_bytes(job)
+    if make is perceptron:
+        facts["plain"] = told(plain_step())
+    print(json.dumps(facts | {"programs": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Run by `hxla run` with two devices in each process: trains on the second of each.
+
+So the devices that train are none of those that hosts add on.
+"""
+
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import hxla
+from hxla._lower import _lower, _own_update
+from hxla._lower._store import Store
+from support import zero_jobs
+
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)[.\w-]*\("
+)
+NUM = jax.process_count()
+
+
+def job(over, zero, model=zero_jobs.Model):
+    return hxla.Job(
+        lambda: model(nnx.Rngs(0)),
+        zero_jobs.data(),
+        zero_jobs.loss,
+        optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+        batch_size=zero_jobs.BATCH,
+        config={
+            "communication": {"over": over},
+            "memory": {"zero": zero, "shares": [*range(2, 2 + NUM)] if zero else "auto"},
+            "cluster": {"visible_devices": [*range(1, 2 * NUM, 2)]},
+        },
+    )
+
+
+def collectives(programs):
+    return sum(len(COLLECTIVE.findall(program.as_text())) for program in programs)
+
+
+def programs_of(session):
+    """Collectives in the programs of the devices that train, and in those of the hosts."""
+    own = session._programs
+    on_devices = [own.runners[0]._compiled, *own._updates.compiled[0]]
+    between = list(own.reducer.programs)
+    if own.gather is not None:
+        between += own.gather._programs
+        on_devices += [program for [program] in own.gather._unflat]
+    mesh, trained = own.reducer.arrays.devices, [r.devices[0] for r in own.reducer.replicas]
+    return {
+        "devices": collectives(on_devices),
+        "between": collectives(between),
+        "apart": not {*mesh} & {*trained},
+        "local": session._store.held[0].params[0].devices() == {jax.local_devices()[1]},
+    }
+
+
+def trained(over, zero, folder=None, steps=zero_jobs.STEPS, model=zero_jobs.Model):
+    own = job(over, zero, model)
+    plan = own.plan(microbatch_size=2, counts="even")
+    options = {} if folder is None else {"checkpoint_dir": folder}
+    with own.open(plan.with_counts((7, 5)), steps=steps, **options) as session:
+        for _ in session:
+            pass
+        told = programs_of(session)
+        result = session.result()
+        alike = (session._store.checksums() == session._store.checksums()[0]).all()
+    first = result.history.steps[0].step
+    return told | {"sha256": result.sha256, "alike": bool(alike), "first step": first}
+
+
+class Unlike(zero_jobs.Model):
+    """A model that another process would make otherwise."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.gain.value = self.gain.value + jax.process_index() * 2.0**-20
+
+
+def on_unlike_devices():
+    """Processes that start from other bits and round the statistics in their own way."""
+    _lower.are_unlike = lambda kinds: True
+    usual, hand_on, handed = _own_update.new_aux, Store.hand_on, []
+
+    def rounded_otherwise(*arguments):
+        found = usual(*arguments)
+        return [x * np.float32(1 + jax.process_index() * 2.0**-20) for x in found]
+
+    def watched(store):
+        before = [np.array(x) for x in store.held[0].leaves()]
+        hand_on(store)
+        after = map(np.asarray, store.held[0].leaves())
+        handed.append(any((a != b).any() for a, b in zip(before, after, strict=True)))
+
+    _own_update.new_aux, Store.hand_on = rounded_otherwise, watched
+    told = trained("host", 1, model=Unlike)
+    return told | {"handed": sum(handed)}
+
+
+if __name__ == "__main__":
+    told = {f"device {zero}": trained("device", zero) for zero in (0, 1)}
+    told |= {f"host {zero}": trained("host", zero) for zero in (0, 1)}
+    trained("device", 1, sys.argv[1], steps=1)
+    told["resumed"] = trained("host", 1, sys.argv[1])
+    told["unlike"] = on_unlike_devices()
+    print(f"RESULT {jax.process_index()} {json.dumps(told)}", flush=True)

@@ -1,0 +1,156 @@
+"""Several microbatches at once on one device."""
+
+import contextlib
+import threading
+import types
+
+import jax
+import pytest
+
+import hxla
+from hxla._lower._microbatch import Microbatches
+from hxla._run import _executors_of_plan
+from hxla._run._executors_of_plan import with_executors, with_fastest_executors
+from support.executor_jobs import NUM, ended, job
+
+
+@pytest.mark.parametrize("executors", [2, 3, 5, NUM + 3])
+def test_no_number_of_executors_moves_a_bit(executors):
+    plan = job().plan(microbatch_size=2)
+    more = with_executors(plan, (executors,))
+    assert more.numerics == plan.numerics
+    assert ended(more) == ended(plan)
+
+
+def test_sums_that_are_let_go_give_the_same_bits():
+    plan = job().plan(microbatch_size=2)
+    released = plan.placement.model_copy(update={"sums": "released"})
+    assert ended(with_executors(plan, (3,)).replaced(placement=released)) == ended(plan)
+
+
+@contextlib.contextmanager
+def meeting(session, num):
+    """Microbatches that go on only when so many of them are under way."""
+    barrier, [runner] = threading.Barrier(num), session._programs.runners
+    assert isinstance(runner, Microbatches)
+    run = runner._compiled
+
+    def meet(*arguments):
+        barrier.wait(timeout=60)
+        return run(*arguments)
+
+    runner._compiled = meet
+    yield
+    runner._compiled = run
+
+
+def test_microbatches_are_under_way_at_once():
+    """Each waits until another one does: one after another they would wait for ever."""
+    plan = job().plan(microbatch_size=2)
+    with job().open(with_executors(plan, (3,)), steps=2) as session, meeting(session, 3):
+        records = list(session)
+    assert [record.loss for record in records] == ended(plan, steps=2)[0]
+
+
+def test_a_microbatch_that_fails_ends_the_step():
+    plan = job().plan(microbatch_size=2)
+    with job().open(with_executors(plan, (2,)), steps=2) as session:
+        [runner] = session._programs.runners
+
+        def fail(*arguments):
+            raise RuntimeError("no memory is left")
+
+        runner._compiled = fail
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            session.step()
+
+
+def test_settings_ask_for_executors():
+    plan = job(cluster={"executors": 3}).plan(microbatch_size=2)
+    assert [replica.executors for replica in plan.replicas] == [3]
+    assert "3 at once" in plan.explain()
+    assert plan.with_counts((NUM,)).replicas == plan.replicas
+    assert hxla.Plan.from_json(plan.to_json()) == plan
+    assert ended(plan, job(cluster={"executors": 3})) == ended(with_executors(plan, (1,)))
+
+
+def test_what_cannot_run_at_once_is_refused():
+    plan = job().plan(microbatch_size=2)
+    floats = plan.replaced(sums=plan.sums.model_copy(update={"kind": "float"}))
+    with pytest.raises(hxla.PlanError, match="executors take microbatches in no fixed order"):
+        with_executors(floats, (2,))
+    cut = job(devices=(0, 1)).plan(stages=2, microbatch_size=2)
+    with pytest.raises(hxla.PlanError, match="a copy has axes here: use executors 1"):
+        with_executors(cut, (2,))
+    with pytest.raises(hxla.PlanError, match="a copy has a chain of segments here"):
+        job(cluster={"executors": 2}, memory={"recompute": "none"}).plan(microbatch_size=2)
+    with pytest.raises(hxla.ConfigError, match="executors"):
+        job(cluster={"executors": 0}).plan(microbatch_size=2)
+
+
+def test_each_executor_has_memory_of_its_own():
+    """As XLA has it: the sums and the temporaries of a microbatch, once for each."""
+    plan = job().plan(microbatch_size=2)
+    bytes_of = {}
+    for num in (1, 2, 4):
+        with job().open(with_executors(plan, (num,)), steps=1) as session:
+            [runner] = session._programs.runners
+            sums = sum(x.nbytes for x in jax.tree.leaves(runner.empty()))
+            temporaries = runner._compiled.memory_analysis().temp_size_in_bytes
+            bytes_of[num] = runner.memory_bytes(sums) + runner.kept_bytes
+            assert session.memory_bytes >= bytes_of[num]
+    assert bytes_of[2] - bytes_of[1] >= sums + temporaries
+    assert bytes_of[4] - bytes_of[1] == 3 * (bytes_of[2] - bytes_of[1])
+
+
+class Tried:
+    """A stepper whose microbatches take so long with so many executors."""
+
+    def __init__(self, seconds):
+        self.seconds, self.executors, self.num_run = seconds, 1, 0
+
+    def use_executors(self, replicas):
+        self.executors = replicas[0].executors
+
+    def seconds_of_microbatches(self, i, batch, num, *, repeats):
+        self.num_run += repeats * num
+        return [self.seconds[self.executors]] * repeats
+
+
+def chosen(monkeypatch, seconds, num_steps=10_000, most=8):
+    monkeypatch.setattr(_executors_of_plan, "_most_executors", lambda programs: most)
+    plan = job().plan(microbatch_size=2)
+    reducer = types.SimpleNamespace(
+        replicas=plan.replicas, local=[types.SimpleNamespace(index=0, is_led_here=True)]
+    )
+    stepper, programs = Tried(seconds), types.SimpleNamespace(reducer=reducer, plan=plan)
+    found, each = with_fastest_executors(
+        stepper, programs, plan, None, [seconds[1]], 0.015, num_steps
+    )
+    assert stepper.executors == found.replicas[0].executors
+    assert each == [seconds[stepper.executors]]
+    return found.replicas[0].executors, stepper.num_run
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({1: 1.0, 2: 1.1}, 1),
+        ({1: 1.0, 2: 0.99}, 1),  # less than the least gain
+        ({1: 1.0, 2: 0.7, 4: 0.71}, 2),
+        ({1: 1.0, 2: 0.7, 4: 0.5, 8: 0.4}, 8),
+    ],
+)
+def test_more_executors_are_tried_while_they_pay(monkeypatch, seconds, best):
+    assert chosen(monkeypatch, seconds)[0] == best
+
+
+def test_trials_take_little_of_the_work(monkeypatch):
+    seconds = {1: 1.0, 2: 0.5, 4: 0.3, 8: 0.2}
+    for num_steps in (1, 50, 100, 150, 300, 500, 1000):
+        executors, num_run = chosen(monkeypatch, seconds, num_steps)
+        assert num_run <= num_steps * NUM / 20
+        assert (executors > 1) == (num_steps >= 100)  # two runs of four microbatches, five times
+    short = {num: each / 1000 for num, each in seconds.items()}
+    assert chosen(monkeypatch, short, 150)[0] == 1  # those of a whole step
+    assert chosen(monkeypatch, short, 250)[0] == 2

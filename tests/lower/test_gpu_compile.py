@@ -1,0 +1,230 @@
+"""What plans run on GPUs, compiled for cards that are not here.
+
+It takes XLA's compiler for CUDA, of jax's own version, and no card: `make test` puts it
+into a folder of its own. Were the plugin installed like other packages, every process that finds no
+CUDA libraries would begin with a traceback.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from hxla._launch._environment import _GPU_FLAGS, _MIXED_GPU_FLAGS
+from support.paths import JOBS, PYTHONPATH
+
+FOLDER = pathlib.Path(os.environ.get("GPU_COMPILER", pathlib.Path(sys.prefix, "gpu-compiler")))
+GATHERED = {"all-gather of s32 over data", "all-reduce of s32 over data"}
+SUM = GATHERED | {"reduce-scatter of s32 over data"}
+INSIDE = {"all-reduce of f32 over tensor"}
+#: What one process of a copy asks, such as to stop, the others of its copy hear with the sums.
+ASKED = "all-reduce of s32 over "
+#: All-gathers that one version of XLA adds to a microbatch cut over `tensor`, and maxima.
+MORE = {"all-gather of f32 over tensor", "all-reduce of s32 over tensor"}
+#: Between stages arrays of all dtypes travel as words.
+CUT, PASSED = {"all-to-all of u32 over stage"}, {"collective-permute of u32 over stage"}
+NONE = (set(), set())
+#: Cards of before Hopper, with a precision that each has.
+OLDER = {"a100": "bf16", "v100": "fp16", "p100": "fp16"}
+CUBLAS = {"__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__cublas$gemm"}
+#: Products that read a parameter: forward, and the gradients of either operand.
+FLOAT8 = {"f32 = f8e4m3fn x f8e4m3fn", "f32 = f8e5m2 x f8e4m3fn", "f32 = f8e4m3fn x f8e5m2"}
+#: Of a plan's precision the dtype of its products, as HLO has it.
+LOW = {"bf16": "bf16", "fp16": "f16"}
+#: By plan and program the collectives that it must hold, and those that it may hold beside them.
+EXPECTED = {
+    "data": {"microbatch": NONE, "update": NONE, "evaluation": NONE, "sum 0": (SUM, set())},
+    "data, float sums": {
+        "microbatch": NONE,
+        "update": NONE,
+        "evaluation": NONE,
+        "sum 0": (GATHERED | {"reduce-scatter of f32 over data"}, set()),
+    },
+    "data, float sums in 16 bits": {
+        "microbatch": NONE,
+        "update": NONE,
+        "sum 0": (
+            # Bits that are only moved travel as integers, those of small numbers beside them.
+            {
+                "reduce-scatter of bf16 over data",
+                "all-gather of s32+u16 over data",
+                "all-reduce of s32 over data",
+            },
+            set(),
+        ),
+    },
+    "tensor": {
+        "microbatch": (INSIDE, MORE),
+        "update": (INSIDE, set()),
+        "evaluation": (INSIDE, MORE),
+        "sum 0": (SUM | {ASKED + "tensor"}, set()),
+    },
+    "pipeline": {
+        "fill": (CUT, set()),
+        "ticks": (PASSED, set()),
+        "finish": (CUT, set()),
+        "update": ({"all-reduce of f32 over stage"}, set()),
+        "sum 0": (SUM | {ASKED + "stage"}, set()),
+    },
+    "tensor stages": {
+        "fill": (CUT, set()),
+        "ticks": (INSIDE | PASSED | {"all-gather of u32 over tensor"}, MORE),
+        "finish": (CUT, {"all-reduce of s32 over tensor"}),
+        "update": (
+            {"all-reduce of f32 over stage"},
+            # Over one device nothing is sent: jaxlib 0.10 leaves such a one behind.
+            {"all-reduce of f32 over stage+tensor", "all-reduce of f32 over 1 devices"},
+        ),
+        "sum 0": ({ASKED + "stage+tensor"}, set()),
+    },
+    "bf16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fp16": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    "fp8": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+    # What benchmarks/gpu.py trains.
+    "124 million parameters": {"microbatch": NONE, "update": NONE, "sum 0": NONE, "sum 1": NONE},
+    "perceptron": {"microbatch": NONE, "update": NONE, "sum 0": NONE},
+}
+# What all sums, or a pipeline's buffers, begin with.
+EXPECTED = {plan: programs | {"empty": NONE} for plan, programs in EXPECTED.items()}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any((FOLDER / "jax_plugins" / f"xla_cuda{n}").is_dir() for n in (12, 13)),
+        reason=f"no program was compiled for GPUs: XLA's compiler for them is not in {FOLDER} "
+        "(make test installs it)",
+    ),
+]
+
+
+#: The assembler of CUDA 12, which still knows Volta and Pascal.
+ASSEMBLER = FOLDER / "nvidia" / "cuda_nvcc" / "bin" / "ptxas"
+
+
+def compiled(plan, *card):
+    """What each program of a plan holds."""
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "JAX_PLATFORMS": "cpu",
+        "PATH": os.pathsep.join([str(ASSEMBLER.parent), os.environ["PATH"]]),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(FOLDER)]),
+        # A flag that XLA does not know ends the process.
+        "XLA_FLAGS": " ".join([*_GPU_FLAGS, *_MIXED_GPU_FLAGS]),
+    }
+    ran = subprocess.run(
+        [sys.executable, str(JOBS / "gpu_programs.py"), plan, *card],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("plan", EXPECTED)
+@pytest.mark.thinned(3)
+def test_programs_compile_for_h100(plan):
+    found = compiled(plan)
+    programs = found["programs"]
+    assert set(EXPECTED[plan]) == set(programs)
+    for name, (needed, allowed) in EXPECTED[plan].items():
+        own = programs[name]
+        kinds = set(own["collectives"])
+        assert needed <= kinds <= needed | allowed, (name, kinds)
+        # Nothing calls back into Python, or waits for the host in the midst of a program.
+        assert not own["transfers"], name
+        assert not own["problems"], name
+        assert set(own["custom_calls"]) <= CUBLAS, name
+        if "float" not in plan:
+            assert not own["racing_scatters"], name
+    # The new state takes the place of the old one, and new sums that of those before.
+    scale = 4 if plan == "fp16" else 0  # the loss scale's exponent takes no place of an old one
+    assert programs["update"]["donated_bytes"] >= found["state_bytes"] - scale
+    if "microbatch" in programs:
+        num_parts = 1 if "float" in plan else 2
+        assert programs["microbatch"]["donated_bytes"] >= num_parts * found["param_bytes"]
+    if plan in LOW or "million" in plan:  # no product of float32 is left, forward or backward
+        low = LOW.get(plan, "bf16")  # the large model's loss casts by hand
+        assert set(programs["microbatch"]["products"]) == {f"{low} = {low} x {low}"}
+    if plan == "fp8":  # all else is the attention's
+        assert set(programs["microbatch"]["products"]) == FLOAT8 | {"bf16 = bf16 x bf16"}
+    if "plain" in found:  # what is looked for above is found where nobody asks for determinism
+        assert found["plain"]["racing_scatters"]
+    if "predicted_bytes" in found:
+        # An estimate counts what a fused program never stores, and nothing is missing from it.
+        assert 0.3 < found["memory_bytes"] / found["predicted_bytes"] < 1
+
+
+@pytest.mark.parametrize("card", OLDER)
+@pytest.mark.thinned(3)
+def test_low_programs_compile_for_older_cards(card):
+    if not ASSEMBLER.exists():
+        pytest.skip(f"nothing was compiled for older cards: there is no {ASSEMBLER}")
+    word = OLDER[card]
+    programs = compiled(word, card)["programs"]
+    assert set(programs["microbatch"]["products"]) == {"{0} = {0} x {0}".format(LOW[word])}
+    for name, own in programs.items():
+        assert own["has_bf16"] == (word == "bf16" and name in ("microbatch", "evaluation")), name
+        assert not own["problems"], name
+        assert not own["racing_scatters"], name
+
+
+def test_a_gpus_multiprocessors_are_what_its_backend_says():
+    found = compiled("multiprocessors")
+    assert {card: found[card] for card in ("h100", "v100", "p100")} == {
+        "h100": 132, "v100": 80, "p100": 56,
+    }  # fmt: skip
+
+
+def test_all_products_of_all_families_are_low():
+    """Forward and backward, convolutions too, in what XLA made of them."""
+    found = compiled("families")
+    assert len(found) == 8
+    for name, products in found.items():
+        # A long sum inside a product may be cut into parts, which XLA keeps in float32.
+        assert {kind.split(" = ")[1] for kind in products} == {"bf16 x bf16"}, (name, products)
+        assert sum(products.values()) > 5, name
+
+
+def test_what_waits_for_the_backward_of_a_layer_halves():
+    found = compiled("waiting")
+    for word in LOW:
+        assert found[word] <= 0.55 * found["fp32"], found
+
+
+def test_segments_of_cut_copies_send_between_copies_what_is_shared_out():
+    """A segment's programs send inside a copy; gathers and sums send parts between copies."""
+    found = compiled("cut segments")
+    assert not any(own["problems"] for own in found.values())
+    kinds = {name: set(own["collectives"]) for name, own in found.items()}
+    assert kinds["segments"] >= INSIDE
+    assert all(kind.endswith("over tensor") for kind in kinds["segments"]), kinds
+    assert kinds["gathers"] == {"all-gather of f32 over data"}
+    assert "reduce-scatter of s32 over data" in kinds["sums"]
+    assert kinds["sums"] <= SUM | {ASKED + "tensor"}
+
+
+def test_a_streamed_update_moves_the_state_and_keeps_little_of_it():
+    """Copies to and from the host are real, run beside the arithmetic, and are no more than asked.
+
+    No more of the state is on the card than a group that is updated, one that comes and one that
+    goes.
+    """
+    found = compiled("offload")
+    sizes, param_bytes = found["group_bytes"], found["param_bytes"]
+    assert sum(sizes) == found["state_bytes"] == 2 * param_bytes
+    for own in found["programs"]:
+        g = own["group"]
+        coming, going = sizes[g + 1 : g + 2], sizes[max(g - 1, 0) : g]
+        assert own["host_in_bytes"] == sum(coming)
+        assert own["host_out_bytes"] == sum(going)
+        assert own["copies"] >= bool(coming) + bool(going)
+        assert own["new_bytes"] <= sum(coming) * 1.01 + 4096
+        on_card = own["temporary_bytes"] + sizes[g] + sum(coming) + sum(going)
+        assert on_card <= 0.35 * param_bytes, on_card / param_bytes

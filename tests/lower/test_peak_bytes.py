@@ -1,0 +1,165 @@
+"""What a device holds at most in a step, beside what the plan says of it."""
+
+import gc
+import math
+
+import jax
+import optax
+import pytest
+
+import hxla
+from hxla._lower._options import extra_bytes
+from support import families
+
+
+def live_bytes():
+    """Of the arrays on the first device, not its host; several may share a buffer."""
+    arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
+    shards = [s for x in arrays for s in x.addressable_shards if s.device.id == 0]
+    return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
+
+
+SIZES = {"width": 128, "length": 64, "layers": 3}
+ALL_ON_HOST = {"stash": "host", "parameters": "host", "optimizer": "host"}
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """Bytes of live arrays and of what the program needs beside them, the most of any program."""
+    found = [0]
+    run = jax.stages.Compiled.__call__
+
+    def watched(self, *arguments, **named):
+        jax.block_until_ready(jax.live_arrays())
+        devices = {d.id for s in jax.tree.leaves(self.output_shardings) for d in s.device_set}
+        if 0 in devices:
+            found[0] = max(found[0], live_bytes() + extra_bytes(self))
+        return run(self, *arguments, **named)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", watched)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num", "limbs", "memory"),
+    [
+        (2, 2, {"zero": 0}),
+        (2, 2, {"zero": 1}),
+        (2, 2, {"zero": 1, "recompute": "none"}),
+        (2, 2, {"zero": 2, "recompute": "none"}),
+        (2, 1, {"zero": 3, "recompute": "boundaries"}),
+        (4, 2, {"zero": 2, "recompute": "boundaries"}),
+        (4, 2, {"zero": 3, "recompute": "boundaries"}),
+        (4, 1, {"zero": 3, "recompute": "boundaries", "waves": 2, "shares": [3, 1, 1, 1]}),
+        (4, 2, {"zero": 1, "shard_groups": 2}),
+        (4, 2, {"zero": 3, "recompute": "boundaries", "shard_groups": 2, "waves": 2}),
+        (2, 2, {"zero": 1, "recompute": "boundaries", "offload": {"stash": "host"}}),
+        (2, 1, {"zero": 3, "recompute": "boundaries", "offload": {"stash": "host"}}),
+        (2, 2, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
+    ],
+    ids=str,
+)
+@pytest.mark.thinned(3)
+def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
+    own = families.gpt_job(
+        8 * num,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        {"memory": memory, "communication": {"limbs": limbs}},
+        **SIZES,
+    )
+    assert bytes_of_a_step(own, copies(own, num), peak) == pytest.approx(1, rel=0.03)
+
+
+def copies(own, num):
+    """A plan of so many, each on a device."""
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * num)
+    return own.plan(cluster, microbatch_size=2, mesh={"data": num}, counts="even")
+
+
+def bytes_of_a_step(own, plan, peak):
+    """What the second step of a plan takes at most, in that which its session says."""
+    gc.collect()
+    before = live_bytes()
+    with own.open(plan, steps=2) as session:
+        steps = iter(session)
+        next(steps)
+        gc.collect()
+        peak[0] = 0
+        next(steps)
+        return (peak[0] - before) / session.memory_bytes
+
+
+@pytest.mark.parametrize(("num", "zero"), [(1, 0), (2, 1)])
+def test_sums_to_which_segments_add_are_there_once(num, zero, peak):
+    """Of a large table, which the first segment reads and the last."""
+    config = {"memory": {"recompute": "boundaries", "zero": zero}}
+    sizes = {**SIZES, "layers": 1, "vocabulary": 4096}
+    own = families.gpt_job(4 * num, optax.adamw(1e-3), config, **sizes)
+    assert bytes_of_a_step(own, copies(own, num), peak) == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "memory"),
+    [
+        (optax.adamw, {"zero": 0, "recompute": "none"}),
+        (optax.adamw, {"zero": 1, "recompute": "boundaries"}),
+        (optax.adamw, {"zero": 2, "recompute": "none"}),
+        (optax.adamw, {"zero": 3, "recompute": "boundaries"}),
+        (optax.adamw, {"zero": 3, "recompute": "boundaries", "waves": 2}),
+        (optax.adamw, {"zero": 1, "offload": {"optimizer": "host"}}),
+        (optax.adamw, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
+        (optax.contrib.muon, {"zero": 1}),
+        (optax.contrib.muon, {"zero": 3, "recompute": "boundaries", "shares": [3, 1]}),
+        (optax.contrib.muon, {"zero": 1, "offload": {"optimizer": "host"}}),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else x.__name__,
+)
+@pytest.mark.thinned(3)
+def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
+    own = families.gpt_job(16, optimizer(1e-3), {"memory": memory}, **SIZES)
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
+    plan = own.plan(
+        cluster,
+        microbatch_size=2,
+        mesh={"data": 2, "tensor": 2},
+        rules="decoder",
+        counts="even",
+    )
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory",
+    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "offload": {"optimizer": "host"}}],
+    ids=str,
+)
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
+@pytest.mark.thinned(3)
+def test_a_step_of_pipelines_does_too(memory, axes, peak):
+    own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
+    mesh = {"data": 2, **axes}
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * math.prod(mesh.values()))
+    rules = "decoder" if "tensor" in axes else None
+    plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules=rules, counts="even")
+    assert bytes_of_a_step(own, plan, peak) == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.slow
+def test_little_is_whole_at_a_time():
+    """Where the optimizer treats parameters as a whole, ZeRO 1 takes less than whole state."""
+    found = []
+    for zero in (0, 1):
+        config = {"memory": {"zero": zero}}
+        own = families.gpt_job(16, optax.contrib.muon(1e-3), config, **SIZES)
+        cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
+        mesh = {"data": 2, "tensor": 2}
+        plan = own.plan(cluster, microbatch_size=2, mesh=mesh, rules="decoder", counts="even")
+        with own.open(plan, steps=1) as session:
+            found.append(session.memory_bytes)
+            largest = max(p.num_bytes for p in plan.parameters)
+            update = session._programs._updates.extra_bytes()
+    assert found[1] < 0.75 * found[0]
+    assert update < 16 * largest  # of one matrix: itself, its gradient, products, and parts of all

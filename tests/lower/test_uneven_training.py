@@ -1,0 +1,250 @@
+"""Parts of unlike sizes: the single device's losses and gradients, and padding that stays zero."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hxla
+from hxla._inspect import _shapes
+from hxla._lower._padding import NOT_PADDED, Padding, padded
+from hxla._lower._padding_kept import keeps_padding
+from hxla._model._optimizer import Optimizer
+from hxla._plan._linked_dims import LinkedDims, planned_parts
+from support.uneven_models import RULES, UNITS, Run
+from support.uneven_runs import train
+
+
+def sizes_of(seed):
+    """A number of units, and shares of two to four devices."""
+    rng = np.random.default_rng(seed)
+    num = int(rng.integers(2, 5))
+    shares = [1] * num
+    while len(set(shares)) == 1:
+        shares = rng.integers(1, 6, num).tolist()
+    return int(rng.integers(num, 11)), shares
+
+
+def compare(name, seed):
+    units, shares = sizes_of(seed)
+    run = Run(name, units, shares, seed=seed)
+    assert run.plan.is_uneven
+    run.compare()
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_parts_of_unlike_sizes_train_as_one_device_does(name):
+    compare(name, 1 + sorted(UNITS).index(name))
+
+
+# TEST_SIZES=60 tries so many of each kind; each takes ten seconds.
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 20 + int(os.environ.get("TEST_SIZES", "1"))))
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.thinned(2)
+def test_any_sizes_train_as_one_device_does(name, seed):
+    compare(name, seed)
+
+
+def assert_alike(one, other):
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    loss, own = (r.history.evaluations[-1].loss for r in (one, other))
+    assert own == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_checkpoint_resumes_on_other_sizes_on_even_ones_and_on_one_device(tmp_path):
+    whole = train({"data": 1}, steps=5)
+    for steps, mesh in (
+        (2, {"data": 1, "tensor": (2, 1)}),
+        (3, {"data": 1, "tensor": (1, 3)}),
+        (4, {"data": 1, "tensor": 2}),
+        (5, {"data": 1}),
+    ):
+        resumed = train(mesh, steps=steps, checkpoint_dir=tmp_path)
+    assert resumed.step == 5
+    assert_alike(whole, resumed)
+
+
+def test_bits_do_not_depend_on_copies_or_counts():
+    one = train({"data": 1, "tensor": (2, 1)}, steps=3)
+    two = train({"data": 2, "tensor": (2, 1)}, steps=3)
+    other = train({"data": 1, "tensor": (3, 1)}, steps=3)
+    assert one.plan.numerics == two.plan.numerics != other.plan.numerics
+    assert one.sha256 == two.sha256
+    assert_alike(one, other)
+    heads = [p.sizes for p in one.plan.parameters if p.name == "attention/out/kernel"]
+    assert heads == [((5, 3), (), ())]
+
+
+def test_an_optimizer_that_looks_at_whole_arrays_sees_no_padding():
+    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    one, parts = (
+        train(mesh, steps=2, optimizer=adafactor)
+        for mesh in ({"data": 1}, {"data": 1, "tensor": (2, 1)})
+    )
+    shapes = [[x.shape for x in jax.tree.leaves(r.opt_state)] for r in (one, parts)]
+    assert shapes[0] == shapes[1]
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(parts.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
+
+
+PADDED = Padding(((5, 2), ()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kept"),
+    [
+        (optax.sgd(0.1, momentum=0.9), True),
+        (optax.adamw(optax.cosine_decay_schedule(1e-3, 100)), True),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), True),
+        (optax.lion(1e-3), True),
+        (optax.clip_by_block_rms(1.0), False),  # a mean divides by the number of elements
+        (optax.adafactor(1e-3), False),
+        (optax.add_noise(1.0, 0.1, jax.random.key(0)), False),
+        (optax.stateless(lambda g, p: jax.tree.map(lambda x: x + 1.0, g)), False),
+    ],
+)
+def test_updates_run_on_padded_arrays_only_where_that_is_the_same(optimizer, kept):
+    params = {"a": jax.ShapeDtypeStruct((7, 3), "float32")}
+    own = Optimizer(optimizer)
+    state, state_def = jax.tree.flatten(jax.eval_shape(own.init, params))
+
+    def run(p, g, *leaves):
+        updates, new = own.update(
+            {"a": g}, jax.tree.unflatten(state_def, leaves), {"a": p}, value=0.0
+        )
+        return [optax.apply_updates({"a": p}, updates)["a"], *jax.tree.leaves(new)]
+
+    of_state = [PADDED if x.shape == (7, 3) else NOT_PADDED for x in state]
+    each = [PADDED, PADDED, *of_state, PADDED, *of_state]
+    assert keeps_padding(run, [params["a"], params["a"], *state], each) == kept
+
+
+def collectives(function, *arguments):
+    """Kinds of the collectives of a compiled function, and the numbers that all-reduces add."""
+    found = hxla.inspect(function.lower(*arguments).compile().as_text()).main.select(None)
+    arrays = [a for c in found if c.kind == "all-reduce" for a in c.arrays]
+    sizes = [np.prod(_shapes.arrays(array)[0][1], dtype=int) for array in arrays]
+    return sorted(c.kind for c in found), int(sum(sizes))
+
+
+@pytest.mark.parametrize("name", ["heads", "gated columns", "experts"])
+def test_collectives_are_as_many_as_with_even_parts_and_no_larger(name):
+    own, even = Run(name, 8, (3, 1)), Run(name, 8, (1, 1))
+    leaves = [jax.tree.leaves(tree) for tree in (own.params, own.aux)]
+    parts = [padded(x, p) for x, p in zip(leaves, own.paddings, strict=True)]
+    kinds, added = collectives(own.on_parts, *parts)
+    others, most = collectives(even.on_even_parts, *leaves)
+    assert kinds == others
+    assert 0 < added <= most
+
+
+def planned(shares=(3, 1), units=8):
+    return Run("columns", units, shares).plan
+
+
+def test_sizes_are_in_the_plan_its_file_its_words_and_its_numerics():
+    plan, other = planned(), planned((1, 1, 2))
+    by_name = {layout.name: layout for layout in plan.parameters}
+    assert by_name["up/kernel"].sizes == ((), (6, 2))
+    assert by_name["up/kernel"].padded_shape == (8, 12)
+    assert plan.device_parameter_bytes == 4 * (8 * 6 + 6 + 6 * 8 + 8)
+    assert hxla.Plan.from_json(plan.to_json()) == plan
+    assert "sizes of up/kernel over tensor: 6 + 2 of 8, 8 units, padded by 50%" in plan.explain()
+    assert any("up/kernel.sizes" in line for line in plan.diff(other))
+    moved = json.loads(plan.to_json())
+    for layout in moved["parameters"]:
+        layout["sizes"] = [[5, 3] if own else [] for own in layout["sizes"]]
+    edited = hxla.Plan.from_json(json.dumps(moved))
+    assert edited.numerics != plan.numerics
+
+
+def test_ten_heads_over_four_equal_devices_are_three_three_two_two():
+    plan = Run("heads", 10, (1, 1, 1, 1)).plan
+    by_name = {layout.name: layout for layout in plan.parameters}
+    assert by_name["query/kernel"].sizes == ((), (12, 12, 8, 8))
+    assert by_name["out/kernel"].sizes == ((12, 12, 8, 8), ())
+
+
+def test_sizes_that_divide_alike_are_an_even_split():
+    assert not planned((1, 1)).is_uneven
+
+
+def of(plan, name):
+    return next(p for p in plan["parameters"] if p["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: of(p, "down/kernel").update(sizes=[[4, 3], []]), r"4 \+ 3 is 7, not 8"),
+        (lambda p: of(p, "down/kernel").update(sizes=[[4, 3, 1], []]), "3 sizes for the 2 devices"),
+        (lambda p: of(p, "down/kernel").update(sizes=[[6, 2]]), "1 entries for 2 dimensions"),
+        (lambda p: of(p, "down/kernel").update(sizes=[[], [6, 2]]), "no axis cuts this dimension"),
+        (lambda p: of(p, "down/kernel").update(sizes=[[8, 0], []]), "greater than 0"),
+        (lambda p: p["axes"][0].update(shares=[]), "'tensor' has none"),
+        (lambda p: p["axes"][0].update(shares=[1, 2, 3]), "3 for 2 devices"),
+    ],
+)
+def test_a_plan_of_wrong_sizes_is_refused(change, message):
+    plan = json.loads(planned().to_json())
+    change(plan)
+    with pytest.raises(hxla.PlanError, match=message):
+        hxla.Plan.from_json(json.dumps(plan))
+
+
+def test_sizes_that_disagree_or_cut_a_unit_are_refused():
+    run = Run("heads", 4, (3, 1))
+    linked = LinkedDims(run.graph, run.uneven.sharded.axes["tensor"])
+    changed = {"out/kernel": ((6, 10), ()), "query/kernel": ((), (8, 8))}
+    layouts = [
+        p.model_copy(update={"sizes": changed.get(p.name, p.sizes)}) for p in run.plan.parameters
+    ]
+    with pytest.raises(hxla.PlanError) as error:
+        planned_parts(linked, layouts, (3, 1))
+    assert "is cut between units of 4" in str(error.value)
+    assert "have different sizes, in units" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"tensor": (2, 0)}, "must be at least 1"),
+        ({"tensor": (2, 0.5)}, "no whole number"),
+        ({"tensor": ()}, "states no share"),
+        ({"data": (2, 1), "tensor": 2}, "which cuts no parameters"),
+        ({"tensor": (2, 1), "expert": (2, 1)}, "one axis may have them"),
+        ({"stage": 2, "tensor": (2, 1)}, "inside a pipeline's stages"),
+        ({"fsdp": 2, "tensor": (2, 1)}, "copies with one axis"),
+        ({"tensor": (2, -1)}, "must be at least 1"),
+        ({"tensor": ("2", "1")}, "no whole number"),
+        ({"stage": (2, 1)}, "which cuts no parameters"),
+    ],
+)
+def test_a_ratio_that_cannot_be_met_is_one_error(mesh, message):
+    graph = Run("heads", 3, (2, 1)).graph
+    num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
+    with pytest.raises(hxla.HxlaError, match=message):
+        hxla.make_plan(graph, num, mesh=mesh)
+
+
+def test_fewer_units_than_devices_are_refused_where_a_rule_cuts_them():
+    graph = Run("classes", 3, (2, 1)).graph
+    with pytest.raises(hxla.HxlaError, match="3 whole units, such as heads, cannot be cut over 4"):
+        hxla.make_plan(graph, mesh={"tensor": (2, 1, 1, 1)}, rules=RULES["classes"])
+
+
+def test_devices_of_unlike_speed_get_unlike_parts():
+    graph = Run("columns", 8, (3, 1)).graph
+    plan = hxla.make_plan(graph, "cpu-1.0-0.33", mesh={"tensor": 2})
+    by_name = {layout.name: layout for layout in plan.parameters}
+    # Less than a quarter: what it repeats takes the slow device three times as long, too.
+    assert by_name["up/kernel"].sizes == ((), (7, 1))
+    assert "by the speeds of the devices" in plan.explain()
+    stated = hxla.make_plan(graph, "cpu-1.0-0.33", mesh={"tensor": (1, 1)})
+    assert not stated.is_uneven

@@ -1,0 +1,165 @@
+"""What an optimizer treats as a whole, where several devices cut each copy of the model."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from support import families
+from support.cut_copies import FORMS, leaves, planned, trained
+from support.launched import start
+from support.paths import TESTS
+from support.tensor_gpt import BATCH, STEPS, gpt, text
+from support.whole_optimizers import CLIP, OPTIMIZERS, job
+
+TENSOR = FORMS["tensor"]
+WHOLE = ("muon", "adafactor", "if finite")
+
+
+@functools.cache
+def plain(name):
+    """The parameters that a loop in optax ends with, on one device."""
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZERS[name]())
+    graphdef, params, rest = nnx.split(gpt(layers=1), nnx.Param, ...)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss = lambda p: families.token_loss(nnx.merge(graphdef, p, rest), batch).mean()  # noqa: E731
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for k in range(STEPS):
+        rows = slice(k * BATCH, (k + 1) * BATCH)
+        params, state = step(params, state, {key: x[rows] for key, x in text().items()})
+    return jax.tree.leaves(params)
+
+
+def close(found, name):
+    """But for rounding, of updates of 1e-2 each."""
+    for a, b in zip(jax.tree.leaves(found.state), plain(name), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_bit_depends_on_who_has_what(name):
+    """Stages, shares, counts, copies, groups and waves; beside optax on one device is rounding."""
+    found, spreads = (
+        set(),
+        [
+            ({"zero": 1, "recompute": "none"}, 2, "even"),
+            ({"zero": 2, "shares": [3, 1], "recompute": "boundaries"}, 2, (7, 1)),
+            ({"zero": 3, "shares": [1, 2, 1, 4], "waves": 2}, 4, (3, 0, 2, 3)),
+            ({"zero": 3, "shard_groups": 2}, 4, (1, 2, 2, 3)),
+        ],
+    )
+    for memory, copies, counts in spreads if name in WHOLE else [spreads[0], spreads[2]]:
+        own = job(name, **memory)
+        plan = planned(own, copies, TENSOR, counts)
+        assert bool(plan.placement.whole) == (name in WHOLE)
+        result, _ = trained(own, plan)
+        close(result, name)
+        found.add((result.sha256, plan.numerics))
+    assert len(found) == 1
+    whole = planned(job(name, zero=0), 2, TENSOR)
+    assert whole.numerics != plan.numerics
+
+
+def test_state_that_waits_on_hosts_moves_no_bit():
+    """Though a copy's parameters are updated some at a time there."""
+    found = set()
+    for offload in ({}, {"optimizer": "host"}):
+        own = job("muon", zero=1, offload=offload, shares=[2, 1])
+        plan = planned(own, 2, TENSOR, (3, 5))
+        assert plan.placement.optimizer == offload.get("optimizer", "device")
+        found.add((trained(own, plan)[0].sha256, plan.numerics))
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [FORMS["stage"], FORMS["stage and tensor"]], ids=str)
+def test_stages_too(axes):
+    """A parameter that stages cut between steps is put together from all of them."""
+    found = set()
+    for memory, counts in (({"zero": 1}, "even"), ({"zero": 3, "shares": [3, 1]}, (3, 5))):
+        own = job("muon", **memory)
+        plan = planned(own, 2, axes, counts)
+        result, _ = trained(own, plan)
+        close(result, "muon")
+        found.add((result.sha256, plan.numerics))
+    assert len(found) == 1
+
+
+def cuts_of_whole(plan):
+    """The axes that cut each parameter which the optimizer treats as a whole."""
+    cuts = {p.name: {axis for axes in p.spec for axis in axes} for p in plan.parameters}
+    return [cuts[name] for name in plan.placement.whole]
+
+
+def test_several_axes_and_none_cut_what_is_whole():
+    own = job("muon", zero=1)
+    plan = planned(own, 2, {"fsdp": 2, **TENSOR})
+    assert {"fsdp", "tensor"} in cuts_of_whole(plan)
+    assert set() in cuts_of_whole(planned(own, 2, TENSOR))
+    close(trained(own, plan)[0], "muon")
+
+
+def test_each_device_has_its_part_of_the_state():
+    """All copies together have what each has without ZeRO, and a number for what is another's."""
+    own, bytes_of = job("muon", zero=0), []
+    with own.open(planned(own, 2, TENSOR), steps=1) as session:
+        state = session._store.held[0].opt_state
+        whole = sum(x.addressable_shards[0].data.nbytes for x in leaves(state))
+    own = job("muon", zero=1)
+    with own.open(planned(own, 2, TENSOR), steps=1) as session:
+        for held in session._store.held:
+            shards = [x.addressable_shards[0].data for x in leaves(held.opt_state)]
+            bytes_of.append(sum(x.nbytes for x in shards))
+    assert sum(bytes_of) == pytest.approx(whole, rel=0.02)
+    assert max(bytes_of) < 0.6 * whole
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_checkpoint_knows_nothing_of_owners(name, tmp_path):
+    """From whole state there is rounding, from other shares there is none."""
+    before, after = job(name, zero=3, shares=[1, 2]), job(name, zero=1, recompute="none")
+    wanted, _ = trained(after, planned(after, 2, TENSOR))
+    for folder, first in ("whole", job(name, zero=0)), ("shares", before):
+        trained(first, planned(first, 2, TENSOR), steps=2, checkpoint_dir=tmp_path / folder)
+        found, _ = trained(after, planned(after, 4, TENSOR), checkpoint_dir=tmp_path / folder)
+        assert [s.step for s in found.history.steps] == [2]
+        close(found, name)
+        assert (found.sha256 == wanted.sha256) == (folder == "shares")
+
+
+CODE = f"""
+import json, sys
+sys.path.insert(0, {str(TESTS)!r})
+import hxla
+hxla.join()
+import jax
+from support.whole_optimizers import job, planned, trained
+for name in ("muon", "adafactor"):
+    own = job(name, zero=3, shares=[1, 2])
+    found, _ = trained(own, planned(own, 2, {{"tensor": 2}}, (5, 3)))
+    if jax.process_index() == 0:
+        print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_for_each_device(tmp_path):
+    wanted = []
+    for name in ("muon", "adafactor"):
+        own = job(name, zero=3)
+        found, _ = trained(own, planned(own, 2, TENSOR))
+        wanted.append([found.sha256, [r.loss for r in found.history.steps]])
+    out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=900)
+    told = re.findall(r"\[0\] RESULT (.*)", out)
+    assert [json.loads(text) for text in told] == wanted, out[-3000:] + err[-3000:]

@@ -1,0 +1,132 @@
+"""Every code block of the documentation runs, or the page says above it why it does not.
+
+A page's Python blocks run in their order and share their names. `<!-- run ... -->` is a block that
+readers do not see, of Python or of commands after a `$`; `<!-- not run: why -->` stands above one
+that is not run.
+"""
+
+import contextlib
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import hxla
+from hxla._core._config import as_config
+from hxla._scheduler._live_jobs import read_live_jobs
+from support.doc_pages import PAGES, run
+from support.paths import PYTHONPATH
+
+BLOCK = re.compile(
+    r"<!-- run\n(?P<hidden>.*?)-->"
+    r"|(?:<!-- not run: (?P<why>[^>]*) -->\n+)?^ *```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *```",
+    re.S | re.M,
+)
+[README] = re.findall(r"```python\n(import hxla.*?)```", PAGES["README.md"], re.S)
+#: What pages speak of without making it: a small model, its data, and what trains it.
+USUAL = """
+import jax, jax.numpy as jnp, numpy as np, optax, hxla
+from flax import nnx
+rng = np.random.default_rng(0)
+data = {"x": rng.normal(size=(512, 8)).astype(np.float32), "y": np.arange(512) % 4}
+held_out = {key: value[:64] for key, value in data.items()}
+def make_model():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 4, rngs=rngs))
+model = make_model()
+def loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+optimizer = optax.adam(1e-2)
+"""
+#: What makes a table of TOML a whole file, and what reads it.
+FILES = {
+    "rule": ("name = 'x'\n", hxla.load_rules),
+    "tensor": ("", hxla.load_names),
+    "node": ("", hxla.load_cluster),
+    "memory": ("", as_config),
+    "precision": ("", as_config),
+    "job": ("", read_live_jobs),
+    "device": ("name = 'x'\n", hxla.load_cluster),
+}
+
+
+def blocks(page):
+    """The language of each block, `hidden` or a reason among them, and its text."""
+    for found in BLOCK.finditer(PAGES[page]):
+        if found["hidden"] is not None:
+            yield "hidden", found["hidden"]
+        else:
+            yield ("why" if found["why"] else found["language"]), found["why"] or found["code"]
+
+
+def fences(text):
+    return re.findall(r"^ *```(\w+)", text, re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_says_why_it_is_not(page):
+    known = {"python", "console", "toml", "hidden", "why", "text"}  # text: what a program says
+    assert not [(kind, code) for kind, code in blocks(page) if kind not in known]
+    shown = [kind for kind, _ in blocks(page) if kind != "hidden"]
+    assert len(shown) == len(re.findall(r"^ *```", PAGES[page], re.M)) / 2
+    assert all(len(text) > 10 for kind, text in blocks(page) if kind == "why")
+
+
+RUNNABLE = [page for page in PAGES if any(kind != "why" for kind, _ in blocks(page))]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HXLA_CLUSTER_VISIBLE_DEVICES", "[0, 1]")
+    for name in ("script.py", "train.py"):
+        pathlib.Path(name).write_text(README)
+    namespace = {}
+    exec(USUAL, namespace)
+    for i, (kind, code) in enumerate(blocks(page)):
+        if kind == "python" and code.startswith(">>>"):
+            run(code, namespace)
+        elif kind in ("python", "hidden") and not code.startswith("$ "):
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, f"<block {i} of {page}>", "exec"), namespace)
+        elif kind in ("console", "hidden"):
+            for command in commands(code):
+                shell(command)
+        elif kind == "toml":
+            read(code)
+
+
+def commands(code):
+    """The lines to type: those after a `$`, where there is one, and else all of them."""
+    lines = [re.sub(r"\s+# .*", "", line) for line in code.splitlines()]
+    typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return typed or [line for line in lines if line and not line.startswith("#")]
+
+
+def shell(command):
+    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("HXLA_")}
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=clean | {"PATH": path, "PYTHONPATH": PYTHONPATH},
+    )
+    assert ran.returncode == 0, f"{command}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
+
+
+def read(text):
+    kind = next(k for k in FILES if f"[{k}]" in text or f"[{k}." in text)
+    before, reader = FILES[kind]
+    named = re.match(r"# (\S+\.toml)\n", text)
+    name = named[1] if named else "read.toml"
+    pathlib.Path(name).write_text(before + text)
+    reader(name)

@@ -1,0 +1,329 @@
+"""The package as a whole: its public names, its one-way imports, its examples."""
+
+import ast
+import contextlib
+import graphlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from support import families, models
+from support.paths import PYTHONPATH, ROOT
+
+PACKAGE = ROOT / "hxla"
+# Imports go down this list only, and have no cycle within an entry.
+LAYERS = (
+    "_core",
+    "_jax",
+    "_schedule",
+    "_model",
+    "_weights",
+    "_graph",
+    "_cluster",
+    "_plan",
+    "_profile",
+    "_planner",
+    "_lower",
+    "_elastic",
+    "_launch",
+    "_report",
+    "_scheduler",
+    "_inspect",
+    "_run",
+    "testing",
+    "__init__",
+    "__main__",
+)
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports(module):
+    """Modules of the package that a module imports, inside functions too."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+        name = ".".join(filter(None, base))
+        if name in MODULES:
+            yield name
+        else:
+            yield from (".".join(filter(None, (name, alias.name))) for alias in node.names)
+
+
+GRAPH = {module: {m for m in imports(module) if m in MODULES} for module in MODULES}
+
+
+def layer(module):
+    return LAYERS.index(module.split(".")[0])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    assert not [m for m in GRAPH[module] if layer(m) > layer(module)]
+
+
+def test_imports_have_no_cycle():
+    try:
+        tuple(graphlib.TopologicalSorter(GRAPH).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def defined(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+
+
+def test_no_name_stands_for_two_ideas():
+    files = Counter(path.stem for path in MODULES.values() if not path.stem.startswith("__"))
+    classes = Counter(name for path in MODULES.values() for name in set(defined(path)))
+    assert not [name for names in (files, classes) for name, n in names.items() if n > 1]
+
+
+def test_a_file_is_one_idea():
+    assert not [m for m, path in MODULES.items() if len(path.read_text().splitlines()) > 500]
+
+
+def public_names():
+    """In the order of `hxla/__init__.pyi`, with the module that defines each and its node there."""
+    body = ast.parse((PACKAGE / "__init__.pyi").read_text()).body
+    parts = [node for node in body if isinstance(node, ast.ImportFrom)]
+    return {a.asname: definition(node.module, a.name) for node in parts for a in node.names}
+
+
+def definition(module, name):
+    """The module of the package that defines a name, and the node that does; None if another's."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names = [ast.unparse(t) for t in getattr(node, "targets", None) or [node.target]]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = module.split(".")[: -node.level] + (node.module or "").split(".")
+            [alias] = [a for a in node.names if (a.asname or a.name) == name] or [None]
+            if alias is not None:
+                return definition(".".join(filter(None, base)), alias.name)
+            continue
+        else:
+            continue
+        if name in names:
+            return module, node
+    return None
+
+
+PUBLIC = public_names()
+
+
+def test_the_public_names_are_the_documented_ones_in_their_order():
+    documented = re.findall(r"^\| `hxla\.(\w+)`", (ROOT / "docs/api.md").read_text(), re.M)
+    assert list(PUBLIC) == documented
+    assert set(hxla.__all__) == set(PUBLIC)
+    assert all(hasattr(hxla, name) for name in PUBLIC)
+
+
+def test_a_name_is_imported_when_it_is_used():
+    """And a process that trains imports neither the solvers of plans nor what reads dumps."""
+    code = """
+import sys, hxla
+assert "jax" not in sys.modules
+hxla.train
+assert "jax" in sys.modules
+unused = {"scipy.optimize", "orbax.checkpoint", "matplotlib", "hxla._inspect._inspection"}
+print(sorted(unused & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_a_launcher_starts_without_jax():
+    code = "import sys, hxla.__main__; print('jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
+def documentation(module, node):
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return ast.get_docstring(node)
+    above = MODULES[module].read_text().splitlines()[node.lineno - 2]
+    return above.removeprefix("#:") if above.startswith("#:") else None
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_and_its_methods_are_documented_in_whole_sentences(name):
+    module, node = PUBLIC[name]
+    methods = node.body if isinstance(node, ast.ClassDef) else ()
+    public = [m for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"]
+    for item in (node, *public):
+        text = documentation(module, item)
+        assert text, item
+        assert re.match(r"\s*[A-Z`0-9].*[.:]$", text.splitlines()[0]), text
+
+
+#: Objects of these classes are made by others, `Job.open`: no user calls the constructor.
+MADE_BY_OTHERS = {"Session"}
+
+
+def annotations(node):
+    """Annotations of a function, of the public methods and fields of a class, or an alias."""
+    if isinstance(node, ast.FunctionDef):
+        spec = node.args
+        every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+        yield from (a.annotation for a in every if a is not None and a.annotation is not None)
+        yield from [node.returns] if node.returns is not None else []
+    elif isinstance(node, ast.ClassDef):
+        special = {"__call__", "__iter__"}
+        if node.name not in MADE_BY_OTHERS:
+            special.add("__init__")
+        for inner in node.body:
+            if isinstance(inner, ast.AnnAssign) and not inner.target.id.startswith("_"):
+                yield inner.annotation
+            if isinstance(inner, ast.FunctionDef) and (
+                inner.name in special or not inner.name.startswith("_")
+            ):
+                yield from annotations(inner)
+    elif not isinstance(node.value, ast.Call):
+        yield node.value  # an alias, not a constant
+
+
+def mentioned(annotation):
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            with contextlib.suppress(SyntaxError):
+                yield from mentioned(ast.parse(node.value, mode="eval").body)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_that_a_public_signature_mentions_is_public(name):
+    module, node = PUBLIC[name]
+    hidden = set()
+    for other in {n for annotation in annotations(node) for n in mentioned(annotation)}:
+        found = definition(module, other)
+        if found is not None and other not in PUBLIC:
+            value = getattr(importlib.import_module(f"hxla.{found[0]}"), other)
+            if getattr(value, "__module__", "").startswith("hxla") or not isinstance(value, type):
+                hidden.add(other)
+    assert not hidden
+
+
+@pytest.mark.parametrize(
+    "model", ["resnet.py", "experts.py", "bert.py", "gpt.py", "t5.py", "lstm.py", "vit.py"]
+)
+def test_a_model_needs_four_lines_of_hxla_at_most(model):
+    lines = (ROOT / "examples" / model).read_text().splitlines()
+    code = [line for line in lines if re.search(r"\bhxla\b", line) and not line.startswith('"""')]
+    code = [line for line in code if re.search(r"import hxla|hxla\.\w+\(", line)]
+    assert len(code) <= 4, code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        ("02_split_classifier.py", ["gather float32[256,2048]", "accuracy"]),
+        ("03_experts.py", ["data x tensor = 1 x 128", "412,975,439,872"]),
+        ("06_inspect.py", ["64.0 KiB  tensor", "1 all-to-all of 256.0 KiB over tensor in mlp"]),
+        ("04_rules.py", ["Bert: loss", "GPT: loss", "698,367,393,792"]),
+    ],
+)
+def test_an_example_runs(script, wanted, monkeypatch):
+    # Where a process has all devices its programs are compiled once, but not with jax's cache.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    steps = [] if script == "06_inspect.py" else ["--steps", "3"]
+    _runs([str(ROOT / "examples" / script), *steps], wanted)
+
+
+@pytest.mark.slow
+def test_the_demo_runs(tmp_path):
+    script = str(ROOT / "examples" / "01_mixed_cluster.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.33", script, "--steps", "4"]
+    command += ["--compared-steps", "2", "--folder", str(tmp_path)]
+    _runs(command, ["of attainable", "identical after 2 steps", "nats per byte"])
+    assert (tmp_path / "mixed_cluster.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
+    script = str(ROOT / "examples" / "05_auto.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
+    said = _runs(command, ["chosen by search", " copies, loss "])
+    # One copy that both cut, or two that share their state, by what was measured.
+    ways = {
+        "data x tensor = 1 x 2": "up/kernel: P(None, 'tensor')",
+        "copies of one device each: with whole state": "ZeRO stage 2",
+    }
+    [way] = [way for way in ways if way in said]
+    assert ways[way] in said
+
+
+@pytest.mark.slow
+def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes its report into runs/
+    script = str(ROOT / "examples" / "07_pipeline.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
+    _runs(command, ["pipeline of 2 stages", "report: runs/pipeline/report.html"])
+
+
+@pytest.mark.slow
+def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
+    script = str(ROOT / "examples" / "09_scanned_pipeline.py")
+    command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
+    _runs(command, ["pipeline of 2 stages", "blocks[0:", ":8]"])
+
+
+@pytest.mark.slow
+def test_the_example_of_a_memory_limit_finds_the_deepest_model():
+    script = str(ROOT / "examples" / "11_memory_limit.py")
+    options = ["--mib", "130", "--most-layers", "8", "--steps", "2"]
+    _runs([script, *options], ["a microbatch does not fit", "microbatch keeps", " layers, loss "])
+
+
+@pytest.mark.slow
+def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
+    script = ROOT / "examples" / "08_own_loop.py"
+    assert len(script.read_text().splitlines()) <= 40
+    options = ["--steps", "3", "--checkpoint-dir", str(tmp_path)]
+    printed = _runs([str(script), *options], ["sha256"])
+    gpt = families.example("gpt")
+    trained = hxla.train(
+        gpt.GPT(nnx.Rngs(0), width=64, layers=2),
+        {"text": gpt.library()["text"][64:]},
+        gpt.loss,
+        optax.adamw(3e-3),
+        batch_size=32,
+        microbatch_size=4,
+        steps=3,
+        mesh=models.mesh(data=2),
+    )
+    assert printed.split()[-1] == trained.sha256
+    resumed = _runs([str(script), "--steps", "4", *options[2:]], ["resumed from step 3"])
+    assert resumed.split()[-1] != trained.sha256
+
+
+def _runs(command, wanted):
+    ran = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH},
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for text in wanted:
+        assert text in ran.stdout
+    return ran.stdout

@@ -1,0 +1,183 @@
+"""What the search counts as kept for a backward, beside what stages of pipelines keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._graph._composed import Composer
+from hxla._graph._interpreter import AS_THEY_ARE
+from hxla._graph._operations import bytes_of
+from hxla._graph._parts import graph_at, graph_of, parts_of
+from hxla._graph._repeats import layer_points
+from hxla._graph._segments import cut_points, segments_at
+from hxla._jax._jaxpr import Literal, run_equation
+from hxla._lower._segment_costs import segment_costs
+from hxla._lower._segment_part import direct_parts
+from hxla._lower._stage import StagePart
+from hxla._plan._sharding import Sharded
+from hxla._planner._axes import shard_graph
+from hxla._planner._chain import Chain, Group
+from hxla._planner._chain_tables import tables
+from hxla._planner._transformer_bytes import Decoder
+from hxla._profile import _kept_bytes
+from hxla._profile._segment_times import layer_sizes
+from support import families
+
+
+def of_family(name):
+    model, loss, batch = families.FAMILIES[name]()
+    return graph_of(hxla.trace(model, loss, batch))
+
+
+def traced_gpt():
+    gpt = families.example("gpt")
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=512))
+    text = jax.ShapeDtypeStruct((2, gpt.LENGTH + 1), jnp.uint8)
+    return gpt, graph_of(hxla.trace(model, gpt.loss, {"text": text}))
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder_decoder", "resnet"])
+def test_layers_are_counted_with_what_a_stage_of_them_keeps(name):
+    """The stage's own minimum cut is of the traced backward of all its parts at once.
+
+    These segments are parts of layers, so that many arrays are kept by two neighbours.
+    """
+    graph = of_family(name)
+    points = cut_points(graph, 8)
+    kept = _kept_bytes.kept_bytes(graph, segments_at(graph, points))
+    inner = (1, len(points) // 2 + 1)
+    ends = (0, *inner, len(kept))
+    parts = parts_of(graph, tuple(points[i - 1] for i in inner))
+    for a, b, part in zip(ends, ends[1:], parts, strict=False):
+        trained = range(len(graph.param_values))
+        stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+        real = sum(bytes_of(x.shape, x.dtype) for x in stage.residuals)
+        assert real <= sum(kept[a:b]) <= 1.6 * real + 64, (a, b)
+
+
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_a_composed_program_keeps_what_the_traced_one_does(name):
+    """One is put together of the gradients of its equations, the other is jax's own gradient."""
+    graph = of_family(name)
+    trained = range(len(graph.param_values))
+    for part in parts_of(graph, cut_points(graph, 4)):
+        stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+        kept = stage.composed.kept(part.inputs, is_last=part.is_last)
+        found = sorted((v.aval.shape, str(v.aval.dtype)) for v in kept)
+        assert found == sorted((x.shape, str(x.dtype)) for x in stage.residuals), part.segment.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm", "moe"])
+def test_a_composed_program_makes_the_gradients_that_jax_makes(name):
+    graph = of_family(name)
+    [part] = parts_of(graph, ())
+    trained = range(len(graph.param_values))
+    stage = StagePart(graph, part, AS_THEY_ARE, trained=trained, on_cpu=False)
+    composed, rng = stage.composed, np.random.default_rng(0)
+    arrays = {v: given_array(graph.values[v], rng) for v in composed.arguments}
+
+    @jax.jit
+    def by_equations(arrays):
+        env = {composed.arguments[v]: x for v, x in arrays.items()}
+        env |= {v: jnp.float32(1) for v in composed.coming.values()}
+        env |= dict(zip(composed.constvars, (x for _, x in graph.consts), strict=False))
+        for eqn in composed.eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, run_equation(eqn, operands), strict=True))
+        return [env[v] for v in composed.results], [env[v] for v in composed.gradients]
+
+    @jax.jit
+    def by_jax(arrays):
+        params = [arrays[graph.param_values[p]] for p in stage.params]
+        given = {v: arrays[v] for v in part.segment.given}
+        d_params, _, made = stage.backward(params, [], given, [])
+        return made, d_params
+
+    for found, wanted in zip(by_equations(arrays), by_jax(arrays), strict=True):
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * float(jnp.abs(y).max()))
+
+
+def given_array(value, rng):
+    """Floats near a half, or ones."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    floats = rng.normal(size=value.shape) * 0.1 + 0.5
+    return jnp.asarray(floats if value.differentiable else np.ones(value.shape), value.dtype)
+
+
+def test_a_layer_of_a_gpt_is_counted_as_the_closed_formula_has_it():
+    gpt, graph = traced_gpt()
+    chain = segments_at(graph, cut_points(graph, gpt.LAYERS))
+    closed = Decoder(num_blocks=gpt.LAYERS, width=512, num_heads=gpt.HEADS, length=gpt.LENGTH)
+    found = layer_sizes(graph, chain, shard_graph(graph, (), {}))[1].stash_bytes
+    assert found == pytest.approx(closed.kept_bytes(2, element_bytes=4, cut=True), rel=0.05)
+
+
+def test_equal_layers_are_looked_at_once(monkeypatch):
+    looked = []
+    real = _kept_bytes._kept
+    monkeypatch.setattr(_kept_bytes, "_kept", lambda *own: looked.append(own[2]) or real(*own))
+    _, graph = traced_gpt()
+    chain = segments_at(graph, cut_points(graph, 8))
+    again = [real(Composer(graph), graph, segment, None) for segment in chain]
+    assert list(_kept_bytes.kept_bytes(graph, chain)) == again
+    assert len(looked) < len(chain)
+
+
+def test_frozen_parameters_need_no_inputs_of_their_products():
+    def loss(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), np.float32)}
+    two = nnx.Sequential(model, nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1)))
+    graph = graph_of(hxla.trace(two, loss, batch))
+    (chain,) = [segments_at(graph, ())]
+    whole, some = (_kept_bytes.kept_bytes(graph, chain, t)[0] for t in (None, (0,)))
+    # Both activations, or only the one that the square reads; the batch is there anyway.
+    assert (whole, some) == (2 * 16 * 8 * 4, 16 * 8 * 4)
+
+
+def test_stages_that_run_forwards_again_keep_inputs_and_make_one_stage_again():
+    group = Group(
+        kind="A",
+        num_devices=2,
+        memory_bytes=1e6,
+        forward_seconds=(1.0,) * 3,
+        backward_seconds=(2.0,) * 3,
+        update_seconds=(0.0,) * 3,
+        parameter_bytes=(10.0, 20.0, 30.0),
+        stash_bytes=(100.0, 200.0, 300.0),
+    )
+    chain = Chain(
+        groups=(group,),
+        num_microbatches=4,
+        output_bytes=(7.0, 8.0, 9.0),
+        state_factor=2.0,
+        keeps_inputs=True,
+    )
+    t = tables(chain)
+    assert t.state_bytes[0, 1, 3] == 2 * 50 + 500
+    assert t.stash_bytes[0, 1, 3] == 7
+    assert t.stash_bytes[0, 0, 2] == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_segments_that_are_alike_are_traced_once_and_cost_the_same(name, fused, monkeypatch):
+    graph = of_family(name)
+    own = graph_of(graph)
+    ordered, parts = graph_at(own, "work", layer_points(own, None))
+    stages = [
+        StagePart(ordered, part, AS_THEY_ARE, trained=range(len(own.param_values)), on_cpu=False)
+        for part in direct_parts(ordered, parts)
+    ]
+    whole = Sharded(graph, {}).over(ordered)
+    found = segment_costs(whole, stages, fused=fused)
+    monkeypatch.setattr(StagePart, "kind", property(id))
+    assert segment_costs(whole, stages, fused=fused) == found

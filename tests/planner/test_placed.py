@@ -1,0 +1,400 @@
+"""Plans on their devices: never slower for the counts and the cut that suit their transfers."""
+
+import collections
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
+from hxla._core import _errors
+from hxla._planner import _cell_packing, _node_runs, _placed, _propose, _search, _shared_links
+from hxla._planner._bound import Bound
+from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
+from hxla._planner._node_runs import NodeRuns
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
+from support import chains
+
+
+def cluster(chain, rng, per_node):
+    """A chain's devices on nodes of a few each, and the tensor-parallel groups of every kind."""
+    devices, nodes, places = [], [], []
+    for group in chain.groups:
+        own = []
+        for i in range(group.num_devices):
+            if i % per_node == 0:
+                nodes.append(Node(name=f"n{len(nodes)}", link=Link(bytes_per_second=1e3)))
+            own.append((len(devices),))
+            devices.append(Device(kind=group.kind, node=len(nodes) - 1))
+        places.append(own)
+    return (
+        Cluster(
+            name="random",
+            devices=tuple(devices),
+            nodes=tuple(nodes),
+            default_link=Link(bytes_per_second=float(10.0 ** rng.uniform(0, 1.5))),
+        ),
+        places,
+    )
+
+
+@pytest.mark.slow
+def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
+    rng = np.random.default_rng(11)
+    num_faster = num_moved = 0
+    for _ in range(80):
+        chain = chains.random_chain(rng, max_devices=8, max_layers=8, max_microbatches=24)
+        described, places = cluster(chain, rng, per_node=int(rng.integers(1, 4)))
+        try:
+            found = _search.search({"only": chain}, good_enough=0.05)
+        except _errors.PlanError:
+            continue
+        t, staging = tables(chain), found.ranked[-1].staging
+        for _, copies in _shared_links.placements(staging, places, described):
+            start = _placed.placed(chain, t, staging, copies, described, reduce_factor=1.0)
+            best = _placed.improved(chain, t, start, described, reduce_factor=1.0)
+            assert best.step_seconds <= start.step_seconds
+            assert not chains.faults(chain, best.staging)
+            own = best.staging
+            assert own.step_seconds >= step_seconds(chain, own.cuts, own.replicas) * (1 - 1e-9)
+            assert best.step_seconds >= found.bound_seconds * (1 - 1e-9)
+            # The same devices hold the same stages of as many copies.
+            assert sorted(best.copies) == sorted(start.copies)
+            kinds = [r.groups for r in own.replicas for _ in range(r.count)]
+            for (place, *_), kind in itertools.chain(
+                *(zip(*x, strict=True) for x in zip(best.copies, kinds, strict=True))
+            ):
+                assert described.devices[place].kind == chain.groups[kind].kind
+            # What is said of the traffic holds for the plan as it is read from anew.
+            again = _placed.placed(chain, t, own, best.copies, described, reduce_factor=1.0)
+            assert again.step_seconds <= best.step_seconds * (1 + 1e-9)
+            num_faster += best.step_seconds < start.step_seconds * (1 - 1e-6)
+            num_moved += own.cuts != staging.cuts
+    assert num_faster > 8
+    assert num_moved > 3
+
+
+def test_a_copy_whose_transfers_share_a_card_gets_fewer_microbatches():
+    """Of three copies of two stages two send over one card, the third within its node."""
+    group = chains.Group(
+        kind="A",
+        num_devices=6,
+        memory_bytes=1e9,
+        forward_seconds=(1.0, 1.0),
+        backward_seconds=(2.0, 2.0),
+        update_seconds=(0.0, 0.0),
+        parameter_bytes=(1.0, 1.0),
+        stash_bytes=(1.0, 1.0),
+    )
+    chain = chains.Chain(
+        groups=(group,), num_microbatches=30, output_bytes=(100.0, 0.0), send_seconds=((1e-3,),)
+    )
+    described, _ = cluster(chain, np.random.default_rng(0), per_node=2)
+    sort = _placed.ReplicaSort(groups=(0, 0), count=3, num_microbatches=10)
+    staging = _placed.Staging(
+        cuts=(0, 1), replicas=(sort,), step_seconds=step_seconds(chain, (0, 1), [sort])
+    )
+    copies = [[(0,), (1,)], [(2,), (4,)], [(3,), (5,)]]
+    start = _placed.placed(chain, tables(chain), staging, copies, described, reduce_factor=0.0)
+    best = _placed.improved(chain, tables(chain), start, described, reduce_factor=0.0)
+    counts = [r.num_microbatches for r in best.staging.replicas for _ in range(r.count)]
+    assert dict(zip(map(str, best.copies), counts, strict=True))[str(copies[0])] == max(counts)
+    assert min(counts) < 10 < max(counts)
+
+
+def random_cluster(rng, *, has_several_nodes=False):
+    """Few devices on nodes of one kind each, or of several, and speeds of links and cards."""
+    kinds = "ABC"[: int(rng.choice(3, p=[0.2, 0.6, 0.2])) + 1]
+    alone = rng.random() < 0.6  # every kind a node
+    numbers = [int(rng.integers(1, 5 - len(kinds))) + (len(kinds) == 1) for _ in kinds]
+    if has_several_nodes:
+        kinds, alone = kinds[:2], False
+        numbers = [int(rng.integers(3, 6 - len(kinds) // 2)), 1]
+    devices, nodes = [], []
+    for kind, num in zip(kinds, numbers, strict=False):
+        for i in range(num):
+            if not i or (not alone and rng.random() < 0.5):
+                inside = Link(bytes_per_second=float(rng.uniform(5, 50)))
+                card = NetworkCard(
+                    bytes_per_second=float(rng.uniform(2, 8)), duplex=bool(rng.random() < 0.7)
+                )
+                nodes.append(Node(name=f"n{len(nodes)}", link=inside, network_card=card))
+            is_elsewhere = rng.random() < 0.1 and not has_several_nodes
+            where = int(rng.integers(len(nodes))) if is_elsewhere else len(nodes) - 1
+            memory = int(rng.integers(60, 400)) if not i else devices[-1].memory_bytes
+            devices.append(Device(kind=kind, node=where, memory_bytes=memory))
+    between = Link(
+        bytes_per_second=float(rng.uniform(2, 10)), latency_seconds=float(rng.uniform(0, 0.05))
+    )
+    return Cluster(name="random", devices=tuple(devices), nodes=tuple(nodes), default_link=between)
+
+
+def random_work(rng, described, layers=(1, 4)):
+    """A chain of few layers whose transfers take about as long as its work, and its times."""
+    num = int(rng.integers(*layers))
+    sizes = tuple(
+        LayerSize(
+            parameter_bytes=float(rng.integers(1, 12)),
+            output_bytes=float(rng.integers(0, 5)),
+            stash_bytes=float(rng.integers(0, 6)),
+        )
+        for _ in range(num)
+    )
+    chain = _propose.ChainWork(
+        layers=tuple(map(str, range(num))),
+        sizes={(1, 1): sizes},
+        sent_bytes={},
+        input_bytes={1: 0},
+        batch_size=int(rng.integers(2, 6)),
+        state_factor=4.0,
+    )
+    times = {
+        Setting(kind, 1): tuple(
+            LayerTime(forward=a, backward=2 * a, update=a / 10) for a in rng.uniform(0.2, 1, num)
+        )
+        for kind in {device.kind for device in described.devices}
+    }
+    return chain, Profile(model="m", layers=chain.layers, sizes={}, times=times)
+
+
+def best_placed(chain, places, described):
+    """The least step of any plan on any of its places, by the formula that plans are chosen by."""
+    t, num_layers, m = tables(chain), len(chain.output_bytes), chain.num_microbatches
+    sizes = [len(own) for own in places]
+    slots = [(k, place) for k, own in enumerate(places) for place in own]
+    best = np.inf
+    for num in range(1, min(num_layers, len(slots)) + 1):
+        orders = list(itertools.product(range(len(places)), repeat=num))
+        for cuts in chains.all_cuts(num_layers, num):
+            spans = list(zip(cuts, (*cuts[1:], num_layers), strict=True))
+            costs = {own: chains.pipeline_costs(chain, spans, own) for own in orders}
+            for count in range(1, min(len(slots) // num, m) + 1):
+                for replicas in itertools.combinations_with_replacement(orders, count):
+                    held = [k for own in replicas for k in own]
+                    if any(held.count(k) > n for k, n in enumerate(sizes)):
+                        continue
+                    sorts = tuple(
+                        _placed.ReplicaSort(groups=own, count=1, num_microbatches=1)
+                        for own in replicas
+                    )
+                    staging = _placed.Staging(cuts=cuts, replicas=sorts, step_seconds=0.0)
+                    for copies in every_placement(replicas, places, described):
+                        traffic = _shared_links.traffic_of(
+                            chain, staging, copies, described, reduce_factor=1.0
+                        )
+                        for inner in itertools.combinations(range(1, m), count - 1):
+                            counts = [b - a for a, b in itertools.pairwise((0, *inner, m))]
+                            if any(
+                                n > costs[own][2] for n, own in zip(counts, replicas, strict=True)
+                            ):
+                                continue
+                            dealt = tuple(
+                                dataclasses.replace(sort, num_microbatches=n)
+                                for sort, n in zip(sorts, counts, strict=True)
+                            )
+                            plan = dataclasses.replace(staging, replicas=dealt)
+                            seconds = _shared_links.shared_step_seconds(t, plan, traffic)
+                            best = min(best, seconds)
+    return best
+
+
+def every_placement(replicas, places, described):
+    """Devices for all stages of all copies; those of a kind in one node are alike."""
+    nodes = [[described.devices[place[0]].node for place in own] for own in places]
+    each = []
+    for k, own in enumerate(nodes):
+        num = sum(kinds.count(k) for kinds in replicas)
+        each.append(set(itertools.permutations(own, num)))
+    for choice in itertools.product(*each):
+        free = [
+            {node: [p for p, n in zip(own, at, strict=True) if n == node] for node in at}
+            for own, at in zip(places, nodes, strict=True)
+        ]
+        wanted = [iter(own) for own in choice]
+        yield [[free[k][next(wanted[k])].pop(0) for k in kinds] for kinds in replicas]
+
+
+@pytest.mark.slow
+def test_no_plan_on_any_places_is_faster_than_its_bound():
+    """Small clusters of all sorts; of those whose every kind is a node cards are in the bound."""
+    rng = np.random.default_rng(17)
+    ratios, num_pinned = [], 0
+    for seed in range(150):
+        described = random_cluster(rng)
+        work, times = random_work(rng, described)
+        try:
+            found, _ = _propose.propose(
+                work, described, times, recompute=False, time_budget_seconds=10
+            )
+        except _errors.PlanError:
+            continue
+        kinds = _propose._kinds(described, 1)
+        key = _propose.Alternative(1, 1, recompute=False)
+        chain = _propose._chain(work, key, described, kinds, times, [])
+        best = best_placed(chain, list(kinds.values()), described)
+        known = found.prediction
+        assert known.bound_seconds <= best * (1 + 1e-9), seed
+        assert known.closed_form_seconds >= best * (1 - 1e-9), seed
+        ratios.append(known.closed_form_seconds / best)
+        num_pinned += tables(chain).shared is not None
+    assert len(ratios) > 90
+    assert num_pinned > 30
+    assert np.mean(np.array(ratios) < 1.02) > 0.8
+
+
+def looked_at(chain, seconds, numbers=None, most=1000):
+    """All that nodes say of plans of some numbers of stages, or any, that take less than a time."""
+    bound = Bound(tables(chain), chain.num_microbatches, lambda: None)
+    least = dict.fromkeys(numbers or range(1, bound.max_stages + 1), bound.floor)
+    prices = [1.0] * len(chain.groups)
+    nodes = NodeRuns(bound, seconds, least, prices, lambda: None)
+    num = 0
+    while num < most and nodes.step():
+        assert nodes.least <= seconds
+        num += 1
+    return nodes
+
+
+def placed_chains(rng, num, layers=(1, 4)):
+    """Random ones whose nodes have devices of one kind each, and the best of all placed plans."""
+    for seed in range(num):
+        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
+        work, times = random_work(rng, described, layers)
+        kinds = _propose._kinds(described, 1)
+        key = _propose.Alternative(1, 1, recompute=False)
+        chain = _propose._chain(work, key, described, kinds, times, [])
+        if tables(chain).shared is None:
+            continue  # some node has devices of two kinds
+        best = best_placed(chain, list(kinds.values()), described)
+        if best < np.inf:
+            yield seed, chain, best
+
+
+@pytest.mark.slow
+def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
+    """Beside every placement of every plan; for times that some plan keeps, and that none does."""
+    rng = np.random.default_rng(5)
+    before, after, num_nodes = [], [], []
+    for seed, chain, best in placed_chains(rng, 90):
+        t = tables(chain)
+        for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
+            nodes = looked_at(chain, seconds, most=12)
+            assert nodes.least <= best * (1 + 1e-9), seed
+        before.append(best / Bound(t, chain.num_microbatches, lambda: None).floor)
+        after.append(best / nodes.least)
+        num_nodes.append(max(t.num_nodes))
+    assert len(after) > 60
+    assert num_nodes.count(1) < 0.4 * len(after)
+    assert np.mean(after) < 0.7 * np.mean(before)
+
+
+@pytest.mark.slow
+def test_no_plan_is_faster_than_what_copies_have_alike_allows(monkeypatch):
+    """Of more layers, with cells parted by any cut and by any stage that one node may have."""
+    rng, chance = np.random.default_rng(7), np.random.default_rng(3)
+    told = collections.Counter()
+
+    def any_start(columns, weights):
+        starts = sorted({start for column in columns for start in column.starts.items()})
+        told["starts"] += len(starts) > 0
+        return starts[chance.integers(len(starts))] if starts else None
+
+    def any_whole(columns, weights):
+        stages = sorted({stage for column in columns for stage in column.whole})
+        told["wholes"] += len(stages) > 0
+        return stages[chance.integers(len(stages))] if stages else None
+
+    monkeypatch.setattr(_cell_packing, "told_by_starts", any_start)
+    monkeypatch.setattr(_cell_packing, "told_by_wholes", any_whole)
+    monkeypatch.setattr(_node_runs, "_TOLD_TAIL", 9.0)
+    num = 0
+    for seed, chain, best in placed_chains(rng, 12, (4, 8)):
+        for seconds in (0.97 * best, 1.0001 * best, 1.1 * best):
+            nodes = looked_at(chain, seconds, most=40)
+            assert nodes.least <= best * (1 + 1e-9), seed
+        num += 1
+    assert num > 6
+    assert told["starts"] > 20, told
+    assert told["wholes"] > 20, told
+
+
+def four_layers(num_devices):
+    """Like layers of three seconds a microbatch, on devices that hold all of them."""
+    return chains.Group(
+        kind="A",
+        num_devices=num_devices,
+        memory_bytes=1e9,
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+        update_seconds=(0.0,) * 4,
+        parameter_bytes=(1.0,) * 4,
+        stash_bytes=(1.0,) * 4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "best"), [(9.0, 66 + 4 * 0.75 * 2), (0.05, 66 + 10 * 0.1 + 2 * 0.75 * 2)]
+)
+def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent, best):
+    """Four like layers on four nodes of two devices, whose cards take a second for a byte.
+
+    By hand: in two stages a microbatch takes 6 s each, ten of them on each of four copies 12 + 9 *
+    6 s. If both stages of a copy are in a node, its card has the rings of all four layers, of 2 (1
+    - 1/4) s a byte. If not, those of two, but in every period `sent` bytes pass it and come back.
+    """
+    rings = chains.Rings(
+        inside_seconds=(0.0,),
+        copies_inside=(2,),
+        num_nodes=(4,),
+        card_seconds=((1.0,),),
+        card_sum_seconds=2.0,
+    )
+    chain = chains.Chain(
+        groups=(four_layers(8),),
+        num_microbatches=40,
+        output_bytes=(sent,) * 4,
+        reduce_seconds=(2.0,),
+        rings=rings,
+    )
+    for seconds in (0.9 * best, 1.3 * best):
+        nodes = looked_at(chain, seconds, [2])
+        least = min(seconds, best)
+        assert 0.98 * least <= nodes.least <= least * (1 + 1e-9)
+
+
+def like_layers(num_kinds, *, inside, num_devices=4):
+    """Four like layers on kinds that are alike, each a node; sums take long but inside a node."""
+    return chains.Chain(
+        groups=(four_layers(num_devices),) * num_kinds,
+        num_microbatches=32,
+        output_bytes=(1.0,) * 4,
+        reduce_seconds=(8.0,) * num_kinds,
+        rings=chains.Rings(
+            inside_seconds=(inside,) * num_kinds, copies_inside=(num_devices,) * num_kinds
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count", "seconds"),
+    [
+        ([(0,)], 1, 0.0),
+        ([(0,)], 2, 4 * 0.5 * 0.1),  # of two copies half of what very many take
+        ([(0,)], 4, 4 * 0.75 * 0.1),
+        ([(0,), (1,)], 1, 4 * 0.5 * 8.0),  # of two kinds: between nodes
+        ([(0,), (1,)], 4, 4 * 0.875 * 8.0),
+    ],
+)
+def test_sums_of_few_copies_and_of_those_in_a_node_take_less(kinds, count, seconds):
+    t = tables(like_layers(2, inside=0.1))
+    sorts = [_placed.ReplicaSort(groups=own, count=count, num_microbatches=1) for own in kinds]
+    assert tail_seconds(t, (0,), sorts) == pytest.approx(seconds)
+
+
+def test_a_stage_on_each_node_is_found_where_sums_between_nodes_take_long():
+    found = _search.search({"only": like_layers(2, inside=0.1)})
+    best = found.ranked[0].staging
+    assert best.cuts == (0, 2)
+    assert {own.groups for own in best.replicas} <= {(0, 1), (1, 0)}
+    assert found.gap < 0.02

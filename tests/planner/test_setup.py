@@ -1,0 +1,148 @@
+"""Choices made before the first step: microbatch size, memory limits, counts."""
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._planner._counts import best_counts
+from hxla._planner._microbatch_sizes import best_size, candidate_sizes
+from support import models
+
+
+def fit(**options):
+    arguments = dict(batch_size=24, steps=3, seed=1) | options
+    mesh = models.mesh(data=2)
+    return hxla.train(
+        models.Dense(nnx.Rngs(0)),
+        models.regression(),
+        models.squared_error,
+        optax.adam(1e-2),
+        mesh=mesh,
+        **arguments,
+    )
+
+
+def test_an_open_microbatch_size_is_measured_and_gives_the_bits_of_naming_it():
+    chosen = fit()
+    size = chosen.plan.microbatch_size
+    assert size in candidate_sizes(24, 2)
+    assert fit(microbatch_size=size, counts="even").sha256 == chosen.sha256
+    assert any(f"microbatch_size={size} chosen" in reason for reason in chosen.plan.reasons)
+
+
+def test_the_size_chosen_is_the_best_of_exhaustive_search():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        batch = int(rng.choice([24, 32, 60, 96]))
+        sizes = [s for s in range(1, batch + 1) if batch % s == 0 and batch // s >= 2]
+        measured = {
+            s: tuple(float(x) for x in rng.uniform(0.5, 2, 2) * (s + rng.uniform(0, 4)))
+            for s in sizes
+        }
+        steps = {
+            s: min(
+                max(first * measured[s][0], (batch // s - first) * measured[s][1])
+                for first in range(batch // s + 1)
+            )
+            for s in sizes
+        }
+        size, predicted = best_size(batch, measured)
+        assert steps[size] <= min(steps.values()) * 1.01  # sizes this close count as equal
+        assert predicted[size] == pytest.approx(steps[size])
+
+
+def mesh_file(tmp_path, *gibibytes):
+    path = tmp_path / "small.toml"
+    devices = "".join(f'[[device]]\nkind = "cpu"\nmemory_gib = {g}\n' for g in gibibytes)
+    path.write_text(f'name = "small"\n{devices}')
+    return str(path)
+
+
+def test_a_device_too_small_for_one_microbatch_is_refused_with_the_missing_bytes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, 1, 5e-7))
+    with pytest.raises(hxla.PlanError, match=r"device 1 .*536 B"):
+        fit(microbatch_size=3)
+
+
+def test_counts_stay_within_memory(tmp_path, monkeypatch):
+    # The inputs of a microbatch (1 MiB each) are all that grows with the count.
+    data = {"x": np.zeros((64, 1 << 18), np.float32), "y": np.zeros((64, 3), np.float32)}
+    mesh = models.mesh(data=2)
+
+    def run():
+        return hxla.train(
+            models.Dense(nnx.Rngs(0), inputs=1 << 18),
+            data,
+            models.squared_error,
+            optax.sgd(1e-6),
+            batch_size=64,
+            microbatch_size=1,
+            steps=1,
+            mesh=mesh,
+        )
+
+    monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, 8, 8))
+    assert min(run().plan.counts) > 16  # equal devices
+    for mebibytes in range(16, 400, 8):
+        monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, 8, mebibytes / 1024))
+        try:
+            counts = run().plan.counts
+        except hxla.PlanError:
+            continue
+        assert counts[1] <= 16  # two steps of memory above the first that fits none
+        assert sum(counts) == 64
+        return
+    raise AssertionError("no size of memory fitted a few microbatches only")
+
+
+def test_limits_bind_as_in_exhaustive_search():
+    assert best_counts(64, [1.0, 1.0], None, [None, 5]) == (59, 5)
+    with pytest.raises(hxla.PlanError):
+        best_counts(64, [1.0, 1.0], None, [10, 5])
+
+
+def automatic(tmp_path, monkeypatch, mebibytes, model=None):
+    """Four devices of so much memory; the model's parameters are 4 MiB."""
+    monkeypatch.setenv("HXLA_MESH", mesh_file(tmp_path, *[mebibytes / 1024] * 4))
+    return hxla.train(
+        model or models.Dense(nnx.Rngs(0), inputs=1 << 18, outputs=4),
+        {"x": np.zeros((16, 1 << 18), np.float32), "y": np.zeros((16, 4), np.float32)},
+        models.squared_error,
+        optax.adam(1e-3),
+        batch_size=4,
+        microbatch_size=1,
+        steps=1,
+        config={"auto": {"auto_parallel": True}, "cluster": {"visible_devices": [0, 1, 2, 3]}},
+    )
+
+
+@pytest.mark.parametrize(("mebibytes", "most_copies"), [(200, 4), (18, 2), (12, 1)])
+def test_a_copy_takes_the_devices_that_its_memory_needs(
+    tmp_path, monkeypatch, mebibytes, most_copies
+):
+    # Parameters, gradient, two limbs and two moments: 24 MiB for a copy; a microbatch: 1 MiB.
+    result = automatic(tmp_path, monkeypatch, mebibytes)
+    assert len(result.plan.counts) <= most_copies
+    assert len(result.plan.devices) == 4
+    assert "chosen by search" in result.plan.reasons
+    assert all(0 < d.memory_bytes <= d.capacity_bytes for d in result.plan.prediction.devices)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_missing_bytes(tmp_path, monkeypatch):
+    with pytest.raises(hxla.PlanError, match=r"tensor 4: no pipeline fits.*lacks [\d,]+ bytes"):
+        automatic(tmp_path, monkeypatch, 3)
+
+
+def test_annotations_leave_nothing_to_choose(tmp_path, monkeypatch):
+    class Annotated(models.Dense):
+        def __call__(self, x):
+            with hxla.split():
+                return super().__call__(x)
+
+    model = Annotated(nnx.Rngs(0), inputs=1 << 18, outputs=4)
+    with pytest.raises(hxla.ConfigError, match="remove the annotations"):
+        automatic(tmp_path, monkeypatch, 200, model)

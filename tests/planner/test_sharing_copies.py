@@ -1,0 +1,237 @@
+"""Searches that also know copies which share their state, where whole state fits no device."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._graph._parts import graph_of
+from hxla._graph._segments import segments
+from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla._profile._segment_times import model_name
+from hxla._run._copies_bound import least_seconds
+from hxla._run._planned_chain import with_memory
+from support import families
+from support.paths import PYTHONPATH, TESTS
+
+BATCH, SIZE, RATE = 12, 1, 1e10
+
+
+@functools.cache
+def job(**memory):
+    gpt = families.example("gpt")
+    model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=6))
+    data = {"text": jax.ShapeDtypeStruct((64, 33), np.uint8)}
+    config = {"memory": memory}
+    return hxla.Job(model, data, gpt.loss, optax.adam(1e-3), batch_size=BATCH, config=config)
+
+
+def cluster(*rooms, **host):
+    """A fast device and a slow one: no layer can be cut over both."""
+    devices = [
+        hxla.Device(
+            kind=kind,
+            memory_bytes=rooms[i % len(rooms)],
+            memory_bytes_per_second=1e11,
+            **host,
+            rates=(hxla.Rate(dtype="float32", flops_per_second=flops, measured=True),),
+        )
+        for i, (kind, flops) in enumerate((("fast", 2e11), ("slow", 1e11)))
+    ]
+    node = hxla.Node(name="both", link=hxla.Link(bytes_per_second=RATE))
+    return hxla.Cluster(name="", devices=tuple(devices), nodes=(node,))
+
+
+def profile(own, seconds, update):
+    """Of a chain whose segments take as long each."""
+    chain = segments(graph_of(own._traced.graph(SIZE)), 8)
+    times = {
+        Setting(kind, SIZE): (LayerTime(forward=s / 3, backward=s * 2 / 3, update=update),)
+        * len(chain)
+        for kind, s in seconds.items()
+    }
+    found = Profile(
+        model=model_name(own._traced.functional(SIZE).params),
+        layers=tuple(segment.name for segment in chain),
+        num_segments=8,
+        sizes={},
+        times=times,
+    )
+    return found, len(chain)
+
+
+def runs_again(plan):
+    """Forwards beyond one of each segment; that of the last is a part of its backward."""
+    forwards = [text for text in plan.chain.sequence if text.startswith("F")]
+    return len(forwards) - len({re.match(r"F\d+", text).group() for text in forwards})
+
+
+def planned(room, own=None, **options):
+    own = own or job()
+    return own.plan(cluster(room), auto=True, microbatch_size=SIZE, **options)
+
+
+def test_where_whole_state_fits_the_search_is_as_it_was():
+    plan = planned(1 << 30)
+    assert plan.placement.zero <= 1
+    assert not any("copies of one device each" in reason for reason in plan.reasons)
+    pipelines = [own for own in plan.runners_up if "stage" in own.description]
+    assert plan.num_stages > 1 or pipelines
+
+
+@pytest.mark.parametrize("mebibytes", [7, 8])
+def test_copies_that_share_are_taken_where_they_are_faster(mebibytes):
+    plan, pipeline = planned(mebibytes << 20), planned(6 << 20)
+    assert (pipeline.num_stages, plan.num_stages, len(plan.replicas)) == (2, 1, 2)
+    assert plan.placement.zero >= 2
+    assert all(d.memory_bytes <= mebibytes << 20 for d in plan.prediction.devices)
+    # The pipeline fits here as well, and is what it was.
+    first, whole = plan.runners_up[0], pipeline.prediction.step_seconds
+    assert first.description == "microbatches of 1, data x stage = 1 x 2"
+    assert first.step_seconds == pytest.approx(whole, rel=1e-6)
+    assert plan.prediction.bound_seconds <= plan.prediction.step_seconds < whole
+    assert f"the best plan takes {whole:.4g} s" in plan.explain()
+
+
+@pytest.mark.parametrize("shares", ["even", (1, 2), (5, 4)])
+def test_a_step_is_what_its_parts_take(shares):
+    """Microbatches, a ring, and each copy's share of the update."""
+    own = job(zero=2, recompute="none", shares=shares)
+    times, num = profile(own, {"fast": 1e-4, "slow": 2e-4}, 3e-4)
+    plan = planned(8 << 20, own, profile=times)
+    assert (plan.counts, plan.num_stages, plan.placement.zero) == ((8, 4), 1, 2)
+    assert plan.owned_parts == (
+        (0.5, 0.5) if shares == "even" else tuple(s / sum(shares) for s in shares)
+    )
+    assert runs_again(plan) == 0
+    work, update = 8 * num * 1e-4, num * 3e-4
+    travels = 2 * (1 - 1 / 2) * plan.sums.travel_factor * plan.parameter_bytes / RATE
+    wanted = work + travels + update * max(plan.owned_parts)
+    assert plan.prediction.step_seconds == pytest.approx(wanted, rel=1e-6)
+    each = [update * part for part in plan.owned_parts]
+    assert plan.prediction.fixed_seconds == pytest.approx(each)
+
+
+def test_what_runs_again_and_what_is_gathered_counts():
+    times, _ = profile(job(), {"fast": 1e-4, "slow": 2e-4}, 0.0)
+    steps = {}
+    for zero, recompute in ((2, "none"), (2, "boundaries"), (3, "none")):
+        own = job(zero=zero, recompute=recompute, shares="even")
+        plan = planned(8 << 20, own, profile=times)
+        assert (plan.placement.zero, plan.num_stages) == (zero, 1), plan.explain()
+        steps[zero, recompute] = plan.prediction.step_seconds, plan
+    (keeps, _), (again, plan), (gathers, _) = steps.values()
+    assert runs_again(plan) >= len(plan.chain.segments) - 1
+    assert 1.2 < again / keeps < 1.34  # a forward is a third of a microbatch
+    more = plan.parameter_bytes / 2 / RATE
+    assert gathers - keeps == pytest.approx(more, rel=0.05)
+    # Times that were measured in that form know what it runs again.
+    known = dataclasses.replace(times, form=plan.memory_form)
+    own = job(zero=2, recompute="boundaries", shares="even")
+    timed = planned(8 << 20, own, profile=known)
+    assert timed.memory_form == plan.memory_form
+    assert timed.prediction.step_seconds == pytest.approx(keeps, rel=1e-6)
+
+
+HOST = {"host_memory_bytes": 1 << 30, "host_bytes_per_second": 1e10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rooms", "host", "is_close"),
+    [
+        ((3, 3), {}, False),  # nothing fits
+        ((4, 4.5), {}, True),
+        ((5, 5), {}, True),
+        ((6, 8), {}, True),
+        ((8, 5), {}, False),  # what suits the larger device alone does not suit both
+        ((3, 3), HOST, True),
+        ((3, 4), HOST, True),
+    ],
+)
+def test_no_counts_are_faster_in_the_form_they_get_than_the_bound(rooms, host, is_close):
+    seconds, own = (1e-3, 2e-3), job()
+    roomy = own.plan(cluster(1 << 30), microbatch_size=SIZE, mesh={"data": 2})
+    here, found = cluster(*(int(room * 2**20) for room in rooms), **host), []
+    for fast in (1, 4, 6, 7, 8, 9, 11):
+        counts = fast, BATCH - fast
+        step = max(c * s for c, s in zip(counts, seconds, strict=True))
+        known = hxla.Prediction(
+            step_seconds=step, microbatch_seconds=seconds, fixed_seconds=(0.0, 0.0)
+        )
+        plan = roomy.with_counts(counts).replaced(prediction=known)
+        with contextlib.suppress(hxla.PlanError):
+            found.append(with_memory(own._traced, plan, here).prediction.step_seconds)
+    base = 8e-3  # without limits of memory: eight on the fast device
+    bound, best = least_seconds(own._traced, roomy, here, base), min(found, default=math.inf)
+    assert base <= bound <= best * (1 + 1e-9)
+    if is_close:
+        assert best < 1.1 * bound
+
+
+def test_what_fits_in_no_form_is_refused_with_what_the_search_says():
+    with pytest.raises(hxla.PlanError, match="no pipeline fits these devices"):
+        planned(3 << 20)
+
+
+def test_settings_that_only_copies_can_have_leave_nothing_else():
+    """A pipeline would be as fast; it runs forwards again by a setting of its own."""
+    plan = planned(1 << 30, job(zero=3, recompute="boundaries"))
+    assert (plan.num_stages, plan.placement.zero, len(plan.replicas)) == (1, 3, 2)
+    assert "no plan with whole state" in plan.explain()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import families, jax, optax, hxla
+from flax import nnx
+
+gpt = families.example("gpt")
+how = {{"plan": "auto"}} if sys.argv[1] == "auto" else {{"mesh": {{"data": 2}}, "counts": "even"}}
+result = hxla.train(
+    gpt.GPT(nnx.Rngs(0), width=64, length=32, layers=2), gpt.library(length=32), gpt.loss,
+    optax.adam(1e-3), batch_size=8, microbatch_size=2, steps=3,
+    config={{"memory": {{"zero": 2}}}}, **how,
+)
+if jax.process_index() == 0:
+    print("told", result.sha256, result.plan.placement.zero, len(result.plan.replicas))
+"""
+
+
+@pytest.mark.slow
+def test_processes_find_the_same_copies_and_train_them_to_the_same_bits(tmp_path):
+    """Memory for a share of the state and not for all of it; the processes measure."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(TESTS)))
+    device = '[[device]]\nkind = "cpu"\ncount = 2\ncore_share = 1.0\nmemory_gib = 0.0033\n'
+    (tmp_path / "small.toml").write_text(f'name = "small"\n{device}')
+
+    def told(*words):
+        ran = subprocess.run(
+            [sys.executable, "-m", "hxla", "run", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+            | {"PYTHONPATH": PYTHONPATH},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return re.search(r"told (\w+) (\d) (\d)", ran.stdout).groups(), ran.stdout
+
+    (sha256, *form), said = told("--mesh", "small.toml", "script.py", "auto")
+    assert form == ["2", "2"], said
+    assert "copies of one device each: no plan with whole state fits" in said
+    assert told("-n", "2", "script.py", "copies")[0] == (sha256, "2", "2")

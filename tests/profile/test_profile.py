@@ -1,0 +1,238 @@
+"""`hxla profile` measures a real script; its files are refused where they are wrong."""
+
+import dataclasses
+import json
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._graph._segments import segments
+from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
+from hxla._profile._profile_file import dump_profile, load_profile, merge_profiles
+from hxla._profile._segment_times import model_name
+from hxla._report._history import StepRecord
+from hxla._run._trial import Observer, Trial
+from support.profiles import SCRIPT, profile_command
+
+
+@pytest.mark.slow
+def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes(tmp_path):
+    first = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2")
+    assert first.returncode == 0, first.stderr
+    assert "trained" not in first.stdout
+    before = load_profile(tmp_path / "p.json")
+    assert len(before.layers) == 4
+    assert set(before.times) == {Setting("cpu", 2)}
+    times = before.times[Setting("cpu", 2)]
+    assert all(t.measured and t.forward > 0 and t.update > 0 for t in times)
+    assert sum(s.parameter_bytes for s in before.sizes[2, 1]) == 4 * (64 * 64 + 64) * 4
+    again = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2,4")
+    assert again.returncode == 0, again.stderr
+    after = load_profile(tmp_path / "p.json")
+    assert after.times[Setting("cpu", 2)] == times  # not measured anew
+    assert set(after.times) == {Setting("cpu", 2), Setting("cpu", 4)}
+    assert "microbatch of 2" not in again.stderr
+    wrong = profile_command(tmp_path, "--segments", "2")
+    assert wrong.returncode != 0
+    assert "use the same number" in wrong.stderr
+    odd = profile_command(tmp_path, "--microbatch-sizes", "3")
+    assert odd.stderr.endswith(
+        "not divisible by microbatch_size=3: the nearest size that fits is 2\n"
+    )
+    assert "Traceback" not in odd.stderr
+
+
+@pytest.mark.slow
+def test_a_stream_is_profiled_at_several_sizes_and_what_is_the_users_is_left_alone(tmp_path):
+    text = SCRIPT.replace(
+        "hxla.train(",
+        """
+def stream():
+    for i in range(500):
+        yield {k: v[:16] * i for k, v in data.items()}
+
+def never(record, session):
+    raise AssertionError
+
+hxla.train(""",
+    )
+    text = text.replace(", data, loss", ", stream(), loss")
+    more = f"steps=3, callbacks=[never], run_dir={str(tmp_path / 'run')!r}"
+    ran = profile_command(tmp_path, "--microbatch-sizes", "4,8", text=text.replace("steps=3", more))
+    assert ran.returncode == 0, ran.stderr
+    found = load_profile(tmp_path / "p.json")
+    assert set(found.times) == {Setting("cpu", 4), Setting("cpu", 8)}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_path):
+    columns = (
+        "hxla.RuleSet(name='columns', rules=("
+        "hxla.Rule(path='kernel', rank=2, axes=((), ('tensor',))),))"
+    )
+
+    text = SCRIPT.replace("steps=3", f"mesh={{'data': 1, 'tensor': 2}}, rules={columns}, steps=3")
+    flags = "--xla_force_host_platform_device_count=2"
+    ran = profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
+    assert ran.returncode == 0, ran.stderr
+    [split] = load_profile(tmp_path / "p.json").splits
+    assert split.kinds == ("cpu", "cpu")
+    assert (split.microbatch_size, split.parts) == (2, (0.5, 0.5))
+    assert split.seconds > 0
+    assert "cut over cpu 50%, cpu 50%" in ran.stdout
+    profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
+    assert load_profile(tmp_path / "p.json").splits == (split,)
+
+
+def record(step, counts, seconds):
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        metrics={},
+        seconds=seconds,
+        num_examples=8,
+        num_tokens=0,
+        counts=counts,
+        busy_seconds=(0.0,) * len(counts),
+    )
+
+
+def test_a_trial_ends_after_enough_steps_with_the_same_counts():
+    observer = Observer()
+    # Two are not counted, and the counts move once.
+    steps = [((4, 4), 9.0)] * 5 + [((6, 2), 1.0)] * 20
+    told = [observer.has_told_enough(record(i, *step)) for i, step in enumerate(steps)]
+    assert told.index(True) == 5 + 10 - 1
+    assert observer.most == ((6, 2), 1.0)
+    short = Observer()
+    told = [short.has_told_enough(record(i, (8,), 0.25)) for i in range(30)]
+    assert told.index(True) == 2 + 4 / 0.25 - 1  # ten steps would not do
+
+
+def test_the_parts_of_a_trial_add_up_to_its_step():
+    trial = Trial(
+        micro_seconds=(1.0, 2.0, 2.5),
+        update_seconds=(0.5, 0.25, 0.75),
+        counts=(5, 2, 1),
+        step_seconds=6.0,
+        peak_bytes=8,
+        end_step=12,
+    )
+    assert trial.rest_seconds == 6.0 - (5 * 1.0 + 0.5)
+    by_kind = trial.by_kind(["fast", "slow", "slow"])
+    assert by_kind.micro_seconds == (1.0, 2.25, 2.25)
+    assert by_kind.update_seconds == (0.5, 0.5, 0.5)
+    assert by_kind.rest_seconds == trial.rest_seconds
+
+
+def test_a_copy_on_several_devices_is_not_profiled(tmp_path):
+    text = SCRIPT.replace("data, loss, optax", "data, hxla.split()(loss), optax")
+    flags = "--xla_force_host_platform_device_count=2"
+    ran = profile_command(tmp_path, text=text, flags=flags)
+    assert ran.returncode != 0
+    assert "put a copy of this one on 2: profile it without them" in ran.stderr
+
+
+def example(**changes):
+    time = LayerTime(forward=0.1, backward=0.2, update=0.01)
+    size = LayerSize(parameter_bytes=8.0, output_bytes=4.0, stash_bytes=4.0)
+    values = {
+        "model": "net",
+        "layers": ("a", "b"),
+        "sizes": {(2, 1): (size, size)},
+        "times": {Setting("cpu", 2): (time, time)},
+    }
+    return Profile(**{**values, **changes})
+
+
+def test_a_profile_is_read_back_equal(tmp_path):
+    dump_profile(example(), tmp_path / "new" / "p.json")
+    assert load_profile(tmp_path / "new" / "p.json", model="net") == example()
+
+
+def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).mean(axis=-1)
+
+    model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(4)])
+    data = {"x": np.ones((16, 4), np.float32)}
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+    chain = segments(job.graph(2), 8)
+    again = segments(job.graph(2), len(chain))
+    assert len(again) < len(chain) < 8  # asking for what was found does not find it
+    own = job.plan(auto=True, microbatch_size=2)  # by a short profile of the devices that are here
+    assert own.prediction.step_seconds > 0
+    table = example(
+        model=model_name(job._traced.functional(2).params),
+        layers=tuple(segment.name for segment in chain),
+        num_segments=8,
+        sizes={},
+        times={Setting("cpu", 2): (LayerTime(forward=0.1, backward=0.2),) * len(chain)},
+    ).to_table()
+    cluster = hxla.Cluster(name="one", devices=(hxla.Device(kind="cpu"),))
+    plan = job.plan(cluster, profile=Profile.from_table(table), microbatch_size=2)
+    assert plan.prediction.step_seconds == pytest.approx(4 * len(chain) * 0.3, rel=1e-3)
+
+
+def broken(change):
+    table = {"version": 1, **example().to_table()}
+    change(table)
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        (broken(lambda t: t.update(version=9)), "version 9, this hxla reads 1"),
+        (broken(lambda t: t.pop("layers")), "layers: missing"),
+        (
+            broken(lambda t: t["times"][0]["layers"][1].update(forward=float("nan"))),
+            "times.0.layers.1.forward: Input should be a finite number, found nan",
+        ),
+        (
+            broken(lambda t: t["times"][0]["layers"][0].update(backward=-1.0)),
+            "times.0.layers.0.backward: .* greater than or equal to 0, found -1.0",
+        ),
+        (
+            broken(lambda t: t["sizes"][0]["layers"][0].update(stash_bytes="much")),
+            "sizes.0.layers.0.stash_bytes: .* valid number, found 'much'",
+        ),
+        (broken(lambda t: t["times"][0]["layers"].pop()), "1 of 2 layers"),
+        (broken(lambda t: t["times"][0]["layers"][0].update(colour=1)), "colour"),
+        (
+            broken(lambda t: t["times"][0].update(microbatch_size=0.5)),
+            "times.0.microbatch_size: .* valid integer.*, found 0.5",
+        ),
+        (
+            broken(lambda t: t["sizes"][0].update(tensor=True)),
+            "sizes.0.tensor: .* valid integer, found True",
+        ),
+        (broken(lambda t: t.update(layers=[])), "layers: .* at least 1 item"),
+        (broken(lambda t: t["times"].append(t["times"][0])), r"\('cpu', 2, 1\) is there 2 times"),
+        ('{"version": 1, "version": 1}', "version: given 2 times"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, text, message):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(hxla.PlanError, match=message) as caught:
+        load_profile(path)
+    assert "wrong.json" in str(caught.value)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    dump_profile(example(), tmp_path / "p.json")
+    with pytest.raises(hxla.PlanError, match="another model: net, not other"):
+        load_profile(tmp_path / "p.json", model="other")
+    with pytest.raises(hxla.PlanError, match="do not go together"):
+        merge_profiles([example(), dataclasses.replace(example(), model="other")])
+
+
+def test_a_missing_profile_is_refused(tmp_path):
+    with pytest.raises(hxla.PlanError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")

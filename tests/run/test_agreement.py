@@ -1,0 +1,150 @@
+"""Processes that would train apart are told so, all of them and at once."""
+
+import json
+
+import pytest
+
+from support.launched import start
+
+SCRIPT = """
+import json, os
+import jax, numpy as np, optax
+from flax import nnx
+import hxla
+
+odd = os.environ["HXLA_PROCESS_ID"] == "1"
+rng = np.random.default_rng(0)
+data = {"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.zeros(64, np.float32)}
+
+
+def loss(model, batch):
+    return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+
+def steep(model, batch):
+    return 3 * loss(model, batch)
+
+
+def part(size):
+    return {name: x[:size] for name, x in data.items()}
+
+
+def last(size):
+    return {name: x[-size:] for name, x in data.items()}
+
+
+def args(data=data, loss=loss, rate=0.1, **options):
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    usual = {"batch_size": 16, "microbatch_size": 8, "steps": 4, "counts": "even"}
+    return (model, data, loss, optax.sgd(rate)), usual | options
+
+
+def train(**options):
+    given, named = args(**options)
+    return hxla.train(*given, **named)
+
+
+def flips(record, session):
+    if odd and record.step == 1:
+        held = session._store.held[0]
+        held.params = [held.params[0], held.params[1] + 1]
+
+
+def own_loop(batches):
+    given, named = args()
+    job = hxla.Job(*given, batch_size=16, config={"watchdog": {"compare_steps": 2}})
+    with job.open(job.plan(microbatch_size=8, counts="even"), steps=4) as session:
+        for batch in batches:
+            session.step(batch)
+
+
+def own_plan(counts):
+    given, named = args()
+    job = hxla.Job(*given, batch_size=16)
+    plan = job.plan(microbatch_size=8, counts="even").with_counts(counts)
+    with job.open(plan, steps=4) as session:
+        return session.result()
+
+
+def some(like, other):
+    return other if odd else like
+
+
+CASES = {
+    "nothing": lambda: train(),
+    "rate": lambda: train(rate=some(0.1, 0.2)),
+    "loss": lambda: train(loss=some(loss, steep)),
+    "seed": lambda: train(seed=some(0, 1)),
+    "data": lambda: train(data=some(data, {"x": data["x"] + 1, "y": data["y"]})),
+    "dtype": lambda: train(data=some(data, data | {"x": data["x"].astype(np.float16)})),
+    "length": lambda: train(data=part(some(64, 48))),
+    "steps": lambda: train(steps=some(4, 5)),
+    "setting": lambda: train(config=some(None, {"communication": {"clip_norm": 0.5}})),
+    "several": lambda: train(seed=some(0, 1), rate=some(0.1, 0.2), nonfinite=some("stop", "skip")),
+    "counts": lambda: train(counts=some([1, 1], [2, 0])),
+    "plan": lambda: own_plan(some((1, 1), (2, 0))),
+    "batch size": lambda: train(batch_size=some(16, 32)),
+    "folder": lambda: train(checkpoint_dir=some(None, "checkpoints")),
+    "evaluation": lambda: train(eval_data=part(some(16, 24))),
+    "every": lambda: train(eval_data=part(16), eval_every=some(2, 3)),
+    "own batch": lambda: own_loop([part(16), part(16), some(part(16), last(16))]),
+    "state": lambda: train(callbacks=[flips], config={"watchdog": {"compare_steps": 3}}),
+}
+for name, run in CASES.items():
+    try:
+        found = run()
+        print(json.dumps([name, "trained", found and found.sha256]), flush=True)
+    except hxla.HxlaError as error:
+        print(json.dumps([name, type(error).__name__, str(error)]), flush=True)
+"""
+
+DIFFERENT = {
+    "rate": ["update program", "dense<-1.000000e-01>", "dense<-2.000000e-01>"],
+    "loss": ["microbatch program", "dense<3.000000e+00> : tensor<f32> on rank 1"],
+    "seed": ["seed: 0 on rank 0; 1 on rank 1"],
+    "data": ["data of step 0: ['x']: float32[8, 4] with CRC-32 "],
+    "dtype": ["float32[8, 4] with CRC-32 ", "float16[8, 4] with CRC-32 "],
+    "length": ["number of examples: 64 on rank 0; 48 on rank 1"],
+    "steps": ["steps: 4 on rank 0; 5 on rank 1"],
+    "setting": ["config.communication.clip_norm: None on rank 0; 0.5 on rank 1"],
+    "several": ["seed: 0 on rank 0; 1 on rank 1", "nonfinite: stop on rank 0; skip on rank 1"],
+    "plan": ["plan.replicas.0.num_microbatches: 1 on rank 0; 2 on rank 1"],
+    "counts": ["counts: [1, 1] on rank 0; [2, 0] on rank 1"],
+    "batch size": ["batch_size: 16 on rank 0; 32 on rank 1"],
+    "folder": ["checkpoint_dir: None on rank 0; checkpoints on rank 1"],
+    "evaluation": ["examples of the evaluation: 16 on rank 0; 24 on rank 1"],
+    "every": ["eval_every: 2 on rank 0; 3 on rank 1"],
+    "own batch": ["batch of step 2: ['x']"],
+    "state": ["after 3 steps the copies of the state", "rank 1 has another kernel than rank 0"],
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of two processes says of every case, all of them tried in one job."""
+    job = start(tmp_path_factory.mktemp("agreement"), SCRIPT, "-n", "2")
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err[-3000:]
+    rows = {}
+    for line in out.splitlines():
+        rank, _, text = line.partition("] ")
+        if text.startswith('["'):
+            name, *row = json.loads(text)
+            rows.setdefault(name, {})[int(rank[1:])] = row
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_is_one_error_on_every_rank_with_both_values(name, told):
+    assert told[name][0] == told[name][1]
+    error, message = told[name][0]
+    assert error == "LaunchError"
+    for words in DIFFERENT[name]:
+        assert words in message
+
+
+def test_processes_that_agree_train_to_the_same_bits(told):
+    [(word, sha256), other] = told["nothing"].values()
+    assert word == "trained"
+    assert [word, sha256] == other

@@ -1,0 +1,157 @@
+"""A checkpoint that is not as it was written is named, set aside, and the one before it is used."""
+
+import json
+import os
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hxla
+from hxla._run._checkpoints import Checkpoints
+from support import models
+
+
+def tree(step):
+    noise = np.random.default_rng(step).normal(size=(64, 32))
+    return {"params": {"kernel": jnp.asarray(noise, jnp.float32)}, "aux": {}}
+
+
+def is_of(restored, step):
+    return (np.asarray(restored["params"]["kernel"]) == tree(step)["params"]["kernel"]).all()
+
+
+def data_file(folder):
+    """A file that holds numbers: the largest."""
+    return max((p for p in (folder / "tree").rglob("d/*") if p.is_file()), key=os.path.getsize)
+
+
+def flip(path, where=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * where)] ^= 0x10
+    path.write_bytes(content)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def rename(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "1", folder)
+
+
+def replace(folder):
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def edit(folder):
+    path = folder / "meta" / "metadata"
+    table = json.loads(path.read_text())
+    table["facts"]["seed"] = 7
+    path.write_text(json.dumps(table))
+
+
+DAMAGE = {
+    "a bit of the arrays": (lambda f: flip(data_file(f)), "other bytes"),
+    "arrays cut": (lambda f: cut(data_file(f)), "instead of"),
+    "arrays emptied": (lambda f: os.truncate(data_file(f), 0), "has 0 bytes"),
+    "arrays gone": (lambda f: data_file(f).unlink(), "is missing"),
+    "manifest gone": (lambda f: (f / "tree/manifest.ocdbt").unlink(), "manifest.ocdbt is missing"),
+    "manifest cut": (lambda f: cut(f / "tree/manifest.ocdbt"), "manifest.ocdbt has"),
+    "a bit of the manifest": (lambda f: flip(f / "tree/manifest.ocdbt"), "manifest.ocdbt holds"),
+    "tree's metadata gone": (lambda f: (f / "tree/_METADATA").unlink(), "_METADATA is missing"),
+    "tree's metadata garbled": (lambda f: flip(f / "tree/_METADATA"), "_METADATA holds"),
+    "tree gone": (lambda f: shutil.rmtree(f / "tree"), "cannot be read: No such file"),
+    "meta gone": (lambda f: shutil.rmtree(f / "meta"), "cannot be read: No such file"),
+    "meta cut": (lambda f: cut(f / "meta/metadata"), "meta/metadata is not what was written"),
+    "meta edited": (edit, "meta/metadata is not what was written"),
+    "the seal garbled": (lambda f: cut(f / "tree/hxla-seal.json"), "not what was written"),
+    "a pipe for the seal": (lambda f: as_pipe(f / "tree/hxla-seal.json"), "no regular file"),
+    "a pipe for the meta": (lambda f: as_pipe(f / "meta/metadata"), "no regular file"),
+    "a pipe for the arrays": (lambda f: as_pipe(data_file(f)), "no regular file"),
+    "a pipe besides": (lambda f: os.mkfifo(f / "tree" / "pipe"), "no regular file"),
+    "empty folder": (empty, "empty folder"),
+    "a file of that name": (replace, "no folder"),
+    "another step under its name": (rename, "step 1 under another name"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_by_name_and_the_one_before_it_is_read(name, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, tree(step), {"seed": 0})
+    damage, words = DAMAGE[name]
+    damage(tmp_path / "2")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 1
+        [said] = checkpoints.damaged
+        assert "checkpoint 2 is damaged and now called 2.damaged: " in said
+        assert words in said
+        assert is_of(checkpoints.restore(tree(0), 1), 1)
+        checkpoints.save(2, tree(2), {"seed": 0})  # its name is free
+    with Checkpoints(tmp_path) as checkpoints:
+        assert (checkpoints.latest(), checkpoints.damaged) == (2, ())
+        assert checkpoints.meta(2) == {"seed": 0}
+
+
+@pytest.mark.parametrize("where", ["_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_text("{")])
+def test_what_orbax_keeps_besides_is_not_needed(where, damage, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tree(1), {"seed": 0})
+    damage(tmp_path / "1" / where)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.meta(1) == {"seed": 0}
+        assert is_of(checkpoints.restore(tree(0), 1), 1)
+
+
+def test_without_an_intact_checkpoint_nothing_is_trained_and_every_fault_is_said(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, tree(step), {})
+    flip(data_file(tmp_path / "1"))
+    empty(tmp_path / "2")
+    with pytest.raises(hxla.CheckpointError, match=r"(?s)2: it is an empty.*1: .*other bytes"):
+        Checkpoints(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys):
+    def fit(steps, folder):
+        return hxla.train(
+            models.Dense(nnx.Rngs(0)),
+            models.regression(),
+            models.squared_error,
+            optax.adam(1e-2),
+            batch_size=24,
+            microbatch_size=6,
+            steps=steps,
+            counts="even",
+            mesh=models.mesh(data=2),
+            checkpoint_dir=folder,
+            checkpoint_every=2,
+        )
+
+    whole = fit(6, tmp_path / "whole")
+    fit(4, tmp_path / "broken")
+    flip(data_file(tmp_path / "broken" / "4"))
+    resumed = fit(6, tmp_path / "broken")
+    assert "checkpoint 4 is damaged" in capsys.readouterr().out
+    assert resumed.history.steps[0].step == 2
+    assert resumed.sha256 == whole.sha256

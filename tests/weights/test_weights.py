@@ -1,0 +1,491 @@
+"""Weights from files in a plan's layout, and written so that others read them."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+import hxla
+from hxla import ConfigError, NameMap, TensorName, Weights, WeightsError
+from hxla._core._catalogue import names as built_in
+from hxla._weights._name_patterns import NamePattern
+from hxla._weights._pieces import pieced
+from support import models
+from support.paths import PYTHONPATH, TESTS
+
+
+class Net(nnx.Module):
+    """Embedding, BatchNorm, a block whose MLP a rule set cuts, and a head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(models.VOCABULARY, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.mlp = nnx.Dict(up=nnx.Linear(16, 32, rngs=rngs), down=nnx.Linear(32, 16, rngs=rngs))
+        self.head = nnx.Linear(16, models.VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.norm(self.embed(tokens))
+        return self.head(x + self.mlp["down"](jax.nn.gelu(self.mlp["up"](x))))
+
+
+def train(model, **options):
+    options = {"mesh": {"data": 1}, "steps": 3} | options
+    options["mesh"] = models.mesh(**options["mesh"])
+    return hxla.train(
+        model, models.tokens(), models.token_loss, optax.adam(1e-2), batch_size=16,
+        microbatch_size=4, **options,
+    )  # fmt: skip
+
+
+def torch_file(path, model):
+    """What PyTorch would have saved of it."""
+    flat = {"num_batches_tracked": np.array(7)}
+    for keys, x in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        *prefix, last = map(str, keys)
+        x = np.asarray(x[...])
+        last = {"mean": "running_mean", "var": "running_var"}.get(last, last)
+        last = "weight" if last in ("kernel", "scale", "embedding") else last
+        flat[".".join([*prefix, last])] = np.ascontiguousarray(x.T if keys[-1] == "kernel" else x)
+    flat["norm.num_batches_tracked"] = flat.pop("num_batches_tracked")
+    safetensors.numpy.save_file(flat, path)
+    return Weights(path, names="torch")
+
+
+@pytest.fixture
+def torch_weights(tmp_path):
+    return torch_file(tmp_path / "torch.safetensors", Net(nnx.Rngs(7)))
+
+
+SPREADS = {
+    "one device": {},
+    "copies": {"mesh": {"data": 2}, "counts": [3, 1]},
+    "cut by rules": {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"},
+    "cut and shared out": {
+        "mesh": {"data": 2, "tensor": 2},
+        "rules": "decoder",
+        "config": {"memory": {"zero": 3}},
+    },
+    "a pipeline": {"mesh": {"stage": 2}, "stages": 2},
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_training_from_a_file_is_training_from_its_arrays(spread, torch_weights):
+    options = SPREADS[spread]
+    expected = train(Net(nnx.Rngs(7)), **options)
+    assert train(Net(nnx.Rngs(0)), weights=torch_weights, **options).sha256 == expected.sha256
+    made_there = train(lambda: Net(nnx.Rngs(0)), weights=torch_weights, **options)
+    assert made_there.sha256 == expected.sha256
+    shapes = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    assert train(shapes, weights=torch_weights, **options).sha256 == expected.sha256
+
+
+def test_linen_begins_with_a_file_too(tmp_path):
+    first = train(models.LinenNet(), steps=1)
+    hxla.save_weights(tmp_path / "x.safetensors", first.state)
+    assert "batch_stats.BatchNorm_0.mean" in safetensors.numpy.load_file(tmp_path / "x.safetensors")
+    again = train(models.LinenNet(), steps=2, weights=tmp_path / "x.safetensors")
+    assert again.sha256 == train(models.LinenNet(), steps=2, variables=first.state).sha256
+
+
+def test_what_a_map_calls_fresh_begins_as_the_model_makes_it(tmp_path, torch_weights):
+    names = hxla.load_names("torch").model_copy(update={"fresh": ("head/{x}",)})
+    names = names.model_copy(update={"unused": (*names.unused, "head.{x}")})
+    weights = Weights(torch_weights.path, names=names)
+    mixed = Net(nnx.Rngs(7))
+    mixed.head = Net(nnx.Rngs(0)).head
+    for options in ({}, SPREADS["cut by rules"]):
+        expected = train(nnx.clone(mixed), **options).sha256
+        assert train(Net(nnx.Rngs(0)), weights=weights, **options).sha256 == expected
+    expected = train(lambda: Net(nnx.Rngs(0)), steps=1)  # jit may make other bits than eager code
+    made_there = train(lambda: Net(nnx.Rngs(0)), steps=1, weights=weights)
+    assert made_there.sha256 != expected.sha256
+    with pytest.raises(ConfigError, match="nothing to begin with for head/bias, head/kernel"):
+        train(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), weights=weights)
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path, torch_weights):
+    begun = train(Net(nnx.Rngs(0)), checkpoint_dir=tmp_path / "c", steps=2)
+    resumed = train(Net(nnx.Rngs(0)), checkpoint_dir=tmp_path / "c", steps=2, weights=torch_weights)
+    assert resumed.sha256 == begun.sha256
+
+
+def test_every_fault_is_in_one_error(tmp_path):
+    net = Net(nnx.Rngs(0))
+    path = tmp_path / "x.safetensors"
+    hxla.save_weights(path, net)
+    tensors = safetensors.numpy.load_file(path)
+    del tensors["norm.scale"]
+    tensors["norm.skale"] = np.ones(16, np.float32)
+    tensors["head.kernel"] = tensors["head.kernel"].T.copy()[:3]
+    tensors["head.bias"] = tensors["head.bias"].astype(np.float16)
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(WeightsError) as error:
+        train(net, weights=path)
+    for words in (
+        "missing in the file (norm.skale is there and has no place):\n"
+        "  norm.scale for norm/scale float32[16]",
+        "with no place in the model; add a rule, or name them in `unused`:\n"
+        "  norm.skale float32[16]",
+        "  head.kernel: [3, 16] in the file, [16, 32] needed for head/kernel float32[16, 32]",
+        "  head.bias: float16 in the file, needed for head/bias float32[32]",
+        "cast=True",
+    ):
+        assert words in str(error.value)
+
+
+def test_floats_are_cast_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "x.safetensors"
+    state = nnx.state(Net(nnx.Rngs(7)), nnx.Not(nnx.RngState))
+    hxla.save_weights(path, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    with pytest.raises(WeightsError, match="bfloat16 in the file"):
+        train(Net(nnx.Rngs(0)), weights=path)
+    rounded = Net(nnx.Rngs(0))
+    nnx.update(rounded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state))
+    expected = train(rounded)
+    got = train(Net(nnx.Rngs(0)), weights=Weights(path, cast=True))
+    assert got.sha256 == expected.sha256
+
+
+def test_a_damaged_or_missing_file_is_said_before_anything_is_compiled(tmp_path):
+    with pytest.raises(WeightsError, match="is no file"):
+        train(Net(nnx.Rngs(0)), weights=tmp_path / "x.safetensors")
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "bound"),
+    [
+        ("a/{n}/b", "a/0/b", {"n": "0"}),
+        ("a/{n}/b", "a/0/c", None),
+        ("Dense_{n}/kernel", "Dense_12/kernel", {"n": "12"}),
+        ("Dense_{n}/kernel", "Dense_/kernel", None),
+        ("{path*}/kernel", "kernel", {"path*": ()}),
+        ("{path*}/kernel", "a/b/kernel", {"path*": ("a", "b")}),
+        ("a/{path*}", "b", None),
+        ("{n}/{n}", "3/3", {"n": "3"}),
+        ("{n}/{n}", "3/4", None),
+        ("{a*}/x/{b}", "x", None),
+    ],
+)
+def test_a_pattern_matches_whole_components(pattern, name, bound):
+    found = NamePattern(pattern, "/").match(name)
+    assert found == bound
+    if found is not None:
+        assert NamePattern(pattern, "/").fill(found) == name
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"model": "{a*}/{b*}"}, "two placeholders for several components"),
+        ({"model": "{a}{b}"}, "two placeholders in one component"),
+        ({"model": "x{a*}"}, "stands for whole components"),
+        ({"model": "{a"}, "is no pattern"),
+        ({"model": "{0}"}, "is no placeholder"),
+        ({"file": "{n}"}, "`stack` and a placeholder that only `file` has go together"),
+        ({"stack": 0}, "`stack` and a placeholder"),
+        ({"join": 0}, "`join` goes with several files"),
+        ({"file": ["a", "b"]}, "`join` goes with several files"),
+        ({"file": ["a", "b"], "join": 0, "shares": [1]}, "1 shares for 2 files"),
+        ({"dims": [0, 0]}, "do not name each dimension once"),
+        ({"dims": [True]}, "valid integer"),
+        ({"part": [0, 3, 3]}, r"part \[0, 3, 3\]"),
+        ({"rank": "2"}, "valid integer"),
+        ({"other": 2}, "Extra inputs"),
+    ],
+)
+def test_a_rule_that_has_no_meaning_is_refused(rule, words, tmp_path):
+    path = tmp_path / "names.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in rule.items()]
+    rest = [f"{k} = 'x'" for k in ("model", "file") if k not in rule]
+    path.write_text("name = 'x'\n[[tensor]]\n" + "\n".join([*lines, *rest]))
+    with pytest.raises(ConfigError, match=words):
+        hxla.load_names(str(path))
+
+
+ROWS = {
+    "the same": ({"file": "x"}, (4, 6), [((4, 6), "x")]),
+    "transposed": ({"file": "x", "dims": [1, 0]}, (4, 6), [((6, 4), "x")]),
+    "heads in one dimension": ({"file": "x", "dims": [[1, 2], 0]}, (4, 2, 3), [((6, 4), "x")]),
+    "a dimension of one": ({"file": "x", "dims": [1, [], 0]}, (4, 6), [((6, 1, 4), "x")]),
+    "stacked": (
+        {"file": "x.{i}", "stack": 1, "dims": [[1, 2], 0]},
+        (4, 3, 2, 5),
+        [((10, 4), f"x.{i}") for i in range(3)],
+    ),
+    "stacked scalars": ({"file": "x.{i}", "stack": 0}, (3,), [((), f"x.{i}") for i in range(3)]),
+    "joined": (
+        {"file": ["q", "k", "v"], "join": 1, "shares": [2, 1, 1], "dims": [1, 0]},
+        (4, 8),
+        [((4, 4), "q"), ((2, 4), "k"), ((2, 4), "v")],
+    ),
+    "one element": ({"file": "x"}, (), [((), "x")]),
+    "empty": ({"file": "x", "dims": [1, 0]}, (0, 6), [((6, 0), "x")]),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_rule_writes_it_reads_in_any_slices(row, tmp_path):
+    rule, shape, expected = ROWS[row]
+    path = tmp_path / "x.safetensors"
+    names = NameMap(name="x", tensors=[{"model": "a", **rule}])
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    hxla.save_weights(path, {"a": array}, names=names)
+    tensors = safetensors.numpy.load_file(path)
+    assert {(x.shape, n) for n, x in tensors.items()} == set(expected)
+    weights = Weights(path, names=names)
+    assert np.array_equal(hxla.load_weights(weights, {"a": array})["a"], array)
+    made = pieced("a", shape, array.dtype, TensorName(model="a", **rule))
+    cuts = [[slice(None), *(slice(i, j) for i in range(n) for j in range(i, n + 1))] for n in shape]
+    for index in itertools.islice(itertools.product(*cuts), 0, 3000, 7):
+        assert np.array_equal(made.read(index, tensors.__getitem__), array[index])
+
+
+def test_parts_of_one_tensor(tmp_path):
+    path = tmp_path / "x.safetensors"
+    names = NameMap(
+        name="fused",
+        tensors=[
+            {"model": n, "file": "qkv", "dims": [0, [1, 2]], "part": [1, i, 3]}
+            for i, n in enumerate("qkv")
+        ],
+    )
+    tree = {n: np.random.default_rng(i).normal(size=(4, 2, 3)) for i, n in enumerate("qkv")}
+    tree = jax.tree.map(np.float32, tree)
+    hxla.save_weights(path, tree, names=names)
+    [fused] = safetensors.numpy.load_file(path).values()
+    assert np.array_equal(fused, np.concatenate([tree[n].reshape(4, 6) for n in "qkv"], axis=1))
+    again = hxla.load_weights(Weights(path, names=names), tree)
+    assert all(np.array_equal(again[n], tree[n]) for n in tree)
+    with pytest.raises(WeightsError, match="qkv: only 2 of its 3 parts"):
+        hxla.save_weights(path, {n: tree[n] for n in "qk"}, names=names)
+
+
+def test_what_a_rule_does_not_suit_is_said(tmp_path):
+    path = tmp_path / "x.safetensors"
+    names = NameMap(
+        name="x",
+        tensors=[
+            {"model": "a", "file": "a", "dims": [1, 0]},
+            {"model": "b", "file": "c"},
+            {"model": "c", "file": "c"},
+            {"model": "d", "file": ["d1", "d2"], "join": 0},
+            {"model": "e", "file": "e.{i}", "stack": 4},
+        ],
+    )
+    tree = {n: np.ones(3, np.float32) for n in "abcdef"} | {"g": np.array(["x"])}
+    with pytest.raises(WeightsError) as error:
+        hxla.save_weights(path, tree, names=names)
+    for words in (
+        "a float32[3], rule 'a' <- 'a': dims = [1, 0], but 1 dimensions",
+        "c float32[3]: its tensor c is that of b, too",
+        "its 3 do not divide into shares of [1, 1]",
+        "stack = 4, but the array has 1 dimensions",
+        "f float32[3]: no rule names it",
+        "safetensors has no such dtype",
+    ):
+        assert words in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+#: For each built-in map the arrays of a model, and the tensors it makes of them.
+SAMPLES = {
+    "torch": (
+        {
+            "conv/kernel": (3, 3, 4, 8),
+            "dense/kernel": (4, 8),
+            "norm/scale": (4,),
+            "norm/mean": (4,),
+            "tok/embedding": (32, 4),
+            "dense/bias": (8,),
+        },
+        {
+            "conv.weight": (8, 4, 3, 3),
+            "dense.weight": (8, 4),
+            "norm.weight": (4,),
+            "norm.running_mean": (4,),
+            "tok.weight": (32, 4),
+            "dense.bias": (8,),
+        },
+    ),
+    "llama-maxtext": (
+        {
+            "token_embedder/embedding": (32, 8),
+            "decoder/layers/self_attention/query/kernel": (8, 2, 4, 2),
+            "decoder/layers/self_attention/out/kernel": (4, 2, 2, 8),
+            "decoder/layers/mlp/wo/kernel": (16, 2, 8),
+            "decoder/layers/pre_self_attention_layer_norm/scale": (8, 2),
+            "decoder/logits_dense/kernel": (8, 32),
+        },
+        {
+            "model.embed_tokens.weight": (32, 8),
+            "lm_head.weight": (32, 8),
+            **{
+                f"model.layers.{i}.{name}.weight": shape
+                for i in range(2)
+                for name, shape in {
+                    "self_attn.q_proj": (8, 8),
+                    "self_attn.o_proj": (8, 8),
+                    "mlp.down_proj": (8, 16),
+                    "input_layernorm": (8,),
+                }.items()
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", built_in("names"))
+def test_a_built_in_map_makes_the_tensors_it_says(name, tmp_path):
+    arrays, expected = SAMPLES[name]
+    path = tmp_path / "x.safetensors"
+    rng = np.random.default_rng(0)
+    flat = {tuple(n.split("/")): rng.normal(size=s) for n, s in arrays.items()}
+    tree = unflatten_dict({k: np.float32(x) for k, x in flat.items()})
+    hxla.save_weights(path, tree, names=name)
+    assert {n: x.shape for n, x in safetensors.numpy.load_file(path).items()} == expected
+    again = hxla.load_weights(Weights(path, names=name), tree)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, tree))
+
+
+# -- what others read ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plain_flax_reads_an_exported_folder(tmp_path):
+    result = train(Net(nnx.Rngs(0)), **SPREADS["cut by rules"])
+    hxla.save_weights(tmp_path / "nnx", result.state)
+    fresh = Net(nnx.Rngs(1))
+    _, abstract = nnx.split(nnx.eval_shape(lambda: fresh))
+    checkpointer = ocp.StandardCheckpointer()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
+    )
+    nnx.update(fresh, checkpointer.restore(tmp_path / "nnx", abstract))
+    state = nnx.state(fresh, nnx.Not(nnx.RngState))
+    assert jax.tree.all(jax.tree.map(np.array_equal, state, result.state))
+    tokens = models.tokens()["tokens"][:4, :-1]
+    fresh.eval()
+    result.model.eval()
+    np.testing.assert_allclose(fresh(tokens), result.model(tokens), rtol=1e-4, atol=1e-5)
+
+    linen = train(models.LinenNet(), steps=1)
+    hxla.save_weights(tmp_path / "linen", linen.state)
+    plain = checkpointer.restore(tmp_path / "linen", linen.state)
+    out = models.LinenNet().apply(plain, tokens, train=False)
+    assert np.array_equal(out, models.LinenNet().apply(linen.state, tokens, train=False))
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    tree = {"a": np.ones(3, np.float32)}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    with pytest.raises(WeightsError, match="no folder of weights"):
+        hxla.save_weights(tmp_path / "mine", tree)
+    for _ in range(2):
+        hxla.save_weights(tmp_path / "weights", tree)
+    with pytest.raises(WeightsError, match="cannot be written"):
+        hxla.save_weights("/proc/none/x.safetensors", tree)
+    with pytest.raises(WeightsError, match="an Orbax folder keeps"):
+        hxla.save_weights(tmp_path / "weights", tree, names="torch")
+    with pytest.raises(WeightsError, match=r"result\.state and not"):
+        hxla.save_weights(tmp_path / "x.safetensors", nn.Dense(3))
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, hxla
+from test_weights import *
+from hxla._weights import _pieces
+
+read = []
+plain = _pieces.Pieced.read
+
+def counted(self, index, view):
+    block = plain(self, index, view)
+    read.append(block.nbytes)
+    return block
+
+_pieces.Pieced.read = counted
+spread = {spread!r}
+weights = Weights({torch!r}, names="torch")
+result = train(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), weights=weights, **spread)
+print("read", sum(read), "sha256", result.sha256)
+hxla.save_weights({folder!r} + "/out.safetensors", result.state, names="torch")
+hxla.save_weights({folder!r} + "/out", result.state)
+if jax.process_index():
+    weights = Weights("/proc/none", names="torch")
+try:
+    train(Net(nnx.Rngs(0)), weights=weights, **spread)
+except hxla.WeightsError as error:
+    print("both say", error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spread",
+    [
+        {"mesh": {"data": 1, "tensor": 2}, "rules": "decoder"},
+        {"mesh": {"data": 2}, "counts": [3, 1]},
+    ],
+    ids=["cut by rules", "copies"],
+)
+@pytest.mark.thinned(2)
+def test_two_processes_read_and_write_their_own_slices(spread, tmp_path, torch_weights):
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.format(
+            tests=str(TESTS / "weights"),
+            spread=spread,
+            torch=str(torch_weights.path),
+            folder=str(tmp_path),
+        )
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "hxla", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        | {
+            "PYTHONPATH": PYTHONPATH,
+            "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=1",
+        },
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    expected = train(Net(nnx.Rngs(7)), **spread)
+    told = re.findall(r"^\[(\d)\] read (\d+) sha256 (\w+)", ran.stdout, re.M)
+    assert {sha for _, _, sha in told} == {expected.sha256}
+    whole = sum(
+        x.nbytes for x in jax.tree.leaves(nnx.state(Net(nnx.Rngs(0)), nnx.Not(nnx.RngState)))
+    )
+    for _, num, _ in told:
+        assert int(num) < 0.75 * whole if "rules" in spread else int(num) == whole
+    hxla.save_weights(tmp_path / "here.safetensors", expected.state, names="torch")
+    here = (tmp_path / "here.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == here
+    plain = ocp.StandardCheckpointer().restore(tmp_path / "out", jax.device_get(expected.state))
+    assert jax.tree.all(jax.tree.map(np.array_equal, plain, expected.state))
+    assert ran.stdout.count("both say /proc/none is no file (on processes 1)") == 2
+    assert not list(tmp_path.glob("*.part"))
