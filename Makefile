@@ -5,8 +5,9 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
 # What a newer jax could change: tracing, lowering, sums, pipelines.
-CORE = $(addprefix tests/test_,exact.py groups.py job.py trace.py jaxpr.py slots.py words.py \
-	pipeline_programs.py patterns.py segments_tensor.py)
+CORE = $(addprefix tests/,lower/test_exact.py lower/test_groups.py lower/test_pipeline_programs.py \
+	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py run/test_job.py \
+	graph/test_trace.py jax/test_jaxpr.py planner/test_patterns.py)
 # XLA's compiler for NVIDIA GPUs, with which the tests compile programs without one. Make reads the
 # names a target needs when it comes to the target: this line stands above them.
 GPU_COMPILER = $(VENV)/gpu-compiler
@@ -16,7 +17,7 @@ TORCH ?= .venv-torch/bin/python
 # The site's own environment: it reads hxla's source and needs none of its dependencies.
 DOCS ?= .venv-docs
 
-.PHONY: demo test core check format docs chaos elastic fuzz bench bench-gpu clean
+.PHONY: demo test test-all core check format docs chaos elastic fuzz bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -28,12 +29,17 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
-test: $(STAMP) check $(GPU_COMPILER)
+# A covering set of every table: ten minutes on two cores.
+test: $(STAMP) check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Everything, and many examples of each property.
+test-all: $(STAMP) check $(GPU_COMPILER)
+	$(BIN)/python -m pytest --all -n $(WORKERS) --dist worksteal
 
 # The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
 core: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(CORE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE)
 
 # Damaged files of every kind that is read; ARGS="--inputs 1500 --seed 7" for others.
 fuzz: $(STAMP)

@@ -14,8 +14,9 @@ steady; those that are `computing` have shares of a core, whose times scatter by
 milliseconds. All else is the same: the plan, the programs of hxla, Gloo, and what is sent.
 
 Beside it stands what tests/support/card_replay.py says of the same starts, from the time that a
-device takes for a stage's forward and backward alone and the rate that was set; also of many
-random starts within a transfer and within a period, as copies have them that came out of step by themselves.
+device takes for a stage's forward and backward alone and the rate that was set; also of many random
+starts within a transfer and within a period, as copies have them that came out of step by
+themselves.
 Needs Linux and root, as benchmarks/collectives.py does; its processes go before other work. Writes
 benchmarks/results/staggered.json.
 """

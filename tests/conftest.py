@@ -1,24 +1,35 @@
-"""Settings that every test shares: eight fake devices, and programs compiled once for all."""
+"""What every test shares: the tiers, eight fake devices, programs compiled once for all."""
 
 import collections
 import gc
 import os
 import pathlib
+import platform
+import random
 import subprocess
 import tempfile
 import time
-import zlib
 
 import hypothesis
 import psutil
 import pytest
 
+from support import tiers
+from support.paths import ROOT
+
 # Children of the tests keep what Python makes of hxla's sources too.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+# Fake devices wait for each other however busy the machine is, and a deadlock still ends.
+RENDEZVOUS_SECONDS = 600
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={RENDEZVOUS_SECONDS}",
+        f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={RENDEZVOUS_SECONDS}",
+    ]
+).strip()
 # Workers and the processes that tests start share what they compiled, from run to run.
 _CACHE = pathlib.Path(tempfile.gettempdir()) / f"hxla-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
@@ -43,66 +54,92 @@ def _share_entries_of_all_devices():
 
 _share_entries_of_all_devices()
 
+
 # However slow or busy a machine is, no example takes too long.
 hypothesis.settings.register_profile(
-    "any pace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any pace",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
 )
 hypothesis.settings.load_profile("any pace")
 
 #: Of a worker: two of them, and a job that is larger than its devices, have to fit on one machine.
 MOST_BYTES = 3 << 30
+#: A run that prints its summary has at least so many tests.
+MANY = 100
 
 
-# Workers have it from the process that starts them.
-os.environ.setdefault("TEST_BEGAN", str(time.time()))
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="slow tests too, and many examples of each property: what make test-all runs",
+    )
 
 
-def pytest_runtest_setup(item):
-    """Once the minutes of `TEST_MINUTES` are spent, slow tests are left out, aloud.
-
-    All are once a quarter more of them is.
-    """
-    most = float(os.environ.get("TEST_MINUTES", "0"))
-    minutes = (time.time() - float(os.environ["TEST_BEGAN"])) / 60
-    is_late = minutes > most * (1 if item.get_closest_marker("slow") else 1.25)
-    if most and is_late:
-        pytest.skip(f"the {most:g} minutes of TEST_MINUTES are spent: run it by itself")
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    tiers.is_all = config.getoption("--all")
+    # The quick tier draws the same examples everywhere; the whole one draws others each time.
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(
+            random.SystemRandom().randrange(10**6) if tiers.is_all else 0
+        )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests with the mark `thinned` each n-th set of parameters, of slow ones this run's part.
-
-    But those that were named.
-    """
-    if int(os.environ.get("TEST_SETS", "1")) > 1 or any("[" in name for name in config.args):
+    """Leave slow tests out, unless they are asked for by `--all` or by name."""
+    if tiers.is_all or any("::" in name for name in config.args):
         return
-    num, turn = slow_part()
-    seen, kept, left = collections.Counter(), [], []
-    for item in items:
-        mark, slow = item.get_closest_marker("thinned"), item.get_closest_marker("slow")
-        name = item.nodeid.partition("[")[0]
-        is_thin = mark and seen[name] % mark.args[0]
-        is_later = slow and zlib.crc32(item.nodeid.encode()) % num != turn
-        (left if is_thin or is_later else kept).append(item)
-        seen[name] += 1
+    left = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
-def slow_part():
-    """In how many parts slow tests are run, `TEST_PARTS`, and which is this commit's."""
-    num = int(os.environ.get("TEST_PARTS", "1"))
-    if num == 1:
-        return 1, 0
-    asked = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout or "0"
-    return num, int(commit, 16) % num
+def pytest_terminal_summary(terminalreporter, config):
+    """One block to paste: commit, machine, counts, what was skipped and why, the longest tests."""
+    reports = [r for found in terminalreporter.stats.values() for r in found if hasattr(r, "duration")]
+    seconds = collections.Counter()
+    for report in reports:
+        seconds[report.nodeid] += report.duration
+    if len(seconds) < MANY:
+        return
+    say = terminalreporter.write_line
+    tier = "make test-all" if tiers.is_all else "make test"
+    say(f"-- {tier}, commit {commit()}, seed {config.getoption('--hypothesis-seed')}")
+    say(f"   {machine()}")
+    counts = {k: len(v) for k, v in terminalreporter.stats.items() if k and k != "warnings"}
+    took = time.time() - psutil.Process().create_time()
+    say(f"   {', '.join(f'{n} {k}' for k, n in counts.items())} in {took / 60:.1f} min")
+    reasons = collections.Counter(
+        str(r.longrepr[2]) for r in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, num in reasons.most_common():
+        say(f"   {num} {reason.removeprefix('Skipped: ').splitlines()[0]}")
+    say("   the thirty longest, in seconds:")
+    for name, took in seconds.most_common(30):
+        say(f"   {took:6.1f}  {name.removeprefix('tests/')}")
 
 
-def pytest_terminal_summary(terminalreporter):
-    num, turn = slow_part()
-    if num > 1:
-        terminalreporter.write_line(f"slow tests: part {turn + 1} of {num}, this commit's")
+def commit():
+    """The commit that is tested, and whether files differ from it."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "?"
+
+
+def machine():
+    """Processor, cores, Python and jax."""
+    import jax  # after the settings above
+
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    cores = len(os.sched_getaffinity(0))
+    python = platform.python_version()
+    return f"{cores} cores of {[*names, '?'][0]}, Python {python}, jax {jax.__version__}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,9 +14,8 @@ import jax
 import pynvml
 import pytest
 
-from hxla import MeshError, load_cluster
+from hxla import MeshError, Rate, load_cluster
 from hxla._cluster import _hardware
-from hxla._cluster._cluster import Rate
 from hxla._cluster._detect import describe, detect
 from hxla._cluster._job_devices import device_kind
 from hxla._cluster._mesh_file import dump_cluster

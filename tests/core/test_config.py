@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._core._config import Config, as_config
+from hxla import Config, SparseRows, SumsForm
+from hxla._core._config import as_config
 from hxla._lower._contribution import Contribution, Tensors, packs_of
 from hxla._lower._replica import Replica
 from hxla._lower._sum import Reducer
-from hxla._plan._plan_parts import SparseRows, SumsForm
 from support import models
 from support.paths import ROOT
 

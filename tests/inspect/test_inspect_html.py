@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from matplotlib import image
 
 import hxla
+from hxla import ProgramArray
 from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
-from hxla._inspect._program import ProgramArray
 from hxla._report import _lanes, _lanes_picture
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import one_f_one_b

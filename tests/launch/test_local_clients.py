@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import hxla
+from hxla import join
 from hxla._launch._environment import place_of, process_environment
-from hxla._launch._join import join
 from support.paths import JOBS, PYTHONPATH
 from support.process_results import results_of
 

@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import AxisType
 
 import hxla
-from hxla import testing
+from hxla import Strategy, testing
 from hxla._graph._trace import trace_sums
 from hxla._inspect import _shapes
-from hxla._model._annotations import Strategy
 from hxla._planner._axes import shard_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8

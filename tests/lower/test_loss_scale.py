@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hxla
-from hxla._model._loss_scale import ScaleState
+from hxla import ScaleState
 from hxla._plan._precision import MOST_SCALE_EXPONENT
 from support import families, models
 from support.paths import DATA

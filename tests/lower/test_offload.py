@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._core._errors import ConfigError
+from hxla import ConfigError
 from hxla._lower import _update_groups
 from hxla._lower._disk_shelf import DirectFile
 from support import families, shared_state

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import LayerTime, Profile, Setting
 from hxla._lower._across import Cut
 from hxla._lower._granules import Granules
-from hxla._profile._profile import LayerTime, Profile, Setting
 from support.paths import ROOT
 
 

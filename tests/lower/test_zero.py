@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._core._config import MemoryConfig
+from hxla import MemoryConfig
 from hxla._jax._compilation_events import num_compilations
 from hxla._jax._independent import independent
 from hxla._lower import _chunks

@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import LayerTime, Profile, Setting
 from hxla._graph._segments import segments
 from hxla._launch._mailbox import MEMORY_VARIABLE
 from hxla._launch._member import Pinned, pin
-from hxla._profile._profile import LayerTime, Profile, Setting
 from support import models
 from support.paths import PYTHONPATH
 

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import Rule, RuleSet
 from hxla._core import _catalogue as _catalog
-from hxla._plan._rules import Rule, RuleSet
 from support import lowering, models
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -7,12 +7,10 @@ import pydantic
 import pytest
 from hypothesis import strategies as st
 
-from hxla import Link
-from hxla._core._errors import PlanError
+from hxla import LayerSize, LayerTime, Link, PlanError, Profile, Setting
 from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
 from hxla._planner._cost import all_gather_seconds, ring_all_reduce_seconds
 from hxla._planner._staging import staging_cost
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from support.sailor import StageLoad, monotone, stage_loads, was_set
 
 

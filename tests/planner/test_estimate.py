@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+from hxla import Device, LayerSize, LayerTime, Link, MatrixProduct, Profile, Rate, Setting
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
@@ -19,15 +20,12 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
 import gpu_jobs
 
 import hxla
-from hxla._cluster._cluster import Device, Link, Rate
 from hxla._graph._flops import equation_flops
 from hxla._graph._operations import leaves
 from hxla._graph._parts import graph_of
 from hxla._graph._segments import segments
 from hxla._planner._axes import shard_graph, split_over
 from hxla._planner._estimate import Alternative, layer_times, product_flops
-from hxla._profile._products import MatrixProduct
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from hxla._profile._segment_times import layer_sizes
 
 V100 = Device(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import hxla
+from hxla import LayerSize, LayerTime, Profile, Setting
 from hxla._planner import _like_copies, _propose
 from hxla._planner._chain import ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
@@ -21,7 +22,6 @@ from hxla._planner._shared_links import (
     traffic_of,
 )
 from hxla._planner._staging import staging_cost
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from support.card_replay import card_replay
 from support.shared_clusters import cluster, proposed, work
 

@@ -6,8 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hxla._core._errors import PlanError
-from hxla._profile._profile import LayerSize
+from hxla import LayerSize, PlanError
 from hxla._schedule._schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 from support.device_memory import MemoryRule, pipeline_memory, stash_bytes
 

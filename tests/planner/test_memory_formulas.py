@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._core._errors import PlanError
+from hxla import PlanError
 from hxla._graph._interpreter import AS_THEY_ARE
 from hxla._graph._parts import parts_of
 from hxla._graph._segments import cut_points, segments_at

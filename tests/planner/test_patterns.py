@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._factors import PATTERNS, Factor, fits
+from hxla import PATTERNS, Factor
+from hxla._graph._factors import fits
 from hxla._graph._operations import leaves
 from hxla._graph._trace import trace_sums
 from hxla._planner import _assignment_problem

@@ -7,13 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from hxla._cluster._cluster import Cluster, Device, Link, NetworkCard, Node
+from hxla import Cluster, Device, LayerSize, LayerTime, Link, NetworkCard, Node, Profile, Setting
 from hxla._core import _errors
 from hxla._planner import _cell_packing, _node_runs, _placed, _propose, _search, _shared_links
 from hxla._planner._bound import Bound
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._planner._node_runs import NodeRuns
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 from support import chains
 
 

@@ -12,11 +12,9 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._cluster._mesh_file import load_cluster
+from hxla import LayerSize, LayerTime, Profile, Setting, load_cluster, load_profile
 from hxla._planner._estimate import Alternative
 from hxla._planner._propose import ChainWork, propose
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
-from hxla._profile._profile_file import load_profile
 from support import profiles
 from support.paths import ROOT
 

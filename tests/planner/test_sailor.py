@@ -10,7 +10,7 @@ import statistics
 
 import pytest
 
-from hxla._profile._profile import Setting
+from hxla import Setting
 from support import sailor, sailor_data
 
 DATA = sailor_data.load()

@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import LayerTime, Profile, Setting
 from hxla._graph._parts import graph_of
 from hxla._graph._segments import segments
-from hxla._profile._profile import LayerTime, Profile, Setting
 from hxla._profile._segment_times import model_name
 from hxla._run._copies_bound import least_seconds
 from hxla._run._planned_chain import with_memory

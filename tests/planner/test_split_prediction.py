@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import LayerTime, Profile, Setting
 from hxla._planner._split_seconds import split_time
-from hxla._profile._profile import LayerTime, Profile, Setting
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -9,11 +9,10 @@ import pytest
 from flax import nnx
 
 import hxla
+from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
 from hxla._graph._segments import segments
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
-from hxla._profile._profile_file import dump_profile, load_profile, merge_profiles
+from hxla._profile._profile_file import dump_profile, merge_profiles
 from hxla._profile._segment_times import model_name
-from hxla._report._history import StepRecord
 from hxla._run._trial import Observer, Trial
 from support.profiles import SCRIPT, profile_command
 

@@ -3,7 +3,7 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._core._config import BalanceConfig
+from hxla import BalanceConfig
 from hxla._planner._counts import best_counts
 from hxla._run._balancer import Balancer
 from hxla._run._counts_of_plan import pooled

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from hxla._core._errors import PlanError
+from hxla import PlanError
 from hxla._planner._recompute import best_sequence, keep_all, least_memory
 from hxla._schedule._segment_sequence import sequence_from_texts
 from hxla._schedule._sequence_replay import (

@@ -8,20 +8,17 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hxla._core._errors import PlanError
+from hxla import Action, PlanError, make_schedule, schedule_from_table
 from hxla._schedule._blocking_replay import blocking_replay
 from hxla._schedule._replay import replay
 from hxla._schedule._schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
-    Action,
     from_rows,
     gpipe,
     interleaved,
-    make_schedule,
     one_f_one_b,
-    schedule_from_table,
     validate,
     zero_bubble_h1,
 )

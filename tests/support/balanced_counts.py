@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from hxla._core._errors import PlanError
+from hxla import PlanError
 
 
 def balanced_counts(

@@ -6,9 +6,8 @@ A reference for runs of other runtimes: plans count state, stash and workspace (
 import dataclasses
 from collections.abc import Sequence
 
-from hxla._core._errors import PlanError
-from hxla._profile._profile import LayerSize
-from hxla._schedule._schedules import BACKWARD, FORWARD, WEIGHT, Schedule
+from hxla import LayerSize, PlanError, Schedule
+from hxla._schedule._schedules import BACKWARD, FORWARD, WEIGHT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

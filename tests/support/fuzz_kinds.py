@@ -7,12 +7,12 @@ import pathlib
 from collections.abc import Callable
 
 import hxla
+from hxla import LayerSize, LayerTime, Profile, Setting, load_profile
 from hxla._core._config import as_config
 from hxla._inspect._profiler_trace import last_step
 from hxla._inspect._step_pictures import lanes_of_file
 from hxla._planner._propose import ChainWork, propose
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
-from hxla._profile._profile_file import dump_profile, load_profile, merge_profiles
+from hxla._profile._profile_file import dump_profile, merge_profiles
 from hxla._report._metrics_file import FILE_NAME, MetricsWriter
 from hxla._run._session_values import plans_from_table
 from hxla._schedule._replay import replay

@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import optax
 
-from hxla._cluster._cluster import Cluster, Device
+from hxla import Cluster, Device, SumsForm
 from hxla._graph._trace import trace_sums
 from hxla._lower._inputs import Training
 from hxla._lower._lower import lower
 from hxla._model._functional import Functional
 from hxla._model._optimizer import Optimizer
-from hxla._plan._plan_parts import SumsForm
 from hxla._planner._complete import complete
 from hxla._planner._pipeline_request import PipelineRequest
 from hxla._planner._structures import pipelined, replicated

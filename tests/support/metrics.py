@@ -6,8 +6,7 @@ import os
 import pathlib
 from typing import Any
 
-from hxla._core._errors import ConfigError
-from hxla._report._history import EvalRecord, History, Rebalance, StepRecord
+from hxla import ConfigError, EvalRecord, History, Rebalance, StepRecord
 from hxla._report._metrics_file import FILE_NAME
 
 

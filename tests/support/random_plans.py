@@ -28,16 +28,9 @@ import psutil
 from flax import nnx
 
 import hxla
+from hxla import ChainSegment, PlannedChain, PlannedDevice, PlannedSegment, ReplicaWork, SparseRows
 from hxla._graph._parts import graph_of
 from hxla._graph._segments import cut_points, segments_at
-from hxla._plan._plan_parts import (
-    ChainSegment,
-    PlannedChain,
-    PlannedDevice,
-    PlannedSegment,
-    ReplicaWork,
-    SparseRows,
-)
 from support.paths import PYTHONPATH
 
 BATCH, STEPS, NUM_EXAMPLES = 8, 4, 24

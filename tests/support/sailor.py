@@ -13,8 +13,7 @@ import statistics
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
-from hxla._core._errors import PlanError
-from hxla._profile._profile import LayerTime, Profile, Setting
+from hxla import LayerTime, PlanError, Profile, Setting
 from hxla._schedule._blocking_replay import blocking_replay
 from hxla._schedule._schedules import one_f_one_b
 from support.device_memory import DeviceMemory, MemoryRule, pipeline_memory

@@ -1,8 +1,8 @@
 """Clusters whose devices share network cards, and plans for them."""
 
 import hxla
+from hxla import LayerSize, LayerTime, Profile, Setting
 from hxla._planner._propose import ChainWork, propose
-from hxla._profile._profile import LayerSize, LayerTime, Profile, Setting
 
 FAST = hxla.Link(bytes_per_second=1e12)
 

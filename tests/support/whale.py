@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hxla._core._errors import PlanError
+from hxla import PlanError
 from hxla._planner._chain import Chain, ReplicaSort, Staging
 from hxla._planner._chain_tables import step_seconds, tables
 from hxla._planner._split_sizes import SplitDevice
