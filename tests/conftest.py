@@ -99,7 +99,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """One block to paste: commit, machine, counts, what was skipped and why, the longest tests."""
-    reports = [r for found in terminalreporter.stats.values() for r in found if hasattr(r, "duration")]
+    reports = [
+        r for found in terminalreporter.stats.values() for r in found if hasattr(r, "duration")
+    ]
     seconds = collections.Counter()
     for report in reports:
         seconds[report.nodeid] += report.duration
@@ -149,7 +151,7 @@ def programs_are_let_go():
     if psutil.Process().memory_info().rss > MOST_BYTES:
         import jax
 
-        from hxla._jax._heap import trim_heap
+        from support.inside.jax import trim_heap
 
         jax.clear_caches()
         gc.collect()

@@ -15,12 +15,9 @@ import pynvml
 import pytest
 
 from hxla import MeshError, Rate, load_cluster
-from hxla._cluster import _hardware
-from hxla._cluster._detect import describe, detect
-from hxla._cluster._job_devices import device_kind
-from hxla._cluster._mesh_file import dump_cluster
-from hxla._jax._multiprocessors import multiprocessors
-from hxla._launch._environment import num_gpus
+from support.inside.cluster import _hardware, describe, detect, device_kind, dump_cluster
+from support.inside.jax import multiprocessors
+from support.inside.launch import num_gpus
 from support.paths import PYTHONPATH
 
 

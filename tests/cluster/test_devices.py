@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 
 from hxla import Cluster, Device, MeshError
-from hxla._cluster import _job_devices as _devices
-from hxla._model._given_model import given_bytes
+from support.inside.cluster import _job_devices as _devices
+from support.inside.model import given_bytes
 
 
 def test_unlike_accelerators_in_one_process_are_refused_with_the_way_out():

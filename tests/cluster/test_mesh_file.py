@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hxla import Cluster, Device, Link, MeshError, NetworkCard, Node, Rate, Speed, load_cluster
-from hxla._cluster._mesh_file import dump_cluster
-from hxla._core._catalogue import find, names
+from support.inside.cluster import dump_cluster
+from support.inside.core import find, names
 from support.paths import ROOT
 
 SHIPPED = names("meshes")

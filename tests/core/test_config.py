@@ -15,11 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla import Config, SparseRows, SumsForm
-from hxla._core._config import as_config
-from hxla._lower._contribution import Contribution, Tensors, packs_of
-from hxla._lower._replica import Replica
-from hxla._lower._sum import Reducer
 from support import models
+from support.inside.core import as_config
+from support.inside.lower import Contribution, Reducer, Replica, Tensors, packs_of
 from support.paths import ROOT
 
 DOCS = ROOT / "docs" / "configuration.md"

@@ -9,9 +9,8 @@ import time
 import pytest
 
 import hxla
-from hxla._core._config import as_config
-from hxla._core._files import unpack
 from support import fuzz_kinds
+from support.inside.core import as_config, unpack
 from support.launched import start
 
 DEEP = "[" * 100_000

@@ -6,10 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from hxla._core._statistics import middle_mean
-from hxla._core._timing import median_seconds, steady_seconds
-from hxla._lower._pipeline_times import PieceTimes
-from hxla._schedule._schedules import BACKWARD, FORWARD
+from support.inside.core import median_seconds, middle_mean, steady_seconds
+from support.inside.lower import PieceTimes
+from support.inside.schedule import BACKWARD, FORWARD
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 11, 40])

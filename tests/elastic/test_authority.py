@@ -5,11 +5,8 @@ import inspect
 
 import pytest
 
-from hxla._elastic import _authority, _membership
-from hxla._elastic._authority import advance, begin, chosen
-from hxla._elastic._commits import Ledger
-from hxla._elastic._kept_state import KeptState, added, differing, newest, pruned
-from hxla._elastic._membership import (
+from support.elastic_world import World
+from support.inside.elastic import (
     AskedBack,
     Completed,
     Copied,
@@ -17,8 +14,10 @@ from hxla._elastic._membership import (
     Exited,
     Form,
     Joined,
+    KeptState,
     Kill,
     Leave,
+    Ledger,
     LeftState,
     MembershipRules,
     Offered,
@@ -33,8 +32,16 @@ from hxla._elastic._membership import (
     Tell,
     Told,
     Vanished,
+    _authority,
+    _membership,
+    added,
+    advance,
+    begin,
+    chosen,
+    differing,
+    newest,
+    pruned,
 )
-from support.elastic_world import World
 
 RULES = MembershipRules(min_devices=2, max_devices=4, num_steps=100, num_microbatches=8)
 ENDLESS = dataclasses.replace(RULES, num_steps=10**6, most_failures=10**6)

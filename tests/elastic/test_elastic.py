@@ -19,10 +19,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hxla
-from hxla._elastic._membership import Copied
-from hxla._launch import _mailbox, _state_folders
-from hxla._run import _hand_over, _session_member
 from support import elastic_chaos, left_behind
+from support.inside.elastic import Copied
+from support.inside.launch import _mailbox, _state_folders
+from support.inside.run import _hand_over, _session_member
 from support.models import mesh
 
 
@@ -190,7 +190,6 @@ def test_of_devices_that_are_alike_the_one_that_left_is_the_one_that_is_gone(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["tensor", "stages"])
-@pytest.mark.thinned(2)
 def test_copies_of_several_devices_come_and_go(tmp_path, cut):
     """Two devices, four, and one of them asked back: three cannot be used, so two are."""
     options = ("--batch-size", "16", f"--{cut}", "2")

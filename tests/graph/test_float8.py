@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hxla._graph._float8 import BACKWARD, FORWARD, float8_product, quantized
 from support import families
+from support.inside.graph import BACKWARD, FORWARD, float8_product, quantized
 from support.precision_programs import MODELS, every_equation, gradient_program, under
 
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}

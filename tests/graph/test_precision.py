@@ -12,13 +12,11 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._precision_calls import PrecisionCalls
-from hxla._graph._precision_classes import class_of
-from hxla._jax._jaxpr import as_function
-from hxla._model._functional import functional
-from hxla._plan._numerics import deciding
-from hxla._plan._precision import as_precision
 from support import families
+from support.inside.graph import PrecisionCalls, class_of
+from support.inside.jax import as_function
+from support.inside.model import functional
+from support.inside.plan import as_precision, deciding
 from support.precision_programs import MODELS, every_equation, gradient_program, under
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -36,7 +34,6 @@ def float_dtypes(eqn):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("word", ["bf16", "fp16"])
-@pytest.mark.thinned(2)
 def test_products_are_low_and_statistics_float32_forward_and_backward(name, word):
     model, loss, batch = MODELS[name]()
     batch = jax.tree.map(lambda x: x[:2], batch)

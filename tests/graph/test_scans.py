@@ -8,15 +8,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hxla._graph._parts import graph_at, graph_of
-from hxla._graph._segments import run_segment, segments
-from hxla._graph._trace import trace_functional
-from hxla._lower._slots import make_slots
-from hxla._model._functional import functional
-from hxla._plan._stage_storage import storage_specs
-from hxla._planner._axes import shard_graph
-from hxla._profile._segment_times import layer_sizes, measure
 from support import lowering, models
+from support.inside.graph import graph_at, graph_of, run_segment, segments, trace_functional
+from support.inside.lower import make_slots
+from support.inside.model import functional
+from support.inside.plan import storage_specs
+from support.inside.planner import shard_graph
+from support.inside.profile import layer_sizes, measure
 from support.scanned_models import (
     LAYERS,
     VOCABULARY,
@@ -244,7 +242,6 @@ def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tm
         (3, {"recompute": True}),
     ],
 )
-@pytest.mark.thinned(2)
 def test_schedules_run_ranges_of_iterations(stages, pipeline):
     config = {"cluster": {"visible_devices": list(range(stages))}, "pipeline": pipeline}
     same(train(LinenNet(), stages, config=config), train(LinenNet()))
@@ -255,7 +252,6 @@ def test_schedules_run_ranges_of_iterations(stages, pipeline):
     "stages",
     [(1,) * 2, (3, 1), (1,) * 3, (1, 2, 3), (1,) * 4, (1, 1, 2, 1), (1,) * 8, (2, *(1,) * 7)],
 )
-@pytest.mark.thinned(4)
 def test_24_layers_in_2_to_8_stages_train_as_the_whole(stages):
     made = train(LinenNet(layers=24), stages, batch_size=16)
     same(made, train(LinenNet(layers=24), batch_size=16))

@@ -10,11 +10,9 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._segments import in_task_order, run_segment, segments, task_points
-from hxla._graph._trace import trace_functional
-from hxla._model._functional import functional
-from hxla._model._loss import as_sums
 from support import lowering, models
+from support.inside.graph import in_task_order, run_segment, segments, task_points, trace_functional
+from support.inside.model import as_sums, functional
 from support.paths import ROOT
 
 

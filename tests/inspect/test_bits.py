@@ -15,10 +15,8 @@ from flax import nnx
 
 import hxla
 from hxla.__main__ import main
-from hxla._inspect import _bits_runs
-from hxla._inspect._bits_compare import compare_bits
-from hxla._inspect._bits_runs import EquationRuns
 from support import families
+from support.inside.inspect import EquationRuns, _bits_runs, compare_bits
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -101,7 +99,6 @@ def with_planted(name, off, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.thinned(3)
 def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(name, monkeypatch):
     _, caller, call, after = PLANTED[name]
     found = with_planted(name, off_forward, monkeypatch)
@@ -118,7 +115,6 @@ def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.thinned(2)
 def test_one_replaced_in_the_backward_pass_is_named_there(name, monkeypatch):
     _, caller, call, _ = PLANTED[name]
     found = with_planted(name, off_backward, monkeypatch)

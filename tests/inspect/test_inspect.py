@@ -13,11 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._inspect import _hlo_text, _origin, _shapes
-from hxla._inspect import _replica_groups as _groups
-from hxla._inspect._split_tables import waiting_table
-from hxla._report._lanes import COLLECTIVE, COMPUTATION, Bar, Lanes
 from support import programs
+from support.inside.inspect import _hlo_text, _origin, _shapes, waiting_table
+from support.inside.inspect import _replica_groups as _groups
+from support.inside.report import COLLECTIVE, COMPUTATION, Bar, Lanes
 from support.uneven_models import Run
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -12,10 +12,10 @@ import sys
 import pytest
 
 import hxla
-from hxla._inspect import _origin, _shapes
-from hxla._inspect import _replica_groups as _groups
-from hxla._jax import _hlo_proto as _proto
 from support import programs
+from support.inside.inspect import _origin, _shapes
+from support.inside.inspect import _replica_groups as _groups
+from support.inside.jax import _hlo_proto as _proto
 from support.large_dump import DUMPS, large_text, measured_alone
 from support.paths import PYTHONPATH
 

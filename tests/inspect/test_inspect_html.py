@@ -21,12 +21,10 @@ from matplotlib import image
 
 import hxla
 from hxla import ProgramArray
-from hxla._inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
-from hxla._report import _lanes, _lanes_picture
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import one_f_one_b
-from hxla._schedule._timeline import from_perfetto, perfetto
 from support import browser, programs
+from support.inside.inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
+from support.inside.report import _lanes, _lanes_picture
+from support.inside.schedule import from_perfetto, one_f_one_b, perfetto, replay
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -7,8 +7,8 @@ from flax import nnx
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer
 
 import hxla
-from hxla._jax._absent_sharding import brief_absence
-from hxla._model._given_model import as_module
+from support.inside.jax import brief_absence
+from support.inside.model import as_module
 
 
 def asked(x):

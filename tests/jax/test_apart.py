@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from hxla._jax._apart import apart
-from hxla._model import _functional
 from support import shared_state
+from support.inside.jax import apart
+from support.inside.model import _functional
 from support.large_net import Net
 
 

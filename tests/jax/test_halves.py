@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hxla._jax._min_cut import halve
+from support.inside.jax import halve
 
 
 def mlp(params, x):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hxla._jax._jaxpr import Literal, checkpoint_like, inner_jaxpr, run_equation, scan_counts
+from support.inside.jax import Literal, checkpoint_like, inner_jaxpr, run_equation, scan_counts
 
 
 def programs():

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hxla._jax._compilation_events import num_compilations
-from hxla._jax._portable import lowered_for, portable
+from support.inside.jax import lowered_for, num_compilations, portable
 
 pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 

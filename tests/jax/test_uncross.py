@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hxla._jax._cpu_dots import row_major, uncross, uncrossed
+from support.inside.jax import row_major, uncross, uncrossed
 
 
 def arrays(*shapes):

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._run import _hand_over
+from support.inside.run import _hand_over
 
 
 class Net(nnx.Module):

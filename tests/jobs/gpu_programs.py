@@ -33,16 +33,12 @@ import gpt
 import gpu_jobs
 
 import hxla
-from hxla._graph._precision_calls import PrecisionCalls
-from hxla._graph._trace import trace_functional
-from hxla._jax._jaxpr import as_function
-from hxla._jax._multiprocessors import multiprocessors
-from hxla._lower import _streamed_update
-from hxla._lower._lower import Programs, lower
-from hxla._lower._update import Given
-from hxla._model._functional import functional
-from hxla._plan._precision import as_precision
 from support import families, scanned_models
+from support.inside.graph import PrecisionCalls, trace_functional
+from support.inside.jax import as_function, multiprocessors
+from support.inside.lower import Given, Programs, _streamed_update, lower
+from support.inside.model import functional
+from support.inside.plan import as_precision
 
 NUM, SIZE, LENGTH = 4, 2, 32  # microbatches, their examples, positions of the small GPT
 

@@ -13,9 +13,8 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._lower import _lower, _own_update
-from hxla._lower._store import Store
 from support import zero_jobs
+from support.inside.lower import Store, _lower, _own_update
 
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)[.\w-]*\("

@@ -50,7 +50,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import hxla  # noqa: E402
-from hxla._lower._lower import Programs  # noqa: E402
+from support.inside.lower import Programs  # noqa: E402
 from support.large_net import Net, loss  # noqa: E402
 
 

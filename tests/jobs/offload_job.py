@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._lower import _update_groups
+from support.inside.lower import _update_groups
 
 WIDTH = 256
 

@@ -24,7 +24,6 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EVENTS, ids=" ".join)
-@pytest.mark.thinned(3)
 def test_a_job_ends_soon_names_the_culprit_and_resumes_to_the_same_bits(
     kind, undisturbed, tmp_path
 ):

@@ -12,10 +12,10 @@ import pytest
 
 from hxla import LaunchError, MeshError, load_cluster
 from hxla.__main__ import main
-from hxla._core._catalogue import names
-from hxla._launch import _launcher as _run
-from hxla._launch import _throttle
 from support import left_behind
+from support.inside.core import names
+from support.inside.launch import _launcher as _run
+from support.inside.launch import _throttle
 from support.launched import start
 from support.paths import PYTHONPATH
 

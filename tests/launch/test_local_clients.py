@@ -8,7 +8,7 @@ import pytest
 
 import hxla
 from hxla import join
-from hxla._launch._environment import place_of, process_environment
+from support.inside.launch import place_of, process_environment
 from support.paths import JOBS, PYTHONPATH
 from support.process_results import results_of
 

@@ -75,12 +75,8 @@ def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path):
     """An answer under way has it, and nobody has read that answer when its host is closed."""
     import ray
 
-    from hxla._cluster._cluster import Cluster, Device
-    from hxla._cluster._mesh_file import dump_cluster
-    from hxla._launch._output import Logs, Output
-    from hxla._launch._ray_cluster import connect
-    from hxla._launch._ray_host import RayHost
-    from hxla._launch._workers import Seat, Streams, WorkersStart
+    from support.inside.cluster import Cluster, Device, dump_cluster
+    from support.inside.launch import Logs, Output, RayHost, Seat, Streams, WorkersStart, connect
 
     script, go, printed = tmp_path / "job.py", tmp_path / "go", io.BytesIO()
     script.write_text(SAYS_LAST)
@@ -351,9 +347,7 @@ def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path):
     """And keeps its name until then, unless someone reads it."""
     import ray
 
-    from hxla._launch._detached_run import DetachedActor
-    from hxla._launch._elastic_wishes import ElasticWishes
-    from hxla._launch._ray_cluster import connect
+    from support.inside.launch import DetachedActor, ElasticWishes, connect
 
     cluster = started_cluster()
     try:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hxla._launch._board import Post, new_board, post_of
-from hxla._launch._verdict import Standing, judge
+from support.inside.launch import Post, Standing, judge, new_board, post_of
 
 
 def standing(rank, code=None, ended_at=0.0, **post):

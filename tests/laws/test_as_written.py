@@ -16,8 +16,8 @@ from flax import nnx
 from flax.core import freeze
 
 import hxla
-from hxla._jax._compilation_events import num_compilations
 from support import models
+from support.inside.jax import num_compilations
 
 X = np.random.default_rng(0).normal(1.0, 2.0, (32, 4)).astype(np.float32)
 DATA = {"x": X, "y": X.sum(axis=1)}

@@ -17,9 +17,8 @@ import optax
 import pytest
 from flax import nnx
 
-from hxla._plan import _plan
-from hxla._plan._numerics import deciding
 from support import random_plans
+from support.inside.plan import _plan, deciding
 from support.random_plans import (
     BATCH,
     FORMS,

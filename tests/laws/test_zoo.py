@@ -60,7 +60,6 @@ def as_plain(name, result):
 
 
 @pytest.mark.parametrize("name", zoo.ROWS)
-@pytest.mark.thinned(2)
 def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     row = zoo.ROWS[name]
     one = train(row, checkpoint_dir=tmp_path, checkpoint_every=2)
@@ -78,7 +77,6 @@ def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, row in zoo.ROWS.items() if not row.chain])
-@pytest.mark.thinned(3)
 def test_two_stages_train_a_row(name):
     row = zoo.ROWS[name]
     config = {"cluster": {"visible_devices": [0, 1]}}
@@ -86,7 +84,6 @@ def test_two_stages_train_a_row(name):
 
 
 @pytest.mark.parametrize("name", [name for name, row in zoo.ROWS.items() if row.cut])
-@pytest.mark.thinned(3)
 def test_two_devices_share_a_row(name):
     row = zoo.ROWS[name]
     rules = hxla.RuleSet(

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla import Action, make_schedule, schedule_from_table
-from hxla._lower import _actions
-from hxla._lower._actions import FIELDS, KINDS
-from hxla._schedule._schedules import BACKWARD, FORWARD, WEIGHT, needs
+from support.inside.lower import FIELDS, KINDS, _actions
+from support.inside.schedule import BACKWARD, FORWARD, WEIGHT, needs
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 

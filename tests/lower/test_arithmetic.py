@@ -66,7 +66,6 @@ def programs(case, devices, reduction="exact"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.thinned(2)
 def test_the_optimized_microbatch_is_the_same_program_in_every_spread(case):
     spreads = [jax.devices()[:1], jax.devices()[:2], jax.devices()[5:8]]
     # From one line: the text holds the positions of callers.

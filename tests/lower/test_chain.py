@@ -12,15 +12,12 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._parts import graph_of
-from hxla._graph._repeats import layer_points
-from hxla._graph._segments import chain_ops, crossing_bytes, segments_at
-from hxla._lower._segmented import Segmented
-from hxla._run._forms_of_job import costs_of
-from hxla._schedule._segment_sequence import sequence_from_texts
-from hxla._schedule._sequence_replay import replay_sequence
 from support import random_plans
 from support.blocks import BATCH, Layers, Scanned, data, job, loss, planned, trained
+from support.inside.graph import chain_ops, crossing_bytes, graph_of, layer_points, segments_at
+from support.inside.lower import Segmented
+from support.inside.run import costs_of
+from support.inside.schedule import replay_sequence, sequence_from_texts
 
 
 def with_recompute(word, **others):

@@ -11,9 +11,9 @@ from jax.sharding import AxisType
 
 import hxla
 from hxla import Strategy, testing
-from hxla._graph._trace import trace_sums
-from hxla._inspect import _shapes
-from hxla._planner._axes import shard_graph
+from support.inside.graph import trace_sums
+from support.inside.inspect import _shapes
+from support.inside.planner import shard_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
 

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._lower._determinism import dependent
 from support import models
+from support.inside.lower import dependent
 
 
 class Absolute(nnx.Module):
@@ -108,7 +108,7 @@ def test_what_only_the_backward_pass_rounds_decides_too():
     ],
 )
 def test_each_class_of_operations_is_told_apart(function, wanted):
-    from hxla._lower._determinism import _equations
+    from support.inside.lower import _equations
 
     closed = jax.make_jaxpr(function)(jnp.ones(3))
     assert set(dependent(_equations(closed.jaxpr))) == wanted

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from hxla._lower import _exact
+from support.inside.lower import _exact
 
 
 def exact_sum(terms: np.ndarray, order: np.ndarray, num: int = 2) -> np.ndarray:

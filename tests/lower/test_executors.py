@@ -8,10 +8,9 @@ import jax
 import pytest
 
 import hxla
-from hxla._lower._microbatch import Microbatches
-from hxla._run import _executors_of_plan
-from hxla._run._executors_of_plan import with_executors, with_fastest_executors
 from support.executor_jobs import NUM, ended, job
+from support.inside.lower import Microbatches
+from support.inside.run import _executors_of_plan, with_executors, with_fastest_executors
 
 
 @pytest.mark.parametrize("executors", [2, 3, 5, NUM + 3])

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from hxla._launch._environment import _GPU_FLAGS, _MIXED_GPU_FLAGS
+from support.inside.launch import _GPU_FLAGS, _MIXED_GPU_FLAGS
 from support.paths import JOBS, PYTHONPATH
 
 FOLDER = pathlib.Path(os.environ.get("GPU_COMPILER", pathlib.Path(sys.prefix, "gpu-compiler")))
@@ -128,7 +128,6 @@ def compiled(plan, *card):
 
 
 @pytest.mark.parametrize("plan", EXPECTED)
-@pytest.mark.thinned(3)
 def test_programs_compile_for_h100(plan):
     found = compiled(plan)
     programs = found["programs"]
@@ -162,7 +161,6 @@ def test_programs_compile_for_h100(plan):
 
 
 @pytest.mark.parametrize("card", OLDER)
-@pytest.mark.thinned(3)
 def test_low_programs_compile_for_older_cards(card):
     if not ASSEMBLER.exists():
         pytest.skip(f"nothing was compiled for older cards: there is no {ASSEMBLER}")

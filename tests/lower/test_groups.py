@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hxla
-from hxla._jax._grouping import balanced, in_groups
-from hxla._lower._update import Given
 from support import lowering, models
+from support.inside.jax import balanced, in_groups
+from support.inside.lower import Given
 
 NUM, SIDE = 12, 64
 TENSOR_BYTES = SIDE * SIDE * 4

@@ -185,7 +185,6 @@ MANY = ("replicate", "split2-nested")
     [("nnx", name) for name in HYBRIDS]
     + [(f, name) for f in ("linen", "experts") for name in HYBRIDS if name not in MANY],
 )
-@pytest.mark.thinned(2)
 def test_a_hybrid_trains_as_one_device_does(flavour, name):
     first, second = HYBRIDS[name]
     data = batches(3, 64)

@@ -70,7 +70,6 @@ def bytes_of_devices():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num", [2, 4])
-@pytest.mark.thinned(2)
 def test_each_device_has_its_share_and_no_more(stage, num):
     """AdamW: 4 bytes a parameter, 8 of moments; int32 sums of two limbs while they are kept."""
     own = shared(stage) if stage else job(Layers, {}, optax.adamw(1e-2))
@@ -98,8 +97,7 @@ def test_each_device_has_its_share_and_no_more(stage, num):
 @pytest.mark.slow
 def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
     """Two gathers of the parameters and one reduce-scatter of the sums, for any counts."""
-    from hxla._lower._sharded_params import ShardedParams
-    from hxla._lower._sum import Reducer
+    from support.inside.lower import Reducer, ShardedParams
 
     calls = collections.Counter()
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import hxla
 from hxla import ScaleState
-from hxla._plan._precision import MOST_SCALE_EXPONENT
 from support import families, models
+from support.inside.plan import MOST_SCALE_EXPONENT
 from support.paths import DATA
 
 STEPS, BATCH, OUTLIER = 6, 16, 70

@@ -11,10 +11,9 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._low_params import low_params
-from hxla._graph._segments import segments_at
-from hxla._run._segments_of_job import gathered_bytes as planned_bytes
 from support.blocks import WIDTH
+from support.inside.graph import low_params, segments_at
+from support.inside.run import gathered_bytes as planned_bytes
 from support.launched import start
 from support.shared_state import planned as over
 from support.shared_state import shared
@@ -37,7 +36,6 @@ def gathered_bytes(program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["bf16", "fp16"])
-@pytest.mark.thinned(2)
 def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
     one = in_precision(shared(1), word)
     plan = over(one, 2)

@@ -18,9 +18,8 @@ from flax import nnx
 
 import hxla
 from hxla import ConfigError
-from hxla._lower import _update_groups
-from hxla._lower._disk_shelf import DirectFile
 from support import families, shared_state
+from support.inside.lower import DirectFile, _update_groups
 from support.paths import JOBS, PYTHONPATH
 from support.zero_jobs import BY_ELEMENT, BY_PARAMETER, STEPS, close, job, planned, trained
 

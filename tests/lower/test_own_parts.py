@@ -10,8 +10,7 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from hxla._lower._across import Cut
-from hxla._lower._granules import Granules
+from support.inside.lower import Cut, Granules
 from support.paths import ROOT
 
 

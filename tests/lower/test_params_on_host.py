@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import hxla
-from hxla._lower import _update_groups
 from support import shared_state
 from support.blocks import job, trained
+from support.inside.lower import _update_groups
 from support.live_bytes import live_bytes
 
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import hxla
-from hxla._lower._options import extra_bytes
 from support import families
+from support.inside.lower import extra_bytes
 
 
 def live_bytes():
@@ -60,7 +60,6 @@ def peak(monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.thinned(3)
 def test_a_step_needs_what_the_plan_says(num, limbs, memory, peak):
     own = families.gpt_job(
         8 * num,
@@ -116,7 +115,6 @@ def test_sums_to_which_segments_add_are_there_once(num, zero, peak):
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else x.__name__,
 )
-@pytest.mark.thinned(3)
 def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
     own = families.gpt_job(16, optimizer(1e-3), {"memory": memory}, **SIZES)
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 4)
@@ -137,7 +135,6 @@ def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
     ids=str,
 )
 @pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
-@pytest.mark.thinned(3)
 def test_a_step_of_pipelines_does_too(memory, axes, peak):
     own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
     mesh = {"data": 2, **axes}

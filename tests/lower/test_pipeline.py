@@ -279,7 +279,6 @@ def check(name, stages, tolerance=2e-4, **options):
         ("gpt", 2, {"schedule": "zb-h1"}),
     ],
 )
-@pytest.mark.thinned(3)
 def test_a_pipeline_trains_as_one_device_does(name, stages, options):
     result = check(name, stages, **options)
     num = stages if isinstance(stages, int) else len(stages)

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hxla._jax._compilation_events import num_compilations
-from hxla._lower._exact import Limbs
-from hxla._lower._num_terms import num_terms
-from hxla._lower._options import extra_bytes
-from hxla._lower._pipeline import Pipeline
 from support import lowering
+from support.inside.jax import num_compilations
+from support.inside.lower import Limbs, Pipeline, extra_bytes, num_terms
 
 LAYERS, WIDTH, SIZE = 8, 16, 4
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

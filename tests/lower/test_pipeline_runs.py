@@ -14,15 +14,12 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._parts import graph_of, parts_of
-from hxla._lower._pipeline import Pipeline
-from hxla._lower._pipeline_times import PieceTimes
-from hxla._planner._pipeline_request import PipelineRequest
-from hxla._run import _pipeline_watch
-from hxla._run._balancer import Balancer
-from hxla._run._step import Stepper
-from hxla._schedule._schedules import BACKWARD, FORWARD
 from support import lowering, models
+from support.inside.graph import graph_of, parts_of
+from support.inside.lower import PieceTimes, Pipeline
+from support.inside.planner import PipelineRequest
+from support.inside.run import Balancer, Stepper, _pipeline_watch
+from support.inside.schedule import BACKWARD, FORWARD
 
 
 def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):

@@ -12,12 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla import testing
-from hxla._inspect import _shapes
-from hxla._lower import _pipeline
-from hxla._lower._inside import check_permutes
-from hxla._lower._slots import make_slots
-from hxla._plan._stage_storage import storage_specs
 from support import families, models
+from support.inside.inspect import _shapes
+from support.inside.lower import _pipeline, check_permutes, make_slots
+from support.inside.plan import storage_specs
 from support.tensor_gpt import BATCH, HIDDEN, LENGTH, MICRO, STEPS, WIDTH, gpt, text
 
 

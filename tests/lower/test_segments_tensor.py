@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hxla
-from hxla._lower._shelves import Away
 from support import families
 from support.blocks import Scanned, loss
 from support.cut_copies import FORMS, job, planned, trained
+from support.inside.lower import Away
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import STEPS, text
@@ -250,8 +250,8 @@ def test_what_waits_on_hosts_moves_no_bit():
 def test_later_generations_keep_what_bits_depend_on(monkeypatch):
     """A chain stays one where there is room for one program, and copies that are cut share nothing
     by themselves."""
-    from hxla._launch._member import Pinned
-    from hxla._run import _forms_of_job, _shared_state
+    from support.inside.launch import Pinned
+    from support.inside.run import _forms_of_job, _shared_state
 
     roomy = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=1 << 30),) * 2)
     own = job()

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import hxla
-from hxla._planner._shard_groups import groups_of_nodes, travel_of
 from support.blocks import job, trained
+from support.inside.planner import groups_of_nodes, travel_of
 from support.process_results import results_of
 from support.shared_state import shared
 
@@ -57,7 +57,6 @@ def whole(clip):
     ],
     ids=str,
 )
-@pytest.mark.thinned(2)
 def test_no_bit_depends_on_the_groups(stage, memory):
     """A global norm, too, counts each element of the state once."""
     numerics, wanted = whole(0.3)

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hxla._lower._slots import make_slots
-from hxla._plan._stage_storage import storage_specs, without_stages
 from support import models
+from support.inside.lower import make_slots
+from support.inside.plan import storage_specs, without_stages
 
 S = 4
 SHAPES = [(8, 3), (8, 3), (3, 8), (7, 5), (), (8, 3), (0, 4), (12,), (5,), (4, 4), (7, 5)]

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._core._format import num_bytes
-from hxla._run._forms_of_job import costs_of
 from support import shared_state
 from support.blocks import Layers, Scanned, job, loss, planned, trained
+from support.inside.core import num_bytes
+from support.inside.run import costs_of
 from support.live_bytes import live_bytes
 
 

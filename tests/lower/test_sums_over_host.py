@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import hxla
-from hxla._cluster._libraries import are_unlike, in_words, library_of
-from hxla._run._runnable import check_runnable
 from support import zero_jobs
+from support.inside.cluster import are_unlike, in_words, library_of
+from support.inside.run import check_runnable
 from support.process_results import results_of
 
 

@@ -9,11 +9,10 @@ import optax
 import pytest
 
 import hxla
-from hxla._inspect import _shapes
-from hxla._lower._padding import NOT_PADDED, Padding, padded
-from hxla._lower._padding_kept import keeps_padding
-from hxla._model._optimizer import Optimizer
-from hxla._plan._linked_dims import LinkedDims, planned_parts
+from support.inside.inspect import _shapes
+from support.inside.lower import NOT_PADDED, Padding, keeps_padding, padded
+from support.inside.model import Optimizer
+from support.inside.plan import LinkedDims, planned_parts
 from support.uneven_models import RULES, UNITS, Run
 from support.uneven_runs import train
 
@@ -44,7 +43,6 @@ def test_parts_of_unlike_sizes_train_as_one_device_does(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 20 + int(os.environ.get("TEST_SIZES", "1"))))
 @pytest.mark.parametrize("name", UNITS)
-@pytest.mark.thinned(2)
 def test_any_sizes_train_as_one_device_does(name, seed):
     compare(name, seed)
 

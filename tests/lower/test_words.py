@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hxla._lower._words import Words
+from support.inside.lower import Words
 
 DTYPES = (
     "float32",

@@ -16,13 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla import MemoryConfig
-from hxla._jax._compilation_events import num_compilations
-from hxla._jax._independent import independent
-from hxla._lower import _chunks
-from hxla._lower._array_sums import digits_of, exponents_for, value_of
-from hxla._lower._chunks import Chunks, all_gather, reduce_scatter
-from hxla._plan._ownership import Shares
-from hxla._run._session_member import rehearse
+from support.inside.jax import independent, num_compilations
+from support.inside.lower import (
+    Chunks,
+    _chunks,
+    all_gather,
+    digits_of,
+    exponents_for,
+    reduce_scatter,
+    value_of,
+)
+from support.inside.plan import Shares
+from support.inside.run import rehearse
 from support.zero_jobs import (
     BATCH,
     BY_ELEMENT,
@@ -42,7 +47,6 @@ SHARES = [[1, 1, 1], [1, 2, 3], [4, 2, 1], [1, 1, 9]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_ELEMENT)
-@pytest.mark.thinned(2)
 def test_bits_do_not_depend_on_who_owns_what(name):
     make, clip = BY_ELEMENT[name], {"clip_norm": 0.3} if name in ("adamw", "lion") else {}
     plain = job(make(), communication=clip)
@@ -269,7 +273,6 @@ def sent_elements(closed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.thinned(3)
 def test_chunks_of_any_length_are_summed_and_gathered(seed):
     rng = random.Random(seed)
     num = rng.randint(2, 6)
@@ -301,7 +304,6 @@ def test_chunks_of_any_length_are_summed_and_gathered(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[5, 2, 9, 1], [1, 9, 2, 0, 3], [7, 1, 1, 8]])
-@pytest.mark.thinned(3)
 def test_chunks_of_more_lengths_than_ranges_keep_to_themselves(lengths, monkeypatch):
     monkeypatch.setattr(_chunks, "ring_layers", functools.partial(_chunks.ring_layers, most=2))
     num, total = len(lengths), sum(lengths)

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._core._config import as_config
 from support import models
+from support.inside.core import as_config
 
 X = {"x": np.ones((16, 6), np.float32)}
 

@@ -16,9 +16,9 @@ import sys
 import pytest
 
 import hxla
-from hxla._core._config import as_config
-from hxla._scheduler._live_jobs import read_live_jobs
 from support.doc_pages import PAGES, run
+from support.inside.core import as_config
+from support.inside.scheduler import read_live_jobs
 from support.paths import PYTHONPATH
 
 BLOCK = re.compile(

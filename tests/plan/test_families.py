@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import hxla
-from hxla._core import _catalogue as _catalog
 from support import families
+from support.inside.core import _catalogue as _catalog
 
 AXES = {"fsdp": 2, "tensor": 2}
 
@@ -29,9 +29,9 @@ def test_a_rule_set_leaves_no_large_parameter_whole(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder_decoder", "lstm", "moe"])
 def test_a_model_cut_by_its_rules_gives_the_gradients_of_one_device(name):
-    from hxla._graph._trace import trace_functional
-    from hxla._lower._replica import Replica
-    from hxla._planner._axes import roles_of_mesh, shard_graph
+    from support.inside.graph import trace_functional
+    from support.inside.lower import Replica
+    from support.inside.planner import roles_of_mesh, shard_graph
 
     model, loss, batch = families.FAMILIES[name]()
     flat = hxla._model._functional.functional(

@@ -17,10 +17,9 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from hxla._graph._segments import segments
-from hxla._launch._mailbox import MEMORY_VARIABLE
-from hxla._launch._member import Pinned, pin
 from support import models
+from support.inside.graph import segments
+from support.inside.launch import MEMORY_VARIABLE, Pinned, pin
 from support.paths import PYTHONPATH
 
 # The first argument says how devices share the model, the second where to tell what ran.
@@ -215,7 +214,6 @@ def test_stages_are_cut_by_a_profile_and_run_as_written_and_as_edited(measured):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["annotated", "rules", "mesh"])
-@pytest.mark.thinned(3)
 def test_a_tensor_parallel_plan_runs_as_written(tmp_path, way):
     mesh_file(tmp_path, 1.0, 1.0)
     file, plan = planned(tmp_path, way)

@@ -9,8 +9,8 @@ from flax import nnx
 
 import hxla
 from hxla import Rule, RuleSet
-from hxla._core import _catalogue as _catalog
 from support import lowering, models
+from support.inside.core import _catalogue as _catalog
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 

@@ -3,7 +3,7 @@
 import pytest
 
 import hxla
-from hxla._plan._virtual_devices import Request, assign_devices
+from support.inside.plan import Request, assign_devices
 
 
 def ask(*counts, kind="replicate"):

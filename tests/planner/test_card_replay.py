@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
-from hxla._schedule._blocking_replay import blocking_replay
-from hxla._schedule._schedules import one_f_one_b
 from support.card_replay import card_replay
+from support.inside.planner import Chain, Group, ReplicaSort, Staging
+from support.inside.schedule import blocking_replay, one_f_one_b
 
 RATE = 100.0  # bytes a second of a card, and of the link between two nodes
 

@@ -5,9 +5,14 @@ import json
 import pytest
 
 import hxla
-from hxla._planner._collective_costs import ALGORITHMS, favoured, hierarchical, volume
-from hxla._planner._cost import ring_all_reduce_seconds
 from support import collective_messages as messages
+from support.inside.planner import (
+    ALGORITHMS,
+    favoured,
+    hierarchical,
+    ring_all_reduce_seconds,
+    volume,
+)
 from support.paths import ROOT
 
 BYTES, LATENCY, BANDWIDTH = 3e6, 2e-5, 1e9

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import strategies as st
 
 from hxla import LayerSize, LayerTime, Link, PlanError, Profile, Setting
-from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
-from hxla._planner._cost import all_gather_seconds, ring_all_reduce_seconds
-from hxla._planner._staging import staging_cost
+from support.inside.planner import (
+    Chain,
+    Group,
+    ReplicaSort,
+    Staging,
+    all_gather_seconds,
+    ring_all_reduce_seconds,
+    staging_cost,
+)
 from support.sailor import StageLoad, monotone, stage_loads, was_set
 
 

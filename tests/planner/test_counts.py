@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hxla._core import _errors
-from hxla._planner import _counts
 from support import balanced_counts
+from support.inside.core import _errors
+from support.inside.planner import _counts
 
 
 def compositions(total, parts):

@@ -20,13 +20,9 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
 import gpu_jobs
 
 import hxla
-from hxla._graph._flops import equation_flops
-from hxla._graph._operations import leaves
-from hxla._graph._parts import graph_of
-from hxla._graph._segments import segments
-from hxla._planner._axes import shard_graph, split_over
-from hxla._planner._estimate import Alternative, layer_times, product_flops
-from hxla._profile._segment_times import layer_sizes
+from support.inside.graph import equation_flops, graph_of, leaves, segments
+from support.inside.planner import Alternative, layer_times, product_flops, shard_graph, split_over
+from support.inside.profile import layer_sizes
 
 V100 = Device(
     kind="V100",

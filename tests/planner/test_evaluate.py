@@ -4,9 +4,16 @@ import dataclasses
 
 import pytest
 
-from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
-from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
-from hxla._planner._staging import staging_cost
+from support.inside.planner import (
+    Chain,
+    Group,
+    ReplicaSort,
+    Staging,
+    staging_cost,
+    step_seconds,
+    tables,
+    tail_seconds,
+)
 
 FAST = Group(
     kind="fast",

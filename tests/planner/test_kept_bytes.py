@@ -7,24 +7,23 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._graph._composed import Composer
-from hxla._graph._interpreter import AS_THEY_ARE
-from hxla._graph._operations import bytes_of
-from hxla._graph._parts import graph_at, graph_of, parts_of
-from hxla._graph._repeats import layer_points
-from hxla._graph._segments import cut_points, segments_at
-from hxla._jax._jaxpr import Literal, run_equation
-from hxla._lower._segment_costs import segment_costs
-from hxla._lower._segment_part import direct_parts
-from hxla._lower._stage import StagePart
-from hxla._plan._sharding import Sharded
-from hxla._planner._axes import shard_graph
-from hxla._planner._chain import Chain, Group
-from hxla._planner._chain_tables import tables
-from hxla._planner._transformer_bytes import Decoder
-from hxla._profile import _kept_bytes
-from hxla._profile._segment_times import layer_sizes
 from support import families
+from support.inside.graph import (
+    AS_THEY_ARE,
+    Composer,
+    bytes_of,
+    cut_points,
+    graph_at,
+    graph_of,
+    layer_points,
+    parts_of,
+    segments_at,
+)
+from support.inside.jax import Literal, run_equation
+from support.inside.lower import StagePart, direct_parts, segment_costs
+from support.inside.plan import Sharded
+from support.inside.planner import Chain, Decoder, Group, shard_graph, tables
+from support.inside.profile import _kept_bytes, layer_sizes
 
 
 def of_family(name):

@@ -5,9 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hxla._planner._chain import UNBOUNDED, Chain, Group, Rings
-from hxla._planner._chain_tables import tables
-from hxla._planner._kind_orders import best_order
+from support.inside.planner import UNBOUNDED, Chain, Group, Rings, best_order, tables
 
 
 def random_chain(rng, num_layers, *, memory=UNBOUNDED):

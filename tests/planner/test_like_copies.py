@@ -7,22 +7,25 @@ import pytest
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting
-from hxla._planner import _like_copies, _propose
-from hxla._planner._chain import ReplicaSort, Staging
-from hxla._planner._chain_tables import step_seconds, tables
-from hxla._planner._estimate import Alternative
-from hxla._planner._placed import Placer
-from hxla._planner._search import search
-from hxla._planner._shared_links import (
+from support.card_replay import card_replay
+from support.inside.planner import (
+    Alternative,
+    Placer,
+    ReplicaSort,
+    Staging,
     Way,
+    _like_copies,
+    _propose,
     busiest_card_seconds,
     copies_in,
     copy_seconds,
+    search,
     shared_step_seconds,
+    staging_cost,
+    step_seconds,
+    tables,
     traffic_of,
 )
-from hxla._planner._staging import staging_cost
-from support.card_replay import card_replay
 from support.shared_clusters import cluster, proposed, work
 
 KEY = Alternative(1, 1, False)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 from hxla import LayerSize, PlanError
-from hxla._schedule._schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 from support.device_memory import MemoryRule, pipeline_memory, stash_bytes
+from support.inside.schedule import gpipe, interleaved, one_f_one_b, zero_bubble_h1
 
 RULE = MemoryRule(buffer_factor=1.0, context_bytes=50.0, allocator_share=0.5, margin=0.1)
 

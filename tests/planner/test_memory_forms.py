@@ -7,17 +7,24 @@ import math
 import numpy as np
 import pytest
 
-from hxla._planner._chain_texts import boundary_texts, keep_texts
-from hxla._planner._memory_forms import GRANULES_OF_A_COPY, MemoryForms
-from hxla._planner._memory_values import ChainBytes, CopyDevice, ModelBytes, Travel
-from hxla._schedule._segment_sequence import sequence_from_texts
-from hxla._schedule._sequence_replay import (
+from support import segment_chains
+from support.inside.planner import (
+    GRANULES_OF_A_COPY,
+    ChainBytes,
+    CopyDevice,
+    MemoryForms,
+    ModelBytes,
+    Travel,
+    boundary_texts,
+    keep_texts,
+)
+from support.inside.schedule import (
     Residuals,
     SegmentCost,
     layered_peak_bytes,
+    sequence_from_texts,
     while_running,
 )
-from support import segment_chains
 
 ALL = [(0, None), (1, None), (0, "auto"), (1, "auto")]
 ALL += [(stage, word) for word in ("none", "boundaries") for stage in (2, 3)]

@@ -7,20 +7,20 @@ from flax import nnx
 
 import hxla
 from hxla import PlanError
-from hxla._graph._interpreter import AS_THEY_ARE
-from hxla._graph._parts import parts_of
-from hxla._graph._segments import cut_points, segments_at
-from hxla._lower._stage import StagePart
-from hxla._planner._offload_efficiency import (
+from support import families
+from support.inside.graph import AS_THEY_ARE, cut_points, parts_of, segments_at
+from support.inside.lower import StagePart
+from support.inside.planner import (
+    MIXED_ADAM,
+    Decoder,
     checkpoint_intensity,
     efficiency,
+    float32_state,
     needed_bandwidth,
     optimizer_intensity,
     parameter_intensity,
+    zero_table,
 )
-from hxla._planner._state_bytes import MIXED_ADAM, float32_state, zero_table
-from hxla._planner._transformer_bytes import Decoder
-from support import families
 
 GB, GIB, TIB = 1e9, 2**30, 2**40
 

@@ -10,14 +10,17 @@ from flax import nnx
 
 import hxla
 from hxla import PATTERNS, Factor
-from hxla._graph._factors import fits
-from hxla._graph._operations import leaves
-from hxla._graph._trace import trace_sums
-from hxla._planner import _assignment_problem
-from hxla._planner._assign import assign
-from hxla._planner._assignment_problem import ChoiceNode as Node
-from hxla._planner._assignment_problem import Edge, Problem, cost, solve
-from hxla._planner._elimination import least_cost
+from support.inside.graph import fits, leaves, trace_sums
+from support.inside.planner import ChoiceNode as Node
+from support.inside.planner import (
+    Edge,
+    Problem,
+    _assignment_problem,
+    assign,
+    cost,
+    least_cost,
+    solve,
+)
 
 
 def random_problem(rng):

@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 
 from hxla import Cluster, Device, LayerSize, LayerTime, Link, NetworkCard, Node, Profile, Setting
-from hxla._core import _errors
-from hxla._planner import _cell_packing, _node_runs, _placed, _propose, _search, _shared_links
-from hxla._planner._bound import Bound
-from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
-from hxla._planner._node_runs import NodeRuns
 from support import chains
+from support.inside.core import _errors
+from support.inside.planner import (
+    Bound,
+    NodeRuns,
+    _cell_packing,
+    _node_runs,
+    _placed,
+    _propose,
+    _search,
+    _shared_links,
+    step_seconds,
+    tables,
+    tail_seconds,
+)
 
 
 def cluster(chain, rng, per_node):

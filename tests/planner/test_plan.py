@@ -13,9 +13,8 @@ from flax import nnx
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, load_cluster, load_profile
-from hxla._planner._estimate import Alternative
-from hxla._planner._propose import ChainWork, propose
 from support import profiles
+from support.inside.planner import Alternative, ChainWork, propose
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from hxla._core import _errors
-from hxla._planner import _best_pipeline as _stages
-from hxla._planner import _bound, _branch, _chain_tables, _packing, _search
 from support import chains
+from support.inside.core import _errors
+from support.inside.planner import _best_pipeline as _stages
+from support.inside.planner import _bound, _branch, _chain_tables, _packing, _search
 
 
 def gpt(*, devices, memory, speeds, microbatches, parameters, stash, layers=96):

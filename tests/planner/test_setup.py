@@ -6,9 +6,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._planner._counts import best_counts
-from hxla._planner._microbatch_sizes import best_size, candidate_sizes
 from support import models
+from support.inside.planner import best_counts, best_size, candidate_sizes
 
 
 def fit(**options):

@@ -9,19 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from hxla._cluster._transfers import Send, ring_transfers, transfer_seconds
-from hxla._planner._chain import Chain, Group, ReplicaSort, Staging
-from hxla._planner._chain_tables import step_seconds, tables
-from hxla._planner._cost import ring_all_reduce_seconds
-from hxla._planner._shared_links import (
+from support.inside.cluster import Send, ring_transfers, transfer_seconds
+from support.inside.planner import (
     NEXT,
+    Chain,
+    Group,
+    ReplicaSort,
+    Staging,
     busiest_card_seconds,
     copies_in,
     placements,
+    ring_all_reduce_seconds,
     shared_step_seconds,
+    staging_cost,
+    step_seconds,
+    tables,
     traffic_of,
 )
-from hxla._planner._staging import staging_cost
 from support.shared_clusters import cluster, proposed, work
 
 

@@ -17,12 +17,10 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from hxla._graph._parts import graph_of
-from hxla._graph._segments import segments
-from hxla._profile._segment_times import model_name
-from hxla._run._copies_bound import least_seconds
-from hxla._run._planned_chain import with_memory
 from support import families
+from support.inside.graph import graph_of, segments
+from support.inside.profile import model_name
+from support.inside.run import least_seconds, with_memory
 from support.paths import PYTHONPATH, TESTS
 
 BATCH, SIZE, RATE = 12, 1, 1e10

@@ -10,7 +10,7 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from hxla._planner._split_seconds import split_time
+from support.inside.planner import split_time
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))

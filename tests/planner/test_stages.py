@@ -3,11 +3,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hxla._core import _errors
-from hxla._planner import _best_pipeline as _stages
-from hxla._planner import _chain_tables as _pipeline
-from hxla._planner._chain import Chain, Group
 from support import chains, whale
+from support.inside.core import _errors
+from support.inside.planner import Chain, Group
+from support.inside.planner import _best_pipeline as _stages
+from support.inside.planner import _chain_tables as _pipeline
 
 
 @pytest.mark.slow

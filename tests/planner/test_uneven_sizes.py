@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import hxla
-from hxla._plan._shares import in_shares
-from hxla._planner._split_advice import better_shares
-from hxla._planner._split_sizes import SplitDevice, best_sizes
-from hxla._planner._split_times import places_of, split_devices
 from support import whale
+from support.inside.plan import in_shares
+from support.inside.planner import SplitDevice, best_sizes, better_shares, places_of, split_devices
 from support.uneven_models import Run
 
 

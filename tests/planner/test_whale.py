@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from hxla._core import _errors
-from hxla._planner import _best_pipeline as _stages
 from support import balanced_counts, chains, whale
+from support.inside.core import _errors
+from support.inside.planner import _best_pipeline as _stages
 
 
 def test_load_is_proportional_to_speed_where_memory_allows():

@@ -8,9 +8,8 @@ stands for it.
 
 import pytest
 
-from hxla._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import one_f_one_b
+from support.inside.planner import best_counts, bound_seconds, even_counts, finish_seconds
+from support.inside.schedule import one_f_one_b, replay
 
 RATIOS = {
     "ResNet-50": 4.394774823323071 / 2.6194694075770055,

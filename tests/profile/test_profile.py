@@ -10,10 +10,9 @@ from flax import nnx
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
-from hxla._graph._segments import segments
-from hxla._profile._profile_file import dump_profile, merge_profiles
-from hxla._profile._segment_times import model_name
-from hxla._run._trial import Observer, Trial
+from support.inside.graph import segments
+from support.inside.profile import dump_profile, merge_profiles, model_name
+from support.inside.run import Observer, Trial
 from support.profiles import SCRIPT, profile_command
 
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._report._progress import line
 from support import models
+from support.inside.report import line
 from support.metrics import read_metrics
 
 

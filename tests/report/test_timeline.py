@@ -3,11 +3,8 @@
 import json
 import xml.etree.ElementTree as ET
 
-from hxla._report._lanes import lanes_of_timeline
-from hxla._report._lanes_picture import step_picture, write_picture
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import interleaved, one_f_one_b
-from hxla._schedule._timeline import perfetto
+from support.inside.report import lanes_of_timeline, step_picture, write_picture
+from support.inside.schedule import interleaved, one_f_one_b, perfetto, replay
 
 TIMELINE = replay(one_f_one_b(3, 4), [1.0, 2.0, 1.0], [2.0, 4.0, 2.0], send_seconds_P=[0.5, 0.5])
 

@@ -4,9 +4,8 @@ from flax import nnx
 
 import hxla
 from hxla import BalanceConfig
-from hxla._planner._counts import best_counts
-from hxla._run._balancer import Balancer
-from hxla._run._counts_of_plan import pooled
+from support.inside.planner import best_counts
+from support.inside.run import Balancer, pooled
 
 
 def run(balancer, speeds, steps, noise=0.0, seed=0, start=0):

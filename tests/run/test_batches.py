@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from hxla._jax import _coordination
-from hxla._jax._lost_peers import is_lost_peer
-from hxla._run import _data, _host_link
-from hxla._run._data_position import from_text, to_text
 from support import elastic_chaos, streams
+from support.inside.jax import _coordination, is_lost_peer
+from support.inside.run import _data, _host_link, from_text, to_text
 from support.models import mesh
 from support.paths import JOBS, PYTHONPATH
 
@@ -375,7 +373,6 @@ def test_killed_processes_resume_without_reading_from_the_start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "generator"])
-@pytest.mark.thinned(2)
 def test_members_of_an_elastic_job_take_the_position_over(tmp_path, kind):
     """Whoever reads is killed, then whoever does not; then a device joins."""
     told, steps = tmp_path / "told", 300

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from hxla import CheckpointError
-from hxla._run._checkpoints import Checkpoints
+from support.inside.run import Checkpoints
 from support.paths import PYTHONPATH, ROOT
 
 

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._run._checkpoints import Checkpoints
 from support import models
+from support.inside.run import Checkpoints
 
 
 def tree(step):

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla import DataError
-from hxla._run import _data
-from hxla._run import _sample_order as _order
+from support.inside.run import _data
+from support.inside.run import _sample_order as _order
 
 
 @settings(max_examples=100)

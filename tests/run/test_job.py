@@ -74,7 +74,6 @@ def wait_for(process, word):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-@pytest.mark.thinned(2)
 def test_processes_and_one_plain_process_give_the_same_bits(tmp_path, kind):
     out1, err1 = job(tmp_path, kind=kind).communicate(timeout=200)
     out3, err3 = job(tmp_path, "-n", "3", counts=[5, 1, 2], kind=kind).communicate(timeout=200)
@@ -102,7 +101,6 @@ def test_a_killed_job_resumes_to_the_same_bits_on_other_devices(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.thinned(2)
 def test_a_frozen_process_ends_the_job_and_is_named(tmp_path, rank):
     running = job(tmp_path, "-n", "2", steps=500, pause=0.2)
     wait_for(running, "[1] done 15")  # long enough for the watchdogs to have told each other a step

@@ -11,10 +11,9 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._jax._compilation_events import num_compilations
-from hxla._report import _waiting
-from hxla._report._waiting import Waiting
 from support import models
+from support.inside.jax import num_compilations
+from support.inside.report import Waiting, _waiting
 
 pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 

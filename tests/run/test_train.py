@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import hxla
-from hxla._run._balancer import Balancer
 from support import models
+from support.inside.run import Balancer
 
 SPREADS = [(8,), (4, 4), (5, 3), (8, 0), (1, 7), (3, 3, 2), (2, 2, 2, 2), (4, 1, 2, 1),
            (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 1, 1)]  # fmt: skip
@@ -42,7 +42,6 @@ def make(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-@pytest.mark.thinned(2)
 def test_every_spread_gives_the_same_bits(kind):
     results = {counts: fit(make(kind), counts) for counts in SPREADS}
     assert len({r.sha256 for r in results.values()}) == 1

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import hxla
-from hxla._jax import _coordination
-from hxla._run import _data
 from support import streams
+from support.inside.jax import _coordination
+from support.inside.run import _data
 
 
 def source_of(data, num_workers, **options):

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from hxla import PlanError
-from hxla._planner._recompute import best_sequence, keep_all, least_memory
-from hxla._schedule._segment_sequence import sequence_from_texts
-from hxla._schedule._sequence_replay import (
+from support import segment_chains
+from support.inside.planner import best_sequence, keep_all, least_memory
+from support.inside.schedule import (
     Residuals,
     SegmentCost,
     layered_peak_bytes,
     replay_sequence,
+    sequence_from_texts,
     while_running,
 )
-from support import segment_chains
 
 
 def replayed(chain, texts):

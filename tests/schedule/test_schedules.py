@@ -9,16 +9,16 @@ import pytest
 from hypothesis import strategies as st
 
 from hxla import Action, PlanError, make_schedule, schedule_from_table
-from hxla._schedule._blocking_replay import blocking_replay
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import (
+from support.inside.schedule import (
     BACKWARD,
     FORWARD,
     WEIGHT,
+    blocking_replay,
     from_rows,
     gpipe,
     interleaved,
     one_f_one_b,
+    replay,
     validate,
     zero_bubble_h1,
 )

@@ -2,10 +2,17 @@
 
 import pytest
 
-from hxla._lower._actions import crossed, exchanges
-from hxla._schedule._replay import replay
-from hxla._schedule._schedules import BACKWARD, FORWARD, gpipe, interleaved, one_f_one_b
-from hxla._schedule._ticks import measured_timeline, replay_ticks
+from support.inside.lower import crossed, exchanges
+from support.inside.schedule import (
+    BACKWARD,
+    FORWARD,
+    gpipe,
+    interleaved,
+    measured_timeline,
+    one_f_one_b,
+    replay,
+    replay_ticks,
+)
 
 
 def sets(schedule):

@@ -11,21 +11,23 @@ import pytest
 
 from hxla import ScheduleError
 from hxla.__main__ import main
-from hxla._scheduler._device_proposals import ExecutorTime
-from hxla._scheduler._elastic_jobs import plus
-from hxla._scheduler._live_commands import LIVE_POLICIES
-from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
-from hxla._scheduler._live_record import (
+from support.inside.scheduler import (
+    LIVE_POLICIES,
+    POLICIES,
     Decided,
+    ExecutorTime,
     Holds,
+    LiveJob,
+    LiveSchedule,
+    Places,
     as_line,
     as_simulation,
     decided_otherwise,
+    plus,
+    read_live_jobs,
     read_record,
+    simulate,
 )
-from hxla._scheduler._live_run import LiveSchedule, Places
-from hxla._scheduler._schedule_commands import POLICIES
-from hxla._scheduler._simulator import simulate
 from support.scheduled_jobs import KINDS, job, random_jobs
 from support.scheduled_runs import LONG, Scheduled, check_three, share_out
 

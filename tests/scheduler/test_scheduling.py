@@ -8,13 +8,22 @@ import pytest
 
 from hxla import ScheduleError
 from hxla.__main__ import main
-from hxla._scheduler._elastic_jobs import Situation, fits, free_devices
-from hxla._scheduler._gang_policies import backfill, one_at_a_time, shortest_remaining
-from hxla._scheduler._grants import Grant, pending, taken
-from hxla._scheduler._job_traces import read_jobs
-from hxla._scheduler._returns import returned
-from hxla._scheduler._schedule_commands import GANGS, POLICIES
-from hxla._scheduler._simulator import simulate
+from support.inside.scheduler import (
+    GANGS,
+    POLICIES,
+    Grant,
+    Situation,
+    backfill,
+    fits,
+    free_devices,
+    one_at_a_time,
+    pending,
+    read_jobs,
+    returned,
+    shortest_remaining,
+    simulate,
+    taken,
+)
 from support.paths import ROOT
 from support.scheduled_jobs import KINDS, active, job, random_jobs
 

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla import ScheduleError
-from hxla._scheduler._device_proposals import ExecutorTime, Trials, learned, proposals
-from hxla._scheduler._waste import MOST_WASTE, Capability, best_configuration, configuration
+from support.inside.scheduler import (
+    MOST_WASTE,
+    Capability,
+    ExecutorTime,
+    Trials,
+    best_configuration,
+    configuration,
+    learned,
+    proposals,
+)
 from support.scheduled_jobs import KINDS, active, capabilities, enumerated, job
 
 

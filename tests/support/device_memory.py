@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hxla import LayerSize, PlanError, Schedule
-from hxla._schedule._schedules import BACKWARD, FORWARD, WEIGHT
+from support.inside.schedule import BACKWARD, FORWARD, WEIGHT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,7 @@ import time
 import jax
 import numpy as np
 
-from hxla._lower._disk_shelf import _AHEAD, DiskShelf, _buffers
-from hxla._lower._replica import Replica
-from hxla._lower._update_groups import Unit, UpdateGroups
+from support.inside.lower import _AHEAD, DiskShelf, Replica, Unit, UpdateGroups, _buffers
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

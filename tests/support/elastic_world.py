@@ -11,8 +11,8 @@ import collections
 import dataclasses
 import random
 
-from hxla._elastic import _membership as m
-from hxla._elastic._authority import advance, begin, chosen
+from support.inside.elastic import _membership as m
+from support.inside.elastic import advance, begin, chosen
 
 TRAINING = ("running", "preparing", "handing over")
 

@@ -8,16 +8,14 @@ from collections.abc import Callable
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, load_profile
-from hxla._core._config import as_config
-from hxla._inspect._profiler_trace import last_step
-from hxla._inspect._step_pictures import lanes_of_file
-from hxla._planner._propose import ChainWork, propose
-from hxla._profile._profile_file import dump_profile, merge_profiles
-from hxla._report._metrics_file import FILE_NAME, MetricsWriter
-from hxla._run._session_values import plans_from_table
-from hxla._schedule._replay import replay
-from hxla._schedule._timeline import perfetto
-from hxla._scheduler._job_traces import read_jobs
+from support.inside.core import as_config
+from support.inside.inspect import lanes_of_file, last_step
+from support.inside.planner import ChainWork, propose
+from support.inside.profile import dump_profile, merge_profiles
+from support.inside.report import FILE_NAME, MetricsWriter
+from support.inside.run import plans_from_table
+from support.inside.schedule import perfetto, replay
+from support.inside.scheduler import read_jobs
 from support.paths import DATA, ROOT
 
 DUMPS = DATA / "dumps" / "jax-0.12"
@@ -164,7 +162,7 @@ def use_profile(path: pathlib.Path) -> None:
 
 def use_mesh(path: pathlib.Path) -> None:
     """Links between all devices, and a search for a model."""
-    from hxla._cluster._mesh_file import dump_cluster
+    from support.inside.cluster import dump_cluster
 
     cluster = hxla.load_cluster(str(path))
     dump_cluster(cluster)

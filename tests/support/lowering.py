@@ -6,14 +6,10 @@ import jax
 import optax
 
 from hxla import Cluster, Device, SumsForm
-from hxla._graph._trace import trace_sums
-from hxla._lower._inputs import Training
-from hxla._lower._lower import lower
-from hxla._model._functional import Functional
-from hxla._model._optimizer import Optimizer
-from hxla._planner._complete import complete
-from hxla._planner._pipeline_request import PipelineRequest
-from hxla._planner._structures import pipelined, replicated
+from support.inside.graph import trace_sums
+from support.inside.lower import Training, lower
+from support.inside.model import Functional, Optimizer
+from support.inside.planner import PipelineRequest, complete, pipelined, replicated
 
 
 def cpus(num):

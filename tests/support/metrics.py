@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from hxla import ConfigError, EvalRecord, History, Rebalance, StepRecord
-from hxla._report._metrics_file import FILE_NAME
+from support.inside.report import FILE_NAME
 
 
 def read_metrics(path: str | os.PathLike[str]) -> History:

@@ -2,12 +2,11 @@
 
 import jax
 
-from hxla._graph._precision_calls import PrecisionCalls
-from hxla._graph._trace import trace_functional
-from hxla._jax._jaxpr import as_function
-from hxla._model._functional import functional
-from hxla._plan._precision import as_precision
 from support import families, scanned_models
+from support.inside.graph import PrecisionCalls, trace_functional
+from support.inside.jax import as_function
+from support.inside.model import functional
+from support.inside.plan import as_precision
 
 
 def every_equation(jaxpr):

@@ -29,8 +29,7 @@ from flax import nnx
 
 import hxla
 from hxla import ChainSegment, PlannedChain, PlannedDevice, PlannedSegment, ReplicaWork, SparseRows
-from hxla._graph._parts import graph_of
-from hxla._graph._segments import cut_points, segments_at
+from support.inside.graph import cut_points, graph_of, segments_at
 from support.paths import PYTHONPATH
 
 BATCH, STEPS, NUM_EXAMPLES = 8, 4, 24

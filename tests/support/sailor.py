@@ -14,9 +14,8 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 from hxla import LayerTime, PlanError, Profile, Setting
-from hxla._schedule._blocking_replay import blocking_replay
-from hxla._schedule._schedules import one_f_one_b
 from support.device_memory import DeviceMemory, MemoryRule, pipeline_memory
+from support.inside.schedule import blocking_replay, one_f_one_b
 from support.sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 from support.sailor_network import (
     NOT_DUPLEX,

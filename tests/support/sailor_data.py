@@ -4,7 +4,6 @@ Source: eth-easl/sailor (Strati et al., SOSP 2025), MIT licence, commit cf2c8e3:
 in float32 on nodes of 4 GH200. `data/sailor.json` holds what the predictions of its plans need.
 `PYTHONPATH=tests python -m support.sailor_data FOLDER` writes it from the repository's data.
 `data/aceso.json` holds what runs of another runtime, Aceso's, took of the same machines' memory,
-from hxla import LayerSize, LayerTime, Profile, Setting
 from the same repository.
 """
 
@@ -17,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 
+from hxla import LayerSize, LayerTime, Profile, Setting
 from support.paths import DATA, ROOT
 
 SHARED = ROOT.parent / "shared/data/sailor"

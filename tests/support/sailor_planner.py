@@ -9,9 +9,15 @@ from collections.abc import Mapping
 
 import hxla
 from hxla import Setting
-from hxla._planner._chain import UNBOUNDED, Chain, Group, ReplicaSort, Staging
-from hxla._planner._shared_links import traffic_of
-from hxla._planner._staging import staging_cost
+from support.inside.planner import (
+    UNBOUNDED,
+    Chain,
+    Group,
+    ReplicaSort,
+    Staging,
+    staging_cost,
+    traffic_of,
+)
 from support.sailor import monotone
 from support.sailor_data import Data, Measured, Place
 from support.sailor_network import NOT_DUPLEX, card, nodes_of

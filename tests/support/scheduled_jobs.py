@@ -4,8 +4,7 @@ import itertools
 import math
 import random
 
-from hxla._scheduler._elastic_jobs import ActiveJob, ElasticJob
-from hxla._scheduler._waste import Capability, configuration
+from support.inside.scheduler import ActiveJob, Capability, ElasticJob, configuration
 
 KINDS = ("V100", "P100", "T4")
 

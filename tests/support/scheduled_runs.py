@@ -6,9 +6,8 @@ import subprocess
 import sys
 import time
 
-from hxla._scheduler._live_record import decided_otherwise, read_record
-from hxla._scheduler._schedule_commands import POLICIES
 from support import elastic_chaos, left_behind
+from support.inside.scheduler import POLICIES, decided_otherwise, read_record
 from support.undisturbed import ALIKE
 
 

@@ -7,7 +7,7 @@ residuals may be made, kept, dropped and made again at any time.
 import heapq
 import itertools
 
-from hxla._schedule._sequence_replay import Residuals, SegmentCost
+from support.inside.schedule import Residuals, SegmentCost
 
 
 def unit_chain(num_segments, *, backward_temporary_bytes=0):

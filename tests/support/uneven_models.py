@@ -10,10 +10,9 @@ import optax
 from flax import nnx
 
 import hxla
-from hxla._lower._inputs import sharded_of, uneven_of
-from hxla._lower._padding import Padding, padded, unpadded
-from hxla._plan._layout import to_spec
 from support import models
+from support.inside.lower import Padding, padded, sharded_of, uneven_of, unpadded
+from support.inside.plan import to_spec
 
 BATCH, LENGTH, WIDTH = 4, 5, 8
 _QUICK = {"xla_backend_optimization_level": 0}  # to compile

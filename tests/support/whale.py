@@ -6,9 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hxla import PlanError
-from hxla._planner._chain import Chain, ReplicaSort, Staging
-from hxla._planner._chain_tables import step_seconds, tables
-from hxla._planner._split_sizes import SplitDevice
+from support.inside.planner import Chain, ReplicaSort, SplitDevice, Staging, step_seconds, tables
 
 
 def whale_counts(

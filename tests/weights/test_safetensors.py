@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hxla import WeightsError
-from hxla._weights._safetensors import files_of, make_file, read_header
+from support.inside.weights import files_of, make_file, read_header
 
 DTYPES = (np.float64, np.float32, np.float16, np.int64, np.int32, np.uint8, np.int8, np.bool_)
 

@@ -20,10 +20,9 @@ from flax.traverse_util import unflatten_dict
 
 import hxla
 from hxla import ConfigError, NameMap, TensorName, Weights, WeightsError
-from hxla._core._catalogue import names as built_in
-from hxla._weights._name_patterns import NamePattern
-from hxla._weights._pieces import pieced
 from support import models
+from support.inside.core import names as built_in
+from support.inside.weights import NamePattern, pieced
 from support.paths import PYTHONPATH, TESTS
 
 
@@ -449,7 +448,6 @@ except hxla.WeightsError as error:
     ],
     ids=["cut by rules", "copies"],
 )
-@pytest.mark.thinned(2)
 def test_two_processes_read_and_write_their_own_slices(spread, tmp_path, torch_weights):
     script = tmp_path / "script.py"
     script.write_text(
