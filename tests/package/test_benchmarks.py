@@ -11,6 +11,7 @@ import pytest
 
 import hxla
 from support.paths import PYTHONPATH, ROOT
+from support.tiers import rows
 
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
 KNOWN = {*hxla.__all__, "__file__"}
@@ -36,9 +37,9 @@ def private_uses(text):
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_benchmark_builds_on_public_names_only(file):
-    assert private_uses(file.read_text()) == []
+def test_benchmarks_build_on_public_names_only():
+    found = {file.stem: private_uses(file.read_text()) for file in FILES}
+    assert not {name: lines for name, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,11 @@ def test_what_is_not_public_is_found(text):
     assert len(private_uses(text)) >= 1
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.stem
-)
-def test_a_result_carries_its_commit_and_date(file):
-    measured = json.loads(file.read_text())["measured"]
-    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", measured["commit"])
-    assert re.match(r"20\d\d-\d\d-\d\d", measured["date"])
+def test_results_carry_their_commit_and_date():
+    for file in (ROOT / "benchmarks" / "results").glob("*.json"):
+        measured = json.loads(file.read_text())["measured"]
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", measured["commit"]), file
+        assert re.match(r"20\d\d-\d\d-\d\d", measured["date"]), file
 
 
 def run(name, folder, options, **settings):
@@ -92,7 +91,7 @@ def test_sums_of_two_processes_take_what_their_link_says(tmp_path):
     assert told["fitted"]["bytes_per_second"] == pytest.approx(10e6 / 8, rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["collectives", "staggered"])
+@pytest.mark.parametrize("name", rows(["collectives", "staggered"], "collectives"))
 def test_where_no_links_can_be_made_one_line_says_so(name, tmp_path):
     ran = run(name, tmp_path, [], PATH=str(tmp_path))
     assert ran.returncode != 0

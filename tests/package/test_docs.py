@@ -52,30 +52,25 @@ def described(text):
     return set(re.findall(r"^ +(\w+): ", text, re.M))
 
 
-@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if inspect.isroutine(v)])
-def test_a_docstring_describes_every_parameter(name):
-    parameters = inspect.signature(PUBLIC[name]).parameters.keys() - {"self"}
-    assert parameters <= described(PUBLIC[name].__doc__)
+def to_describe(value):
+    """Parameters of a function, fields of a class."""
+    if inspect.isroutine(value):
+        return inspect.signature(value).parameters.keys() - {"self"}
+    if dataclasses.is_dataclass(value):
+        return {f.name for f in dataclasses.fields(value)}
+    if value is not hxla.Config and issubclass(value, pydantic.BaseModel):
+        return {n for n, field in value.model_fields.items() if not field.description}
+    return set()  # a configuration's sections describe themselves
 
 
-@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if inspect.isclass(v)])
-def test_a_docstring_describes_every_field(name):
-    own = PUBLIC[name]
-    if own is hxla.Config:
-        fields = set()  # its sections describe themselves
-    elif dataclasses.is_dataclass(own):
-        fields = {f.name for f in dataclasses.fields(own)}
-    elif issubclass(own, pydantic.BaseModel):
-        fields = {n for n, field in own.model_fields.items() if not field.description}
-    else:
-        fields = set()
-    assert fields <= described(own.__doc__)
+def test_docstrings_describe_every_parameter_and_field():
+    values = {n: v for n, v in PUBLIC.items() if inspect.isroutine(v) or inspect.isclass(v)}
+    missing = {n: to_describe(v) - described(v.__doc__) for n, v in values.items()}
+    assert not {name: names for name, names in missing.items() if names}
 
 
 BLOCKS = [
-    pytest.param(code, id=f"{page}-{i}")
-    for page, text in PAGES.items()
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.S))
+    code for text in PAGES.values() for code in re.findall(r"```python\n(.*?)```", text, re.S)
 ]
 #: What a line of the documentation calls a value, and the class that it is of.
 VALUES = {
@@ -88,50 +83,60 @@ VALUES = {
     "inspection": hxla.Inspection,
 }
 MODULES = {"hxla": hxla, "testing": testing}
+CLASSES = {n: v for n in hxla.__all__ if inspect.isclass(v := getattr(hxla, n))} | VALUES
 
 
 def has(owner, name):
     return hasattr(owner, name) or name in described(owner.__doc__)
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_python_in_the_documentation_names_only_what_exists(code):
-    if code.startswith(">>>"):
-        examples = doctest.DocTestParser().get_examples(code)
-        code = "".join(example.source for example in examples)
-    for node in ast.walk(ast.parse(code)):
-        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-            continue
-        owner = {**MODULES, **VALUES}.get(node.value.id)
-        assert owner is None or has(owner, node.attr), ast.unparse(node)
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Call):
-            holds_only_known_arguments(node)
+def test_python_in_the_documentation_names_only_what_exists():
+    unknown = []
+    for code in BLOCKS:
+        if code.startswith(">>>"):
+            examples = doctest.DocTestParser().get_examples(code)
+            code = "".join(example.source for example in examples)
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = {**MODULES, **VALUES}.get(node.value.id)
+                if owner is not None and not has(owner, node.attr):
+                    unknown.append(ast.unparse(node))
+            elif isinstance(node, ast.Call) and not has_known_arguments(node):
+                unknown.append(ast.unparse(node))
+    assert not unknown
 
 
-def holds_only_known_arguments(call):
+def has_known_arguments(call):
     owner, _, name = ast.unparse(call.func).rpartition(".")
     function = getattr({**MODULES, **VALUES}.get(owner), name, None)
-    if function is not None and callable(function):
-        known = inspect.signature(function).parameters
-        given = {keyword.arg for keyword in call.keywords} - {None}
-        assert given <= known.keys() or "fields" in known, ast.unparse(call)
+    if function is None or not callable(function):
+        return True
+    known = inspect.signature(function).parameters
+    given = {keyword.arg for keyword in call.keywords} - {None}
+    return given <= known.keys() or "fields" in known
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_names_only_what_exists(page):
+def test_pages_name_only_what_exists():
     """Names in backticks: `hxla.train(...)`, `Plan.diff`, `session.state`, `auto.num_stages`."""
-    prose = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
+    unknown = []
+    for page, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.S)
+        for words in re.findall(r"`([^`\n]+)`", prose):
+            for owner, name in re.findall(r"(?<![\w./])(\w+)\.([a-z_A-Z]\w*)", words):
+                if not exists(owner, name, words):
+                    unknown.append((page, words))
+    assert not unknown
+
+
+def exists(owner, name, words):
     sections = hxla.Config.model_fields
-    classes = {n: v for n in hxla.__all__ if inspect.isclass(v := getattr(hxla, n))}
-    for text in re.findall(r"`([^`\n]+)`", prose):
-        for owner, name in re.findall(r"(?<![\w./])(\w+)\.([a-z_A-Z]\w*)", text):
-            if owner == "hxla" and not re.match(r"hxla\.(toml|\w+\[)", text):
-                assert hasattr(hxla, name), text
-            elif owner in classes or owner in VALUES:
-                assert has(classes.get(owner) or VALUES[owner], name), text
-            elif owner in sections and name not in ("json", "toml"):
-                assert name in sections[owner].annotation.model_fields, text
+    if owner == "hxla" and not re.match(r"hxla\.(toml|\w+\[)", words):
+        return hasattr(hxla, name)
+    if owner in CLASSES:
+        return has(CLASSES[owner], name)
+    if owner in sections and name not in ("json", "toml"):
+        return name in sections[owner].annotation.model_fields
+    return True
 
 
 def options():
@@ -148,22 +153,26 @@ def options():
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_uses_only_options_that_exist(page):
+def test_pages_use_only_options_that_exist():
     known = options()
     commands = r"hxla (run|plan|profile|devices|inspect|schedule)\b([^`\n|]*)"
-    for command, rest in re.findall(commands, PAGES[page]):
-        words = rest.split(".py")[0].split()
-        used = {word.split("=")[0].rstrip(".,;:)") for word in words if word.startswith("--")}
-        assert used <= known[command], f"hxla {command}{rest}"
+    unknown = []
+    for page, text in PAGES.items():
+        for command, rest in re.findall(commands, text):
+            words = rest.split(".py")[0].split()
+            used = {word.split("=")[0].rstrip(".,;:)") for word in words if word.startswith("--")}
+            if not used <= known[command]:
+                unknown.append((page, f"hxla {command}{rest}"))
+    assert not unknown
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", PAGES[page]):
-        path = (ROOT / page).parent / target if target else ROOT / page
-        assert path.exists(), target
-        if anchor:
-            heads = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+def test_links_between_pages_lead_somewhere():
+    lost = []
+    for page, text in PAGES.items():
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            path = (ROOT / page).parent / target if target else ROOT / page
+            heads = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if anchor else []
             slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
-            assert anchor in slugs, f"{target}#{anchor}"
+            if not path.exists() or (anchor and anchor not in slugs):
+                lost.append((page, f"{target}#{anchor}"))
+    assert not lost

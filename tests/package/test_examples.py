@@ -1,5 +1,6 @@
 """The models of examples/ that encode and decode: what they compute, learn, and need when large."""
 
+import functools
 import math
 
 import jax
@@ -17,11 +18,16 @@ t5, lstm, vit = map(example, ("t5", "lstm", "vit"))
 VOCABULARY, LENGTH, WORDS = 32, 8, 16
 
 
-def encoder_decoders():
-    return {
-        "t5": t5.T5(nnx.Rngs(0), vocabulary=VOCABULARY, width=32, hidden=64, layers=1),
-        "lstm": lstm.Translator(nnx.Rngs(0), vocabulary=VOCABULARY, width=32, layers=3),
-    }
+def make(name):
+    if name == "t5":
+        return t5.T5(nnx.Rngs(0), vocabulary=VOCABULARY, width=32, hidden=64, layers=1)
+    return lstm.Translator(nnx.Rngs(0), vocabulary=VOCABULARY, width=32, layers=3)
+
+
+@functools.cache
+def called(name):
+    """The model as one program of its source and target."""
+    return nnx.jit(nnx.jit(make, static_argnums=0)(name))
 
 
 def reversals(num):
@@ -32,7 +38,7 @@ def reversals(num):
 
 @pytest.mark.parametrize("name", ["t5", "lstm"])
 def test_a_token_is_told_by_the_source_and_what_was_before_it_only(name):
-    model, batch = encoder_decoders()[name], reversals(2)
+    model, batch = called(name), reversals(2)
     logits = model(batch["source"], batch["target"])
     other = batch["target"].copy()
     other[:, 5] = 1
@@ -44,7 +50,7 @@ def test_a_token_is_told_by_the_source_and_what_was_before_it_only(name):
 
 
 def test_padding_behind_a_source_changes_nothing():
-    model, batch = encoder_decoders()["lstm"], reversals(2)
+    model, batch = called("lstm"), reversals(2)
     padded = np.pad(batch["source"], ((0, 0), (0, 3)))
     np.testing.assert_allclose(
         model(padded, batch["target"]), model(batch["source"], batch["target"]), atol=1e-5
@@ -87,7 +93,7 @@ def trained(model, data, loss, rate, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rate"), [("t5", 5e-3), ("lstm", 1e-2)])
 def test_an_encoder_decoder_learns_what_only_the_source_tells(name, rate):
-    steps = trained(encoder_decoders()[name], reversals(4096), example(name).loss, rate, 160)
+    steps = trained(make(name), reversals(4096), example(name).loss, rate, 160)
     assert steps[0].loss > 3
     assert steps[-1].loss < 0.7 * math.log(WORDS)
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 import hxla
 from support import families, models
-from support.paths import PYTHONPATH, ROOT
+from support.paths import EXAMPLES, PYTHONPATH, ROOT, TESTS
 
 PACKAGE = ROOT / "hxla"
 # Imports go down this list only, and have no cycle within an entry.
@@ -46,12 +46,13 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
 
 
 def imports(module):
     """Modules of the package that a module imports, inside functions too."""
     package = module.split(".")[:-1]
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(TREES[module]):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
@@ -69,9 +70,23 @@ def layer(module):
     return LAYERS.index(module.split(".")[0])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module):
-    assert not [m for m in GRAPH[module] if layer(m) > layer(module)]
+def test_imports_go_one_way():
+    assert not [(m, used) for m in GRAPH for used in GRAPH[m] if layer(used) > layer(m)]
+
+
+def test_tests_name_private_modules_in_one_place_only():
+    """So that a room of the package moves without a change to its tests."""
+    private = re.compile(r"^\s*(?:from|import) hxla\._(?!_main__)", re.M)
+    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
+    found = {str(path.relative_to(TESTS)) for path, text in texts.items() if private.search(text)}
+    assert not {name for name in found if not name.startswith("support/inside/")}
+
+
+def test_tests_mirror_the_rooms():
+    rooms = {path.name.strip("_") for path in PACKAGE.iterdir() if path.is_dir()} - {"pycache"}
+    folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    assert folders == rooms | {"laws", "package"}
+    assert not list(TESTS.glob("test_*.py"))
 
 
 def test_imports_have_no_cycle():
@@ -81,15 +96,13 @@ def test_imports_have_no_cycle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def defined(path):
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name
+def defined(module):
+    return {node.name for node in TREES[module].body if isinstance(node, ast.ClassDef)}
 
 
 def test_no_name_stands_for_two_ideas():
     files = Counter(path.stem for path in MODULES.values() if not path.stem.startswith("__"))
-    classes = Counter(name for path in MODULES.values() for name in set(defined(path)))
+    classes = Counter(name for module in MODULES for name in defined(module))
     assert not [name for names in (files, classes) for name, n in names.items() if n > 1]
 
 
@@ -106,7 +119,7 @@ def public_names():
 
 def definition(module, name):
     """The module of the package that defines a name, and the node that does; None if another's."""
-    for node in ast.parse(MODULES[module].read_text()).body:
+    for node in TREES[module].body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names = [node.name]
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -161,15 +174,16 @@ def documentation(module, node):
     return above.removeprefix("#:") if above.startswith("#:") else None
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_and_its_methods_are_documented_in_whole_sentences(name):
-    module, node = PUBLIC[name]
-    methods = node.body if isinstance(node, ast.ClassDef) else ()
-    public = [m for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"]
-    for item in (node, *public):
-        text = documentation(module, item)
-        assert text, item
-        assert re.match(r"\s*[A-Z`0-9].*[.:]$", text.splitlines()[0]), text
+def test_public_names_and_their_methods_are_documented_in_whole_sentences():
+    wrong = []
+    for name, (module, node) in PUBLIC.items():
+        methods = node.body if isinstance(node, ast.ClassDef) else ()
+        public = [m for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"]
+        for item in (node, *public):
+            text = documentation(module, item)
+            if not text or not re.match(r"\s*[A-Z`0-9].*[.:]$", text.splitlines()[0]):
+                wrong.append((name, getattr(item, "name", name), text))
+    assert not wrong
 
 
 #: Objects of these classes are made by others, `Job.open`: no user calls the constructor.
@@ -207,27 +221,25 @@ def mentioned(annotation):
                 yield from mentioned(ast.parse(node.value, mode="eval").body)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_name_that_a_public_signature_mentions_is_public(name):
-    module, node = PUBLIC[name]
+def test_every_name_that_a_public_signature_mentions_is_public():
     hidden = set()
-    for other in {n for annotation in annotations(node) for n in mentioned(annotation)}:
-        found = definition(module, other)
-        if found is not None and other not in PUBLIC:
+    for name, (module, node) in PUBLIC.items():
+        for other in {n for annotation in annotations(node) for n in mentioned(annotation)}:
+            found = definition(module, other)
+            if found is None or other in PUBLIC:
+                continue
             value = getattr(importlib.import_module(f"hxla.{found[0]}"), other)
             if getattr(value, "__module__", "").startswith("hxla") or not isinstance(value, type):
-                hidden.add(other)
+                hidden.add((name, other))
     assert not hidden
 
 
-@pytest.mark.parametrize(
-    "model", ["resnet.py", "experts.py", "bert.py", "gpt.py", "t5.py", "lstm.py", "vit.py"]
-)
-def test_a_model_needs_four_lines_of_hxla_at_most(model):
-    lines = (ROOT / "examples" / model).read_text().splitlines()
-    code = [line for line in lines if re.search(r"\bhxla\b", line) and not line.startswith('"""')]
-    code = [line for line in code if re.search(r"import hxla|hxla\.\w+\(", line)]
-    assert len(code) <= 4, code
+def test_a_model_needs_four_lines_of_hxla_at_most():
+    for model in ("resnet", "experts", "bert", "gpt", "t5", "lstm", "vit"):
+        lines = (EXAMPLES / f"{model}.py").read_text().splitlines()
+        code = [line for line in lines if re.search(r"import hxla|\bhxla\.\w+\(", line)]
+        code = [line for line in code if not line.startswith('"""')]
+        assert len(code) <= 4, (model, code)
 
 
 @pytest.mark.slow
@@ -244,12 +256,12 @@ def test_an_example_runs(script, wanted, monkeypatch):
     # Where a process has all devices its programs are compiled once, but not with jax's cache.
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     steps = [] if script == "06_inspect.py" else ["--steps", "3"]
-    _runs([str(ROOT / "examples" / script), *steps], wanted)
+    _runs([str(EXAMPLES / script), *steps], wanted)
 
 
 @pytest.mark.slow
 def test_the_demo_runs(tmp_path):
-    script = str(ROOT / "examples" / "01_mixed_cluster.py")
+    script = str(EXAMPLES / "01_mixed_cluster.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.33", script, "--steps", "4"]
     command += ["--compared-steps", "2", "--folder", str(tmp_path)]
     _runs(command, ["of attainable", "identical after 2 steps", "nats per byte"])
@@ -258,7 +270,7 @@ def test_the_demo_runs(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
-    script = str(ROOT / "examples" / "05_auto.py")
+    script = str(EXAMPLES / "05_auto.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-2-small", script, "--steps", "3"]
     said = _runs(command, ["chosen by search", " copies, loss "])
     # One copy that both cut, or two that share their state, by what was measured.
@@ -273,28 +285,28 @@ def test_a_model_too_large_for_a_device_trains_over_two_without_annotations():
 @pytest.mark.slow
 def test_the_example_of_a_pipeline_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it writes its report into runs/
-    script = str(ROOT / "examples" / "07_pipeline.py")
+    script = str(EXAMPLES / "07_pipeline.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
     _runs(command, ["pipeline of 2 stages", "report: runs/pipeline/report.html"])
 
 
 @pytest.mark.slow
 def test_the_example_of_a_scanned_decoder_runs_ranges_of_its_layers():
-    script = str(ROOT / "examples" / "09_scanned_pipeline.py")
+    script = str(EXAMPLES / "09_scanned_pipeline.py")
     command = ["-m", "hxla", "run", "--mesh", "cpu-1.0-0.5", script, "--steps", "2"]
     _runs(command, ["pipeline of 2 stages", "blocks[0:", ":8]"])
 
 
 @pytest.mark.slow
 def test_the_example_of_a_memory_limit_finds_the_deepest_model():
-    script = str(ROOT / "examples" / "11_memory_limit.py")
+    script = str(EXAMPLES / "11_memory_limit.py")
     options = ["--mib", "130", "--most-layers", "8", "--steps", "2"]
     _runs([script, *options], ["a microbatch does not fit", "microbatch keeps", " layers, loss "])
 
 
 @pytest.mark.slow
 def test_a_users_own_loop_ends_with_the_bits_of_train(tmp_path):
-    script = ROOT / "examples" / "08_own_loop.py"
+    script = EXAMPLES / "08_own_loop.py"
     assert len(script.read_text().splitlines()) <= 40
     options = ["--steps", "3", "--checkpoint-dir", str(tmp_path)]
     printed = _runs([str(script), *options], ["sha256"])
