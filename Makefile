@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
 # A covering set of every table: ten minutes on two cores.
-test: $(STAMP) check
+test: $(STAMP) check $(GPU_COMPILER)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Everything, and many examples of each property.

@@ -17,10 +17,11 @@ import optax
 import pytest
 from flax import nnx
 
-from support import random_plans
+from support import random_plans, tiers
 from support.inside.plan import _plan, deciding
 from support.random_plans import (
     BATCH,
+    EACH,
     FORMS,
     RUN_FORMS,
     STEPS,
@@ -32,6 +33,7 @@ from support.random_plans import (
     run,
     trials,
 )
+from support.tiers import rows
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
@@ -77,12 +79,25 @@ def check(ended):
                 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", RUN_FORMS, ids=str)
+def of_this_tier(drawn):
+    """Numbers of the trials to run: in the quick tier two of each set, one on two processes."""
+    if tiers.is_all:
+        return range(len(drawn))
+    kept = [n for n, trial in enumerate(drawn) if trial.processes == 1 and n % EACH < 2]
+    pairs = [n for n, trial in enumerate(drawn) if trial.processes == 2 and trial.resumes is None]
+    return kept + pairs[:1]
+
+
+#: A chain whose copies share their state on hosts, a pipeline, and copies of two processes.
+QUICK = ("mlp-chain=3", "mlp-size=2-stages=2-chunks=2", "conv-size=2-tensor=2-limbs=1")
+
+
+@pytest.mark.parametrize("form", rows(RUN_FORMS, *(f for f in RUN_FORMS if str(f) in QUICK)))
 def test_plans_of_equal_numerics_give_equal_bits(form, tmp_path, processes):
     ended = []
     drawn = trials(form)
-    for number, trial in enumerate(drawn):
+    for number in of_this_tier(drawn):
+        trial = drawn[number]
         folder = tmp_path / str(number) if trial.saves or trial.resumes is not None else None
         if trial.resumes is not None:
             shutil.copytree(tmp_path / str(trial.resumes), folder)
@@ -136,11 +151,10 @@ def drawn_other(trial, own):
     return len(trial.plan.replicas) != len(own[trial.resumes].plan.replicas)
 
 
-@pytest.mark.slow
 def test_bits_that_differ_are_found(monkeypatch):
     """Numerics that left out the size of a microbatch would say that these two are alike."""
     pair = [Trial(plan=Form(model="mlp", size=size).plan) for size in (1, 2)]
-    ended = [Ended(trial, run(FORMS[0], trial)) for trial in pair]
+    ended = [Ended(trial, Outcome(str(i), {0: 1.0})) for i, trial in enumerate(pair)]
     check(ended)
     less = lambda plan: deciding(plan) | {"microbatch_size": 0}  # noqa: E731
     monkeypatch.setattr(_plan, "deciding", less)
@@ -225,9 +239,9 @@ ADDED = {"mlp": 8 + 2 * 56, "gpt": 8 * 6 + 2 * 104, "conv": 8 * 36 + 2 * 62}
 MOVED = {"mlp": 1.0, "gpt": 1.0, "conv": 0.1 * 4}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("mlp", 2), ("gpt", 2), ("conv", 2)])
-def test_the_models_train_as_plain_jax_does(name, size):
+@pytest.mark.parametrize("name", rows(["mlp", "gpt", "conv"], "mlp"))
+def test_the_models_train_as_plain_jax_does(name):
+    size = 2
     losses, params, rest, largest = plain(name, size)
     own = dataclasses.replace(job(name), shuffle=False)
     plan = Form(model=name, size=size).plan

@@ -18,6 +18,7 @@ from support.inside.planner import (
     staging_cost,
 )
 from support.sailor import StageLoad, monotone, stage_loads, was_set
+from support.tiers import examples
 
 
 def line(latency, bandwidth):
@@ -164,6 +165,7 @@ def test_the_last_stage_reduces_while_the_first_still_works():
 four = st.lists(st.floats(0.1, 3), min_size=4, max_size=4)
 
 
+@hypothesis.settings(max_examples=examples(12, 100))
 @hypothesis.given(
     st.lists(st.builds(group, four, four, four), min_size=1, max_size=3),
     st.integers(1, 8),

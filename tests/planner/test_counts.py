@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support import balanced_counts
 from support.inside.core import _errors
 from support.inside.planner import _counts
+from support.tiers import examples
 
 
 def compositions(total, parts):
@@ -15,7 +16,7 @@ def compositions(total, parts):
         yield tuple(b - a - 1 for a, b in itertools.pairwise(edges))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(40, 200))
 @given(data=st.data(), num=st.integers(1, 12), devices=st.integers(1, 4))
 def test_counts_are_the_optimum_of_exhaustive_search(data, num, devices):
     times = st.lists(st.floats(0.01, 10, allow_nan=False), min_size=devices, max_size=devices)
@@ -84,7 +85,7 @@ def exhaustive(num, seconds, memory, limits):
     return rest(0, num)
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(40, 300))
 @given(data=st.data(), seconds=tables, num=st.integers(1, 12))
 def test_counts_from_any_table_are_the_optimum_of_exhaustive_search(data, seconds, num):
     sizes = st.integers(1, 9)

@@ -1,5 +1,7 @@
 """What the search counts as kept for a backward, beside what stages of pipelines keep."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +26,16 @@ from support.inside.lower import StagePart, direct_parts, segment_costs
 from support.inside.plan import Sharded
 from support.inside.planner import Chain, Decoder, Group, shard_graph, tables
 from support.inside.profile import _kept_bytes, layer_sizes
+from support.tiers import rows
 
 
+@functools.cache
 def of_family(name):
     model, loss, batch = families.FAMILIES[name]()
     return graph_of(hxla.trace(model, loss, batch))
 
 
+@functools.cache
 def traced_gpt():
     gpt = families.example("gpt")
     model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), width=512))
@@ -38,7 +43,7 @@ def traced_gpt():
     return gpt, graph_of(hxla.trace(model, gpt.loss, {"text": text}))
 
 
-@pytest.mark.parametrize("name", ["decoder", "encoder_decoder", "resnet"])
+@pytest.mark.parametrize("name", rows(["decoder", "encoder_decoder", "resnet"], "decoder"))
 def test_layers_are_counted_with_what_a_stage_of_them_keeps(name):
     """The stage's own minimum cut is of the traced backward of all its parts at once.
 
@@ -57,7 +62,7 @@ def test_layers_are_counted_with_what_a_stage_of_them_keeps(name):
         assert real <= sum(kept[a:b]) <= 1.6 * real + 64, (a, b)
 
 
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+@pytest.mark.parametrize("name", rows(families.FAMILIES, "encoder", "moe"))
 def test_a_composed_program_keeps_what_the_traced_one_does(name):
     """One is put together of the gradients of its equations, the other is jax's own gradient."""
     graph = of_family(name)
@@ -69,8 +74,7 @@ def test_a_composed_program_keeps_what_the_traced_one_does(name):
         assert found == sorted((x.shape, str(x.dtype)) for x in stage.residuals), part.segment.name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lstm", "moe"])
+@pytest.mark.parametrize("name", rows(["lstm", "moe"], "moe"))
 def test_a_composed_program_makes_the_gradients_that_jax_makes(name):
     graph = of_family(name)
     [part] = parts_of(graph, ())
@@ -166,9 +170,8 @@ def test_stages_that_run_forwards_again_keep_inputs_and_make_one_stage_again():
     assert t.stash_bytes[0, 0, 2] == 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", sorted(families.FAMILIES))
-def test_segments_that_are_alike_are_traced_once_and_cost_the_same(name, fused, monkeypatch):
+@pytest.mark.parametrize("name", rows(families.FAMILIES, "decoder", "vit"))
+def test_segments_that_are_alike_are_traced_once_and_cost_the_same(name, monkeypatch):
     graph = of_family(name)
     own = graph_of(graph)
     ordered, parts = graph_at(own, "work", layer_points(own, None))
@@ -177,6 +180,6 @@ def test_segments_that_are_alike_are_traced_once_and_cost_the_same(name, fused, 
         for part in direct_parts(ordered, parts)
     ]
     whole = Sharded(graph, {}).over(ordered)
-    found = segment_costs(whole, stages, fused=fused)
+    found = [segment_costs(whole, stages, fused=fused) for fused in (False, True)]
     monkeypatch.setattr(StagePart, "kind", property(id))
-    assert segment_costs(whole, stages, fused=fused) == found
+    assert [segment_costs(whole, stages, fused=fused) for fused in (False, True)] == found

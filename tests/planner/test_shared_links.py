@@ -27,6 +27,7 @@ from support.inside.planner import (
     traffic_of,
 )
 from support.shared_clusters import cluster, proposed, work
+from support.tiers import examples
 
 
 def simulated(transfers, rate):
@@ -47,7 +48,7 @@ def across(*sizes):
     return [Send(sender=i, receiver=4 + i, num_bytes=size) for i, size in enumerate(sizes)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20, 50))
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=4))
 def test_a_card_is_shared_evenly_until_the_shortest_transfer_is_done(sizes):
     times = transfer_seconds(cluster(), across(*sizes))

@@ -8,8 +8,9 @@ stands for it.
 
 import pytest
 
+from hxla import make_schedule
 from support.inside.planner import best_counts, bound_seconds, even_counts, finish_seconds
-from support.inside.schedule import one_f_one_b, replay
+from support.inside.schedule import replay
 
 RATIOS = {
     "ResNet-50": 4.394774823323071 / 2.6194694075770055,
@@ -39,7 +40,7 @@ def step(layers, ratio, num_microbatches):
     """4 stages, the first two on V100s."""
     speeds = (ratio, ratio, 1.0, 1.0)
     forward = [n / speed for n, speed in zip(layers, speeds, strict=True)]
-    timeline = replay(one_f_one_b(4, num_microbatches), forward, [2 * x for x in forward])
+    timeline = replay(make_schedule("1f1b", 4, num_microbatches), forward, [2 * x for x in forward])
     return timeline.makespan_seconds
 
 

@@ -1,6 +1,7 @@
 """Every schedule keeps the laws of a pipeline, and each its own figures."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -9,20 +10,13 @@ import pytest
 from hypothesis import strategies as st
 
 from hxla import Action, PlanError, make_schedule, schedule_from_table
-from support.inside.schedule import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    blocking_replay,
-    from_rows,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    replay,
-    validate,
-    zero_bubble_h1,
-)
+from support.inside.schedule import blocking_replay, from_rows, replay
+from support.tiers import examples, rows
 
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+gpipe, one_f_one_b, interleaved, zero_bubble_h1 = (
+    functools.partial(make_schedule, name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")
+)
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -31,8 +25,15 @@ SCHEDULES = {
     "interleaved-3": lambda s, m: interleaved(s, s * m, 3),
     "zb-h1": zero_bubble_h1,
 }
-every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-sizes = hypothesis.given(st.integers(1, 6), st.integers(1, 9))
+every_schedule = pytest.mark.parametrize(
+    "name", rows(SCHEDULES, "gpipe", "1f1b", "interleaved-2", "interleaved-3", "zb-h1")
+)
+some = hypothesis.settings(max_examples=examples(12, 60))
+
+
+def sizes(test):
+    """Numbers of stages and of microbatches, or of rounds of them."""
+    return hypothesis.example(3, 4)(some(hypothesis.given(st.integers(1, 6), st.integers(1, 9))(test)))
 
 
 def idle_seconds(timeline):
@@ -41,8 +42,8 @@ def idle_seconds(timeline):
 
 
 def formula(*numbers):
-    """Two hundred and more random sizes for what a closed formula says."""
-    many = hypothesis.settings(max_examples=250)
+    """Many random sizes for what a closed formula says."""
+    many = hypothesis.settings(max_examples=examples(15, 125))
     return lambda test: many(hypothesis.given(*numbers)(test))
 
 
@@ -65,8 +66,8 @@ def ticks(schedule):
 
 @every_schedule
 @sizes
-def test_every_operation_happens_exactly_once(make, num_stages, num_microbatches):
-    schedule = make(num_stages, num_microbatches)
+def test_every_operation_happens_exactly_once(name, num_stages, num_microbatches):
+    schedule = SCHEDULES[name](num_stages, num_microbatches)
     kinds = {op.kind for op in schedule.rows[0]}
     wanted = [
         Action(kind, m, c)
@@ -81,8 +82,8 @@ def test_every_operation_happens_exactly_once(make, num_stages, num_microbatches
 
 @every_schedule
 @sizes
-def test_microbatches_go_down_the_parts_and_back_up(make, num_stages, num_microbatches):
-    schedule = make(num_stages, num_microbatches)
+def test_microbatches_go_down_the_parts_and_back_up(name, num_stages, num_microbatches):
+    schedule = SCHEDULES[name](num_stages, num_microbatches)
     tick = ticks(schedule)
     places = [(s, c) for c in range(schedule.num_chunks) for s in range(num_stages)]
     for m in range(schedule.num_microbatches):
@@ -145,15 +146,16 @@ def test_zero_bubble_h1_has_a_third_of_the_bubble(num_stages, more):
 
 
 @every_schedule
-@formula(st.integers(1, 6), st.integers(1, 9))
-def test_every_schedule_is_valid_within_its_own_stash_and_reads_back(make, num_stages, number):
-    schedule = make(num_stages, number)
-    validate(schedule, schedule.peak_stash)
-    again = schedule_from_table(schedule.written, name=schedule.name)
+@sizes
+def test_every_schedule_is_valid_within_its_own_stash_and_reads_back(name, num_stages, number):
+    schedule = SCHEDULES[name](num_stages, number)
+    again = schedule_from_table(
+        schedule.written, name=schedule.name, stash_limits_S=schedule.peak_stash
+    )
     assert again == schedule
     less = [peak - 1 for peak in schedule.peak_stash]
     with pytest.raises(PlanError, match=f"makes {less[0] + 1} activations kept, of {less[0]} "):
-        validate(schedule, less)
+        schedule_from_table(schedule.written, stash_limits_S=less)
 
 
 TABLE = one_f_one_b(2, 2).written  # F0 -, F1 F0, - B0, B0 F1, - B1, B1 -
@@ -249,6 +251,7 @@ def test_a_table_over_its_stash_is_refused_naming_the_tick():
         schedule_from_table(TABLE, stash_limits_S=(2,))
 
 
+@hypothesis.settings(max_examples=examples(30, 100))
 @hypothesis.given(st.sampled_from(["1f1b", "zb-h1"]), st.randoms(use_true_random=False))
 def test_operations_in_another_order_are_valid_only_where_their_needs_hold(name, random):
     """Two entries of a valid table exchanged, against the laws in words of their own."""
@@ -266,10 +269,10 @@ def test_operations_in_another_order_are_valid_only_where_their_needs_hold(name,
         if name == "zb-h1":
             ways += [[at[s, Action(BACKWARD, m)], at[s, Action(WEIGHT, m)]] for s in range(3)]
     if all(a < b for way in ways for a, b in itertools.pairwise(way)):
-        validate(schedule)
+        schedule_from_table(schedule.written)
     else:
         with pytest.raises(PlanError, match=r"stage \d: [FBW]\d needs [FBW]\d.* tick \d+; move"):
-            validate(schedule)
+            schedule_from_table(schedule.written)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
@@ -308,9 +311,10 @@ unlike = st.lists(st.floats(0.1, 5), min_size=4, max_size=4)
 
 
 @every_schedule
+@some
 @hypothesis.given(unlike, unlike, unlike, st.floats(0, 2))
-def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, send):
-    schedule = make(4, 5)
+def test_a_replay_keeps_order_needs_and_sums(name, forward, backward, weight, send):
+    schedule = SCHEDULES[name](4, 5)
     times = [values * schedule.num_chunks for values in (forward, backward, weight)]
     num_parts = 4 * schedule.num_chunks
     timeline = replay(
@@ -346,6 +350,7 @@ def test_a_replay_keeps_order_needs_and_sums(make, forward, backward, weight, se
         assert timeline.finish_seconds[s] <= timeline.makespan_seconds
 
 
+@some
 @hypothesis.given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 3), st.floats(0.1, 3))
 def test_1f1b_with_like_stages_has_the_bubble_of_the_formula(
     num_stages, num_microbatches, forward, backward
@@ -356,6 +361,7 @@ def test_1f1b_with_like_stages_has_the_bubble_of_the_formula(
     assert timeline.makespan_seconds == pytest.approx(wanted)
 
 
+@some
 @hypothesis.given(st.floats(0.1, 3), st.integers(4, 9))
 def test_zero_bubble_h1_has_the_bubble_of_its_paper(seconds, num_microbatches):
     like = [seconds] * 4
@@ -376,6 +382,7 @@ def test_a_stage_in_the_middle_fills_its_wait_with_the_next_forward():
     assert timeline.makespan_seconds == 64 < 12 + 9 * 6
 
 
+@some
 @hypothesis.given(unlike, unlike, st.floats(0, 1), st.integers(1, 9))
 def test_blocking_transfers_are_never_faster(forward, backward, send, num_microbatches):
     schedule = one_f_one_b(4, num_microbatches)

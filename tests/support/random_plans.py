@@ -373,25 +373,22 @@ class Outcome:
     losses: dict[int, float]
 
 
-#: Sets of programs of each form, besides one on real processes; what costs time is to compile them.
-NUM_SETS = int(os.environ.get("TEST_SETS", "1"))
-#: The forms that are run: every tenth, and of one model those cut both ways and of several chunks;
-#: all, if more sets are wanted.
+#: The forms that are run: every tenth, and of one model those cut both ways and of several chunks.
 RUN_FORMS = [
     own
     for i, own in enumerate(FORMS)
-    if NUM_SETS > 1
-    or i % 10 == 2
-    or (own.model == "mlp" and (own.chunks > 1 or min(own.tensor, own.stages) > 1))
+    if i % 10 == 2 or (own.model == "mlp" and (own.chunks > 1 or min(own.tensor, own.stages) > 1))
 ]
+#: Trials of the same programs: what costs time is to compile them.
+EACH = 5
 
 
-def trials(form, num_sets=NUM_SETS, each=5):
-    """`num_sets` sets of programs, `each` trials of each, and two on real processes.
+def trials(form):
+    """A set of programs, `EACH` trials of it, and two on real processes.
 
     A chain has a set more, and stages that share, so that these are of several stages of ZeRO.
     """
-    num_sets += form.chain > 0 or form.shared
+    num_sets = 1 + (form.chain > 0 or form.shared)
     rng = random.Random(str(form))
     found = []
     can_be_four = not form.counts and MOST_DEVICES % (form.stages * form.tensor) == 0
@@ -400,7 +397,7 @@ def trials(form, num_sets=NUM_SETS, each=5):
         is_real = number == num_sets
         used = processes if is_real else 1
         plan, draw_counts = _draw_set(form, rng, number, used)
-        for _ in range(2 if is_real else each):
+        for _ in range(2 if is_real else EACH):
             trial, seen = None, {(t.plan, t.saves, t.resumes) for t in found}
             while trial is None or (trial.plan, trial.saves, trial.resumes) in seen:
                 saved = [n for n, other in enumerate(found) if other.saves]

@@ -13,9 +13,9 @@ import statistics
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
-from hxla import LayerTime, PlanError, Profile, Setting
+from hxla import LayerTime, PlanError, Profile, Setting, make_schedule
 from support.device_memory import DeviceMemory, MemoryRule, pipeline_memory
-from support.inside.schedule import blocking_replay, one_f_one_b
+from support.inside.schedule import blocking_replay
 from support.sailor_data import KIND, Data, Measured, Place, load, other_runs, read, read_plan
 from support.sailor_network import (
     NOT_DUPLEX,
@@ -209,7 +209,7 @@ def predict_time(
 
     timelines = [
         blocking_replay(
-            one_f_one_b(len(own), plan.num_microbatches),
+            make_schedule("1f1b", len(own), plan.num_microbatches),
             [
                 load.forward_seconds + rebuilding(place, num_bytes)
                 for load, place, num_bytes in zip(own, places, (0, *sent_bytes), strict=True)
@@ -296,7 +296,7 @@ def predict_memory(data: Data, plan: Measured, rule: MemoryRule = RULE) -> tuple
     ]
     if plan.num_microbatches == 1:
         rule = dataclasses.replace(rule, gradient_factor=0.0)
-    schedule = one_f_one_b(len(stages), plan.num_microbatches)
+    schedule = make_schedule("1f1b", len(stages), plan.num_microbatches)
     return tuple(
         pipeline_memory(parts, schedule, rule_of(place, rule))[s] for s, place in enumerate(places)
     )
