@@ -5,104 +5,172 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
+import optax
 import psutil
 import pytest
+from flax import nnx
 
+import hxla
 from hxla import LaunchError, MeshError, load_cluster
 from hxla.__main__ import main
 from support import left_behind
 from support.inside.core import names
 from support.inside.launch import _launcher as _run
 from support.inside.launch import _throttle
-from support.launched import start
+from support.launched import PATIENCE_SECONDS, end_of, lines_with, start
+from support.left_behind import wait_until
 from support.paths import PYTHONPATH
+from support.tiers import rows
+
+#: What a process does that waits for the end of the job.
+WAITS = "import signal\nwhile True:\n    signal.pause()\n"
+UP = "print('up', flush=True)\n"
+
+JOINED = """
+import ipaddress, jax, psutil, signal
+from jax.experimental import multihost_utils as m
+import numpy as np
+print(jax.process_index(), m.process_allgather(np.int32(jax.process_index() + 5)), flush=True)
+for c in psutil.Process().net_connections():
+    if c.status == 'LISTEN':
+        ip = ipaddress.ip_address(c.laddr.ip.removeprefix('::ffff:'))
+        print('listens to', 'itself' if ip.is_loopback else ip, flush=True)
+m.sync_global_devices('all have looked')
+if jax.process_index() == 1:
+    raise ValueError('mine')
+while True:
+    signal.pause()
+"""
 
 
-def test_two_processes_join_and_their_lines_are_prefixed(tmp_path):
-    code = (
-        "import jax\n"
-        "from jax.experimental import multihost_utils as m\n"
-        "import numpy as np\n"
-        "print(jax.process_index(), m.process_allgather(np.int32(jax.process_index() + 5)))\n"
-        "raise SystemExit(0)"
-    )
-    out, err = start(tmp_path, code, "-n", "2").communicate(timeout=120)
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """Two processes that join, look around, and of which one fails: the job after its end."""
+    folder = tmp_path_factory.mktemp("joined")
+    job = start(folder, JOINED, "-n", "2")
+    out, err = end_of(job)
+    return folder / "script.py", out, err, job.returncode
+
+
+def test_two_processes_join_and_their_lines_are_prefixed(joined):
+    _, out, err, _ = joined
     assert "[0] 0 [5 6]" in out, err
     assert "[1] 1 [5 6]" in out
 
 
-def test_a_failing_rank_ends_the_others_and_gives_the_exit_code(tmp_path):
-    code = (
-        "import os, sys, time\n"
-        "if os.environ['HXLA_PROCESS_ID'] == '1':\n"
-        "    print('last words', end='')\n    sys.exit(7)\n"
-        "time.sleep(100)"
+def test_no_process_of_a_local_job_listens_to_other_machines(joined):
+    _, out, err, _ = joined
+    told = [line for line in out.splitlines() if "listens to" in line]
+    assert set(told) == {"[0] listens to itself", "[1] listens to itself"}, err
+
+
+def test_the_users_own_lines_are_shown_and_the_rest_is_in_a_log(joined):
+    script, _, err, code = joined
+    *traceback, blame, rest = err.splitlines()
+    number = JOINED.splitlines().index("    raise ValueError('mine')") + 1
+    assert traceback == [
+        "[1] Traceback (most recent call last):",
+        f'[1]   File "{script}", line {number}, in <module>',
+        "[1]     raise ValueError('mine')",
+        "[1] ValueError: mine",
+    ]
+    assert blame == (
+        "hxla: rank 1 failed (ValueError: mine) before its first step, in phase 'script'; "
+        "ending the job"
     )
-    begun = time.monotonic()
-    job = start(tmp_path, code, "-n", "2")
-    out, err = job.communicate(timeout=120)
+    log = pathlib.Path(rest.removeprefix("hxla: what the processes said besides is in "))
+    assert "run_joined" in (log / "rank-1.log").read_text()
+    assert code == 1
+
+
+#: Processes of a job: one does it for what is true of each, two for what they do together.
+NUMBERS = rows([1, 2], 1)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_failing_rank_ends_the_others_and_gives_the_exit_code(number, tmp_path):
+    code = (
+        "import os, sys\n"
+        f"if os.environ['HXLA_PROCESS_ID'] == '{number - 1}':\n"
+        "    print('last words', end='')\n    sys.exit(7)\n"
+    )
+    job = start(tmp_path, code + WAITS, "-n", str(number))
+    out, err = end_of(job)
     assert job.returncode == 7
-    assert "hxla: rank 1 failed (sys.exit(7)) before its first step, in phase 'script'" in err
-    assert "[1] last words" in out
-    assert time.monotonic() - begun < 60
-
-
-def test_a_killed_launcher_leaves_no_orphan_and_no_cgroup(tmp_path):
-    code = "import time\nprint('up', flush=True)\ntime.sleep(100)"
-    job = start(tmp_path, code, "--mesh", "cpu-1.0-0.5")
-    ups = 0
-    while ups < 2:
-        ups += "up" in job.stdout.readline()
-    children = [p for p in psutil.Process(job.pid).children() if "script.py" in str(p.cmdline())]
-    assert len(children) == 2
-    job.send_signal(signal.SIGKILL)
-    job.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
-    place = _throttle.cgroup_parent()
-    if place is not None:
-        left_behind.wait_until_none(lambda: list(place[1].glob(f"hxla-{job.pid}-*")))
+    said = f"hxla: rank {number - 1} failed (sys.exit(7)) before its first step, in phase 'script'"
+    assert said in err
+    assert f"[{number - 1}] last words" in out
 
 
 NAMES = """
-import multiprocessing, time
+import multiprocessing
 from multiprocessing import shared_memory
 lock = multiprocessing.get_context("spawn").Lock()
 memory = shared_memory.SharedMemory(create=True, size=8)
 print("names", lock._semlock.name, memory.name, flush=True)
-time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("victim", ["launcher", "rank"])
-def test_a_kill_leaves_no_name_in_shared_memory(tmp_path, victim):
-    """As a data loader's: Python unlinks them where its resource tracker lives on for a moment."""
-    job = start(tmp_path, NAMES, "--mesh", "cpu-1.0-0.5")
+def names_in_memory(job, num):
+    """The files of the locks and memories of `num` ranks, once all of them are there."""
     found = []
-    while len(found) < 4:
-        _, is_named, names = job.stdout.readline().partition("names ")
-        if is_named:
-            lock, memory = names.split()
-            found += [pathlib.Path(f"/dev/shm/sem.{lock[1:]}"), pathlib.Path(f"/dev/shm/{memory}")]
+    for line in lines_with(job, "names ", num):
+        lock, memory = line.partition("names ")[2].split()
+        found += [pathlib.Path(f"/dev/shm/sem.{lock[1:]}"), pathlib.Path(f"/dev/shm/{memory}")]
     assert all(path.exists() for path in found)
-    children = [p for p in psutil.Process(job.pid).children() if "script.py" in str(p.cmdline())]
-    (job if victim == "launcher" else children[0]).send_signal(signal.SIGKILL)
-    job.communicate(timeout=30)
+    return found
+
+
+def ranks_of(job):
+    children = psutil.Process(job.pid).children()
+    return [p for p in children if "script.py" in str(p.cmdline())]
+
+
+def test_a_killed_launcher_leaves_no_orphan_no_cgroup_and_no_name_in_shared_memory(tmp_path):
+    """As a data loader's names: Python unlinks them where its resource tracker lives on."""
+    job = start(tmp_path, NAMES + WAITS, "--mesh", "cpu-1.0-0.5")
+    found = names_in_memory(job, 2)
+    children = ranks_of(job)
+    assert len(children) == 2
+    job.send_signal(signal.SIGKILL)
+    end_of(job)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_SECONDS)
+    assert not alive
+    place = _throttle.cgroup_parent()
+    if place is not None:
+        left_behind.wait_until_none(lambda: list(place[1].glob(f"hxla-{job.pid}-*")))
+    left_behind.wait_until_none(lambda: [path for path in found if path.exists()])
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_killed_rank_is_named_and_leaves_no_name_in_shared_memory(number, tmp_path):
+    job = start(tmp_path, NAMES + WAITS, "-n", str(number))
+    found = names_in_memory(job, number)
+    ranks_of(job)[-1].send_signal(signal.SIGKILL)
+    _, err = end_of(job)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL before its first step, in phase 'script'" in err
     left_behind.wait_until_none(lambda: [path for path in found if path.exists()])
 
 
 RECEIVES = """
 import os, pathlib, sys, time
-from hxla._launch._host import LocalHost
-host = LocalHost(["script.py"], None, None)
-print(host.memory, flush=True)
-others = [os.fork() for _ in range(3)]  # of a host other threads, which wait for one another
+from support.inside.launch import LocalHost
+host, closed = LocalHost(["script.py"], None, None), pathlib.Path(sys.argv[1])
+memory = pathlib.Path(host.memory)
+print(memory, flush=True)
+others = []
+while len(others) < 3 and 0 not in others:
+    others.append(os.fork())  # of a host other threads, which wait for one another
 if 0 in others:
-    until = time.monotonic() + 3
-    while time.monotonic() < until:
-        folder = pathlib.Path(host.memory, f"0-0-{len(others)}-received.part")
+    ends = False
+    while not ends:
+        ends = closed.exists()  # after a last time
+        folder = memory / f"0-0-{len(others)}-received.part"
         try:
             folder.mkdir(exist_ok=True)
             for name in range(20):
@@ -110,52 +178,46 @@ if 0 in others:
         except FileNotFoundError:
             pass  # it goes
     os._exit(0)
-time.sleep(0.2)
+while len(list(memory.glob("*-received.part/19"))) < 3:
+    time.sleep(0.01)
 host.close()
+closed.touch()
 for pid in others:
     os.waitpid(pid, 0)
 """
 
 
-def test_what_a_host_still_receives_as_it_closes_goes_too():
+def test_what_a_host_still_receives_as_it_closes_goes_too(tmp_path):
     """A file that comes while the folder's others go keeps the folder."""
-    script = [sys.executable, "-c", RECEIVES]
-    done = subprocess.run(script, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RECEIVES, str(tmp_path / "closed")],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        timeout=PATIENCE_SECONDS,
+    )
     folder = pathlib.Path(done.stdout.strip())
     left_behind.wait_until_none(lambda: [p for p in [folder] if p.exists()])
 
 
-def test_sigterm_is_passed_on(tmp_path):
-    code = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))\n"
-        "print('up', flush=True)\ntime.sleep(100)"
-    )
-    job = start(tmp_path, code, "-n", "2")
-    ups = 0
-    while ups < 2:
-        ups += "up" in job.stdout.readline()
+@pytest.mark.parametrize("number", NUMBERS)
+def test_sigterm_is_passed_on(number, tmp_path):
+    code = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *a: sys.exit(75))\n" + UP
+    job = start(tmp_path, code + WAITS, "-n", str(number))
+    lines_with(job, "up", number)
     job.send_signal(signal.SIGTERM)
-    job.communicate(timeout=60)
+    end_of(job)
     assert job.returncode == 75
 
 
-UP = "print('up', flush=True)\n"
-
-
-def until_up(job, num):
-    ups = 0
-    while ups < num:
-        ups += "up" in job.stdout.readline()
-
-
-@pytest.mark.parametrize("number", ["1", "2"])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_sigterm_ends_what_does_not_handle_it(number, tmp_path):
     """jax's preemption service, where it is on, only takes note of the signal."""
-    job = start(tmp_path, "import time\n" + UP + "time.sleep(100)", "-n", number)
-    until_up(job, int(number))
+    job = start(tmp_path, UP + WAITS, "-n", str(number))
+    lines_with(job, "up", number)
     job.send_signal(signal.SIGTERM)
-    _, err = job.communicate(timeout=60)
+    _, err = end_of(job)
     assert job.returncode == 128 + signal.SIGTERM
     said, *besides = err.splitlines()
     assert said == "hxla: SIGTERM: ended before the first step"
@@ -166,32 +228,34 @@ def test_sigterm_ends_what_does_not_handle_it(number, tmp_path):
     )
 
 
-def test_what_does_not_end_by_sigterm_is_killed_and_named(tmp_path):
-    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP
-    job = start(tmp_path, code + "time.sleep(100)", "-n", "2", "--grace", "0.5")
-    until_up(job, 2)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_what_does_not_end_by_sigterm_is_killed_and_named(number, tmp_path):
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP
+    job = start(tmp_path, code + WAITS, "-n", str(number), "--grace", "0.5")
+    lines_with(job, "up", number)
     job.send_signal(signal.SIGTERM)
-    _, err = job.communicate(timeout=60)
+    _, err = end_of(job)
     assert job.returncode == 128 + signal.SIGTERM
-    for rank in (0, 1):
+    for rank in range(number):
         assert f"hxla: rank {rank} did not end within 0.5 s" in err
     assert all(line.startswith("hxla: ") for line in err.splitlines())
 
 
 def test_ctrl_c_ends_with_130_and_one_line(tmp_path):
-    job = start(tmp_path, "import time\n" + UP + "time.sleep(100)", "-n", "2")
-    until_up(job, 2)
+    job = start(tmp_path, UP + WAITS, "-n", "2")
+    lines_with(job, "up", 2)
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=60)
+    _, err = end_of(job)
     assert (job.returncode, err) == (130, "hxla: interrupted before the first step\n")
 
 
-def test_a_job_whose_output_nobody_reads_ends(tmp_path):
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_job_whose_output_nobody_reads_ends(number, tmp_path):
     code = UP + "import time\nwhile True:\n    print('x' * 1000, flush=True)\n    time.sleep(0.01)"
-    job = start(tmp_path, code, "-n", "2")
-    until_up(job, 2)
+    job = start(tmp_path, code, "-n", str(number))
+    lines_with(job, "up", number)
     job.stdout.close()
-    assert job.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGPIPE
     # A rank that outlives the first by a moment may lose the coordination service, which it logs.
     said, *rest = job.stderr.read().splitlines()
     assert said == "hxla: nobody reads the output any more: ended before the first step"
@@ -199,55 +263,11 @@ def test_a_job_whose_output_nobody_reads_ends(tmp_path):
     assert len(rest) <= 1
 
 
-def test_the_users_own_lines_are_shown_and_the_rest_is_in_a_log(tmp_path):
-    code = "import os\nif os.environ['HXLA_PROCESS_ID'] == '1':\n    raise ValueError('mine')\n"
-    job = start(tmp_path, code + "import time\ntime.sleep(100)", "-n", "2")
-    _, err = job.communicate(timeout=60)
-    *traceback, blame, rest = err.splitlines()
-    assert traceback == [
-        "[1] Traceback (most recent call last):",
-        f'[1]   File "{tmp_path / "script.py"}", line 3, in <module>',
-        "[1]     raise ValueError('mine')",
-        "[1] ValueError: mine",
-    ]
-    assert blame == (
-        "hxla: rank 1 failed (ValueError: mine) before its first step, in phase 'script'; "
-        "ending the job"
-    )
-    log = pathlib.Path(rest.removeprefix("hxla: what the processes said besides is in "))
-    assert "run_joined" in (log / "rank-1.log").read_text()
-    assert job.returncode == 1
-
-
-def test_no_process_of_a_local_job_listens_to_other_machines(tmp_path):
-    code = (
-        "import ipaddress, psutil\n"
-        "from jax.experimental import multihost_utils as m\n"
-        "m.sync_global_devices('all are up')\n"
-        "for c in psutil.Process().net_connections():\n"
-        "    if c.status == 'LISTEN':\n"
-        "        ip = ipaddress.ip_address(c.laddr.ip.removeprefix('::ffff:'))\n"
-        "        print('listens to', 'itself' if ip.is_loopback else ip)\n"
-        "m.sync_global_devices('all have looked')"
-    )
-    out, err = start(tmp_path, code, "-n", "2").communicate(timeout=120)
-    told = [line for line in out.splitlines() if "listens to" in line]
-    assert set(told) == {"[0] listens to itself", "[1] listens to itself"}, err
-
-
-@pytest.mark.parametrize("command", [["run"], ["plan", "--mesh", "cpu-1.0-0.5"], ["profile"]])
-def test_a_script_that_is_not_there_is_one_line(command, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-m", "hxla", *command, "nothing.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        check=False,
-    )
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines()[-1] == f"hxla: no script 'nothing.py' in {tmp_path}"
-    assert "Traceback" not in ran.stderr
+def test_a_script_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for command in (["run"], ["plan", "--mesh", "cpu-1.0-0.5"], ["profile"]):
+        assert main([*command, "nothing.py"]) == 2, command
+        assert capsys.readouterr().err == f"hxla: no script 'nothing.py' in {tmp_path}\n", command
 
 
 SLURM = {
@@ -263,7 +283,7 @@ SLURM = {
 def test_slurm_tasks_join_in_place(tmp_path):
     code = "import jax\nprint('processes', jax.process_count(), jax.process_index())"
     jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
-    outputs = [job.communicate(timeout=120) for job in jobs]
+    outputs = [end_of(job) for job in jobs]
     for rank, (out, err) in enumerate(outputs):
         assert f"processes 2 {rank}" in out, err
 
@@ -288,7 +308,7 @@ def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
     )
     jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
     try:
-        _, err = jobs[0].communicate(timeout=120)
+        _, err = jobs[0].communicate(timeout=PATIENCE_SECONDS)
         assert jobs[0].returncode == 76, err
         assert "hxla watchdog: rank 1 has not answered for " in err
         assert "; it was at step 3 in phase 'callback'; ending the job" in err
@@ -298,49 +318,73 @@ def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
             job.communicate()
 
 
-def test_a_task_that_has_not_joined_is_refused(tmp_path):
-    code = (
-        "import hxla\n"
-        "import optax\nfrom flax import nnx\n"
-        "try:\n    hxla.train(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), {'x': [0.0]}, lambda m, b: 0.0,"
-        " optax.sgd(1.0), batch_size=1, steps=1)\n"
-        "except hxla.LaunchError as e:\n    print(e)"
-    )
-    env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "JAX_PLATFORMS": "cpu"}
-    out, _ = start(tmp_path, code, env=env, module=()).communicate(timeout=60)
-    assert "Slurm with 4 tasks" in out
+def test_a_task_that_has_not_joined_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    model, data = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), {"x": np.zeros(1, np.float32)}
+    with pytest.raises(LaunchError, match="Slurm with 4 tasks"):
+        hxla.train(model, data, lambda m, b: 0.0, optax.sgd(1.0), batch_size=1, steps=1)
 
 
-def busy_child():
-    return subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+@pytest.fixture
+def child():
+    """A process of which nothing is known but its number, in a group of its own."""
+    process = subprocess.Popen(["sleep", "infinity"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
 
 
-def cpu_share(pid, seconds=2.0):
-    process = psutil.Process(pid)
-    before, begun = sum(process.cpu_times()[:2]), time.monotonic()
-    time.sleep(seconds)
-    return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun)
-
-
-@pytest.mark.parametrize("kind", ["cgroup", "cycle"])
-def test_a_throttled_process_gets_its_share(kind):
-    child = busy_child()
+def test_a_cgroup_holds_a_process_to_its_share():
+    """What it takes beyond its quota in a period is throttled."""
+    if _throttle.cgroup_parent() is None:
+        pytest.skip("no cgroup may be written here")
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
     try:
-        if kind == "cycle":
-            throttle = _throttle.DutyCycle(child.pid)
-            throttle.set_share(0.3)
-        else:
-            if _throttle.cgroup_parent() is None:
-                pytest.skip("no cgroup may be written here")
-            throttle, _ = _throttle.make_throttle(child.pid, 0, 0.3)
-        assert cpu_share(child.pid) < 0.45  # others may take it lower, never higher
+        throttle, how = _throttle.make_throttle(busy.pid, 0, 0.3)
+        assert "cgroup v" in how
+        version, _ = _throttle.cgroup_parent()
+        assert throttle.share_of(throttle.folder, version) == pytest.approx(0.3)
+        stat = throttle.folder / "cpu.stat"
+
+        def times():
+            [found] = [x.split()[1] for x in stat.read_text().splitlines() if "nr_thr" in x]
+            return int(found)
+
+        wait_until(lambda: times() > 2, "a period in which it was throttled")
     finally:
-        child.kill()
-        child.wait()
+        busy.kill()
+        busy.wait()
         throttle.close()
+    assert not throttle.folder.exists()
 
 
-def test_jobs_beside_each_other_hold_cores_of_their_own(monkeypatch):
+def test_without_a_cgroup_a_process_is_stopped_for_the_rest_of_each_cycle(child, monkeypatch):
+    done, kill, sleep = [], os.killpg, time.sleep
+
+    def signalled(pid, number):
+        done.append((pid, signal.Signals(number)))
+        kill(pid, number)
+
+    def slept(seconds):
+        if threading.current_thread() is throttle._thread:
+            done.append(round(seconds, 6))
+        sleep(seconds)
+
+    throttle = _throttle.DutyCycle(child.pid)
+    monkeypatch.setattr(_throttle.os, "killpg", signalled)
+    monkeypatch.setattr(_throttle.time, "sleep", slept)
+    throttle.set_share(0.3)
+    wait_until(lambda: done.count((child.pid, signal.SIGSTOP)) > 2, "cycles")
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, "a stop")
+    throttle.close()
+    begin = done.index((child.pid, signal.SIGCONT))
+    cycle = [(child.pid, signal.SIGCONT), 0.006, (child.pid, signal.SIGSTOP), 0.014]
+    assert done[begin : begin + 8] == cycle * 2
+    assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+
+
+def test_jobs_beside_each_other_hold_cores_of_their_own(child, monkeypatch):
     place = _throttle.cgroup_parent()
     if place is None:
         pytest.skip("no cgroup may be written here")
@@ -350,7 +394,6 @@ def test_jobs_beside_each_other_hold_cores_of_their_own(monkeypatch):
     if not (alone / ("cpu.max" if version == 2 else "cpu.cfs_quota_us")).exists():
         alone.rmdir()
         pytest.skip("cgroups in cgroups have no quota here")
-    child = busy_child()
     throttle = None
     try:
         monkeypatch.setattr(_throttle, "cgroup_parent", lambda: (version, alone))
@@ -368,15 +411,14 @@ def test_jobs_beside_each_other_hold_cores_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.05, 0.04, 0.001])
-def test_every_share_of_a_mesh_file_is_a_quota_that_linux_takes(share):
+def test_every_share_of_a_mesh_file_is_a_quota_that_linux_takes(share, child):
     quota, period = _throttle.quota_and_period(share)
     assert 20_000 <= period <= 1_000_000
     assert quota == -1 if share == 1 else quota >= 1000
     if share < 1:
         assert quota / period == pytest.approx(share, rel=0.01)
-    child = busy_child()
+    throttle, _ = _throttle.make_throttle(child.pid, 99, share)
     try:
-        throttle, _ = _throttle.make_throttle(child.pid, 99, share)
         for again in (0.9, share):
             throttle.set_share(again)
     finally:
@@ -391,11 +433,10 @@ def test_shares_are_packed_on_cores_or_refused():
         _throttle.pack([0.7, 0.7, 0.7], [0, 1])
 
 
-@pytest.mark.parametrize("name", names("meshes"))
-def test_shipped_meshes_are_valid(name):
-    cluster = load_cluster(name)
-    assert cluster.name == name
-    assert cluster.devices
+def test_shipped_meshes_are_valid():
+    clusters = {name: load_cluster(name) for name in names("meshes")}
+    assert len(clusters) > 3
+    assert not [n for n, found in clusters.items() if found.name != n or not found.devices]
 
 
 def test_a_mesh_of_several_nodes_is_not_started_on_one():
@@ -432,6 +473,7 @@ def test_a_full_output_loses_lines_and_no_job(tmp_path):
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": PYTHONPATH},
             check=False,
+            timeout=PATIENCE_SECONDS,
         )
     assert ran.returncode == 0
     assert "hxla: the output is lost from here on: [Errno 28] No space left" in ran.stderr
@@ -455,24 +497,15 @@ def test_wrong_options_of_a_run_that_is_there_are_refused(name, capsys):
     assert len(said.splitlines()) == 1
 
 
-def test_a_command_that_is_interrupted_says_so_in_a_line(tmp_path):
-    script, begun = tmp_path / "job.py", tmp_path / "begun"
-    lines = "import pathlib, time", f"pathlib.Path({str(begun)!r}).touch()", "time.sleep(99)"
-    script.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "hxla", "plan", "--mesh", "cpu-1.0-0.5", str(script)]
+def test_a_command_that_is_interrupted_says_so_in_a_line(tmp_path, capsys):
+    script = tmp_path / "job.py"
+    script.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     # Whoever starts the tests in the background has them ignore it.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, ignored)
     try:
-        until = time.monotonic() + 60
-        while not begun.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        assert main(["plan", "--mesh", "cpu-1.0-0.5", str(script)]) == 130
     finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
+        signal.signal(signal.SIGINT, ignored)
+    said = capsys.readouterr().err
     assert said.splitlines()[-1] == "hxla: interrupted"
     assert "Traceback" not in said

@@ -15,6 +15,8 @@ import hxla
 from support import streams
 from support.inside.jax import _coordination
 from support.inside.run import _data
+from support.launched import PATIENCE_SECONDS
+from support.paths import PYTHONPATH
 
 
 def source_of(data, num_workers, **options):
@@ -81,12 +83,15 @@ def test_what_fails_in_a_worker_is_told(one_host):
 def test_workers_end_with_the_process_that_they_work_for():
     script = (
         "import numpy as np, os, signal\n"
-        "from hxla._run import _data\n"
+        "from support.inside.run import _data\n"
         "s = _data.as_source(lambda i: {'x': np.zeros(2)}, batch_size=4, seed=0, num_workers=2)\n"
         "s.fetch(0, np.arange(4)); print('made', flush=True); input()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert process.stdout.readline() == b"made\n"
     family = psutil.Process(process.pid).children(recursive=True)
@@ -95,7 +100,7 @@ def test_workers_end_with_the_process_that_they_work_for():
     process.wait()
     process.stdout.close()
     process.stdin.close()
-    _, left = psutil.wait_procs(family, 60)
+    _, left = psutil.wait_procs(family, PATIENCE_SECONDS)
     assert not left
 
 
@@ -132,5 +137,5 @@ def test_workers_end_with_their_data():
     assert len(own) == 2
     del source
     gc.collect()
-    _, left = psutil.wait_procs(own, 30)
+    _, left = psutil.wait_procs(own, PATIENCE_SECONDS)
     assert not left

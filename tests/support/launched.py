@@ -1,10 +1,14 @@
-"""Scripts under `hxla run`."""
+"""Scripts under `hxla run`, and waiting for what they say."""
 
 import os
 import subprocess
 import sys
+import threading
 
 from support.paths import PYTHONPATH
+
+#: The limit of a wait, however busy the machine is.
+PATIENCE_SECONDS = 300.0
 
 
 def start(tmp_path, code, *options, env=None, module=("-m", "hxla", "run")):
@@ -19,3 +23,26 @@ def start(tmp_path, code, *options, env=None, module=("-m", "hxla", "run")):
         env=clean | {"PYTHONPATH": PYTHONPATH} | (env or {}),
         cwd=tmp_path,
     )
+
+
+def lines_with(job, word, num=1):
+    """The first `num` lines of a job's output that have a word, once they are there."""
+    limit = threading.Timer(PATIENCE_SECONDS, job.kill)
+    limit.start()
+    found = []
+    try:
+        for line in job.stdout:
+            found += [line] if word in line else []
+            if len(found) == num:
+                return found
+    finally:
+        limit.cancel()
+    raise AssertionError(f"{len(found)} of {num} lines with {word!r}: {job.stderr.read()}")
+
+
+def end_of(job):
+    """What a job printed until its end: standard output and error."""
+    try:
+        return job.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        job.kill()

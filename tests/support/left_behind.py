@@ -3,6 +3,8 @@
 import pathlib
 import time
 
+from support.launched import PATIENCE_SECONDS
+
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 _LEFT_BEFORE = frozenset(_SHARED_MEMORY.glob("hxla-elastic-*"))
 
@@ -18,12 +20,18 @@ def folders_of(pid):
     return list(_SHARED_MEMORY.glob(f"hxla-elastic-{pid}-*"))
 
 
-def wait_until_none(found=left_in_memory, seconds=10):
+def wait_until(is_so, what):
+    """Until a condition holds; returns what it gave."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not (found := is_so()):
+        assert time.monotonic() < until, what() if callable(what) else what
+        time.sleep(0.02)
+    return found
+
+
+def wait_until_none(found=left_in_memory):
     """Until no file or folder is found: the janitor removes what is written while they go."""
-    until = time.monotonic() + seconds
-    while left := found():
-        assert time.monotonic() < until, [[f, *f.rglob("*")] for f in left]
-        time.sleep(0.05)
+    wait_until(lambda: not found(), lambda: [[f, *f.rglob("*")] for f in found()])
 
 
 def started_by(pid):
@@ -40,9 +48,7 @@ def started_by(pid):
     return found
 
 
-def wait_until_gone(pids, seconds=10):
+def wait_until_gone(pids):
     """Until none of some processes is there."""
-    until = time.monotonic() + seconds
-    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    there = lambda: [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]  # noqa: E731
+    wait_until(lambda: not there(), lambda: f"processes that are there: {there()}")

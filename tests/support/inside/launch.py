@@ -14,6 +14,7 @@ from hxla._launch._environment import _MIXED_GPU_FLAGS as _MIXED_GPU_FLAGS
 from hxla._launch._environment import num_gpus as num_gpus
 from hxla._launch._environment import place_of as place_of
 from hxla._launch._environment import process_environment as process_environment
+from hxla._launch._host import LocalHost as LocalHost
 from hxla._launch._mailbox import MEMORY_VARIABLE as MEMORY_VARIABLE
 from hxla._launch._member import Pinned as Pinned
 from hxla._launch._member import pin as pin
