@@ -24,26 +24,41 @@ def test_one_disturbed_value_changes_little():
     assert middle_mean([*values, 1e6]) == pytest.approx(middle_mean(values), rel=0.05)
 
 
-def test_a_process_that_rests_is_timed_with_its_rests():
+@pytest.fixture
+def throttled(monkeypatch):
+    """Runs of given lengths, in turn, by a clock that only they move."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def make(*seconds):
+        pauses = itertools.cycle(seconds)
+
+        def run():
+            now[0] += next(pauses)
+
+        return run
+
+    return make
+
+
+def test_a_process_that_rests_is_timed_with_its_rests(throttled):
     """Two short runs, then one that waits for the next period: the median knows no rest."""
-
-    def throttled():
-        pauses = itertools.cycle([0.001, 0.001, 0.04])
-        return lambda: time.sleep(next(pauses))
-
-    assert steady_seconds(throttled()) > 0.042 / 3 * 0.9
-    assert median_seconds(throttled()) < steady_seconds(throttled())
+    seconds = (0.001, 0.001, 0.04)
+    assert steady_seconds(throttled(*seconds)) == pytest.approx(0.042 / 3, rel=0.1)
+    assert median_seconds(throttled(*seconds)) == pytest.approx(0.001)
 
 
-def test_runs_that_all_fit_between_two_rests_are_timed_with_rests():
+def test_runs_that_all_fit_between_two_rests_are_timed_with_rests(throttled):
     """A burst of ten short runs after each rest: a first handful sees none."""
+    seconds = (0.001,) * 10 + (0.03,)
+    assert steady_seconds(throttled(*seconds)) == pytest.approx(0.04 / 11, rel=0.1)
+    assert median_seconds(throttled(*seconds)) == pytest.approx(0.001)
 
-    def throttled():
-        pauses = itertools.cycle([0.001] * 10 + [0.03])
-        return lambda: time.sleep(next(pauses))
 
-    assert steady_seconds(throttled()) > 0.04 / 11 * 0.9
-    assert median_seconds(throttled()) < 0.02
+def test_runs_without_rests_are_timed_by_their_median(throttled):
+    assert steady_seconds(throttled(0.02)) == pytest.approx(0.02)  # longer than a period together
+    assert steady_seconds(throttled(0.001)) == pytest.approx(0.001)
+    assert steady_seconds(throttled(0.2, 0.3)) == pytest.approx(0.3)  # one is longer than a period
 
 
 def test_a_transfer_is_what_a_meeting_takes_beyond_its_longer_side():

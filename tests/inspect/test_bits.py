@@ -17,23 +17,57 @@ import hxla
 from hxla.__main__ import main
 from support import families
 from support.inside.inspect import EquationRuns, _bits_runs, compare_bits
+from support.tiers import rows
 
 pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
 ULP = np.float32(1 + 2**-23)  # what is multiplied by it is off by one in the last place
 
 
+class Small(nnx.Module):
+    """A dense layer, a count of calls, and a layer that runs three times, in a scan or not."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.cell = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+        self.scan = jax.lax.scan
+
+    def __call__(self, x):
+        with jax.named_scope("dense"):
+            x = jax.nn.sigmoid(self.up(x))
+        self.calls.set_value(self.calls[...] + 1)
+        rows = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 2, 4)
+        return self.scan(lambda h, row: (jnp.tanh(self.cell(h) + row), None), x, rows)[0]
+
+
+def unrolled(body, carry, rows):
+    for row in rows:
+        carry, _ = body(carry, row)
+    return carry, None
+
+
+def unroll(model):
+    model.scan = unrolled
+
+
 def job(name, change=lambda model: None):
-    if name == "gpt":
-        model = families.example("gpt").GPT(nnx.Rngs(0), layers=2, width=32, length=8, heads=2)
+    if name == "small":
+        model = Small(nnx.Rngs(0))
+        loss, data = (
+            lambda m, b: m(b["x"]).sum(axis=-1),
+            {"x": np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)},
+        )
+    elif name == "gpt":
+        model = families.example("gpt").GPT(nnx.Rngs(0), layers=2, width=16, length=8, heads=2)
         loss, data = families.token_loss, {"text": families.text(256)["text"][:, :9]}
     elif name == "resnet":
         model = families.example("resnet").ResNet((1,), 8, 3, 16, nnx.Rngs(0))
         loss, data = families.image_loss, families.images(8)
     else:
         module = families.example("lstm")
-        model = module.Translator(nnx.Rngs(0), vocabulary=64, width=8, layers=2)
-        loss, data = module.loss, jax.tree.map(lambda x: x[:, :4] % 64, families.pairs())
+        model = module.Translator(nnx.Rngs(0), vocabulary=64, width=8, layers=1)
+        loss, data = module.loss, jax.tree.map(lambda x: x[:, :3] % 64, families.pairs())
     change(model)
     return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=4)
 
@@ -65,43 +99,36 @@ def line_of(function, text):
     return f"{inspect.getsourcefile(function)}:{found}"
 
 
-def plant_gelu(off, patch):
-    gelu = jax.nn.gelu
-    patch.setattr(jax.nn, "gelu", off(gelu))
-
-
-def plant_relu(off, patch):
-    patch.setattr(nnx, "relu", off(nnx.relu))
-
-
-def plant_tanh(off, patch):
-    patch.setattr(jnp, "tanh", off(jnp.tanh))
-
-
-#: Name of the model, what is replaced, the line of the model that calls it, the parameter before.
+#: The model, where its function is and its name, the line that calls it, the parameter before.
 PLANTED = {
-    "gpt": (plant_gelu, families.example("gpt").Block.__call__, "jax.nn.gelu", "blocks/0/up"),
-    "resnet": (plant_relu, families.example("resnet").ResNet.__call__, "nnx.relu", ""),
+    "small": ("small", jax.nn, "sigmoid", Small.__call__, "jax.nn.sigmoid", "up"),
+    "small scan": ("small", jnp, "tanh", Small.__call__, "jnp.tanh", "cell"),
+    "gpt": (
+        *("gpt", jax.nn, "gelu", families.example("gpt").Block.__call__, "jax.nn.gelu"),
+        "blocks/0/up",
+    ),
+    "resnet": (
+        *("resnet", nnx, "relu", families.example("resnet").ResNet.__call__, "nnx.relu"),
+        "",
+    ),
     "lstm": (
-        plant_tanh,
-        families.example("lstm").Attention.__call__,
-        "jnp.tanh",
+        *("lstm", jnp, "tanh", families.example("lstm").Attention.__call__, "jnp.tanh"),
         "decoder/attention/memory",
     ),
 }
 
 
-def with_planted(name, off, monkeypatch):
+def with_planted(row, off, monkeypatch):
+    name, module, function, *_ = PLANTED[row]
     own = record(name)  # made before anything is replaced
-    PLANTED[name][0](off, monkeypatch)
+    monkeypatch.setattr(module, function, off(getattr(module, function)))
     return hxla.inspect_bits(own, hxla.record_bits(job(name), microbatch_size=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(name, monkeypatch):
-    _, caller, call, after = PLANTED[name]
-    found = with_planted(name, off_forward, monkeypatch)
+@pytest.mark.parametrize("row", rows(PLANTED, "small scan"))
+def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it(row, monkeypatch):
+    *_, caller, call, after = PLANTED[row]
+    found = with_planted(row, off_forward, monkeypatch)
     first = found.first
     assert first.what == "replaced"
     assert not first.equation.is_backward
@@ -113,14 +140,13 @@ def test_a_replaced_operation_is_named_with_its_line_and_what_was_read_before_it
     assert str(first) in str(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
-def test_one_replaced_in_the_backward_pass_is_named_there(name, monkeypatch):
-    _, caller, call, _ = PLANTED[name]
-    found = with_planted(name, off_backward, monkeypatch)
+@pytest.mark.parametrize("row", rows(PLANTED, "small"))
+def test_one_replaced_in_the_backward_pass_is_named_there(row, monkeypatch):
+    *_, caller, call, _ = PLANTED[row]
+    found = with_planted(row, off_backward, monkeypatch)
     first = found.first
     assert first.other.is_backward
-    if name == "resnet":  # its blocks call it too, and the last of them is the first to go back
+    if row == "resnet":  # its blocks call it too, and the last of them is the first to go back
         caller, call = families.example("resnet").Bottleneck.__call__, "relu(y + "
     assert first.other.source in (line_of(caller, call), line_of(off_backward, "* ULP"))
     assert "loss" not in found.compiled
@@ -140,8 +166,7 @@ def test_one_replaced_inside_a_scan_is_named_with_its_line():
     assert found.first.equation.after.startswith("decoder/layers/0/cell")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", rows(["small", "gpt", "resnet", "lstm"], "small"))
 def test_an_equation_that_another_device_rounds_otherwise_is_found_alone(name, monkeypatch):
     """The second of two devices, with one forward and one backward equation off by a bit."""
     places = of_floats(record(name))
@@ -179,9 +204,8 @@ def of_floats(own):
     return [i for i, is_once in once.items() if is_once and re.match("float32|f32", names[i][0])]
 
 
-@pytest.mark.slow
-def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(monkeypatch):
-    name = "gpt"
+@pytest.mark.parametrize("name", rows(["small", "gpt"], "small"))
+def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(name, monkeypatch):
     run, given = EquationRuns.run, []
 
     def told(self, closed, arguments, params):
@@ -191,7 +215,9 @@ def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(
     monkeypatch.setattr(EquationRuns, "run", told)
     # With hxla's own a CPU multiplies by a transposed matrix in another order.
     monkeypatch.setattr(_bits_runs, "compiler_options", lambda *_: {})
-    found = hxla.record_bits(job(name), microbatch_size=2)
+    # Plain jax compiles a scan as one program.
+    change = unroll if name == "small" else lambda model: None
+    found = hxla.record_bits(job(name, change), microbatch_size=2)
     closed, arguments = given
     with jax.disable_jit():
         results = jax.extend.core.jaxpr_as_fun(closed)(*arguments)
@@ -203,18 +229,18 @@ def test_a_record_is_of_the_bits_that_plain_jax_computes_operation_by_operation(
 
 
 def test_other_inputs_are_told_and_not_blamed_on_equations():
-    other = job("gpt", lambda model: model.pos.embedding.set_value(model.pos.embedding[...] + 1))
-    found = hxla.inspect_bits(record("gpt"), hxla.record_bits(other, microbatch_size=2))
-    assert found.inputs == ("pos/embedding",)
+    other = job("small", lambda model: model.cell.kernel.set_value(model.cell.kernel[...] + 1))
+    found = hxla.inspect_bits(record("small"), hxla.record_bits(other, microbatch_size=2))
+    assert found.inputs == ("cell/kernel",)
     assert not found.differences
     assert found.num_judged < found.num_runs
 
 
 def test_a_file_of_a_record_reads_as_it_was_written(tmp_path):
     path = tmp_path / "folder" / "bits.json"
-    record("lstm").write(path)
-    assert hxla.BitsRecord.read(path) == record("lstm")
-    assert hxla.inspect_bits(path, record("lstm")).is_equal
+    record("small").write(path)
+    assert hxla.BitsRecord.read(path) == record("small")
+    assert hxla.inspect_bits(path, record("small")).is_equal
     text = json.loads(path.read_text())
     text["runs"][3][1][0][0] = 7
     text["equations"][0]["primitive"] = 5
@@ -228,7 +254,7 @@ def test_constants_that_differ_are_told():
         runs = EquationRuns(jax.devices()[:1])
         closed = jax.make_jaxpr(lambda x: x * constant + 1)(1.0)
         digests = runs.run(closed, [np.float32(3)], [])
-        one = record("gpt")
+        one = record("small")
         return one.model_copy(
             update={
                 "inputs": (("x", digests[0]),),
@@ -256,7 +282,6 @@ hxla.train(model, {{"x": x}}, loss, optax.sgd(0.1), batch_size=8, microbatch_siz
 """
 
 
-@pytest.mark.slow
 def test_the_command_compares_scripts_records_and_devices(tmp_path, capsys):
     one, two = tmp_path / "one.py", tmp_path / "two.py"
     one.write_text(SCRIPT.format(line="(y * y).sum(-1)"))
