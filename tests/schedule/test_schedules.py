@@ -33,7 +33,9 @@ some = hypothesis.settings(max_examples=examples(12, 60))
 
 def sizes(test):
     """Numbers of stages and of microbatches, or of rounds of them."""
-    return hypothesis.example(3, 4)(some(hypothesis.given(st.integers(1, 6), st.integers(1, 9))(test)))
+    return hypothesis.example(3, 4)(
+        some(hypothesis.given(st.integers(1, 6), st.integers(1, 9))(test))
+    )
 
 
 def idle_seconds(timeline):
