@@ -18,6 +18,7 @@ from flax.core import freeze
 import hxla
 from support import models
 from support.inside.jax import num_compilations
+from support.tiers import rows
 
 X = np.random.default_rng(0).normal(1.0, 2.0, (32, 4)).astype(np.float32)
 DATA = {"x": X, "y": X.sum(axis=1)}
@@ -215,6 +216,7 @@ def plain_flax(variables, steps):
     params, losses = variables["params"], []
     mutable = ["batch_stats", "losses", "totals", "intermediates"]
 
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(params, state, batch):
         out, left = Experts().apply({"params": params, **state}, batch["x"], mutable=mutable)
         sown = [*jax.tree.leaves(left["losses"]), *jax.tree.leaves(left["totals"])]
@@ -222,12 +224,13 @@ def plain_flax(variables, steps):
         value = jnp.mean((out.reshape(-1) - batch["y"]) ** 2) + 0.1 * extra
         return value, {"batch_stats": left["batch_stats"]}
 
+    gradient = jax.jit(loss)
     for step in range(steps):
         begin = step * 16
         parts = []
         for i in range(begin, begin + 16, 4):
             batch = {k: v[i : i + 4] for k, v in DATA.items()}
-            parts.append(jax.value_and_grad(loss, has_aux=True)(params, state, batch))
+            parts.append(gradient(params, state, batch))
         losses.append(np.mean([value for (value, _), _ in parts]))
         mean = lambda *xs: sum(xs) / 4  # noqa: E731
         state = jax.tree.map(mean, *(left for (_, left), _ in parts))
@@ -236,10 +239,14 @@ def plain_flax(variables, steps):
     return losses, params, state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("given", ["whole", "params and state", "frozen"])
+@functools.cache
+def expert_variables():
+    return jax.tree.map(np.asarray, jax.jit(Experts().init)(jax.random.key(0), X[:4]))
+
+
+@pytest.mark.parametrize("given", rows(["whole", "params and state", "frozen"], "frozen"))
 def test_what_linen_sows_is_read_by_the_loss_and_is_no_state(given):
-    variables = jax.tree.map(np.asarray, Experts().init(jax.random.key(0), X[:4]))
+    variables = expert_variables()
     own = variables
     if given == "params and state":
         own = {k: variables[k] for k in ("params", "batch_stats")}
@@ -262,7 +269,7 @@ def test_what_linen_sows_is_no_state_of_a_module_that_hxla_initialises():
 
 
 def test_variables_without_the_modules_state_are_refused():
-    variables = {"params": Experts().init(jax.random.key(0), X[:4])["params"]}
+    variables = {"params": expert_variables()["params"]}
     with pytest.raises(hxla.ConfigError, match=r"lacks the collections \['batch_stats'\]"):
         fit(Experts(), sown_losses, variables=variables)
 

@@ -9,6 +9,7 @@ import pytest
 
 import hxla
 from support import models, zoo
+from support.tiers import rows
 from support.zoo.row import BATCH, MICROBATCH, SEED, STEPS
 
 MOST = 1e-5  # relative error
@@ -59,7 +60,12 @@ def as_plain(name, result):
     assert worst < MOST, path
 
 
-@pytest.mark.parametrize("name", zoo.ROWS)
+#: Of each family the rows that two stages train, and those that two devices share.
+STAGED = ("linen resnet", "llama", "experts", "fourier", "vae", "graph", "labels", "fine-tuning")
+CUT = ("u-net", "gpt", "nn.scan", "mamba", "contrastive", "linen methods", "lamb", "diffusion")
+
+
+@pytest.mark.parametrize("name", rows(zoo.ROWS, "multi steps", "actor-critic"))
 def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     row = zoo.ROWS[name]
     one = train(row, checkpoint_dir=tmp_path, checkpoint_every=2)
@@ -76,14 +82,14 @@ def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     assert resumed.sha256 == one.sha256
 
 
-@pytest.mark.parametrize("name", [name for name, row in zoo.ROWS.items() if not row.chain])
+@pytest.mark.parametrize("name", rows(STAGED, "labels"))
 def test_two_stages_train_a_row(name):
     row = zoo.ROWS[name]
     config = {"cluster": {"visible_devices": [0, 1]}}
     as_plain(name, train(row, stages=2, counts="even", config=config))
 
 
-@pytest.mark.parametrize("name", [name for name, row in zoo.ROWS.items() if row.cut])
+@pytest.mark.parametrize("name", rows(CUT, "lamb"))
 def test_two_devices_share_a_row(name):
     row = zoo.ROWS[name]
     rules = hxla.RuleSet(
