@@ -1,6 +1,7 @@
 """A job that `hxla run` runs in tests: every example that its data makes is written to a file."""
 
 import argparse
+import pathlib
 import time
 
 import jax
@@ -20,6 +21,7 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="of hxla's")
     parser.add_argument("--told", help="file for the examples that are made")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step waits")
+    parser.add_argument("--slow-until", help="file from whose appearance on it does not wait")
     parser.add_argument("--example-seconds", type=float, default=0.0)
     parser.add_argument("--checkpoints")
     parser.add_argument("--checkpoint-every", type=int)
@@ -36,7 +38,8 @@ def main():
 
     def pace(record, session):
         seconds.append(record.seconds)
-        time.sleep(args.slow)
+        if not (args.slow_until and pathlib.Path(args.slow_until).exists()):
+            time.sleep(args.slow)
 
     result = hxla.train(
         nnx.Linear(16, 4, rngs=nnx.Rngs(0)),

@@ -6,12 +6,13 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from support.launched import PATIENCE_SECONDS
+from support.left_behind import wait_until
 from support.paths import JOBS, PYTHONPATH, ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -54,12 +55,9 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_as_if_nothing_had_been(
     with printed.open("wb") as out:
         job = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
-            until = time.monotonic() + 90
-            while "] step " not in printed.read_text():
-                assert time.monotonic() < until, printed.read_text()[-2000:]
-                time.sleep(0.1)
+            wait_until(lambda: "] step " in printed.read_text(), printed.read_text)
             job.send_signal(signal.SIGTERM)
-            assert job.wait(60) == 75
+            assert job.wait(PATIENCE_SECONDS) == 75
         finally:
             if job.poll() is None:
                 job.kill()
@@ -69,7 +67,7 @@ def test_a_job_that_slurm_stops_is_queued_again_and_ends_as_if_nothing_had_been(
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
     assert "resumed from step" in again.stdout

@@ -270,54 +270,6 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err == f"hxla: no script 'nothing.py' in {tmp_path}\n", command
 
 
-SLURM = {
-    "SLURM_JOB_ID": str(os.getpid()),
-    "SLURM_STEP_NODELIST": "localhost",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_LOCALID": "0",
-    "JAX_PLATFORMS": "cpu",
-}
-
-
-def test_slurm_tasks_join_in_place(tmp_path):
-    code = "import jax\nprint('processes', jax.process_count(), jax.process_index())"
-    jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
-    outputs = [end_of(job) for job in jobs]
-    for rank, (out, err) in enumerate(outputs):
-        assert f"processes 2 {rank}" in out, err
-
-
-@pytest.mark.slow
-def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(tmp_path):
-    """Without a launcher they tell each other where they are through the coordination service."""
-    code = (
-        "import os, signal, time\n"
-        "import hxla, numpy as np, optax\n"
-        "from flax import nnx\n"
-        "def callback(record, session):\n"
-        "    if record.step == 3 and os.environ['SLURM_PROCID'] == '1':\n"
-        "        time.sleep(1.2)\n"
-        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "hxla.train(\n"
-        "    nnx.Linear(4, 1, rngs=nnx.Rngs(0)), {'x': np.ones((8, 4), np.float32)},\n"
-        "    lambda m, b: m(b['x'])[:, 0] ** 2, optax.sgd(0.1), batch_size=4, microbatch_size=2,\n"
-        "    steps=9, counts='even', callbacks=[callback],\n"
-        "    config={'watchdog': {'heartbeat_timeout_seconds': 4}},\n"
-        ")\n"
-    )
-    jobs = [start(tmp_path, code, env=SLURM | {"SLURM_PROCID": str(rank)}) for rank in range(2)]
-    try:
-        _, err = jobs[0].communicate(timeout=PATIENCE_SECONDS)
-        assert jobs[0].returncode == 76, err
-        assert "hxla watchdog: rank 1 has not answered for " in err
-        assert "; it was at step 3 in phase 'callback'; ending the job" in err
-    finally:
-        for job in jobs:
-            job.kill()
-            job.communicate()
-
-
 def test_a_task_that_has_not_joined_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")

@@ -16,14 +16,33 @@ import psutil
 import pytest
 
 from support import elastic_chaos, left_behind
+from support.launched import PATIENCE_SECONDS
+from support.left_behind import wait_until
 from support.ray_clusters import add_node, drain, started_cluster
 from support.scheduled_runs import LONG, THREE, Scheduled, check_three, has_ended, is_decided_on
 
-pytest.importorskip("ray")
-
-pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray")
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster whose head has no devices; each test adds nodes and takes them away."""
+    found = started_cluster()
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def connected(cluster):
+    """This process has joined the cluster."""
+    from support.inside.launch import connect
+
+    connect(cluster.address)
+    yield cluster
+    ray.shutdown()
+
+
+@pytest.mark.slow
 def test_nodes_join_are_drained_and_die_and_no_bit_moves():
     """In random order, with kills and freezes of processes between."""
     rows = elastic_chaos.disturbed(5, 3, ("join", "leave", "node death"), make=elastic_chaos.RayJob)
@@ -40,9 +59,10 @@ def twice(events):
     return sorted(s for s in steps if all(len(hosts[s, part]) == 2 for part in range(2)))
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_takes_no_more_steps_than_since_its_part_was_copied(tmp_path):
     """The other node has both parts of the state: no checkpoint is there, and nobody else."""
-    job = elastic_chaos.RayJob(tmp_path, 4000, 0.05, [0.4, 0.4], is_copied=True)
+    job = elastic_chaos.RayJob(tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.4, 0.4], is_copied=True)
     try:
         job.wait(lambda e: len(twice(e)) > 1, "copies on two nodes")
         job.kill_node("device 1")
@@ -51,7 +71,7 @@ def test_a_node_that_dies_takes_no_more_steps_than_since_its_part_was_copied(tmp
         job.write_mesh()
         job.wait(lambda e: elastic_chaos.runs(e) and e[-1]["what"] == "Completed", "a step")
         job.last.touch()
-        code = job.end(60)
+        code = job.end()
     finally:
         job.stop()
     elastic_chaos.check(job, code)
@@ -71,12 +91,10 @@ print("two", flush=True)
 """
 
 
-def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path):
+def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path, connected):
     """An answer under way has it, and nobody has read that answer when its host is closed."""
-    import ray
-
     from support.inside.cluster import Cluster, Device, dump_cluster
-    from support.inside.launch import Logs, Output, RayHost, Seat, Streams, WorkersStart, connect
+    from support.inside.launch import Logs, Output, RayHost, Seat, Streams, WorkersStart
 
     script, go, printed = tmp_path / "job.py", tmp_path / "go", io.BytesIO()
     script.write_text(SAYS_LAST)
@@ -91,36 +109,54 @@ def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path):
         mesh=dump_cluster(Cluster(name="elastic", devices=(device,))),
         pinned="",
     )
-    cluster = started_cluster()
+    added = add_node(connected, 0.5)
+    [node] = [node for node in ray.nodes() if node["NodeID"] == added.node_id]
+    streams = Streams(out=out, err=err, logs=Logs())
+    host = RayHost(node, [str(script), str(go)], streams, None)
     try:
-        node_id = add_node(cluster, 0.5).node_id
-        connect(cluster.address)
-        [node] = [node for node in ray.nodes() if node["NodeID"] == node_id]
-        streams = Streams(out=out, err=err, logs=Logs())
-        host = RayHost(node, [str(script), str(go)], streams, None)
-        wait_until(lambda: host.devices)
+        wait_until(lambda: host.poll() or host.devices, "devices")
         workers = host.start(start)
         [pid] = workers.pids.values()
         workers.order(begins=True, state=[])
-        wait_until(lambda: host.poll() or b"one" in printed.getvalue())
-        ray.wait([host._hearing], timeout=60)  # else that answer might have the last line
+        wait_until(lambda: host.poll() or b"one" in printed.getvalue(), "its first line")
+        ray.wait([host._hearing], timeout=PATIENCE_SECONDS)  # else it might have the last line
         go.touch()
-        left_behind.wait_until_gone([pid], 60)
+        left_behind.wait_until_gone([pid])
         host.poll()
-        time.sleep(1)
+        ray.wait([host._hearing], timeout=PATIENCE_SECONDS)
         assert b"two" not in printed.getvalue()
         host.close()
         assert b"two" in printed.getvalue()
     finally:
-        ray.shutdown()
-        cluster.shutdown()
+        connected.remove_node(added)
 
 
-def wait_until(is_so):
-    until = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+def test_nodes_are_shared_out_whole_and_held_as_long_as_a_job_has_them(cluster):
+    from support.inside.scheduler import Places, RayFleet
+
+    said = []
+    fleet = RayFleet(cluster.address, ["cpu@0.5"], said.append)
+    nodes = [add_node(cluster, share) for share in (0.5, 0.25)]
+    one, other = (f"node {node.node_id[:8]}" for node in nodes)
+    try:
+        wait_until(fleet.offered, "a node")
+        assert fleet.offered() == {one: ("cpu@0.5", 1)}
+        wait_until(lambda: fleet.offered() and said, "a word of the other node")
+        assert said == [f"{other} with 1 cpu@0.25 is left out: the jobs use nodes of one cpu@0.5"]
+        fleet.keep([one])
+        [held] = wait_until(held_groups, "a placement group")
+        assert fleet.text(Places([one])) == f"{nodes[0].node_id} {held['name']}\n"
+        assert held["bundles"] == {0: {"CPU": 1.0}}
+        fleet.keep([one])
+        assert [group["name"] for group in held_groups()] == [held["name"]]
+        drain(cluster, nodes[0])
+        wait_until(lambda: not fleet.offered(), "the node to be drained")
+        fleet.keep([])
+        wait_until(lambda: not held_groups(), "the placement group to be gone")
+    finally:
+        fleet.close()
+        for node in nodes:
+            cluster.remove_node(node)
 
 
 def test_without_a_cluster_it_is_said_what_to_do():
@@ -134,6 +170,7 @@ def test_without_a_cluster_it_is_said_what_to_do():
     assert "ray start --head" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_example_ends_with_the_bits_of_an_undisturbed_run():
     script = elastic_chaos.ROOT / "examples" / "13_ray.py"
     ran = subprocess.run(
@@ -160,8 +197,6 @@ class ScheduledOnRay(Scheduled):
 
     def rival(self):
         """One who asks Ray for a fast node as well; when it got one, in a list of Ray's."""
-        import ray
-
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         options = {"num_cpus": 1, "label_selector": {"core-share": "0.5"}}
         return ray.remote(lambda: time.time()).options(**options).remote()
@@ -174,10 +209,9 @@ class ScheduledOnRay(Scheduled):
             self.nodes.append(add_node(self.cluster, share))
 
 
+@pytest.mark.slow
 def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
     """Nodes go from job to job; one is drained and another joins; who waits beside them waits."""
-    import ray
-
     run = ScheduledOnRay(tmp_path, [LONG], [0.4, 0.5, 0.5])
     try:
         run.wait("long.events", lambda e: e["what"] == "Completed", "a step on all nodes")
@@ -193,12 +227,12 @@ def test_three_jobs_share_out_unlike_nodes_and_no_bit_moves(tmp_path):
         run.end()
         check_three(run, [2, 1])  # the slow node beside the fast ones makes no step shorter
         ended = max(path.stat().st_mtime for path in run.out.glob("*.log"))
-        assert ray.get(rival, timeout=60) > ended - 2
+        assert ray.get(rival, timeout=PATIENCE_SECONDS) > ended - 2
         assert not held_groups()
     finally:
         ray.shutdown()
         run.process.terminate()
-        run.process.wait(60)
+        run.process.wait(PATIENCE_SECONDS)
         run.cluster.shutdown()
 
 
@@ -228,7 +262,7 @@ class DetachedJob(elastic_chaos.RayJob):
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
             env=elastic_chaos.own_environment(),
         )
 
@@ -257,12 +291,13 @@ class DetachedJob(elastic_chaos.RayJob):
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tmp_path):
     """It uses a node that joins afterwards, too: nothing that it needs was the command's."""
     last = tmp_path / "stop"
     job = DetachedJob(
         tmp_path,
-        4000,
+        elastic_chaos.MOST_STEPS,
         0.05,
         [0.4, 0.4],
         ("--stop-when", str(last)),
@@ -272,12 +307,11 @@ def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tm
         job.wait(elastic_chaos.runs, "the first generation")
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait()
-        time.sleep(3)
         before = elastic_chaos.last_step(job.events())[0]
+        wait_until(lambda: elastic_chaos.last_step(job.events())[0] > before + 5, "steps")
         refused = job.detach_again()
         assert refused.returncode == 2
         assert "hxla: --detach job: a run of this name is there already" in refused.stderr
-        assert elastic_chaos.last_step(job.events())[0] > before
         job.printed.seek(0)
         job.printed.truncate()
         job.follow()
@@ -293,7 +327,7 @@ def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tm
             "a generation with a new node",
         )
         last.touch()
-        assert job.process.wait(60) == 0, job.tail()
+        assert job.process.wait(PATIENCE_SECONDS) == 0, job.tail()
         text = job.printed_text()
         assert "generation 1 from the beginning" in text  # what was printed before it was attached
         [told] = [line.split("] ")[-1] for line in text.splitlines() if "sha256" in line]
@@ -302,90 +336,103 @@ def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tm
         job.stop()
 
 
+@pytest.mark.slow
 def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_path):
     """The actor is killed as with the head node; a new run goes on from the checkpoint."""
     saved, last = tmp_path / "saved", tmp_path / "stop"
     options = ("--checkpoints", str(saved), "--checkpoint-every", "5", "--stop-when", str(last))
-    job = DetachedJob(tmp_path, 4000, 0.05, [0.4], options, launcher=("--detach", "job"))
+    job = DetachedJob(
+        tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.4], options, launcher=("--detach", "job")
+    )
     try:
         job.wait(lambda e: elastic_chaos.last_step(e)[0] > 10, "steps")
         pids = list(job.pids().values())
         with job.attached(tmp_path / "first.txt") as first:
-            wait_until(lambda: "] step " in (tmp_path / "first.txt").read_text())
+            wait_until(lambda: "] step " in (tmp_path / "first.txt").read_text(), "a step")
             [raylet] = job.cluster.head_node.all_processes["raylet"]
             workers = psutil.Process(raylet.process.pid).children()
             [actor] = [p for p in workers if p.name().startswith("ray::Detached")]
             actor.kill()
             for process in (job.process, first):
-                assert process.wait(120) == 2
+                assert process.wait(PATIENCE_SECONDS) == 2
         for text in (job.printed_text(), (tmp_path / "first.txt").read_text()):
             assert "generation 1 from the beginning" in text
             assert text.splitlines()[-1].startswith("hxla: run job is gone, and its processes with")
-        left_behind.wait_until_gone(pids, 60)
+        left_behind.wait_until_gone(pids)
         again = [
             *job.command("--elastic", "--detach", "job"),
             str(elastic_chaos.JOB),
             "--steps",
-            "4000",
+            str(elastic_chaos.MOST_STEPS),
         ]
         with job.attached(tmp_path / "second.txt", [*again, "--slow", "0.05", *options]) as second:
-            wait_until(lambda: "] step " in (tmp_path / "second.txt").read_text())
+            wait_until(lambda: "] step " in (tmp_path / "second.txt").read_text(), "a step")
             with job.attached(tmp_path / "third.txt") as third:
                 last.touch()
-                assert (second.wait(120), third.wait(120)) == (0, 0)
+                assert (second.wait(PATIENCE_SECONDS), third.wait(PATIENCE_SECONDS)) == (0, 0)
         texts = [(tmp_path / f"{name}.txt").read_text() for name in ("second", "third")]
         assert texts[0] == texts[1]
         assert "resumed from step" in texts[0]
         [told] = [line.split("] ")[-1] for line in texts[0].splitlines() if "sha256" in line]
         assert told == elastic_chaos.undisturbed_line(int(told.split()[-2]), "-n", "1")
-        left_behind.wait_until_none(seconds=120)
+        left_behind.wait_until_none()
     finally:
         job.stop()
 
 
-def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path):
+def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path, connected):
     """And keeps its name until then, unless someone reads it."""
-    import ray
+    from support.inside.launch import DetachedActor, ElasticWishes
 
-    from support.inside.launch import DetachedActor, ElasticWishes, connect
-
-    cluster = started_cluster()
-    try:
-        connect(cluster.address)
-        options = DetachedActor.options(name="job", lifetime="detached", num_cpus=0)
-        wishes = ElasticWishes(command=["job.py"])
-        actor = options.remote(wishes, str(tmp_path / "missing"), unread_seconds=8.0)
-        wait_until(lambda: ray.get(actor.standing.remote()) == (2, False))
-        wait_until(lambda: not ray.util.list_named_actors())
-        actor = options.remote(wishes, str(tmp_path / "missing"), unread_seconds=3600.0)
-        wait_until(lambda: ray.get(actor.standing.remote())[0] == 2)
-        heard = ray.get(actor.follow.remote(0))
-        assert b"is not on the head node" in b"".join(text for _, text in heard.output.pieces)
-        assert not ray.get(actor.follow.remote(heard.output.end)).output.pieces
-        wait_until(lambda: not ray.util.list_named_actors())
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    options = DetachedActor.options(name="job", lifetime="detached", num_cpus=0)
+    wishes = ElasticWishes(command=["job.py"])
+    missing = str(tmp_path / "missing")
+    actor = options.remote(wishes, missing, unread_seconds=1.0)
+    with contextlib.suppress(ray.exceptions.RayActorError):  # it may be gone before it is asked
+        ray.get(actor.standing.remote())
+    wait_until(lambda: not ray.util.list_named_actors(), "the end of the first")
+    actor = options.remote(wishes, missing, unread_seconds=3600.0)
+    wait_until(lambda: ray.get(actor.standing.remote()) == (2, False), "the end of its run")
+    heard = ray.get(actor.follow.remote(0))
+    assert b"is not on the head node" in b"".join(text for _, text in heard.output.pieces)
+    assert not ray.get(actor.follow.remote(heard.output.end)).output.pieces
+    wait_until(lambda: not ray.util.list_named_actors(), "the end of the second")
 
 
-def test_stop_writes_a_checkpoint_and_those_who_follow_end_with_75(tmp_path):
+def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster):
+    """Its state is in two parts, each of them on both nodes; who follows it ends with 75."""
     saved = tmp_path / "saved"
     options = ("--checkpoints", str(saved))
-    job = DetachedJob(tmp_path, 4000, 0.05, [0.4], options, launcher=("--detach", "job"))
+    job = DetachedJob(
+        tmp_path,
+        elastic_chaos.MOST_STEPS,
+        0.05,
+        [0.4, 0.4],
+        options,
+        launcher=("--detach", "job"),
+        is_copied=True,
+        cluster=cluster,
+    )
     try:
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 3, "steps")
+        job.wait(lambda e: len(twice(e)) > 1, "copies on two nodes")
+        os.kill(job.pids()["device 1"], signal.SIGKILL)
+        job.wait(lambda e: len(forms(e)) == 2 and elastic_chaos.runs(e), "another generation")
+        job.wait(lambda e: e[-1]["what"] == "Completed", "a step of it")
+        form = forms(job.events())[1]
+        assert form["generation"]["first_step"] >= elastic_chaos.EVERY
+        assert [one["part"] for one in form["sources"]] == [0, 1]
         unknown = job.ran(job.command("--attach", "another"))
         assert unknown.returncode == 2
         assert unknown.stderr.splitlines()[-1] == (
             "hxla: --attach another: no such run on the Ray cluster; there are job"
         )
         job.process.send_signal(signal.SIGINT)
-        assert job.process.wait(120) == 130
+        assert job.process.wait(PATIENCE_SECONDS) == 130
         assert "run job goes on" in job.tail()
         stopped = job.ran(job.command("--stop", "job"))
         assert stopped.returncode == 0, stopped.stderr
         job.follow()
-        assert job.process.wait(60) == 75, job.tail()
+        assert job.process.wait(PATIENCE_SECONDS) == 75, job.tail()
         [step] = [int(s) for s in re.findall(r"SIGTERM: ended after (\d+) steps", job.tail())]
         assert any(str(step) in folder.name for folder in saved.iterdir()), list(saved.iterdir())
         again = job.detach_again("--nodes", str(tmp_path / "missing"))  # what was read has gone
@@ -393,3 +440,8 @@ def test_stop_writes_a_checkpoint_and_those_who_follow_end_with_75(tmp_path):
         assert "cannot be read" in again.stderr
     finally:
         job.stop()
+    left_behind.wait_until_none()
+
+
+def forms(events):
+    return [e for e in events if e["what"] == "Form"]

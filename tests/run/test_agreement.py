@@ -5,16 +5,20 @@ import json
 
 import pytest
 
-from support.launched import end_of, start
+from support.launched import end_of, slurm_tasks
 from support.tiers import rows
 
 SCRIPT = """
-import json, os
+import json, os, signal, time
 import jax, numpy as np, optax
 from flax import nnx
 import hxla
+from support.inside.jax import _coordination
+from support.inside.run import _watchdog
 
-odd = os.environ["HXLA_PROCESS_ID"] == "1"
+hxla.join()
+print(json.dumps(["joined", jax.process_count(), jax.process_index()]), flush=True)
+odd = jax.process_index() == 1
 rng = np.random.default_rng(0)
 data = {"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.zeros(64, np.float32)}
 
@@ -68,6 +72,21 @@ def own_plan(counts):
         return session.result()
 
 
+def posts():
+    texts = _coordination.entries(_watchdog._PREFIX)
+    return {int(key.rsplit("/", 1)[-1]): _watchdog.post_of(text) for key, text in texts.items()}
+
+
+def freezes(record, session):
+    if odd and record.step == 1:
+        while (posts()[1].step, posts()[1].phase) != (1, "callback"):
+            time.sleep(0.05)
+        count = posts()[0].count
+        while posts()[0].count < count + 2:  # between the two it has read all posts
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def some(like, other):
     return other if odd else like
 
@@ -90,6 +109,9 @@ CASES = {
     "evaluation": lambda: train(eval_data=part(some(16, 24))),
     "every": lambda: train(eval_data=part(16), eval_every=some(2, 3)),
     "own batch": lambda: own_loop([part(16), part(16), some(part(16), last(16))]),
+    "frozen": lambda: train(
+        callbacks=[freezes], config={"watchdog": {"heartbeat_timeout_seconds": 4}}
+    ),
     "state": lambda: train(callbacks=[flips], config={"watchdog": {"compare_steps": 3}}),
 }
 for name in os.environ["CASES"].split(","):
@@ -127,27 +149,29 @@ QUICK = ("rate", "data", "plan", "several", "own batch", "state")
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each of two processes says of a case; a job tries the quick ones, another the rest."""
+    """What two tasks of Slurm say of a case: one step tries the quick ones, another the rest."""
 
     @functools.cache
     def said(names):
         folder = tmp_path_factory.mktemp("agreement")
         # Most cases compile the same programs.
         env = {"CASES": ",".join(names), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        job = start(folder, SCRIPT, "-n", "2", env=env)
-        out, err = end_of(job)
-        assert job.returncode == 0, err[-3000:]
-        found = {}
-        for line in out.splitlines():
-            rank, _, text = line.partition("] ")
-            if text.startswith('["'):
-                name, *row = json.loads(text)
-                found.setdefault(name, {})[int(rank[1:])] = row
+        tasks = slurm_tasks(folder, SCRIPT, 2, env)
+        ends = [end_of(tasks[0])]
+        if "frozen" in names:
+            tasks[1].kill()
+        ends.append(end_of(tasks[1]))
+        found = {"end": (tasks[0].returncode, ends[0][1])}
+        for rank, (out, err) in enumerate(ends):
+            assert tasks[rank].returncode == 0 or "frozen" in names, err[-3000:]
+            for line in out.splitlines():
+                if line.startswith('["'):
+                    name, *row = json.loads(line)
+                    found.setdefault(name, {})[rank] = row
         return found
 
-    quick = ("nothing", *QUICK)
-    rest = tuple(name for name in DIFFERENT if name not in quick)
-    return lambda name: said(quick if name in quick else rest)[name]
+    rest = tuple(name for name in DIFFERENT if name not in QUICK)
+    return lambda name: said(rest if name in rest else ("nothing", *QUICK, "frozen"))[name]
 
 
 @pytest.mark.parametrize("name", rows(DIFFERENT, *QUICK))
@@ -157,6 +181,18 @@ def test_what_differs_is_one_error_on_every_rank_with_both_values(name, told):
     assert error == "LaunchError"
     for words in DIFFERENT[name]:
         assert words in message
+
+
+def test_tasks_of_a_batch_system_join_in_place(told):
+    assert told("joined") == {0: [2, 0], 1: [2, 1]}
+
+
+def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(told):
+    """Without a launcher they tell each other where they are through the coordination service."""
+    code, err = told("end")
+    assert code == 76, err
+    assert "hxla watchdog: rank 1 has not answered for " in err
+    assert "; it was at step 1 in phase 'callback'; ending the job" in err
 
 
 def test_processes_that_agree_train_to_the_same_bits(told):

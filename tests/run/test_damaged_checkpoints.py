@@ -13,6 +13,9 @@ from flax import nnx
 import hxla
 from support import models
 from support.inside.run import Checkpoints
+from support.tiers import rows
+
+pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
 
 def tree(step):
@@ -91,49 +94,82 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_set_aside_by_name_and_the_one_before_it_is_read(name, tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
+#: A fault of each file, and each way in which it is found out.
+QUICK = (
+    "a bit of the arrays",
+    "arrays cut",
+    "arrays gone",
+    "manifest cut",
+    "tree's metadata garbled",
+    "tree gone",
+    "meta gone",
+    "meta edited",
+    "the seal garbled",
+    "a pipe for the arrays",
+    "a pipe for the meta",
+    "empty folder",
+    "a file of that name",
+    "another step under its name",
+)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder with the checkpoints 1 and 2."""
+    folder = tmp_path_factory.mktemp("sound") / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, tree(step), {"seed": 0})
+    return folder
+
+
+@pytest.fixture
+def saved(sound, tmp_path):
+    """Another such folder."""
+    return shutil.copytree(sound, tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("name", rows(DAMAGE, *QUICK))
+def test_a_damaged_checkpoint_is_set_aside_by_name_and_the_one_before_it_is_read(name, saved):
     damage, words = DAMAGE[name]
-    damage(tmp_path / "2")
-    with Checkpoints(tmp_path) as checkpoints:
+    damage(saved / "2")
+    with Checkpoints(saved) as checkpoints:
         assert checkpoints.latest() == 1
         [said] = checkpoints.damaged
         assert "checkpoint 2 is damaged and now called 2.damaged: " in said
         assert words in said
         assert is_of(checkpoints.restore(tree(0), 1), 1)
-        checkpoints.save(2, tree(2), {"seed": 0})  # its name is free
-    with Checkpoints(tmp_path) as checkpoints:
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2.damaged"]  # its name is free
+
+
+def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved):
+    flip(data_file(saved / "2"))
+    with Checkpoints(saved) as checkpoints:
+        checkpoints.save(2, tree(2), {"seed": 0})
+    with Checkpoints(saved) as checkpoints:
         assert (checkpoints.latest(), checkpoints.damaged) == (2, ())
         assert checkpoints.meta(2) == {"seed": 0}
+        assert is_of(checkpoints.restore(tree(0), 2), 2)
 
 
-@pytest.mark.parametrize("where", ["_CHECKPOINT_METADATA"])
 @pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_text("{")])
-def test_what_orbax_keeps_besides_is_not_needed(where, damage, tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, tree(1), {"seed": 0})
-    damage(tmp_path / "1" / where)
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.meta(1) == {"seed": 0}
-        assert is_of(checkpoints.restore(tree(0), 1), 1)
+def test_what_orbax_keeps_besides_is_not_needed(damage, saved):
+    damage(saved / "2" / "_CHECKPOINT_METADATA")
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.meta(2) == {"seed": 0}
+        assert is_of(checkpoints.restore(tree(0), 2), 2)
 
 
-def test_without_an_intact_checkpoint_nothing_is_trained_and_every_fault_is_said(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, tree(step), {})
-    flip(data_file(tmp_path / "1"))
-    empty(tmp_path / "2")
+def test_without_an_intact_checkpoint_nothing_is_trained_and_every_fault_is_said(saved):
+    flip(data_file(saved / "1"))
+    empty(saved / "2")
     with pytest.raises(hxla.CheckpointError, match=r"(?s)2: it is an empty.*1: .*other bytes"):
-        Checkpoints(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+        Checkpoints(saved)
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2"]
 
 
 def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys):
-    def fit(steps, folder):
+    def fit():
         return hxla.train(
             models.Dense(nnx.Rngs(0)),
             models.regression(),
@@ -141,17 +177,17 @@ def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys)
             optax.adam(1e-2),
             batch_size=24,
             microbatch_size=6,
-            steps=steps,
+            steps=6,
             counts="even",
             mesh=models.mesh(data=2),
-            checkpoint_dir=folder,
+            checkpoint_dir=tmp_path,
             checkpoint_every=2,
         )
 
-    whole = fit(6, tmp_path / "whole")
-    fit(4, tmp_path / "broken")
-    flip(data_file(tmp_path / "broken" / "4"))
-    resumed = fit(6, tmp_path / "broken")
+    whole = fit()
+    shutil.rmtree(tmp_path / "6")
+    flip(data_file(tmp_path / "4"))
+    resumed = fit()
     assert "checkpoint 4 is damaged" in capsys.readouterr().out
     assert resumed.history.steps[0].step == 2
     assert resumed.sha256 == whole.sha256

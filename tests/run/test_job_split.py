@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from support.paths import PYTHONPATH, TESTS
+from support.launched import PATIENCE_SECONDS
+from support.paths import PYTHONPATH
 
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import jax, models, numpy as np, optax, hxla
+import jax, numpy as np, optax, hxla
 from flax import nnx
+from support import models
 from jax.experimental.multihost_utils import process_allgather
 
 class Net(nnx.Module):
@@ -54,7 +54,7 @@ print("cut", [r for r in result.plan.reasons if r.startswith("parameter")])
 def run(tmp_path, name, counts, *launcher, devices=1):
     script = tmp_path / f"{name}.py"
     folder = str(tmp_path / name)
-    script.write_text(SCRIPT.format(tests=str(TESTS), counts=counts, folder=folder))
+    script.write_text(SCRIPT.format(counts=counts, folder=folder))
     env = os.environ | {
         "PYTHONPATH": PYTHONPATH,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
@@ -65,7 +65,7 @@ def run(tmp_path, name, counts, *launcher, devices=1):
         capture_output=True,
         text=True,
         env=env,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]

@@ -1,7 +1,9 @@
 """How a session opens: what it compiles, and what it says meanwhile."""
 
+import functools
 import io
-import time
+import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,13 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import models
 from support.inside.jax import num_compilations
 from support.inside.report import Waiting, _waiting
+from support.launched import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 
+NUM = 8  # microbatches: one for each device
 DATA = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
 
 
@@ -30,19 +33,29 @@ def loss(model, batch):
     return jnp.mean((model(batch["x"]) - jnp.sin(batch["x"])) ** 2, axis=-1)
 
 
-def opened(devices, *, loss=loss, evaluate=False, **wishes):
-    """Compilations until a step is done on some devices, and the SHA-256 then."""
-    jax.clear_caches()
+@functools.cache
+def opened(devices, *, loss=loss, make=network, evaluate=False, **wishes):
+    """Compilations until a step is done on some devices, and the SHA-256 then.
+
+    Args:
+        devices: How many.
+        loss: Of the job.
+        make: Makes the model.
+        evaluate: Whether the data is evaluated too.
+        wishes: The sizes of the mesh's axes, where it has more than one.
+    """
     job = hxla.Job(
-        network(),
+        make() if make is network else make,
         DATA,
         loss,
         optax.adam(1e-2),
         batch_size=16,
-        default=hxla.split() if "tensor" in wishes.get("mesh", ()) else None,
+        default=hxla.split() if "tensor" in wishes else None,
         config={"cluster": {"visible_devices": list(range(devices))}},
     )
-    plan = job.plan(microbatch_size=1, counts="even", **wishes)
+    mesh = {"mesh": wishes} if wishes else {}
+    plan = job.plan(microbatch_size=16 // NUM, counts="even", **mesh)
+    jax.clear_caches()
     before = num_compilations()
     with job.open(plan, steps=1) as session:
         session.step()
@@ -51,16 +64,27 @@ def opened(devices, *, loss=loss, evaluate=False, **wishes):
         return num_compilations() - before, session.result().sha256
 
 
+def linear():
+    """The least model; made where it is placed."""
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
 WISHES = {
     "copies of one device": ((2, 4, 8), lambda _: {}),
-    "copies cut in two": ((4, 8), lambda n: {"mesh": {"data": n // 2, "tensor": 2}}),
-    "pipelines": ((4, 8), lambda n: {"mesh": {"data": n // 2, "stage": 2}}),
+    "copies cut in two": ((4, 8), lambda n: {"data": n // 2, "tensor": 2}),
+    "pipelines": ((4, 8), lambda n: {"data": n // 2, "stage": 2}),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("evaluate", [False, True])
-@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize(
+    ("name", "evaluate"),
+    [
+        pytest.param(name, evaluate, marks=() if is_quick else pytest.mark.slow)
+        for name in WISHES
+        for evaluate in (False, True)
+        for is_quick in [name == "copies of one device" and not evaluate]
+    ],
+)
 def test_more_devices_of_a_kind_compile_no_more_and_change_no_bit(name, evaluate):
     nums, wishes = WISHES[name]
     fewest, *more = (opened(num, evaluate=evaluate, **wishes(num)) for num in nums)
@@ -73,65 +97,66 @@ def test_an_evaluation_is_one_program_for_all_devices():
 
 
 def test_a_model_made_on_its_devices_is_compiled_once():
-    def made(num):
-        job = hxla.Job(
-            network,
-            DATA,
-            loss,
-            optax.adam(1e-2),
-            batch_size=16,
-            config={"cluster": {"visible_devices": list(range(num))}},
-        )
-        plan = job.plan(microbatch_size=1, counts="even")
-        jax.clear_caches()
-        before = num_compilations()
-        with job.open(plan, steps=1) as session:
-            return num_compilations() - before, session.result().sha256
+    assert opened(2, make=linear) == opened(8, make=linear)
 
-    assert made(2) == made(8)
+
+def watched(model, batch):
+    out = loss(model, batch)
+    jax.debug.callback(lambda x: SEEN.append(float(x)), out.sum())
+    return out
+
+
+SEEN = []
 
 
 def test_a_loss_that_calls_python_is_compiled_for_each_device():
-    seen = []
-
-    def watched(model, batch):
-        out = loss(model, batch)
-        jax.debug.callback(lambda x: seen.append(float(x)), out.sum())
-        return out
-
     (_, alone), (num, together) = opened(1, loss=watched), opened(2, loss=watched)
     assert alone == together
-    assert seen
+    assert SEEN
     assert num > opened(2)[0]
 
 
 class Slow(io.StringIO):
-    """A stream that says when something was written to it."""
+    """A stream that is waited for until a pattern was written to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = threading.Condition()
+
+    def write(self, text):
+        with self.written:
+            num = super().write(text)
+            self.written.notify_all()
+        return num
 
     def wait_for(self, text):
-        deadline = time.monotonic() + 60
-        while text not in self.getvalue():
-            assert time.monotonic() < deadline, self.getvalue()
-            time.sleep(0.005)
+        with self.written:
+            is_there = lambda: re.search(text, self.getvalue())  # noqa: E731
+            found = self.written.wait_for(is_there, PATIENCE_SECONDS)
+        assert found, self.getvalue()
+
+
+def tellers():
+    """The threads that tell what is waited for."""
+    return [thread for thread in threading.enumerate() if thread.name == "hxla-waiting"]
 
 
 def test_what_is_waited_for_is_said_again_and_again():
     stream = Slow()
     with Waiting("opening", is_main=True, stream=stream, period_seconds=0.01) as waiting:
         waiting.tell("compiling a microbatch")
-        stream.wait_for("opening: compiling a microbatch, 0 s\n" * 2)
+        stream.wait_for(r"(opening: compiling a microbatch, \d+ s\n){2}")
         waiting.tell("running every program once")
         stream.wait_for("opening: running every program once")
-    said = stream.getvalue()
-    time.sleep(0.05)
-    assert stream.getvalue() == said
+        assert tellers()
+    assert not tellers()
 
 
 def test_other_processes_say_nothing():
     stream = io.StringIO()
     with Waiting("opening", is_main=False, stream=stream, period_seconds=0.001) as waiting:
         waiting.tell("compiling")
-        time.sleep(0.05)
+        assert not tellers()
     assert not stream.getvalue()
 
 
@@ -148,12 +173,7 @@ def test_lines_come_at_least_every_two_seconds():
 
 def test_opening_names_the_programs_that_are_not_ready(monkeypatch, capsys):
     monkeypatch.setattr(_waiting, "PERIOD_SECONDS", 0.001)
-    model = models.NnxNet(nnx.Rngs(0))
-    data = models.tokens(16)
-    jax.clear_caches()
-    hxla.train(
-        model, data, models.token_loss, optax.adam(1e-2), batch_size=16, microbatch_size=2, steps=1
-    )
+    opened.__wrapped__(2, make=linear)
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("opening: ")]
     assert any("compiling a microbatch" in line for line in lines)
     assert any("programs are ready" in line for line in lines)

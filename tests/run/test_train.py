@@ -1,5 +1,6 @@
 """`hxla.train` against plain JAX, and against itself in every spread of the work."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.run import Balancer
+from support.inside.run import Balancer, _session
+from support.tiers import rows
+
+pytestmark = pytest.mark.usefixtures("every_program_is_cached")
 
 SPREADS = [(8,), (4, 4), (5, 3), (8, 0), (1, 7), (3, 3, 2), (2, 2, 2, 2), (4, 1, 2, 1),
            (1, 1, 1, 1, 4), (1, 1, 1, 1, 1, 1, 1, 1)]  # fmt: skip
@@ -36,14 +40,46 @@ def fit(model, spread, **options):
     )
 
 
+class Small(nnx.Module):
+    """BatchNorm and dropout: the least that makes bits depend on the spread elsewhere."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
+def fit_small(spread, **options):
+    """Of a model that is compiled in a moment."""
+    arguments = dict(batch_size=24, microbatch_size=3, steps=12, seed=3, counts=spread) | options
+    return hxla.train(
+        Small(nnx.Rngs(0)),
+        models.regression(),
+        models.squared_error,
+        optax.adam(0.1),
+        mesh=mesh(len(spread)),
+        **arguments,
+    )
+
+
 def make(kind):
     return models.NnxNet(nnx.Rngs(0)) if kind == "nnx" else models.LinenNet()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@functools.cache
+def in_spreads(kind):
+    """The results of a model in every spread, or of a small one in three of them."""
+    if kind == "small":
+        return {counts: fit_small(counts) for counts in [(8,), (5, 3), (8, 0)]}
+    return {counts: fit(make(kind), counts) for counts in SPREADS}
+
+
+@pytest.mark.parametrize("kind", rows(["small", "nnx", "linen"], "small"))
 def test_every_spread_gives_the_same_bits(kind):
-    results = {counts: fit(make(kind), counts) for counts in SPREADS}
+    results = in_spreads(kind)
     assert len({r.sha256 for r in results.values()}) == 1
     first, last = results[(8,)].history.steps[0], results[(8,)].history.steps[-1]
     assert last.loss < 0.7 * first.loss
@@ -53,8 +89,30 @@ def test_every_spread_gives_the_same_bits(kind):
 
 
 def test_float_sums_depend_on_the_spread():
-    shas = {fit(make("nnx"), c, reduction="float", steps=10).sha256 for c in [(8,), (5, 3)]}
-    assert len(shas) == 2
+    """2^25 swallows a one that is added to it, and not a two."""
+    x = np.zeros((16, 1), np.float32)
+    x[[0, 10, 12, 14], 0] = 2.0**25, 1.0, 1.0, -(2.0**25)
+
+    def weight(spread, reduction):
+        result = hxla.train(
+            nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros),
+            {"x": x},
+            lambda model, batch: model(batch["x"])[:, 0],
+            optax.sgd(-16.0),  # the weight is the sum of all x
+            batch_size=16,
+            microbatch_size=2,
+            steps=1,
+            shuffle=False,
+            reduction=reduction,
+            mesh=mesh(len(spread)),
+            counts=spread,
+        )
+        [found] = jax.tree.leaves(result.state)
+        return found.item()
+
+    assert weight((8,), "float") == 0.0
+    assert weight((5, 3), "float") == 2.0
+    assert weight((8,), "exact") == 2.0
 
 
 def plain_jax(data, steps, batch_size, weights=None):
@@ -63,16 +121,19 @@ def plain_jax(data, steps, batch_size, weights=None):
     optimizer = optax.adam(1e-2)
     state = optimizer.init(params)
 
-    def loss(params, batch):
-        values = models.squared_error(nnx.merge(graphdef, params), batch)
-        w = batch["mask"].astype(jnp.float32) if weights else jnp.ones_like(values)
-        return (values * w).sum() / w.sum()
+    @jax.jit
+    def gradient(params, batch):
+        def loss(params):
+            values = models.squared_error(nnx.merge(graphdef, params), batch)
+            w = batch["mask"].astype(jnp.float32) if weights else jnp.ones_like(values)
+            return (values * w).sum() / w.sum()
+
+        return jax.grad(loss)(params)
 
     for step in range(steps):
         rows = np.arange(step * batch_size, (step + 1) * batch_size) % len(data["x"])
         batch = {k: v[rows] for k, v in data.items()}
-        grads = jax.grad(loss)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optimizer.update(gradient(params, batch), state, params)
         params = optax.apply_updates(params, updates)
     return jax.tree.leaves(params)
 
@@ -145,15 +206,18 @@ class SlowedBalancer(Balancer):
     def observe(self, step, busy, update):
         count = self.counts
         pace = [0.4 if step >= 5 else 0.1, *[0.1] * (len(count) - 1)]
-        return super().observe(step, np.multiply(count, pace), update)
+        return super().observe(step, np.multiply(count, pace), [0.0] * len(count))
 
 
-def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(monkeypatch):
-    whole = fit(make("nnx"), (8, 0), steps=12)
-    monkeypatch.setattr("hxla._run._session.Balancer", SlowedBalancer)
-    moved = fit(make("nnx"), (8, 0), steps=12, counts="measured")
+@pytest.mark.parametrize("kind", rows(["small", "nnx"], "small"))
+def test_a_move_of_counts_changes_no_bit_and_compiles_nothing(kind, monkeypatch):
+    run = fit_small if kind == "small" else functools.partial(fit, make(kind), steps=12)
+    whole = in_spreads(kind)[8, 0] if kind == "small" else run((8, 0))
+    monkeypatch.setattr(_session, "pooled", lambda seconds, plan: (0.1, 0.1))
+    monkeypatch.setattr(_session, "Balancer", SlowedBalancer)
+    moved = run((8, 0), counts="measured")
     counts = [s.counts for s in moved.history.steps]
-    assert counts[5] == (4, 4)
+    assert counts[:6] == [(4, 4)] * 6
     assert counts[-1] == (1, 7)
     assert moved.sha256 == whole.sha256
     assert moved.history.num_compilations == 0

@@ -28,8 +28,18 @@ from support.inside.scheduler import (
     read_record,
     simulate,
 )
+from support.launched import PATIENCE_SECONDS
 from support.scheduled_jobs import KINDS, job, random_jobs
-from support.scheduled_runs import LONG, Scheduled, check_three, share_out
+from support.scheduled_runs import (
+    LONG,
+    TWO,
+    Scheduled,
+    check_bits,
+    check_record,
+    check_three,
+    has_ended,
+    share_out,
+)
 
 CAPACITY = (4, 3, 5)
 MOVE = 5.0
@@ -341,11 +351,21 @@ def scheduled(tmp_path):
 
         def start(make, *args):
             found = make(tmp_path, *args)
-            stack.callback(found.process.wait, 60)
+            stack.callback(found.process.wait, PATIENCE_SECONDS)
             stack.callback(found.process.terminate)
             return found
 
         yield start
+
+
+def test_a_job_lends_a_device_and_no_bit_moves(scheduled):
+    run = scheduled(Scheduled, TWO[:1], [0.4, 0.4])
+    run.wait("long.events", lambda e: e["what"] == "Completed", "a step on both devices")
+    run.submit(TWO[1:])
+    run.wait("record.jsonl", has_ended("late"), "its end")
+    run.end()
+    check_bits(run, TWO[:1])
+    check_record(run, [2, 1])
 
 
 @pytest.mark.slow
@@ -372,6 +392,6 @@ def test_a_scheduler_that_is_ended_leaves_nothing(number, scheduled):
     run = scheduled(Scheduled, [("only", 4000, 0.1, 2, 1)], [0.5])
     run.wait("only.events", lambda e: e["what"] == "Started", "a process")
     os.kill(run.process.pid, number)
-    code = run.process.wait(60)
+    code = run.process.wait(PATIENCE_SECONDS)
     assert code == (75 if number == signal.SIGTERM else -number)
     run.check_nothing_is_left()

@@ -22,10 +22,10 @@ import sys
 import tempfile
 import time
 
+from support.launched import PATIENCE_SECONDS
 from support.paths import JOBS, PYTHONPATH
 
 MOST_SECONDS, MOST_LINES = 10.0, 5
-_PATIENCE_SECONDS = 90.0
 NAMED = re.compile(
     r"^hxla: rank (\d+) .*?(?:at step (\d+) in|before its first step, in) phase (.*)"
 )
@@ -176,7 +176,7 @@ def sha256_of_undisturbed(folder: pathlib.Path) -> str:
     """The bits of a job to which nothing happens."""
     folder.mkdir()
     job = start(None, folder, 2, saves=False)
-    job.communicate(timeout=_PATIENCE_SECONDS)
+    job.communicate(timeout=PATIENCE_SECONDS)
     return (folder / "sha256").read_text()
 
 
@@ -186,7 +186,7 @@ def play(event: Event, folder: pathlib.Path, undisturbed: str) -> Outcome:
     job = start(event, folder, event.num_processes, saves=event.saves)
     began = disturb(event, job, folder) if not event.has_culprit else None
     try:
-        job.communicate(timeout=_PATIENCE_SECONDS)
+        job.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         job.terminate()
         job.communicate()
@@ -200,7 +200,7 @@ def play(event: Event, folder: pathlib.Path, undisturbed: str) -> Outcome:
     if event.kind == "damage":
         damage(folder / "checkpoints", random.Random(event.seed))
     again = start(None, folder, random.Random(event.seed).choice((1, 2)), saves=event.saves)
-    again.communicate(timeout=_PATIENCE_SECONDS)
+    again.communicate(timeout=PATIENCE_SECONDS)
     sha = folder / "sha256"
     return Outcome(
         seconds=ended - began,
@@ -215,7 +215,7 @@ def play(event: Event, folder: pathlib.Path, undisturbed: str) -> Outcome:
 def disturb(event: Event, job: subprocess.Popen, folder: pathlib.Path) -> float:
     """Do what comes from outside; returns when."""
     ready = folder / ("waiting-0" if event.kind == "wait in the script" else "step-0")
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + PATIENCE_SECONDS
     while job.poll() is None and time.monotonic() < until:
         if ready.exists() and int(ready.read_text() or "-1") >= event.step:
             break
@@ -249,7 +249,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 def when_gone(folder: pathlib.Path) -> float:
     """When all ranks of a killed launcher had ended."""
-    until = time.monotonic() + 2 * MOST_SECONDS
+    until = time.monotonic() + PATIENCE_SECONDS
     pids = (folder / "processes").read_text().split()
     while time.monotonic() < until and any(is_alive(pid) for pid in pids):
         time.sleep(0.02)

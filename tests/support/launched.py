@@ -46,3 +46,16 @@ def end_of(job):
         return job.communicate(timeout=PATIENCE_SECONDS)
     finally:
         job.kill()
+
+
+def slurm_tasks(tmp_path, code, num, env=None):
+    """A script in each task of a step of Slurm's, as those see it that something else started."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(num),
+        "SLURM_STEP_NUM_TASKS": str(num),
+        "SLURM_LOCALID": "0",
+        "JAX_PLATFORMS": "cpu",
+    } | (env or {})
+    return [start(tmp_path, code, env=step | {"SLURM_PROCID": str(rank)}) for rank in range(num)]

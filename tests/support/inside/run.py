@@ -7,8 +7,10 @@ from hxla._run import _hand_over as _hand_over
 from hxla._run import _host_link as _host_link
 from hxla._run import _pipeline_watch as _pipeline_watch
 from hxla._run import _sample_order as _sample_order
+from hxla._run import _session as _session
 from hxla._run import _session_member as _session_member
 from hxla._run import _shared_state as _shared_state
+from hxla._run import _watchdog as _watchdog
 from hxla._run._balancer import Balancer as Balancer
 from hxla._run._checkpoints import Checkpoints as Checkpoints
 from hxla._run._copies_bound import least_seconds as least_seconds

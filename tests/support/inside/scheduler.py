@@ -20,6 +20,7 @@ from hxla._scheduler._job_traces import read_jobs as read_jobs
 from hxla._scheduler._live_commands import LIVE_POLICIES as LIVE_POLICIES
 from hxla._scheduler._live_jobs import LiveJob as LiveJob
 from hxla._scheduler._live_jobs import read_live_jobs as read_live_jobs
+from hxla._scheduler._live_ray import RayFleet as RayFleet
 from hxla._scheduler._live_record import Decided as Decided
 from hxla._scheduler._live_record import Holds as Holds
 from hxla._scheduler._live_record import as_line as as_line
