@@ -1,11 +1,12 @@
 """`hxla devices` on this machine, and what it makes of NVML's answers.
 
 The command runs for real, without a driver. Where cards are needed, functions of the real `pynvml`
-are replaced by ones that answer as NVML does.
+are replaced by ones that answer as NVML does; where figures are, the clock.
 """
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import types
@@ -15,97 +16,180 @@ import pynvml
 import pytest
 
 from hxla import MeshError, Rate, load_cluster
+from hxla.__main__ import main
 from support.inside.cluster import _hardware, describe, detect, device_kind, dump_cluster
 from support.inside.jax import multiprocessors
 from support.inside.launch import num_gpus
+from support.launched import PATIENCE_SECONDS
 from support.paths import PYTHONPATH
 
 
-def devices(folder, *options, **environment):
+def run_alone(folder, code, **environment):
+    """Python code in a process without the settings of this one."""
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.run(
-        [sys.executable, "-m", "hxla", "devices", *options],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
         cwd=folder,
         env=clean | {"PYTHONPATH": PYTHONPATH} | environment,
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def no_driver():
     if num_gpus():
         pytest.skip("an NVIDIA driver is here")
 
 
-def test_without_a_driver_the_cores_are_the_devices(tmp_path, no_driver):
-    ran = devices(tmp_path, "--write", "here.toml")
+COMMANDS = """
+import sys, jax
+from hxla.__main__ import main
+
+def devices(*options):
+    code = main(["devices", *options])
+    for file in (sys.stdout, sys.stderr):
+        print(f"code {code}", file=file)
+
+devices()
+devices("--measure", "--write", "x.toml")
+jax.config.update("jax_platforms", "cpu")
+devices("--write", "here.toml")
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory, no_driver):
+    """Commands of one process, first for cards that are not there, then for the CPU.
+
+    Returns their folder, and the exit code, the output and the errors of each.
+    """
+    folder = tmp_path_factory.mktemp("commands")
+    ran = run_alone(folder, COMMANDS, JAX_PLATFORMS="cuda")
     assert ran.returncode == 0, ran.stderr
-    cluster = load_cluster(str(tmp_path / "here.toml"))
+    parts = [re.split(r"code (\d)\n", text) for text in (ran.stdout, ran.stderr)]
+    (*outs, _), (*errors, _) = parts
+    return folder, list(zip(map(int, outs[1::2]), outs[::2], errors[::2], strict=True))
+
+
+def test_without_a_driver_the_cores_are_the_devices(commands):
+    folder, [*_, (code, out, error)] = commands
+    assert code == 0, error
+    cluster = load_cluster(str(folder / "here.toml"))
     assert [d.kind for d in cluster.devices] == ["cpu"] * len(os.sched_getaffinity(0))
     assert sum(d.memory_bytes for d in cluster.devices) > 2**28
     assert cluster.devices[0].rates == ()
-    assert len([line for line in ran.stdout.splitlines() if " cpu " in line]) == len(
-        cluster.devices
-    )
-    again = devices(tmp_path, "--write", "here.toml")
-    assert again.returncode == 2
-    assert "here.toml exists: remove it" in again.stderr
+    assert len([line for line in out.splitlines() if " cpu " in line]) == len(cluster.devices)
+
+
+def test_a_platform_that_is_not_here_is_said_and_cannot_be_measured(commands):
+    folder, [(code, out, error), (code_measured, _, error_measured), _] = commands
+    assert code == 0
+    assert "JAX found no devices" in error
+    assert " cpu " in out
+    assert code_measured == 2
+    assert "nothing to measure: JAX found no devices" in error_measured
+    assert not (folder / "x.toml").exists()
+
+
+def test_a_file_that_is_there_or_whose_folder_is_missing_is_refused(tmp_path, no_driver, capsys):
+    file = tmp_path / "here.toml"
+    file.write_text("")
+    assert main(["devices", "--write", str(file)]) == 2
+    assert "here.toml exists: remove it" in capsys.readouterr().err
+    assert main(["devices", "--write", str(tmp_path / "no" / "here.toml")]) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_more_devices_than_cores_are_said(no_driver, capsys):
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert main(["devices"]) == 0
+    finally:
+        os.sched_setaffinity(0, cores)
+    said = capsys.readouterr()
+    assert f"{jax.device_count()} devices share 1 cores" in said.err
+    rows = [line.split() for line in said.out.splitlines()]
+    assert [row[:2] for row in rows if "cpu" in row] == [
+        [str(i), "cpu"] for i in range(jax.device_count())
+    ]
+
+
+@pytest.fixture
+def stopwatch(monkeypatch):
+    """Each measured computation runs once, and takes the next of these seconds, then the last."""
+    seconds = []
+
+    def timed(run):
+        jax.block_until_ready(run())
+        return seconds.pop(0) if len(seconds) > 1 else seconds[0]
+
+    monkeypatch.setattr(_hardware, "median_seconds", timed)
+    return seconds
+
+
+def test_a_rate_is_what_was_done_over_the_seconds_it_took(stopwatch):
+    device, other = jax.local_devices()[:2]
+    # From 256 on twice as large, as long as a product takes less than 20 ms.
+    for first in (1e-3, 0.015):
+        stopwatch[:] = [first, 0.02]
+        assert _hardware.matmul_flops_per_second(device, "float32") == 2 * 512**3 / 0.02
+    stopwatch[:] = [0.5]
+    assert _hardware.matmul_flops_per_second(device, "tensorfloat32") == 2 * 256**3 / 0.5
+    assert _hardware.launch_seconds(device) == 0.5 / 128
+    assert _hardware.copy_bytes_per_second(device, 1 << 20) == 2 * (1 << 20) / 0.5
+    assert dict(_hardware.link_curve(device, other)) == {
+        2.0**k: 2**k / 0.5 for k in (12, 16, 20, 24, 27)
+    }
+    stopwatch[:] = [0.25, 0.5]  # the slower way counts
+    assert _hardware.host_bytes_per_second(device, 1 << 20) == (1 << 20) / 0.5
+    assert multiprocessors(device) is None
+
+
+def test_devices_are_measured_and_written(tmp_path, no_driver, stopwatch, monkeypatch, capsys):
+    two = jax.local_devices()[:2]
+    monkeypatch.setattr(jax, "local_devices", lambda: two)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the command changes it
+    stopwatch[:] = [0.25]
+    cores = os.sched_getaffinity(0)
+    assert main(["devices", "--measure", "--write", str(tmp_path / "here.toml")]) == 0
+    assert os.sched_getaffinity(0) == cores
+    said = capsys.readouterr().out
+    cluster = load_cluster(str(tmp_path / "here.toml"))
+    device, other = cluster.devices
+    assert device == other
+    for dtype in ("float32", "bfloat16"):
+        assert device.rate(dtype).measured
+        assert device.rate(dtype).flops_per_second == pytest.approx(2 * 256**3 / 0.25, rel=1e-3)
+        assert f"{dtype} TFLOP/s" in said
+    assert device.memory_bytes_per_second > 0
+    link = cluster.link(0, 1)
+    assert [size for size, _ in link.curve] == [2**12, 2**16, 2**20, 2**24, 2**27]
+    assert link.bytes_per_second == pytest.approx(2**27 / 0.25, rel=1e-3)
+    assert link.latency_seconds == pytest.approx(0.25, rel=1e-3)
+    assert "0 - 1  0.5369 GB/s and 2.5e+05 us measured" in said
 
 
 @pytest.mark.slow
-def test_devices_are_measured_and_written(tmp_path, no_driver):
+def test_devices_are_measured_by_the_clock(tmp_path, no_driver):
+    options = ["devices", "--measure", "--write", "here.toml"]
+    code = f"import sys; from hxla.__main__ import main; sys.exit(main({options}))"
     flags = "--xla_force_host_platform_device_count=2"
-    ran = devices(tmp_path, "--measure", "--write", "here.toml", XLA_FLAGS=flags)
+    ran = run_alone(tmp_path, code, XLA_FLAGS=flags)
     assert ran.returncode == 0, ran.stderr
     cluster = load_cluster(str(tmp_path / "here.toml"))
     assert load_cluster_from(tmp_path, dump_cluster(cluster)) == cluster
     device, other = cluster.devices
     assert device == other
-    for dtype in ("float32", "bfloat16"):
-        assert device.rate(dtype).measured
-        assert f"{dtype} TFLOP/s" in ran.stdout
     # Any core since 2010 multiplies at 1 to 1000 GFLOP/s and copies at 0.5 to 200 GB/s.
     assert 1e9 < device.rate("float32").flops_per_second < 1e12
     assert 5e8 < device.memory_bytes_per_second < 2e11
     link = cluster.link(0, 1)
-    assert len(link.curve) == 5
     assert 1e-7 < link.latency_seconds < 1e-2
     assert link.seconds(2**27) == pytest.approx(2**27 / link.bytes_per_second)
-    assert "0 - 1" in ran.stdout
-
-
-def test_what_is_measured_of_cards_alone_is_a_time_and_a_rate():
-    """Here on a processor, whose host's memory is its own, and of which neither is written."""
-    [device, *_] = jax.local_devices()
-    assert 1e-8 < _hardware.launch_seconds(device) < 1e-3
-    assert 1e8 < _hardware.host_bytes_per_second(device, 1 << 24) < 1e13
-    assert multiprocessors(device) is None
-
-
-def test_a_platform_that_is_not_here_is_said_and_cannot_be_measured(tmp_path, no_driver):
-    ran = devices(tmp_path, JAX_PLATFORMS="cuda")
-    assert ran.returncode == 0
-    assert "JAX found no devices" in ran.stderr
-    assert " cpu " in ran.stdout
-    ran = devices(tmp_path, "--measure", "--write", "x.toml", JAX_PLATFORMS="cuda")
-    assert ran.returncode == 2
-    assert "nothing to measure: JAX found no devices" in ran.stderr
-    assert not (tmp_path / "x.toml").exists()
-
-
-def test_more_devices_than_cores_are_said(tmp_path, no_driver):
-    ran = devices(tmp_path, JAX_NUM_CPU_DEVICES="99")
-    assert "99 devices share" in ran.stderr
-    assert " 98 " in "\n".join(f" {line}" for line in ran.stdout.splitlines())
-
-
-def test_a_folder_that_is_missing_is_said(tmp_path, no_driver):
-    ran = devices(tmp_path, "--write", "no/here.toml")
-    assert ran.returncode == 2
-    assert "cannot be written: No such file" in ran.stderr
 
 
 def load_cluster_from(folder, text):

@@ -25,7 +25,7 @@ def test_described_accelerators_do_not_become_the_processor():
 def test_what_comes_with_a_model_takes_memory_where_it_lies():
     first, second, third = jax.devices()[:3]
     with jax.default_device(second):
-        model = nnx.Linear(6, 10, rngs=nnx.Rngs(0))
+        model = nnx.Linear(6, 10, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
     assert [given_bytes(model, None, d) for d in (first, second)] == [0, 4 * (60 + 10)]
     mesh = jax.sharding.Mesh(np.array([second, third]), "x")
     halves = jax.NamedSharding(mesh, jax.P("x"))

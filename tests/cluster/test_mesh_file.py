@@ -13,6 +13,7 @@ from hxla import Cluster, Device, Link, MeshError, NetworkCard, Node, Rate, Spee
 from support.inside.cluster import dump_cluster
 from support.inside.core import find, names
 from support.paths import ROOT
+from support.tiers import examples
 
 SHIPPED = names("meshes")
 DESCRIBED = [name for name in SHIPPED if not name.startswith("cpu-")]
@@ -92,7 +93,7 @@ def clusters(draw):
     )
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25, 200), suppress_health_check=list(HealthCheck))
 @given(cluster=clusters())
 def test_any_cluster_that_is_written_reads_back_the_same(cluster, load):
     assert load(dump_cluster(cluster)) == cluster
