@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/,lower/test_exact.py lower/test_groups.py lower/test_pipeline_programs.py \
 	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py run/test_job.py \
@@ -17,7 +18,7 @@ TORCH ?= .venv-torch/bin/python
 # The site's own environment: it reads hxla's source and needs none of its dependencies.
 DOCS ?= .venv-docs
 
-.PHONY: demo test test-all core check format docs chaos elastic fuzz bench bench-gpu clean
+.PHONY: demo test test-all coverage mutants core check format docs chaos elastic fuzz bench bench-gpu clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("hxla needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -31,15 +32,26 @@ demo: $(STAMP)
 
 # A covering set of every table: ten minutes on two cores.
 test: $(STAMP) check $(GPU_COMPILER)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 # Everything, and many examples of each property.
 test-all: $(STAMP) check $(GPU_COMPILER)
-	$(BIN)/python -m pytest --all -n $(WORKERS) --dist worksteal
+	$(PYTEST) --all
+
+# Lines and branches that tests run, into .coverage-quick.json, or -all with ARGS=--all.
+coverage: $(STAMP) $(GPU_COMPILER)
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage json --quiet -o .coverage-$(if $(findstring --all,$(ARGS)),all,quick).json
+
+# Faults of one line each, which the quick tests must notice: ARGS="--rooms lower plan"
+mutants: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m support.mutants $(ARGS)
 
 # The numerical core: make core PYTHON=python3.12 VENV=.venv-3.12
 core: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CORE)
+	$(PYTEST) $(CORE)
 
 # Damaged files of every kind that is read; ARGS="--inputs 1500 --seed 7" for others.
 fuzz: $(STAMP)

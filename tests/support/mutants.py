@@ -1,6 +1,6 @@
 """Plants one fault at a time and asks whether the quick tests notice.
 
-    PYTHONPATH=tests python -m support.mutants [--rooms lower plan] [--workers 2]
+    make mutants ARGS="--rooms lower plan"
 
 The faults are lines of `support/data/faults.toml`. Each is planted in a copy of the sources, where
 the quick tests of its room run until one fails; where none does, the quick tests of all rooms. The
