@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Tests, with the types checked beside them: fails where either does.
+checked = $(MAKE) --no-print-directory check & check=$$!; $(1); tests=$$?; wait $$check && exit $$tests
 # What a newer jax could change: tracing, lowering, sums, pipelines.
 CORE = $(addprefix tests/,lower/test_exact.py lower/test_groups.py lower/test_pipeline_programs.py \
 	lower/test_segments_tensor.py lower/test_slots.py lower/test_words.py run/test_job.py \
@@ -31,12 +33,12 @@ demo: $(STAMP)
 	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
 # A covering set of every table: ten minutes on two cores.
-test: $(STAMP) check $(GPU_COMPILER)
-	$(PYTEST)
+test: $(STAMP) $(GPU_COMPILER)
+	$(call checked,$(PYTEST))
 
 # Everything, and many examples of each property.
-test-all: $(STAMP) check $(GPU_COMPILER)
-	$(PYTEST) --all
+test-all: $(STAMP) $(GPU_COMPILER)
+	$(call checked,$(PYTEST) --all)
 
 # Lines and branches that tests run, into .coverage-quick.json, or -all with ARGS=--all.
 coverage: $(STAMP) $(GPU_COMPILER)
