@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hxla import Action, make_schedule, schedule_from_table
 from support.inside.lower import FIELDS, KINDS, _actions
 from support.inside.schedule import BACKWARD, FORWARD, WEIGHT, needs
+from support.tiers import examples
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
@@ -100,7 +101,7 @@ def simulate(schedule, *, recompute):
     return lowered
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(30, 300))
 @given(
     st.sampled_from(NAMES), st.integers(2, 8), st.integers(1, 9), st.integers(1, 4), st.booleans()
 )
@@ -109,7 +110,7 @@ def test_every_buffer_holds_what_is_read_from_it(name, num_stages, rounds, chunk
     simulate(schedule, recompute=recompute)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(25, 200))
 @given(
     st.randoms(use_true_random=False),
     st.integers(2, 4),
@@ -121,7 +122,7 @@ def test_a_table_in_any_order_finds_what_it_reads(random, num_stages, num, chunk
     simulate(shuffled(random, num_stages, num, chunks), recompute=recompute)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(25, 200))
 @given(st.sampled_from(NAMES), st.integers(2, 8), st.integers(1, 9), st.integers(1, 3))
 def test_what_crosses_a_boundary_is_in_the_set_of_its_tick(name, num_stages, rounds, num_chunks):
     schedule = named(name, num_stages, rounds if name != "interleaved" else 2, num_chunks)
@@ -173,7 +174,7 @@ def test_residuals_take_as_many_buffers_as_the_schedule_keeps(name):
         assert found.num_residuals == max(schedule.peak_stash)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(25, 200))
 @given(
     st.sampled_from(NAMES),
     st.integers(2, 8),

@@ -9,7 +9,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.lower import dependent
+from support.inside.lower import _equations, dependent
 
 
 class Absolute(nnx.Module):
@@ -108,8 +108,6 @@ def test_what_only_the_backward_pass_rounds_decides_too():
     ],
 )
 def test_each_class_of_operations_is_told_apart(function, wanted):
-    from support.inside.lower import _equations
-
     closed = jax.make_jaxpr(function)(jnp.ones(3))
     assert set(dependent(_equations(closed.jaxpr))) == wanted
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import hxla
 from support.inside.lower import _exact
+from support.tiers import examples
 
 
 def exact_sum(terms: np.ndarray, order: np.ndarray, num: int = 2) -> np.ndarray:
@@ -37,7 +38,7 @@ def float_sum(terms: np.ndarray) -> np.ndarray:
     return total
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 100))
 @given(
     num=st.sampled_from([1, 2, 3, 8, 12, 64, 100]),
     spread=st.sampled_from([0.0, 1.0, 3.0]),
@@ -78,7 +79,7 @@ def draw_terms(rng, num, kind):
     return terms.astype(np.float32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(12, 150))
 @given(
     num=st.sampled_from([1, 2, 3, 8, 12, 64, 100]),
     limbs=st.sampled_from([1, 2]),

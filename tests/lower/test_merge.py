@@ -1,5 +1,7 @@
 """Metrics are merged over microbatches and replicas as the loss asks."""
 
+import functools
+
 import numpy as np
 import optax
 import pytest
@@ -24,23 +26,27 @@ def loss(model, batch):
     }
 
 
+SIZE = 24
+
+
+@functools.cache
+def job():
+    data = models.regression()
+    make, optimizer = lambda: models.Dense(nnx.Rngs(0)), optax.sgd(1e-2)
+    return hxla.Job(make, data, loss, optimizer, batch_size=SIZE, shuffle=False)
+
+
+def opened(counts):
+    mesh = models.mesh(data=2)
+    plan = job().plan(microbatch_size=3, mesh=mesh, counts=counts)
+    return job().open(plan, mesh=mesh)
+
+
 @pytest.mark.parametrize("counts", [(8, 0), (3, 5), (1, 7)])
 def test_metrics_are_those_of_the_whole_batch(counts):
-    data = models.regression()
-    batch = {k: v[:24] for k, v in data.items()}
-    result = hxla.train(
-        models.Dense(nnx.Rngs(0)),
-        iter([batch]),
-        loss,
-        optax.sgd(1e-2),
-        batch_size=24,
-        microbatch_size=3,
-        steps=1,
-        counts=counts,
-        mesh=models.mesh(data=2),
-    )
-    found = result.history.steps[0].metrics
-    first = batch["x"][:, 0]
+    with opened(counts) as session:
+        found = session.step().metrics
+    first = models.regression()["x"][:SIZE, 0]
     own = first[: 3 * counts[0]]
     np.testing.assert_array_equal(found["each"], first)
     np.testing.assert_array_equal(found["own"], own)
@@ -53,19 +59,9 @@ def test_metrics_are_those_of_the_whole_batch(counts):
 
 
 def test_a_concatenation_of_an_evaluation_leaves_the_padding_out():
-    data = models.regression()
-    part = {k: v[:20] for k, v in data.items()}  # not a multiple of the microbatch
-    result = hxla.train(
-        models.Dense(nnx.Rngs(0)),
-        data,
-        loss,
-        optax.sgd(1e-2),
-        batch_size=24,
-        microbatch_size=3,
-        steps=1,
-        eval_data=part,
-    )
-    (evaluation,) = result.history.evaluations
+    part = {k: v[:20] for k, v in models.regression().items()}  # no multiple of the microbatch
+    with opened((3, 5)) as session:
+        evaluation = session.evaluate(part)
     np.testing.assert_array_equal(evaluation.metrics["each"], part["x"][:, 0])
 
 
