@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import sys
 
 import numpy as np
 import optax
@@ -10,47 +12,115 @@ from flax import nnx
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting, StepRecord, load_profile
+from hxla.__main__ import main
 from support.inside.graph import segments
 from support.inside.profile import dump_profile, merge_profiles, model_name
 from support.inside.run import Observer, Trial
-from support.profiles import SCRIPT, profile_command
+from support.profiles import profile_command
+
+SMALL = """
+import numpy as np, optax, hxla
+from flax import nnx
+
+def loss(model, batch):
+    return (model(batch["x"]) ** 2).mean(axis=1)
+
+model = nnx.Sequential(*[nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2)])
+data = {"x": np.ones((32, 8), np.float32)}
+one = {"cluster": {"visible_devices": [0]}}
+hxla.train(model, data, loss, optax.sgd(0.1), batch_size=8, steps=3, config=one)
+print("trained")
+"""
+
+
+@pytest.fixture
+def profile_here(tmp_path, monkeypatch, capsys):
+    """`hxla profile` in this process: its exit code, what it prints, and its errors."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "_exit", sys.exit)  # how a command of one process leaves
+
+    def run(*options, text=SMALL):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        write = ["--write", str(tmp_path / "p.json")]
+        try:
+            code = main(["profile", *write, *options, str(script)])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+OPTIONS = ("--segments", "2", "--microbatch-sizes", "2")
+
+
+def test_a_script_is_measured_once_and_not_trained(tmp_path, profile_here):
+    code, out, error = profile_here(*OPTIONS)
+    assert code == 0, error
+    assert "trained" not in out
+    assert "microbatch of 2: 2 of 2 segments" in error
+    found = load_profile(tmp_path / "p.json")
+    assert len(found.layers) == 2
+    assert set(found.times) == {Setting("cpu", 2)}
+    times = found.times[Setting("cpu", 2)]
+    assert all(t.measured and t.forward > 0 and t.update > 0 for t in times)
+    assert sum(s.parameter_bytes for s in found.sizes[2, 1]) == 2 * 8 * 8 * 4
+    code, _, error = profile_here(*OPTIONS)
+    assert code == 0
+    assert "microbatch of 2" not in error
+    assert load_profile(tmp_path / "p.json") == found
+    code, _, error = profile_here("--segments", "1")
+    assert code != 0
+    assert "use the same number" in error
+    code, _, error = profile_here("--microbatch-sizes", "3")
+    assert code != 0
+    assert error.endswith("not divisible by microbatch_size=3: the nearest size that fits is 2\n")
+    assert "Traceback" not in error
 
 
 @pytest.mark.slow
-def test_a_script_is_measured_and_not_trained_and_an_interrupted_profile_resumes(tmp_path):
-    first = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2")
-    assert first.returncode == 0, first.stderr
-    assert "trained" not in first.stdout
+def test_an_interrupted_profile_resumes_with_the_size_that_is_missing(tmp_path, profile_here):
+    assert profile_here(*OPTIONS)[0] == 0
     before = load_profile(tmp_path / "p.json")
-    assert len(before.layers) == 4
-    assert set(before.times) == {Setting("cpu", 2)}
-    times = before.times[Setting("cpu", 2)]
-    assert all(t.measured and t.forward > 0 and t.update > 0 for t in times)
-    assert sum(s.parameter_bytes for s in before.sizes[2, 1]) == 4 * (64 * 64 + 64) * 4
-    again = profile_command(tmp_path, "--segments", "4", "--microbatch-sizes", "2,4")
-    assert again.returncode == 0, again.stderr
+    code, _, error = profile_here("--segments", "2", "--microbatch-sizes", "2,4")
+    assert code == 0
     after = load_profile(tmp_path / "p.json")
-    assert after.times[Setting("cpu", 2)] == times  # not measured anew
+    assert after.times[Setting("cpu", 2)] == before.times[Setting("cpu", 2)]  # not measured anew
     assert set(after.times) == {Setting("cpu", 2), Setting("cpu", 4)}
-    assert "microbatch of 2" not in again.stderr
-    wrong = profile_command(tmp_path, "--segments", "2")
-    assert wrong.returncode != 0
-    assert "use the same number" in wrong.stderr
-    odd = profile_command(tmp_path, "--microbatch-sizes", "3")
-    assert odd.stderr.endswith(
-        "not divisible by microbatch_size=3: the nearest size that fits is 2\n"
-    )
-    assert "Traceback" not in odd.stderr
+    assert "microbatch of 2" not in error
+
+
+COLUMNS = (
+    "hxla.RuleSet(name='columns', rules=("
+    "hxla.Rule(path='kernel', rank=2, axes=((), ('tensor',))),))"
+)
+
+
+@pytest.mark.slow
+def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_path, profile_here):
+    mesh = f"mesh={{'data': 1, 'tensor': 2}}, rules={COLUMNS}, steps=3"
+    text = SMALL.replace("steps=3", mesh).replace("[0]", "[0, 1]")
+    code, out, error = profile_here(*OPTIONS, text=text)
+    assert code == 0, error
+    [split] = load_profile(tmp_path / "p.json").splits
+    assert split.kinds == ("cpu", "cpu")
+    assert (split.microbatch_size, split.parts) == (2, (0.5, 0.5))
+    assert split.seconds > 0
+    assert "cut over cpu 50%, cpu 50%" in out
+    assert profile_here(*OPTIONS, text=text)[0] == 0
+    assert load_profile(tmp_path / "p.json").splits == (split,)
 
 
 @pytest.mark.slow
 def test_a_stream_is_profiled_at_several_sizes_and_what_is_the_users_is_left_alone(tmp_path):
-    text = SCRIPT.replace(
+    text = SMALL.replace(
         "hxla.train(",
         """
 def stream():
     for i in range(500):
-        yield {k: v[:16] * i for k, v in data.items()}
+        yield {k: v[:8] * i for k, v in data.items()}
 
 def never(record, session):
     raise AssertionError
@@ -61,29 +131,10 @@ hxla.train(""",
     more = f"steps=3, callbacks=[never], run_dir={str(tmp_path / 'run')!r}"
     ran = profile_command(tmp_path, "--microbatch-sizes", "4,8", text=text.replace("steps=3", more))
     assert ran.returncode == 0, ran.stderr
+    assert "trained" not in ran.stdout
     found = load_profile(tmp_path / "p.json")
     assert set(found.times) == {Setting("cpu", 4), Setting("cpu", 8)}
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_split_that_the_script_asks_for_is_measured_as_it_runs_and_once(tmp_path):
-    columns = (
-        "hxla.RuleSet(name='columns', rules=("
-        "hxla.Rule(path='kernel', rank=2, axes=((), ('tensor',))),))"
-    )
-
-    text = SCRIPT.replace("steps=3", f"mesh={{'data': 1, 'tensor': 2}}, rules={columns}, steps=3")
-    flags = "--xla_force_host_platform_device_count=2"
-    ran = profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
-    assert ran.returncode == 0, ran.stderr
-    [split] = load_profile(tmp_path / "p.json").splits
-    assert split.kinds == ("cpu", "cpu")
-    assert (split.microbatch_size, split.parts) == (2, (0.5, 0.5))
-    assert split.seconds > 0
-    assert "cut over cpu 50%, cpu 50%" in ran.stdout
-    profile_command(tmp_path, "--microbatch-sizes", "2", text=text, flags=flags)
-    assert load_profile(tmp_path / "p.json").splits == (split,)
 
 
 def record(step, counts, seconds):
@@ -127,12 +178,13 @@ def test_the_parts_of_a_trial_add_up_to_its_step():
     assert by_kind.rest_seconds == trial.rest_seconds
 
 
-def test_a_copy_on_several_devices_is_not_profiled(tmp_path):
-    text = SCRIPT.replace("data, loss, optax", "data, hxla.split()(loss), optax")
-    flags = "--xla_force_host_platform_device_count=2"
-    ran = profile_command(tmp_path, text=text, flags=flags)
-    assert ran.returncode != 0
-    assert "put a copy of this one on 2: profile it without them" in ran.stderr
+def test_a_copy_on_several_devices_is_not_profiled(profile_here):
+    text = SMALL.replace("[0]", "[0, 1]").replace(
+        "data, loss, optax", "data, hxla.split()(loss), optax"
+    )
+    code, _, error = profile_here(text=text)
+    assert code != 0
+    assert "put a copy of this one on 2: profile it without them" in error
 
 
 def example(**changes):
@@ -156,9 +208,11 @@ def test_a_chain_of_fewer_segments_than_asked_is_cut_in_the_same_places_again():
     def loss(model, batch):
         return (model(batch["x"]) ** 2).mean(axis=-1)
 
-    model = nnx.Sequential(*[nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(4)])
+    layers = [nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(4)]
     data = {"x": np.ones((16, 4), np.float32)}
-    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8)
+    one = {"cluster": {"visible_devices": [0]}}
+    model = nnx.Sequential(*layers)
+    job = hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=8, config=one)
     chain = segments(job.graph(2), 8)
     again = segments(job.graph(2), len(chain))
     assert len(again) < len(chain) < 8  # asking for what was found does not find it
