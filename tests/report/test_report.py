@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 
 import numpy as np
 import optax
@@ -11,7 +12,7 @@ from flax import nnx
 
 import hxla
 from support import models
-from support.inside.report import line
+from support.inside.report import MetricsWriter, line
 from support.metrics import read_metrics
 
 
@@ -20,24 +21,27 @@ def loss(model, batch):
     return values, {"absolute": abs(model(batch["x"])).mean(axis=-1)}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    result = hxla.train(
-        models.Dense(nnx.Rngs(0)),
+def train(folder, *, steps, **more):
+    half = nnx.initializers.constant(0.5)
+    return hxla.train(
+        nnx.Linear(6, 3, use_bias=False, kernel_init=half, rngs=nnx.Rngs(0)),
         models.regression(),
         loss,
         optax.adam(1e-2),
         batch_size=24,
         microbatch_size=3,
-        steps=6,
-        eval_data=models.regression(),
-        eval_every=3,
+        steps=steps,
         mesh=models.mesh(data=2),
         run_dir=folder,
-        tensorboard=True,
+        **more,
     )
-    return folder, result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    evaluated = {"eval_data": models.regression(), "eval_every": 3}
+    return folder, train(folder, steps=6, tensorboard=True, **evaluated)
 
 
 def test_metrics_on_disk_are_the_history(run):
@@ -50,24 +54,14 @@ def test_metrics_on_disk_are_the_history(run):
 
 
 def test_a_run_that_begins_anew_keeps_the_lines_of_the_one_before_under_another_name(
-    tmp_path, capsys
+    run, tmp_path, capsys
 ):
+    shutil.copy(run[0] / "metrics.jsonl", tmp_path)
     texts = []
-    for _ in range(3):
-        hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            models.regression(),
-            loss,
-            optax.adam(1e-2),
-            batch_size=24,
-            microbatch_size=3,
-            steps=2,
-            counts="even",
-            mesh=models.mesh(data=2),
-            run_dir=tmp_path,
-        )
+    for _ in range(2):
         texts.append((tmp_path / "metrics.jsonl").read_text())
-        assert len(texts[-1].splitlines()) == 2
+        train(tmp_path, steps=2, counts="even")
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "metrics.1.jsonl").read_text() == texts[0]
     assert (tmp_path / "metrics.2.jsonl").read_text() == texts[1]
     assert f"an earlier run are now in {tmp_path / 'metrics.2.jsonl'}" in capsys.readouterr().out
@@ -77,13 +71,13 @@ def test_a_torn_last_line_is_cut_off_by_the_next_run(run, tmp_path):
     text = (run[0] / "metrics.jsonl").read_bytes()
     torn = tmp_path / "metrics.jsonl"
     torn.write_bytes(text + b'{"kind": "step", "st')
-    hxla._report._metrics_file.MetricsWriter(tmp_path, goes_on=True).close()
+    MetricsWriter(tmp_path, goes_on=True).close()
     assert torn.read_bytes() == text
 
 
 def test_a_loss_that_is_not_finite_is_strict_json(tmp_path, run):
     record = run[1].history.steps[0]
-    with contextlib.closing(hxla._report._metrics_file.MetricsWriter(tmp_path)) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(type(record)(**{**vars(record), "loss": float("nan")}))
     (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
@@ -129,13 +123,4 @@ def test_the_live_line_tells_step_loss_speed_time_and_shares(run):
 def test_an_unwritable_run_folder_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(hxla.ConfigError, match="cannot be written"):
-        hxla.train(
-            models.Dense(nnx.Rngs(0)),
-            models.regression(),
-            loss,
-            optax.adam(1e-2),
-            batch_size=24,
-            microbatch_size=3,
-            steps=1,
-            run_dir=tmp_path / "file" / "run",
-        )
+        train(tmp_path / "file" / "run", steps=1)
