@@ -1,7 +1,6 @@
 """What an inspection says, against counts and bytes worked out without it."""
 
 import collections
-import functools
 import json
 import re
 
@@ -17,20 +16,10 @@ from support import programs
 from support.inside.inspect import _hlo_text, _origin, _shapes, waiting_table
 from support.inside.inspect import _replica_groups as _groups
 from support.inside.report import COLLECTIVE, COMPUTATION, Bar, Lanes
+from support.programs import compiled, inspected
 from support.uneven_models import Run
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-@functools.cache
-def compiled(name):
-    step, args, moved = programs.ALL[name]()
-    return step.lower(*args).compile(), moved
-
-
-@functools.cache
-def inspected(name):
-    return hxla.inspect(compiled(name)[0])
 
 
 @pytest.mark.parametrize("name", programs.ALL)

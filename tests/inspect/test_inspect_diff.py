@@ -1,5 +1,6 @@
 """What changed between two inspections, as a person would say it; and the command."""
 
+import functools
 import json
 
 import jax
@@ -11,6 +12,7 @@ from hxla.__main__ import main
 from support import programs
 
 
+@functools.cache
 def blocks(num, *, reduce=True):
     where = programs.mesh(tensor=4)
 
@@ -65,15 +67,15 @@ def test_a_loop_that_runs_more_often_is_said_so():
     assert any("over data" in line and "runs 7 times instead of 3" in line for line in lines)
 
 
-@pytest.fixture
-def dumps(tmp_path):
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("dumps")
     for name in ("tensor", "linen"):
-        step, args, _ = programs.ALL[name]()
-        text = step.lower(*args).compile().as_text()
-        folder = tmp_path / name
+        folder = parent / name
         folder.mkdir()
+        text = programs.compiled(name)[0].as_text()
         (folder / "module_0000.jit_step.cpu_after_optimizations.txt").write_text(text)
-    return tmp_path
+    return parent
 
 
 def test_the_command_prints_tables_json_and_differences(dumps, capsys):

@@ -2,6 +2,7 @@
 
 import collections
 import cProfile
+import functools
 import gzip
 import os
 import re
@@ -18,11 +19,13 @@ from support.inside.inspect import _replica_groups as _groups
 from support.inside.jax import _hlo_proto as _proto
 from support.large_dump import DUMPS, large_text, measured_alone
 from support.paths import PYTHONPATH
+from support.tiers import rows
 
 VERSIONS = ("jax-0.10", "jax-0.11", "jax-0.12")
 NAMES = ("fsdp", "pipeline", "experts", "linen", "nnx_adam", "taskgraphs")
 
 
+@functools.cache
 def dumped(version):
     found = hxla.inspect(DUMPS / version)
     assert not found.problems
@@ -64,47 +67,26 @@ def test_dumps_of_all_versions_read_alike_and_as_theory_says(name):
 def test_a_dump_reads_like_the_live_step():
     """With the jax that runs the tests, on what no version changes."""
     for name in ("linen", "nnx_adam"):
-        step, args, _ = programs.ALL[name]()
-        live, old = told(hxla.inspect(step, *args).main), told(dumped("jax-0.10")[name])
+        live, old = told(programs.inspected(name).main), told(dumped("jax-0.10")[name])
         for key in ("mesh", "arrays", "memory", "flops"):
             assert live[key] == old[key], (name, key)
 
 
-LIVE = """
-import programs, hxla, test_inspect_dump
-step, args, _ = programs.linen()
-live = hxla.inspect(step, *args).main
-print(repr((test_inspect_dump.told(live), live.memory.buffers)))
-"""
-
-
-def test_a_live_step_and_text_and_proto_of_its_dump_read_alike(tmp_path):
-    flags = f"--xla_force_host_platform_device_count=8 --xla_dump_to={tmp_path}"
-    # Its own process: a cached program names the source lines of whoever compiled it first.
-    env = os.environ | {
-        "XLA_FLAGS": f"{flags} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": PYTHONPATH,
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", LIVE],
-        check=True,
-        env=env,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found = {}
+def test_a_live_step_and_text_and_proto_of_its_dump_read_alike(tmp_path, no_persistent_cache):
+    step, args, _ = programs.linen()
+    # A cached program would name the source lines of whoever compiled it first, and dump nothing.
+    kinds = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
+    live = step.lower(*args).compile({"xla_dump_to": str(tmp_path), **kinds})
+    found = {"live": hxla.inspect(live).main}
     for kind in (".txt", ".pb"):
         folder = tmp_path / kind[1:]
         folder.mkdir()
         for file in tmp_path.glob(f"module_*apply*optimizations*{kind}"):
             shutil.copy(file, folder)
         found[kind] = hxla.inspect(folder).main
-    assert told(found[".txt"]) == told(found[".pb"])
+    assert told(found[".txt"]) == told(found[".pb"]) == told(found["live"])
     assert found[".txt"].memory.buffers == found[".pb"].memory.buffers
-    both = told(found[".pb"]), found[".pb"].memory.buffers
-    assert ran.stdout.splitlines()[-1] == repr(both)
+    assert found["live"].memory.buffers == found[".pb"].memory.buffers
 
 
 def test_jaxlib_still_turns_modules_into_text():
@@ -148,10 +130,9 @@ def test_lines_that_nobody_knows_are_counted(tmp_path):
     assert after.problems == ("2 lines were not understood, the first: a line of the year 2040",)
 
 
-@pytest.mark.parametrize("name", ["pipeline", "linen"])
+@pytest.mark.parametrize("name", rows(["pipeline", "linen", "nested_loops"], "nested_loops"))
 def test_no_spoilt_line_ends_the_reading(name):
-    step, args, _ = programs.ALL[name]()
-    lines = step.lower(*args).compile().as_text().splitlines()
+    lines = programs.compiled(name)[0].as_text().splitlines()
     spoil = [
         lambda line, start: start,
         lambda line, start: start + ")",

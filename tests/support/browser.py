@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from support.launched import PATIENCE_SECONDS
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
@@ -21,7 +23,9 @@ def path():
 def run(page, *options, width=1280, height=1600):
     command = [path(), "--headless", "--no-sandbox", "--hide-scrollbars", "--disable-gpu"]
     command += [f"--window-size={width},{height}", *options, pathlib.Path(page).as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

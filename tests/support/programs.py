@@ -274,3 +274,15 @@ ALL = {
         *(branch, linen, nnx_adam, taskgraphs),
     )
 }
+
+
+@functools.cache
+def compiled(name):
+    """One of `ALL`, compiled once for all tests of a process, and what its collectives move."""
+    step, args, moved = ALL[name]()
+    return step.lower(*args).compile(), moved
+
+
+@functools.cache
+def inspected(name):
+    return hxla.inspect(compiled(name)[0])
