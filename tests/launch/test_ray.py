@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 
+from hxla.__main__ import main
 from support import elastic_chaos, left_behind
 from support.launched import PATIENCE_SECONDS
 from support.left_behind import wait_until
@@ -159,15 +160,21 @@ def test_nodes_are_shared_out_whole_and_held_as_long_as_a_job_has_them(cluster):
             cluster.remove_node(node)
 
 
-def test_without_a_cluster_it_is_said_what_to_do():
-    command = [sys.executable, "-m", "hxla", "run", "--elastic", "--ray", "127.0.0.1:1"]
-    command.append(str(elastic_chaos.JOB))
-    ran = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=elastic_chaos.own_environment()
-    )
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines()[-1].startswith("hxla: --ray 127.0.0.1:1: ")
-    assert "ray start --head" in ran.stderr
+def said_by(capsys, *options):
+    """The exit code of `hxla run` with some options, and the last line of its errors."""
+    capsys.readouterr()
+    try:
+        code = main(["run", *options])
+    finally:
+        ray.shutdown()
+    return code, (capsys.readouterr().err.splitlines() or [""])[-1]
+
+
+def test_without_a_cluster_it_is_said_what_to_do(capsys):
+    code, said = said_by(capsys, "--elastic", "--ray", "127.0.0.1:1", str(elastic_chaos.JOB))
+    assert code == 2
+    assert said.startswith("hxla: --ray 127.0.0.1:1: ")
+    assert "ray start --head" in said
 
 
 @pytest.mark.slow
@@ -399,7 +406,7 @@ def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path, connected):
     wait_until(lambda: not ray.util.list_named_actors(), "the end of the second")
 
 
-def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster):
+def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster, capsys):
     """Its state is in two parts, each of them on both nodes; who follows it ends with 75."""
     saved = tmp_path / "saved"
     options = ("--checkpoints", str(saved))
@@ -421,23 +428,25 @@ def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster):
         form = forms(job.events())[1]
         assert form["generation"]["first_step"] >= elastic_chaos.EVERY
         assert [one["part"] for one in form["sources"]] == [0, 1]
-        unknown = job.ran(job.command("--attach", "another"))
-        assert unknown.returncode == 2
-        assert unknown.stderr.splitlines()[-1] == (
-            "hxla: --attach another: no such run on the Ray cluster; there are job"
+        there = ("--ray", cluster.address)
+        assert said_by(capsys, *there, "--attach", "another") == (
+            2,
+            "hxla: --attach another: no such run on the Ray cluster; there are job",
         )
         job.process.send_signal(signal.SIGINT)
         assert job.process.wait(PATIENCE_SECONDS) == 130
         assert "run job goes on" in job.tail()
-        stopped = job.ran(job.command("--stop", "job"))
-        assert stopped.returncode == 0, stopped.stderr
+        code, said = said_by(capsys, *there, "--stop", "job")
+        assert code == 0, said
         job.follow()
         assert job.process.wait(PATIENCE_SECONDS) == 75, job.tail()
         [step] = [int(s) for s in re.findall(r"SIGTERM: ended after (\d+) steps", job.tail())]
         assert any(str(step) in folder.name for folder in saved.iterdir()), list(saved.iterdir())
-        again = job.detach_again("--nodes", str(tmp_path / "missing"))  # what was read has gone
-        assert again.returncode == 2
-        assert "cannot be read" in again.stderr
+        # What was read has gone, and its name is free.
+        again = ("--elastic", "--detach", "job", "--nodes", str(tmp_path / "missing"))
+        code, said = said_by(capsys, *there, *again, str(elastic_chaos.JOB))
+        assert code == 2
+        assert "cannot be read" in said
     finally:
         job.stop()
     left_behind.wait_until_none()

@@ -78,6 +78,9 @@ def posts():
 
 
 def freezes(record, session):
+    if record.step == 1:
+        sha256 = hxla.fingerprint(session.state.params)
+        print(json.dumps(["nothing", sha256, record.loss]), flush=True)
     if odd and record.step == 1:
         while (posts()[1].step, posts()[1].phase) != (1, "callback"):
             time.sleep(0.05)
@@ -92,7 +95,6 @@ def some(like, other):
 
 
 CASES = {
-    "nothing": lambda: train(),
     "rate": lambda: train(rate=some(0.1, 0.2)),
     "loss": lambda: train(loss=some(loss, steep)),
     "seed": lambda: train(seed=some(0, 1)),
@@ -171,7 +173,7 @@ def told(tmp_path_factory):
         return found
 
     rest = tuple(name for name in DIFFERENT if name not in QUICK)
-    return lambda name: said(rest if name in rest else ("nothing", *QUICK, "frozen"))[name]
+    return lambda name: said(rest if name in rest else (*QUICK, "frozen"))[name]
 
 
 @pytest.mark.parametrize("name", rows(DIFFERENT, *QUICK))
@@ -196,6 +198,6 @@ def test_tasks_of_a_batch_system_see_that_one_of_them_is_frozen(told):
 
 
 def test_processes_that_agree_train_to_the_same_bits(told):
-    [(word, sha256), other] = told("nothing").values()
-    assert word == "trained"
-    assert [word, sha256] == other
+    [(sha256, loss), other] = told("nothing").values()
+    assert sha256
+    assert [sha256, loss] == other

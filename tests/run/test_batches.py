@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hxla
-from support import elastic_chaos, streams
+from support import elastic_chaos, streams, tiers
 from support.inside.jax import _coordination, is_lost_peer
 from support.inside.run import _data, _host_link, from_text, to_text
 from support.launched import PATIENCE_SECONDS
@@ -28,18 +28,20 @@ from support.tiers import examples
 
 SIZE = streams.BATCH_SIZE
 
+# All of Unicode takes seconds to list.
+texts = st.text() if tiers.is_all else st.text('a"\\\0ß\U0001f600')
 states = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(0, 2**128)
     | st.floats(allow_nan=False)
-    | st.text()
+    | texts
     | st.binary()
     | st.integers(-9, 9).map(np.int32),
     lambda x: (
         st.lists(x)
         | st.lists(x).map(tuple)
-        | st.dictionaries(st.text() | st.integers() | st.just("hxla:tuple"), x)
+        | st.dictionaries(texts | st.integers() | st.just("hxla:tuple"), x)
     ),
 )
 

@@ -176,7 +176,7 @@ def test_training_goes_on_from_the_intact_one_to_the_same_bits(tmp_path, capsys)
             models.squared_error,
             optax.adam(1e-2),
             batch_size=24,
-            microbatch_size=6,
+            microbatch_size=3,
             steps=6,
             counts="even",
             mesh=models.mesh(data=2),

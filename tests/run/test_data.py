@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hxla import DataError
 from support.inside.run import _data
 from support.inside.run import _sample_order as _order
+from support.tiers import examples
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(30, 300))
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 50))
 def test_order_is_a_permutation(size, seed, epoch):
     order = _order.permute(np.arange(size), size, seed=seed, epoch=epoch)

@@ -342,8 +342,15 @@ def test_losses_of_other_forms_are_taken():
         def method(self, model, batch):
             return squares(model, batch)
 
-    for loss in (Loss(), Loss().method, functools.partial(Loss(), scale=1.0), of_anything):
-        assert np.isfinite(train(loss=loss, model=LINEN).history.steps[0].loss)
+    def plan(loss):
+        job = hxla.Job(LINEN, DATA, loss, optax.sgd(0.1), batch_size=16)
+        return job.plan(microbatch_size=4, mesh=models.mesh(data=1), counts="even")
+
+    expected = plan(squares).numerics
+    assert plan(functools.partial(Loss(), scale=2.0)).numerics == plan(Loss()).numerics
+    assert plan(Loss().method).numerics == plan(of_anything).numerics == expected
+    assert plan(Loss()).numerics != expected  # twice as large
+    assert np.isfinite(train(loss=Loss(), model=LINEN).history.steps[0].loss)
 
 
 def of_anything(*arguments):

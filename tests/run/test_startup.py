@@ -1,5 +1,7 @@
 """How a session opens: what it compiles, and what it says meanwhile."""
 
+import contextlib
+import dataclasses
 import functools
 import io
 import re
@@ -16,6 +18,7 @@ import hxla
 from support.inside.jax import num_compilations
 from support.inside.report import Waiting, _waiting
 from support.launched import PATIENCE_SECONDS
+from support.tiers import rows
 
 pytestmark = pytest.mark.usefixtures("no_persistent_cache")
 
@@ -30,25 +33,43 @@ def network():
 
 
 def loss(model, batch):
-    return jnp.mean((model(batch["x"]) - jnp.sin(batch["x"])) ** 2, axis=-1)
+    return jnp.mean((model(batch["x"]) - batch["x"]) ** 2, axis=-1)
 
 
-@functools.cache
-def opened(devices, *, loss=loss, make=network, evaluate=False, **wishes):
-    """Compilations until a step is done on some devices, and the SHA-256 then.
+def linear():
+    """The least model, made on its devices."""
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Compilations until a step is done, the SHA-256 then, and what was printed meanwhile."""
+
+    num: int
+    sha256: str
+    said: str = dataclasses.field(compare=False)
+
+
+def opened(devices, *, loss=loss, make=linear, evaluate=False, **wishes):
+    """A job that was opened, and made a step; each is opened once.
 
     Args:
         devices: How many.
         loss: Of the job.
-        make: Makes the model.
+        make: Makes the model: a small one where it is placed, or `network` beforehand.
         evaluate: Whether the data is evaluated too.
         wishes: The sizes of the mesh's axes, where it has more than one.
     """
+    return _opened(devices, loss, make, evaluate, **wishes)
+
+
+@functools.cache
+def _opened(devices, loss, make, evaluate, **wishes):
     job = hxla.Job(
-        make() if make is network else make,
+        network() if make is network else make,
         DATA,
         loss,
-        optax.adam(1e-2),
+        optax.adam(1e-2) if make is network else optax.sgd(0.1),
         batch_size=16,
         default=hxla.split() if "tensor" in wishes else None,
         config={"cluster": {"visible_devices": list(range(devices))}},
@@ -57,47 +78,40 @@ def opened(devices, *, loss=loss, make=network, evaluate=False, **wishes):
     plan = job.plan(microbatch_size=16 // NUM, counts="even", **mesh)
     jax.clear_caches()
     before = num_compilations()
-    with job.open(plan, steps=1) as session:
-        session.step()
-        if evaluate:
-            session.evaluate(DATA)
-        return num_compilations() - before, session.result().sha256
-
-
-def linear():
-    """The least model; made where it is placed."""
-    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        patched.setattr(_waiting, "PERIOD_SECONDS", 0.001)
+        with job.open(plan, steps=1) as session:
+            session.step()
+            if evaluate:
+                session.evaluate(DATA)
+            sha256 = session.result().sha256
+    return Opened(num_compilations() - before, sha256, said.getvalue())
 
 
 WISHES = {
-    "copies of one device": ((2, 4, 8), lambda _: {}),
-    "copies cut in two": ((4, 8), lambda n: {"data": n // 2, "tensor": 2}),
-    "pipelines": ((4, 8), lambda n: {"data": n // 2, "stage": 2}),
+    "models made on their devices": (linear, (2, 8), lambda _: {}),
+    "copies of one device": (network, (2, 4, 8), lambda _: {}),
+    "copies cut in two": (network, (4, 8), lambda n: {"data": n // 2, "tensor": 2}),
+    "pipelines": (network, (4, 8), lambda n: {"data": n // 2, "stage": 2}),
 }
+MORE = [(name, evaluate) for name in WISHES for evaluate in (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "evaluate"),
-    [
-        pytest.param(name, evaluate, marks=() if is_quick else pytest.mark.slow)
-        for name in WISHES
-        for evaluate in (False, True)
-        for is_quick in [name == "copies of one device" and not evaluate]
-    ],
-)
-def test_more_devices_of_a_kind_compile_no_more_and_change_no_bit(name, evaluate):
-    nums, wishes = WISHES[name]
-    fewest, *more = (opened(num, evaluate=evaluate, **wishes(num)) for num in nums)
+@pytest.mark.parametrize("row", rows(MORE, MORE[0]))
+def test_more_devices_of_a_kind_compile_no_more_and_change_no_bit(row):
+    name, evaluate = row
+    make, nums, wishes = WISHES[name]
+    fewest, *more = (opened(n, make=make, evaluate=evaluate, **wishes(n)) for n in nums)
     assert [*more] == [fewest] * len(more)
 
 
-def test_an_evaluation_is_one_program_for_all_devices():
-    without, _ = opened(4)
-    assert opened(4, evaluate=True)[0] - without <= 2  # itself and the exchange of its rows
-
-
-def test_a_model_made_on_its_devices_is_compiled_once():
-    assert opened(2, make=linear) == opened(8, make=linear)
+@pytest.mark.parametrize("make", rows([linear, network], linear, ids=lambda make: make.__name__))
+def test_an_evaluation_is_one_program_for_all_devices(make):
+    without, with_it = opened(2, make=make), opened(2, make=make, evaluate=True)
+    assert with_it.num - without.num <= 2  # itself and the exchange of its rows
 
 
 def watched(model, batch):
@@ -110,10 +124,14 @@ SEEN = []
 
 
 def test_a_loss_that_calls_python_is_compiled_for_each_device():
-    (_, alone), (num, together) = opened(1, loss=watched), opened(2, loss=watched)
-    assert alone == together
+    assert opened(2, loss=watched).sha256 == opened(2).sha256
     assert SEEN
-    assert num > opened(2)[0]
+    assert opened(2, loss=watched).num > opened(2).num
+
+
+@pytest.mark.slow
+def test_a_loss_that_calls_python_gives_the_bits_of_one_device():
+    assert opened(2, loss=watched).sha256 == opened(1, loss=watched).sha256
 
 
 class Slow(io.StringIO):
@@ -171,10 +189,8 @@ def test_lines_come_at_least_every_two_seconds():
     assert _waiting.PERIOD_SECONDS < 2
 
 
-def test_opening_names_the_programs_that_are_not_ready(monkeypatch, capsys):
-    monkeypatch.setattr(_waiting, "PERIOD_SECONDS", 0.001)
-    opened.__wrapped__(2, make=linear)
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("opening: ")]
+def test_opening_names_the_programs_that_are_not_ready():
+    lines = [x for x in opened(2).said.splitlines() if x.startswith("opening: ")]
     assert any("compiling a microbatch" in line for line in lines)
     assert any("programs are ready" in line for line in lines)
     assert any("tracing" in line for line in lines)

@@ -80,6 +80,7 @@ def test_what_fails_in_a_worker_is_told(one_host):
         other.fetch(0, np.array([4]))
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_they_work_for():
     script = (
         "import numpy as np, os, signal\n"

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 
 import pytest
@@ -32,14 +31,12 @@ from support.launched import PATIENCE_SECONDS
 from support.scheduled_jobs import KINDS, job, random_jobs
 from support.scheduled_runs import (
     LONG,
-    TWO,
     Scheduled,
-    check_bits,
     check_record,
     check_three,
-    has_ended,
     share_out,
 )
+from support.tiers import rows
 
 CAPACITY = (4, 3, 5)
 MOVE = 5.0
@@ -165,7 +162,7 @@ def some(held):
 
 
 @pytest.mark.parametrize("policy", LIVE_POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rows(range(3), 0))
 def test_live_and_simulated_decisions_are_equal(policy, seed):
     """Jobs that run as the simulator assumes are given what it gave them, at the same times."""
     jobs, seen = random_jobs(seed), []
@@ -209,7 +206,7 @@ def test_live_and_simulated_decisions_are_equal(policy, seed):
 
 
 @pytest.mark.parametrize("policy", LIVE_POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rows(range(3), 1))
 def test_nobody_gets_a_device_before_it_is_released(policy, seed, tmp_path):
     """However long jobs keep what was taken from them, and whatever comes and goes; all end."""
     live = Live(random_jobs(seed), policy, keeps_seconds=7.0, interval=20.0)
@@ -358,14 +355,17 @@ def scheduled(tmp_path):
         yield start
 
 
-def test_a_job_lends_a_device_and_no_bit_moves(scheduled):
-    run = scheduled(Scheduled, TWO[:1], [0.4, 0.4])
+def test_a_device_that_goes_is_given_back_and_a_scheduler_that_ends_leaves_nothing(scheduled):
+    run = scheduled(Scheduled, [LONG], [0.4, 0.4])
     run.wait("long.events", lambda e: e["what"] == "Completed", "a step on both devices")
-    run.submit(TWO[1:])
-    run.wait("record.jsonl", has_ended("late"), "its end")
-    run.end()
-    check_bits(run, TWO[:1])
+    run.write_devices([0.4])
+    run.wait("record.jsonl", lambda e: e["what"] == "Holds" and sum(e["nums"]) == 1, "one device")
+    run.process.terminate()
+    assert run.process.wait(PATIENCE_SECONDS) == 75
     check_record(run, [2, 1])
+    left = [(e["step"], e["digest"]) for e in run.lines("long.events") if e["what"] == "LeftState"]
+    assert len(left) > 1
+    assert len(set(left)) < len(left)  # of one step, on both devices the same bits
 
 
 @pytest.mark.slow
@@ -387,11 +387,9 @@ def test_three_jobs_share_out_unlike_devices_and_no_bit_moves(scheduled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_scheduler_that_is_ended_leaves_nothing(number, scheduled):
+def test_a_scheduler_that_is_killed_leaves_nothing(scheduled):
     run = scheduled(Scheduled, [("only", 4000, 0.1, 2, 1)], [0.5])
     run.wait("only.events", lambda e: e["what"] == "Started", "a process")
-    os.kill(run.process.pid, number)
-    code = run.process.wait(PATIENCE_SECONDS)
-    assert code == (75 if number == signal.SIGTERM else -number)
+    run.process.kill()
+    assert run.process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     run.check_nothing_is_left()

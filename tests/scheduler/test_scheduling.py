@@ -26,6 +26,7 @@ from support.inside.scheduler import (
 )
 from support.paths import ROOT
 from support.scheduled_jobs import KINDS, active, job, random_jobs
+from support.tiers import rows
 
 TRACES = ROOT.parent / "shared/data/traces"
 CAPACITY = (4, 3, 5)
@@ -49,7 +50,7 @@ def replayed(jobs, policy, **more):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rows(range(6), 0, 1))
 def test_every_policy_keeps_limits_and_every_job_ends(policy, seed):
     jobs = random_jobs(seed)
     changes = [(100.0, (2, 2, 3)), (400.0, CAPACITY)]

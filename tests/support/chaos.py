@@ -175,7 +175,7 @@ def start(event: Event | None, folder: pathlib.Path, num: int, *, saves: bool) -
 def sha256_of_undisturbed(folder: pathlib.Path) -> str:
     """The bits of a job to which nothing happens."""
     folder.mkdir()
-    job = start(None, folder, 2, saves=False)
+    job = start(None, folder, 1, saves=False)
     job.communicate(timeout=PATIENCE_SECONDS)
     return (folder / "sha256").read_text()
 
