@@ -4,10 +4,12 @@ So the devices that train are none of those that hosts add on.
 """
 
 import json
+import pathlib
 import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -22,12 +24,24 @@ COLLECTIVE = re.compile(
 NUM = jax.process_count()
 
 
-def job(over, zero, model=zero_jobs.Model):
+class Model(nnx.Module):
+    """A matrix, a scalar, and statistics of a batch."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(6, 7, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(7, use_bias=False, use_scale=False, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return self.gain * self.norm(self.inner(x))
+
+
+def job(over, zero, model=Model):
     return hxla.Job(
         lambda: model(nnx.Rngs(0)),
         zero_jobs.data(),
         zero_jobs.loss,
-        optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+        optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-2)),
         batch_size=zero_jobs.BATCH,
         config={
             "communication": {"over": over},
@@ -58,7 +72,8 @@ def programs_of(session):
     }
 
 
-def trained(over, zero, folder=None, steps=zero_jobs.STEPS, model=zero_jobs.Model):
+def trained(over, zero, folder=None, steps=zero_jobs.STEPS, model=Model):
+    """From the checkpoint that is in the folder, or from the start."""
     own = job(over, zero, model)
     plan = own.plan(microbatch_size=2, counts="even")
     options = {} if folder is None else {"checkpoint_dir": folder}
@@ -68,11 +83,11 @@ def trained(over, zero, folder=None, steps=zero_jobs.STEPS, model=zero_jobs.Mode
         told = programs_of(session)
         result = session.result()
         alike = (session._store.checksums() == session._store.checksums()[0]).all()
-    first = result.history.steps[0].step
-    return told | {"sha256": result.sha256, "alike": bool(alike), "first step": first}
+    begun = result.history.steps[0].step
+    return told | {"sha256": result.sha256, "alike": bool(alike), "first step": begun}
 
 
-class Unlike(zero_jobs.Model):
+class Unlike(Model):
     """A model that another process would make otherwise."""
 
     def __init__(self, rngs):
@@ -101,9 +116,11 @@ def on_unlike_devices():
 
 
 if __name__ == "__main__":
-    told = {f"device {zero}": trained("device", zero) for zero in (0, 1)}
-    told |= {f"host {zero}": trained("host", zero) for zero in (0, 1)}
-    trained("device", 1, sys.argv[1], steps=1)
-    told["resumed"] = trained("host", 1, sys.argv[1])
+    folder, is_all = pathlib.Path(sys.argv[1]), sys.argv[2] == "all"
+    told = {"host 1": trained("host", 1, folder / "1", steps=1)}
+    told["device 1"] = trained("device", 1, folder / "1")
+    if is_all:
+        trained("device", 0, folder / "0", steps=1)
+        told |= {"host 0": trained("host", 0, folder / "0"), "device 0": trained("device", 0)}
     told["unlike"] = on_unlike_devices()
     print(f"RESULT {jax.process_index()} {json.dumps(told)}", flush=True)

@@ -28,6 +28,8 @@ from support.inside.lower import (
 )
 from support.inside.plan import Shares
 from support.inside.run import rehearse
+from support.relays import EACH, relayed, straight
+from support.tiers import rows
 from support.zero_jobs import (
     BATCH,
     BY_ELEMENT,
@@ -37,36 +39,122 @@ from support.zero_jobs import (
     cluster,
     data,
     job,
+    linear_job,
     loss,
     planned,
     trained,
 )
 
-SHARES = [[1, 1, 1], [1, 2, 3], [4, 2, 1], [1, 1, 9]]
+#: Shares of copies, and their counts.
+SPREADS = [
+    ([1, 2, 3], (2, 9, 1)),
+    ([1, 1, 1], (4, 4, 4)),
+    ([4, 2, 1], (0, 5, 7)),
+    ([5, 1], (6, 6)),
+    ([1, 1, 9], (12, 0, 0)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_ELEMENT)
-def test_bits_do_not_depend_on_who_owns_what(name):
+def test_bits_do_not_depend_on_who_owns_what(name, tmp_path):
+    """One form of the job goes on from the checkpoint of another; LAMB sums over parameters."""
     make, clip = BY_ELEMENT[name], {"clip_norm": 0.3} if name in ("adamw", "lion") else {}
-    plain = job(make(), communication=clip)
-    plan = planned(plain, 3)
+    whole = job(make(), communication=clip)
+    plan = planned(whole, 3)
     assert plan.placement.zero == 0
-    wanted = trained(plain, plan)
-    assert trained(plain, planned(plain, 1)).sha256 == wanted.sha256
-    for i, shares in enumerate(SHARES):
+    forms = [(whole, planned(whole, 1))]
+    for shares, counts in SPREADS if name == "adamw" else SPREADS[::4]:
         own = job(make(), communication=clip, memory={"zero": 1, "shares": shares})
-        shared = planned(own, 3).with_counts(((4, 4, 4), (2, 9, 1), (0, 5, 7), (12, 0, 0))[i])
-        assert shared.placement.zero == 1
-        assert shared.placement.whole == ()
-        assert shared.numerics == plan.numerics
-        found = trained(own, shared)
-        assert found.sha256 == wanted.sha256
-        assert found.history.steps[-1].loss == wanted.history.steps[-1].loss
+        forms.append((own, planned(own, len(shares)).with_counts(counts)))
+        assert forms[-1][1].placement.zero == 1
+        assert forms[-1][1].placement.whole == ()
+    forms.append((whole, planned(whole, 2)))
+    assert {form.numerics for _, form in forms} == {plan.numerics}
+    wanted = straight(whole, plan, len(forms))
+    found = relayed(forms, tmp_path)
+    assert found.losses == wanted.losses
+    assert found.sha256 == wanted.sha256
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_PARAMETER)
+def by_optax(optimizer, steps):
+    """The parameters that plain JAX ends with, the whole batch at once on one device."""
+    graphdef, params = nnx.split(nnx.Linear(6, 7, rngs=nnx.Rngs(0)))
+    state, batches = optimizer.init(params), data()
+
+    @jax.jit
+    def step(params, state, batch):
+        value = lambda p: loss(nnx.merge(graphdef, p), batch).mean()  # noqa: E731
+        updates, state = optimizer.update(jax.grad(value)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for k in range(steps):
+        place = slice(k % STEPS * BATCH, (k % STEPS + 1) * BATCH)
+        params, state = step(params, state, {key: x[place] for key, x in batches.items()})
+    return params
+
+
+def near(state, params):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-2))
+
+
+@pytest.fixture(scope="module")
+def of_owners(tmp_path_factory):
+    """A job whose three copies share the state; then one copy goes on from their checkpoint."""
+    clip = {"clip_norm": 0.3}
+    whole = linear_job(optax.adam(1e-2), communication=clip)
+    own = linear_job(optax.adam(1e-2), communication=clip, memory={"zero": 1, "shares": [1, 2, 5]})
+    forms = [(own, planned(own, 3).with_counts((2, 9, 1))), (whole, planned(whole, 1))]
+    assert forms[0][1].numerics == planned(whole, 3).numerics
+
+    def look(session, _):
+        held = [
+            [x.size for x in jax.tree.leaves(copy.opt_state) if x.ndim]
+            for copy in session._store.held
+        ]
+        return held, taken_apart(session) if len(held) > 1 else None
+
+    wanted = straight(whole, planned(whole, 3), len(forms))
+    return wanted, relayed(forms, tmp_path_factory.mktemp("owners"), look=look)
+
+
+def taken_apart(session):
+    """Programs that were compiled when its state was taken apart, as in a change of members."""
+    store, counts = session._store, [num_compilations()]
+    rehearse(types.SimpleNamespace(is_waited_for=True), store, session._job)
+    counts.append(num_compilations())
+    rehearse(types.SimpleNamespace(is_waited_for=False), store, session._job)
+    counts.append(num_compilations())
+    store.load(store.saved())
+    counts.append(num_compilations())
+    return np.diff(counts)
+
+
+def test_no_bit_depends_on_owners_or_on_whose_checkpoint_it_was(of_owners):
+    wanted, found = of_owners
+    assert found.losses == wanted.losses
+    assert found.sha256 == wanted.sha256
+
+
+def test_each_copy_holds_its_share_of_the_state(of_owners):
+    [held, _], _ = of_owners[1].seen
+    for moments, share in zip(held, (1, 2, 5), strict=True):
+        granules = [max(-(-size // 8), 8) for size in (42, 7)]  # 8: the least
+        assert sorted(moments) == sorted(2 * [share * g for g in granules])
+
+
+def test_a_state_that_was_taken_apart_once_is_so_again_without_compiling(of_owners):
+    """What is rehearsed while a change of members is prepared pauses nobody later."""
+    [_, (waited_for, rehearsed, again)], _ = of_owners[1].seen
+    assert (waited_for, again) == (0, 0)
+    assert rehearsed > 0
+
+
+@pytest.mark.parametrize("name", rows(BY_PARAMETER))
 def test_what_the_optimizer_treats_as_a_whole_has_one_owner(name):
     make = BY_PARAMETER[name]
     plain = job(make())
@@ -85,87 +173,25 @@ def test_what_ties_all_parameters_together_is_said():
     assert len(plan.placement.whole) == 6
 
 
-@pytest.mark.parametrize("offload", ["device", "host"])
-def test_a_copy_may_own_nothing(offload):
+@functools.cache
+def if_finite(tier=None):
+    """Trained with an optimizer that ties all parameters together: one copy owns all of them."""
+    memory = {} if tier is None else {"zero": 1, "offload": {"optimizer": tier}}
+    own = linear_job(optax.apply_if_finite(optax.adam(1e-2), 3), memory=memory)
+    return trained(own, planned(own, 2))
+
+
+@pytest.mark.parametrize("tier", rows(["device", "host"], "device"))
+def test_a_copy_may_own_nothing(tier):
     """What it sends is zeros, made where it is."""
-    linear = lambda: nnx.Linear(6, 7, rngs=nnx.Rngs(0))  # noqa: E731
-    optimizer = optax.apply_if_finite(optax.adam(1e-2), 3)
-    found = []
-    for memory in ({}, {"zero": 1, "offload": {"optimizer": offload}}):
-        config = {"memory": memory}
-        own = hxla.Job(linear, data(), loss, optimizer, batch_size=BATCH, config=config)
-        found.append(trained(own, planned(own, 2)))
-    close(*found)
+    close(if_finite(tier), if_finite())
 
 
-def test_clipping_is_that_of_optax():
-    """Against plain JAX on one device: the whole batch at once, and optax's own transformation."""
-    optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-2))
-    graphdef, params = nnx.split(nnx.Linear(6, 7, rngs=nnx.Rngs(0)))
-    state, batches = optimizer.init(params), data()
-    for step in range(STEPS):
-        batch = {k: v[step * BATCH : (step + 1) * BATCH] for k, v in batches.items()}
-        value = lambda p: loss(nnx.merge(graphdef, p), batch).mean()  # noqa: B023, E731
-        updates, state = optimizer.update(jax.grad(value)(params), state, params)
-        params = optax.apply_updates(params, updates)
-    options = {"batch_size": BATCH, "config": {"memory": {"zero": 1}}, "shuffle": False}
-    linear = lambda: nnx.Linear(6, 7, rngs=nnx.Rngs(0))  # noqa: E731
-    for own, clip in ((optimizer, None), (optax.adam(1e-2), 0.3)):
-        options["config"]["communication"] = {"clip_norm": clip}
-        one = hxla.Job(linear, data(), loss, own, **options)
-        found = trained(one, planned(one, 2)).state
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_each_copy_holds_its_share_of_the_state():
-    shares = (1, 2, 5)
-    own = job(optax.adam(1e-2), memory={"zero": 1, "shares": list(shares)})
-    sizes = [60, 10, 10, 70, 7, 1]
-    with own.open(planned(own, 3), steps=1) as session:
-        for copy, held in enumerate(session._store.held):
-            moments = [x.size for x in jax.tree.leaves(held.opt_state) if x.ndim]
-            granules = [max(-(-size // sum(shares)), 8) for size in sizes]  # 8: the least
-            assert sorted(moments) == sorted(2 * [shares[copy] * g for g in granules])
-
-
-def test_a_state_that_was_taken_apart_once_is_so_again_without_compiling():
-    """As in a change of members: what is rehearsed while one is prepared pauses nobody later."""
-    own = job(optax.adam(1e-2), memory={"zero": 1, "shares": [1, 2, 5]})
-    plan = planned(own, 3)
-    with own.open(plan, steps=STEPS) as session:
-        next(iter(session))
-        store, begun = session._store, num_compilations()
-        rehearse(types.SimpleNamespace(is_waited_for=True), store, session._job)
-        assert num_compilations() == begun
-        rehearse(types.SimpleNamespace(is_waited_for=False), store, session._job)
-        compiled = num_compilations()
-        assert compiled > begun
-        store.load(store.saved())
-        assert num_compilations() == compiled
-        for _ in session:
-            pass
-        assert session.result().sha256 == trained(own, plan).sha256
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_with_other_shares(tmp_path):
-    make = BY_ELEMENT["adamw"]
-    even = job(make(), memory={"zero": 1})
-    wanted = trained(even, planned(even, 3))
-    for i, (num, before, after) in enumerate(
-        [(3, [1, 2, 3], [1, 5, 1]), (2, [5, 1], None), (3, None, [2, 1, 1])]
-    ):
-        folder, own = tmp_path / str(i), []
-        for shares in (before, after):
-            memory = {"zero": 0} if shares is None else {"zero": 1, "shares": shares}
-            own.append(job(make(), memory=memory))
-        with own[0].open(planned(own[0], num), steps=STEPS, checkpoint_dir=folder) as session:
-            session.step()
-            session.save()
-        found = trained(own[1], planned(own[1], num), checkpoint_dir=folder)
-        assert len(found.history.steps) == STEPS - 1
-        assert found.sha256 == wanted.sha256
+def test_clipping_is_that_of_optax(of_owners):
+    """Said to the job, or a part of the optimizer."""
+    near(of_owners[0].state, by_optax(CLIPPED, 2 * EACH))
+    one = linear_job(CLIPPED, memory={"zero": 1})
+    near(trained(one, planned(one, 2)).state, by_optax(CLIPPED, STEPS))
 
 
 def test_shares_follow_speed_as_far_as_memory_holds_them():
@@ -254,7 +280,8 @@ def test_an_edited_list_of_whole_parameters_is_refused():
 
 def over_copies(run, num, *arrays):
     mesh = jax.make_mesh((num,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
     return mapped, mapped(*arrays)
 
 
@@ -271,8 +298,7 @@ def sent_elements(closed):
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rows(range(6), 1))
 def test_chunks_of_any_length_are_summed_and_gathered(seed):
     rng = random.Random(seed)
     num = rng.randint(2, 6)
@@ -302,8 +328,9 @@ def test_chunks_of_any_length_are_summed_and_gathered(seed):
         assert sent_elements(jax.make_jaxpr(program)(wide).jaxpr) == (num - 1) * total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[5, 2, 9, 1], [1, 9, 2, 0, 3], [7, 1, 1, 8]])
+@pytest.mark.parametrize(
+    "lengths", rows([[5, 2, 9, 1], [1, 9, 2, 0, 3], [7, 1, 1, 8]], [1, 9, 2, 0, 3])
+)
 def test_chunks_of_more_lengths_than_ranges_keep_to_themselves(lengths, monkeypatch):
     monkeypatch.setattr(_chunks, "ring_layers", functools.partial(_chunks.ring_layers, most=2))
     num, total = len(lengths), sum(lengths)
@@ -319,7 +346,7 @@ def test_chunks_of_more_lengths_than_ranges_keep_to_themselves(lengths, monkeypa
         np.testing.assert_array_equal(own, np.concatenate(wanted))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rows(range(6), 0, 5))
 def test_chunks_hold_every_element_once(seed):
     rng = random.Random(seed)
     num = rng.randint(1, 5)

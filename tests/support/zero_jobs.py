@@ -71,6 +71,13 @@ def job(optimizer, **config):
     return hxla.Job(model, data(), loss, optimizer, batch_size=BATCH, config=config)
 
 
+def linear_job(optimizer, **config):
+    """Of a matrix and a vector, whose programs are compiled soon."""
+    model = lambda: nnx.Linear(6, 7, rngs=nnx.Rngs(0))  # noqa: E731
+    options = {"batch_size": BATCH, "shuffle": False, "config": config}
+    return hxla.Job(model, data(), loss, optimizer, **options)
+
+
 def cluster(num, **known):
     return hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", **known),) * num)
 
