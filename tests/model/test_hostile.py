@@ -35,7 +35,7 @@ class Net(nnx.Module):
 
 def fit(run, **options):
     return hxla.train(
-        Net(run),
+        lambda: Net(run),
         X,
         loss,
         optax.sgd(1e-2),
@@ -121,7 +121,7 @@ HOSTILE = {
         r"has no __call__",
     ),
     "default that is no strategy": (
-        lambda: fit(Net(nnx.Rngs(0)), default="split"),
+        lambda: fit(lambda net, x: net.b(net.a(x)), default="split"),
         hxla.AnnotationError,
         r"pass hxla.replicate",
     ),

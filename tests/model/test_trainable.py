@@ -1,5 +1,7 @@
 """`trainable=`: what is frozen has no gradient and no state, and is nowhere lost."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,26 +11,32 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import models
+from support import lowering, models
+from support.filled import filled
+from support.tiers import rows
 
-STEPS, BATCH, MICROBATCH = 3, 32, 4
+STEPS, BATCH, MICROBATCH = 2, 32, 4
+
+
+class Kept(nnx.Param):
+    """What `nnx.LoRAParam` does not select."""
 
 
 class Adapted(nnx.Module):
-    """A frozen trunk of layers with low-rank adapters, and a head."""
+    """A frozen trunk of two layers with low-rank adapters, the second one's frozen, and a head."""
 
-    def __init__(self, layers=4, width=8):
+    def __init__(self, width=8):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
             [
-                nnx.LoRALinear(width, width, lora_rank=2, use_bias=False, rngs=rngs)
-                for _ in range(layers)
+                nnx.LoRALinear(
+                    width, width, lora_rank=2, use_bias=False, lora_param_type=kind, rngs=rngs
+                )
+                for kind in (nnx.LoRAParam, Kept)
             ]
         )
         self.norm = nnx.BatchNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, 3, rngs=rngs)
-        for layer in self.layers:  # as they start, one of the two would have no gradient
-            layer.lora.lora_b[...] = 0.3 * jax.random.normal(rngs.params(), (2, width))
+        self.head = nnx.Linear(width, 4, rngs=rngs)
 
     def __call__(self, x):
         for layer in self.layers:
@@ -36,16 +44,21 @@ class Adapted(nnx.Module):
         return self.head(self.norm(x))
 
 
+def adapted():
+    """A model without zeros, so that each trained parameter has a gradient."""
+    return filled(Adapted)
+
+
 class LinenAdapted(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(2):
             x = nn.tanh(nn.Dense(8, name=f"trunk_{i}")(x))
-        return nn.Dense(3, name="head")(x)
+        return nn.Dense(4, name="head")(x)
 
 
 def data():
-    return models.regression(64, inputs=8)
+    return models.regression(64, inputs=8, outputs=4)
 
 
 def train(model, trainable, optimizer=None, counts=(8,), **options):
@@ -69,22 +82,23 @@ def plain(model, trained):
     """A user's own loop: gradients of the parameters of a filter; BatchNorm by microbatches."""
     graphdef, own, rest = nnx.split(model, trained, ...)
     optimizer = optax.sgd(0.05, momentum=0.9)
-    state = optimizer.init(own)
+    state = jax.jit(optimizer.init)(own)
 
-    def loss(own, rest, batch):
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(own, rest, batch):
         module = nnx.merge(graphdef, own, rest, copy=True)
         return models.squared_error(module, batch).mean(), nnx.split(module, trained, ...)[2]
 
-    for step in range(STEPS):
-        rows = np.arange(step * BATCH, (step + 1) * BATCH) % 64
-        parts = [
-            {k: v[rows[i : i + MICROBATCH]] for k, v in data().items()}
-            for i in range(0, BATCH, MICROBATCH)
-        ]
-        each = [jax.grad(loss, has_aux=True)(own, rest, part) for part in parts]
-        grads, rest = jax.tree.map(lambda *x: sum(x) / len(x), *each)
+    @jax.jit
+    def train_step(own, rest, state, parts):
+        each = jax.vmap(gradient, in_axes=(None, None, 0))(own, rest, parts)
+        grads, rest = jax.tree.map(lambda x: x.mean(0), each)
         updates, state = optimizer.update(grads, state, own)
-        own = optax.apply_updates(own, updates)
+        return optax.apply_updates(own, updates), rest, state
+
+    for step in range(STEPS):
+        own_rows = np.arange(step * BATCH, (step + 1) * BATCH).reshape(-1, MICROBATCH) % 64
+        own, rest, state = train_step(own, rest, state, {k: v[own_rows] for k, v in data().items()})
     return nnx.merge(graphdef, own, rest, copy=True)
 
 
@@ -97,115 +111,115 @@ def close(ours, theirs, atol=1e-6):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol)
 
 
+#: The layer whose adapters are trained and the head are of one stage or of two.
+SEVERAL = (nnx.LoRAParam, "head/kernel")
+#: What `trainable` says, how nnx says it, and the number of parameters.
 FILTERS = {
-    "type": (nnx.LoRAParam, nnx.LoRAParam),
-    "pattern": ("head/", nnx.All(nnx.Param, nnx.PathContains("head"))),
+    "type": (nnx.LoRAParam, nnx.LoRAParam, 2),
+    "pattern": ("head/", nnx.All(nnx.Param, nnx.PathContains("head")), 2),
     "several": (
-        [nnx.LoRAParam, "head/kernel"],
+        SEVERAL,
         nnx.Any(nnx.LoRAParam, lambda path, _: path[-2:] == ("head", "kernel")),
+        3,
     ),
     "function": (
         lambda path, value: "norm" in path,
         nnx.All(nnx.Param, nnx.PathContains("norm")),
+        2,
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILTERS)
-def test_what_is_trained_is_trained_as_in_a_loop_of_ones_own(name):
-    trainable, filter_ = FILTERS[name]
-    result = train(Adapted(), trainable, counts=(5, 3))
-    expected = plain(Adapted(), filter_)
-    close(nnx.state(result.model, nnx.Not(nnx.RngState)), nnx.state(expected, ...))
-    frozen = nnx.All(nnx.Param, nnx.Not(filter_))
-    kept, before = (arrays(nnx.state(model, frozen)) for model in (result.model, Adapted()))
-    assert all((a == b).all() for a, b in zip(kept, before, strict=True))
-    # A trace of what is trained.
-    num = len(jax.tree.leaves(nnx.state(Adapted(), filter_)))
-    assert len(jax.tree.leaves(result.opt_state)) == num
-    assert f"trained: {num} of 16 parameters" in result.plan.explain()
-    assert train(Adapted(), trainable).sha256 == result.sha256
+@functools.cache
+def reference():
+    """Several parameters, trained on one device."""
+    return train(adapted(), SEVERAL)
 
 
-def test_frozen_parameters_join_no_sum():
-    job = hxla.Job(
-        Adapted(),
+def job(trainable):
+    return hxla.Job(
+        lambda: Adapted(),
         data(),
         models.squared_error,
         optax.adam(1e-2),
         batch_size=BATCH,
-        trainable=nnx.LoRAParam,
+        trainable=trainable,
     )
-    mesh = models.mesh(data=1)
-    plan = job.plan(microbatch_size=MICROBATCH, mesh=mesh)
-    with job.open(plan, mesh=mesh) as session:
-        shapes = {x.shape for x in jax.tree.leaves(session._stepper._sums[0].values)}
-        # Eight adapters of 16 elements, and BatchNorm's two statistics of 8.
-        assert shapes == {(8, 16), (2, 8)}
-        assert len(session.state.exponents) == 8 + 2
+
+
+def test_a_plan_says_how_many_parameters_are_trained():
+    for trainable, _, num in FILTERS.values():
+        plan = job(trainable).plan(lowering.cpus(1), mesh={"data": 1}, microbatch_size=MICROBATCH)
+        assert f"trained: {num} of 10 parameters" in plan.explain()
+
+
+@pytest.mark.parametrize("name", rows(FILTERS, "several"))
+def test_what_is_trained_is_trained_and_resumed_as_in_a_loop_of_ones_own(name, tmp_path):
+    trainable, filter_, num = FILTERS[name]
+    num_sums = []
+
+    def look(record, session):
+        num_sums.append(len(session.state.exponents))
+
+    alone = reference() if trainable is SEVERAL else train(adapted(), trainable)
+    train(adapted(), trainable, counts=(3, 5), steps=1, checkpoint_dir=tmp_path)
+    other = filled(Adapted, seed=1)  # what the checkpoint holds counts, also of what is frozen
+    result = train(other, trainable, counts=(5, 3), checkpoint_dir=tmp_path, callbacks=[look])
+    assert result.sha256 == alone.sha256
+    assert num_sums == [num + 2]  # and of BatchNorm's two statistics
+    expected = plain(adapted(), filter_)
+    close(nnx.state(result.model, nnx.Not(nnx.RngState)), nnx.state(expected, ...))
+    frozen = nnx.All(nnx.Param, nnx.Not(filter_))
+    kept, before = (arrays(nnx.state(model, frozen)) for model in (result.model, adapted()))
+    assert all((a == b).all() for a, b in zip(kept, before, strict=True))
+    # A trace of what is trained.
+    assert len(jax.tree.leaves(nnx.state(adapted(), filter_))) == num
+    assert len(jax.tree.leaves(result.opt_state)) == num
+    another = "norm/" if name == "pattern" else "head/"
+    with pytest.raises(hxla.CheckpointError, match=r"missing in the checkpoint: opt_state"):
+        train(adapted(), another, steps=5, checkpoint_dir=tmp_path)
+
+
+SCHEDULES = {
+    "1f1b": {"schedule": "1f1b"},
+    "1f1b, recomputed": {"schedule": "1f1b", "recompute": True},
+    "zb-h1": {"schedule": "zb-h1"},
+}
+
+
+@pytest.mark.parametrize("name", rows(SCHEDULES, "1f1b, recomputed"))
+def test_stages_hold_what_is_frozen_and_sum_what_is_trained(name):
+    """The second stage has frozen adapters with the shapes of the trained ones of the first."""
+    config = {"cluster": {"visible_devices": [0, 1]}, "pipeline": SCHEDULES[name]}
+    piped = train(adapted(), SEVERAL, stages=2, counts="even", config=config)
+    close(piped.state, reference().state, atol=2e-6)
+
+
+RULES = hxla.RuleSet(
+    name="both",
+    rules=(
+        hxla.Rule(path=".*kernel", axes=((), ("tensor",))),
+        hxla.Rule(path=".*lora_b", axes=((), ("tensor",))),
+    ),
+)
+
+
+def test_rules_shard_what_is_frozen_too():
+    plan = job(SEVERAL).plan(
+        lowering.cpus(2), mesh={"data": 1, "tensor": 2}, rules=RULES, microbatch_size=MICROBATCH
+    )
+    sharded = {p.name for p in plan.parameters if ("tensor",) in p.spec}
+    each = ("kernel", "lora/lora_b")
+    assert sharded == {"head/kernel", *(f"layers/{i}/{name}" for i in (0, 1) for name in each)}
 
 
 @pytest.mark.slow
-def test_linen_parameters_are_named_by_patterns():
-    module = LinenAdapted()
-    variables = module.init(jax.random.key(0), jnp.zeros((1, 8)))
-    result = train(module, "head/", variables=variables, counts=(5, 3))
-    for name, own in variables["params"].items():
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), own, result.state["params"][name])
-        assert all(jax.tree.leaves(same)) == (name != "head")
-    assert {*result.opt_state[0].trace} == {"head"}
-    piped = train(
-        module, r"trunk_\d/kernel", variables=variables, stages=2, counts="even",
-        config={"cluster": {"visible_devices": [0, 1]}},
-    )  # fmt: skip
-    close(piped.state, train(module, r"trunk_\d/kernel", variables=variables).state)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_stages_hold_what_is_frozen_and_sum_what_is_trained(schedule, recompute):
-    if schedule == "zb-h1" and recompute:
-        pytest.skip("zb-h1 keeps what the second half of a backward needs")
-    config = {
-        "cluster": {"visible_devices": [0, 1]},
-        "pipeline": {"schedule": schedule, "recompute": recompute},
-    }
-    # One stage has adapters and the head, the other a frozen layer of the adapters' own shapes.
-    trainable = ["layers/[01]/lora", "head/"]
-    piped = train(Adapted(), trainable, stages=2, counts="even", config=config)
-    close(piped.state, train(Adapted(), trainable).state, atol=2e-6)
-
-
-def test_rules_cut_what_is_frozen_too():
-    rule = hxla.Rule(path=".*kernel", axes=((), ("tensor",)))
-    wide = hxla.Rule(path=".*lora_b", axes=((), ("tensor",)))
-    rules = hxla.RuleSet(name="both", rules=(rule, wide))
+def test_what_is_frozen_and_sharded_trains_as_on_one_device():
     mesh = models.mesh(data=1, tensor=2)
-
-    class Even(Adapted):
-        def __init__(self):
-            super().__init__()
-            self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
-
-        def __call__(self, x):
-            return super().__call__(x)[:, :3]
-
-    result = train(Even(), nnx.LoRAParam, rules=rules, mesh=mesh, counts="even")
+    result = train(adapted(), SEVERAL, rules=RULES, mesh=mesh, counts="even")
     kernel = result.state["layers"][0]["kernel"][...]
     assert kernel.sharding.shard_shape(kernel.shape) == (8, 4)
-    close(result.state, train(Even(), nnx.LoRAParam).state)
-
-
-def test_a_checkpoint_holds_what_is_frozen_and_is_no_other_selections(tmp_path):
-    whole = train(Adapted(), nnx.LoRAParam)
-    train(Adapted(), nnx.LoRAParam, steps=1, checkpoint_dir=tmp_path)
-    other = Adapted()
-    other.layers[0].kernel[...] *= 0  # what the checkpoint holds counts
-    resumed = train(other, nnx.LoRAParam, counts=(3, 5), checkpoint_dir=tmp_path)
-    assert resumed.sha256 == whole.sha256
-    with pytest.raises(hxla.CheckpointError, match=r"missing in the checkpoint: opt_state"):
-        train(Adapted(), "head/", steps=5, checkpoint_dir=tmp_path)
+    close(result.state, reference().state)
 
 
 @pytest.mark.parametrize(
@@ -220,4 +234,4 @@ def test_a_checkpoint_holds_what_is_frozen_and_is_no_other_selections(tmp_path):
 )
 def test_a_selection_that_names_nothing_is_refused(trainable, words):
     with pytest.raises(hxla.ConfigError, match=words):
-        train(Adapted(), trainable)
+        train(adapted(), trainable)

@@ -1,11 +1,13 @@
 """Weights from files in a plan's layout, and written so that others read them."""
 
+import concurrent.futures
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 
 import flax.linen as nn
 import jax
@@ -17,35 +19,66 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.sharding import PartitionSpec as P
 
 import hxla
 from hxla import ConfigError, NameMap, TensorName, Weights, WeightsError
 from support import models
+from support.filled import filled
 from support.inside.core import names as built_in
-from support.inside.weights import NamePattern, pieced
+from support.inside.weights import NamePattern, Wanted, open_weights, pieced
 from support.paths import PYTHONPATH, TESTS
+from support.tiers import rows
 
 
 class Net(nnx.Module):
-    """Embedding, BatchNorm, a block whose MLP a rule set cuts, and a head."""
+    """BatchNorm, a block whose MLP a rule set cuts, and a head."""
 
     def __init__(self, rngs):
-        self.embed = nnx.Embed(models.VOCABULARY, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.mlp = nnx.Dict(up=nnx.Linear(16, 32, rngs=rngs), down=nnx.Linear(32, 16, rngs=rngs))
-        self.head = nnx.Linear(16, models.VOCABULARY, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.mlp = nnx.Dict(up=nnx.Linear(8, 16, rngs=rngs), down=nnx.Linear(16, 8, rngs=rngs))
+        self.head = nnx.Linear(8, 4, rngs=rngs)
 
-    def __call__(self, tokens):
-        x = self.norm(self.embed(tokens))
-        return self.head(x + self.mlp["down"](jax.nn.gelu(self.mlp["up"](x))))
+    def __call__(self, x):
+        return self.head(self.mlp["down"](jax.nn.relu(self.mlp["up"](self.norm(x)))))
+
+
+def net(seed):
+    return filled(lambda: Net(nnx.Rngs(0)), seed)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+def data():
+    return models.regression(16, inputs=8, outputs=4)
+
+
+SPREADS = {
+    "one device": {"mesh": {"data": 1}},
+    "copies": {"mesh": {"data": 2}, "counts": [3, 1]},
+    "cut by rules": {"mesh": {"data": 1, "tensor": 2}, "rules": "decoder"},
+    "cut and shared out": {
+        "mesh": {"data": 2, "tensor": 2},
+        "rules": "decoder",
+        "config": {"memory": {"zero": 3}},
+    },
+    "a pipeline": {"mesh": {"stage": 2}, "stages": 2},
+}
 
 
 def train(model, **options):
-    options = {"mesh": {"data": 1}, "steps": 3} | options
+    """Cut by rules, if nothing else is said: the tests of this file share the programs of that."""
+    if "mesh" not in options:
+        options |= SPREADS["cut by rules"]
+    options = {"steps": 2} | options
     options["mesh"] = models.mesh(**options["mesh"])
     return hxla.train(
-        model, models.tokens(), models.token_loss, optax.adam(1e-2), batch_size=16,
-        microbatch_size=4, **options,
+        model, data(), models.squared_error, optax.sgd(0.1, momentum=0.9), batch_size=8,
+        microbatch_size=2, **options,
     )  # fmt: skip
 
 
@@ -65,82 +98,87 @@ def torch_file(path, model):
 
 @pytest.fixture
 def torch_weights(tmp_path):
-    return torch_file(tmp_path / "torch.safetensors", Net(nnx.Rngs(7)))
+    return torch_file(tmp_path / "torch.safetensors", net(7))
 
 
-SPREADS = {
-    "one device": {},
-    "copies": {"mesh": {"data": 2}, "counts": [3, 1]},
-    "cut by rules": {"mesh": {"data": 2, "tensor": 2}, "rules": "decoder"},
-    "cut and shared out": {
-        "mesh": {"data": 2, "tensor": 2},
-        "rules": "decoder",
-        "config": {"memory": {"zero": 3}},
-    },
-    "a pipeline": {"mesh": {"stage": 2}, "stages": 2},
-}
-
-
-@pytest.mark.parametrize("spread", SPREADS)
-def test_training_from_a_file_is_training_from_its_arrays(spread, torch_weights):
-    options = SPREADS[spread]
-    expected = train(Net(nnx.Rngs(7)), **options)
-    assert train(Net(nnx.Rngs(0)), weights=torch_weights, **options).sha256 == expected.sha256
+@pytest.mark.parametrize("spread", rows(SPREADS, "cut by rules"))
+def test_training_from_a_file_is_training_from_its_arrays(spread, tmp_path, torch_weights):
+    options, folder = SPREADS[spread], tmp_path / "checkpoints"
+    expected = train(net(7), checkpoint_dir=folder, **options)
     made_there = train(lambda: Net(nnx.Rngs(0)), weights=torch_weights, **options)
     assert made_there.sha256 == expected.sha256
     shapes = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
     assert train(shapes, weights=torch_weights, **options).sha256 == expected.sha256
+    # A resumed run goes on from its checkpoint, whatever weights there are.
+    other = torch_file(tmp_path / "other.safetensors", net(0))
+    resumed = train(net(0), weights=other, checkpoint_dir=folder, **options)
+    assert resumed.sha256 == expected.sha256
 
 
+def linen_variables():
+    shapes = jax.eval_shape(LinenNet().init, jax.random.key(0), data()["x"])
+    rng = np.random.default_rng(7)
+    return jax.tree.map(lambda x: np.float32(rng.uniform(0.1, 1.0, x.shape)), shapes)
+
+
+def test_the_parameters_of_linen_are_named_without_their_collection(tmp_path):
+    file, variables = tmp_path / "x.safetensors", linen_variables()
+    hxla.save_weights(file, variables)
+    names = {"BatchNorm_0.bias", "BatchNorm_0.scale", "Dense_0.bias", "Dense_0.kernel"}
+    names |= {"batch_stats.BatchNorm_0.mean", "batch_stats.BatchNorm_0.var"}
+    assert safetensors.numpy.load_file(file).keys() == names
+    again = hxla.load_weights(file, jax.tree.map(np.zeros_like, variables))
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, variables))
+
+
+@pytest.mark.slow
 def test_linen_begins_with_a_file_too(tmp_path):
-    first = train(models.LinenNet(), steps=1)
-    hxla.save_weights(tmp_path / "x.safetensors", first.state)
-    assert "batch_stats.BatchNorm_0.mean" in safetensors.numpy.load_file(tmp_path / "x.safetensors")
-    again = train(models.LinenNet(), steps=2, weights=tmp_path / "x.safetensors")
-    assert again.sha256 == train(models.LinenNet(), steps=2, variables=first.state).sha256
+    file, on_one_device = tmp_path / "x.safetensors", SPREADS["one device"]
+    hxla.save_weights(file, linen_variables())
+    again = train(LinenNet(), weights=file, **on_one_device)
+    expected = train(LinenNet(), variables=linen_variables(), **on_one_device)
+    assert again.sha256 == expected.sha256
 
 
-def test_what_a_map_calls_fresh_begins_as_the_model_makes_it(tmp_path, torch_weights):
+FRESH = {"arrays": lambda: net(0), "a function": lambda: lambda: Net(nnx.Rngs(0))}
+
+
+@pytest.mark.parametrize("made_by", rows(FRESH, "arrays"))
+def test_what_a_map_calls_fresh_begins_as_the_model_makes_it(made_by, torch_weights):
     names = hxla.load_names("torch").model_copy(update={"fresh": ("head/{x}",)})
     names = names.model_copy(update={"unused": (*names.unused, "head.{x}")})
     weights = Weights(torch_weights.path, names=names)
-    mixed = Net(nnx.Rngs(7))
-    mixed.head = Net(nnx.Rngs(0)).head
-    for options in ({}, SPREADS["cut by rules"]):
-        expected = train(nnx.clone(mixed), **options).sha256
-        assert train(Net(nnx.Rngs(0)), weights=weights, **options).sha256 == expected
-    expected = train(lambda: Net(nnx.Rngs(0)), steps=1)  # jit may make other bits than eager code
-    made_there = train(lambda: Net(nnx.Rngs(0)), steps=1, weights=weights)
-    assert made_there.sha256 != expected.sha256
+    mixed = net(7)
+    mixed.head = net(0).head
+    states = train(mixed).state, train(FRESH[made_by](), weights=weights).state
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        if made_by == "arrays":
+            np.testing.assert_array_equal(a, b)
+        else:  # another program makes the head
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match="nothing to begin with for head/bias, head/kernel"):
         train(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), weights=weights)
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path, torch_weights):
-    begun = train(Net(nnx.Rngs(0)), checkpoint_dir=tmp_path / "c", steps=2)
-    resumed = train(Net(nnx.Rngs(0)), checkpoint_dir=tmp_path / "c", steps=2, weights=torch_weights)
-    assert resumed.sha256 == begun.sha256
-
-
 def test_every_fault_is_in_one_error(tmp_path):
-    net = Net(nnx.Rngs(0))
+    own = net(0)
     path = tmp_path / "x.safetensors"
-    hxla.save_weights(path, net)
+    hxla.save_weights(path, own)
     tensors = safetensors.numpy.load_file(path)
     del tensors["norm.scale"]
-    tensors["norm.skale"] = np.ones(16, np.float32)
+    tensors["norm.skale"] = np.ones(8, np.float32)
     tensors["head.kernel"] = tensors["head.kernel"].T.copy()[:3]
     tensors["head.bias"] = tensors["head.bias"].astype(np.float16)
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(WeightsError) as error:
-        train(net, weights=path)
+        train(own, weights=path)
     for words in (
         "missing in the file (norm.skale is there and has no place):\n"
-        "  norm.scale for norm/scale float32[16]",
+        "  norm.scale for norm/scale float32[8]",
         "with no place in the model; add a rule, or name them in `unused`:\n"
-        "  norm.skale float32[16]",
-        "  head.kernel: [3, 16] in the file, [16, 32] needed for head/kernel float32[16, 32]",
-        "  head.bias: float16 in the file, needed for head/bias float32[32]",
+        "  norm.skale float32[8]",
+        "  head.kernel: [3, 8] in the file, [8, 4] needed for head/kernel float32[8, 4]",
+        "  head.bias: float16 in the file, needed for head/bias float32[4]",
         "cast=True",
     ):
         assert words in str(error.value)
@@ -148,20 +186,20 @@ def test_every_fault_is_in_one_error(tmp_path):
 
 def test_floats_are_cast_where_that_is_asked_for(tmp_path):
     path = tmp_path / "x.safetensors"
-    state = nnx.state(Net(nnx.Rngs(7)), nnx.Not(nnx.RngState))
-    hxla.save_weights(path, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    state = nnx.state(net(7), nnx.Not(nnx.RngState))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    hxla.save_weights(path, rounded)
     with pytest.raises(WeightsError, match="bfloat16 in the file"):
-        train(Net(nnx.Rngs(0)), weights=path)
-    rounded = Net(nnx.Rngs(0))
-    nnx.update(rounded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state))
-    expected = train(rounded)
-    got = train(Net(nnx.Rngs(0)), weights=Weights(path, cast=True))
-    assert got.sha256 == expected.sha256
+        train(net(0), weights=path)
+    got = hxla.load_weights(Weights(path, cast=True), state)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(rounded), strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_array_equal(a, b.astype(jnp.float32))
 
 
 def test_a_damaged_or_missing_file_is_said_before_anything_is_compiled(tmp_path):
     with pytest.raises(WeightsError, match="is no file"):
-        train(Net(nnx.Rngs(0)), weights=tmp_path / "x.safetensors")
+        train(net(0), weights=tmp_path / "x.safetensors")
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -363,14 +401,69 @@ def test_a_built_in_map_makes_the_tensors_it_says(name, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, again, tree))
 
 
+# -- processes and devices ----------------------------------------------------------------------
+
+LAYOUTS = [P(), P("data"), P(None, "tensor"), P("tensor", "data"), P(("data", "tensor"))]
+
+
+def test_arrays_are_read_and_written_in_their_shardings(tmp_path):
+    mesh = models.mesh(data=2, tensor=2)
+    rng = np.random.default_rng(0)
+    tree = {f"x{i}/kernel": rng.normal(size=(8, 4)).astype(np.float32) for i in range(5)}
+    places = [jax.sharding.NamedSharding(mesh, spec) for spec in LAYOUTS]
+    placed = {n: jax.device_put(x, s) for (n, x), s in zip(tree.items(), places, strict=True)}
+    hxla.save_weights(tmp_path / "whole.safetensors", tree)
+    hxla.save_weights(tmp_path / "sharded.safetensors", placed)
+    whole, sharded = ((tmp_path / f"{n}.safetensors").read_bytes() for n in ("whole", "sharded"))
+    assert sharded == whole
+    empty = {n: jax.device_put(np.zeros((8, 4), np.float32), x.sharding) for n, x in placed.items()}
+    again = hxla.load_weights(tmp_path / "whole.safetensors", empty)
+    for name, x in again.items():
+        assert x.sharding == placed[name].sharding
+        assert all(np.array_equal(s.data, tree[name][s.index]) for s in x.addressable_shards)
+
+
+def opened_together(paths):
+    """What processes that exchange their texts, here threads, make of their paths."""
+    meeting, said = threading.Barrier(len(paths), timeout=300), [""] * len(paths)
+
+    def run(rank):
+        def gather(_, text):
+            said[rank] = text
+            meeting.wait()
+            return tuple(said)
+
+        try:
+            [read] = open_weights(Weights(paths[rank]), Wanted.of({"a": np.ones(3)}), gather)
+            return read((slice(1, 3),)).tolist()
+        except WeightsError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(paths)) as pool:
+        return list(pool.map(run, range(len(paths))))
+
+
+def test_processes_that_see_different_files_all_say_so(tmp_path):
+    file, other, missing = (tmp_path / f"{n}.safetensors" for n in "xyz")
+    hxla.save_weights(file, {"a": np.arange(3.0)})
+    hxla.save_weights(other, {"a": np.ones(3, np.float32)})
+    assert opened_together([file, file]) == [[1.0, 2.0]] * 2
+    assert (
+        opened_together([file, missing, missing])
+        == [f"{missing} is no file (on processes 1, 2)"] * 3
+    )
+    for path, text in zip((file, other), opened_together([file, other]), strict=True):
+        assert f"{path} holds other tensors on process 1 than on process 0" in text
+
+
 # -- what others read ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_plain_flax_reads_an_exported_folder(tmp_path):
-    result = train(Net(nnx.Rngs(0)), **SPREADS["cut by rules"])
+    result = train(net(0), **SPREADS["cut by rules"])
     hxla.save_weights(tmp_path / "nnx", result.state)
-    fresh = Net(nnx.Rngs(1))
+    fresh = net(1)
     _, abstract = nnx.split(nnx.eval_shape(lambda: fresh))
     checkpointer = ocp.StandardCheckpointer()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -380,16 +473,16 @@ def test_plain_flax_reads_an_exported_folder(tmp_path):
     nnx.update(fresh, checkpointer.restore(tmp_path / "nnx", abstract))
     state = nnx.state(fresh, nnx.Not(nnx.RngState))
     assert jax.tree.all(jax.tree.map(np.array_equal, state, result.state))
-    tokens = models.tokens()["tokens"][:4, :-1]
+    x = data()["x"]
     fresh.eval()
     result.model.eval()
-    np.testing.assert_allclose(fresh(tokens), result.model(tokens), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(fresh(x), result.model(x), rtol=1e-4, atol=1e-5)
 
-    linen = train(models.LinenNet(), steps=1)
+    linen = train(LinenNet(), **SPREADS["one device"])
     hxla.save_weights(tmp_path / "linen", linen.state)
     plain = checkpointer.restore(tmp_path / "linen", linen.state)
-    out = models.LinenNet().apply(plain, tokens, train=False)
-    assert np.array_equal(out, models.LinenNet().apply(linen.state, tokens, train=False))
+    out = LinenNet().apply(plain, x, train=False)
+    assert np.array_equal(out, LinenNet().apply(linen.state, x, train=False))
 
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
@@ -413,17 +506,17 @@ import sys
 sys.path.insert(0, {tests!r})
 import jax, hxla
 from test_weights import *
-from hxla._weights import _pieces
+from support.inside.weights import Pieced
 
 read = []
-plain = _pieces.Pieced.read
+plain = Pieced.read
 
 def counted(self, index, view):
     block = plain(self, index, view)
     read.append(block.nbytes)
     return block
 
-_pieces.Pieced.read = counted
+Pieced.read = counted
 spread = {spread!r}
 weights = Weights({torch!r}, names="torch")
 result = train(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), weights=weights, **spread)
@@ -433,7 +526,7 @@ hxla.save_weights({folder!r} + "/out", result.state)
 if jax.process_index():
     weights = Weights("/proc/none", names="torch")
 try:
-    train(Net(nnx.Rngs(0)), weights=weights, **spread)
+    train(net(0), weights=weights, **spread)
 except hxla.WeightsError as error:
     print("both say", error)
 """
@@ -472,12 +565,10 @@ def test_two_processes_read_and_write_their_own_slices(spread, tmp_path, torch_w
         },
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    expected = train(Net(nnx.Rngs(7)), **spread)
+    expected = train(net(7), **spread)
     told = re.findall(r"^\[(\d)\] read (\d+) sha256 (\w+)", ran.stdout, re.M)
     assert {sha for _, _, sha in told} == {expected.sha256}
-    whole = sum(
-        x.nbytes for x in jax.tree.leaves(nnx.state(Net(nnx.Rngs(0)), nnx.Not(nnx.RngState)))
-    )
+    whole = sum(x.nbytes for x in jax.tree.leaves(nnx.state(net(0), nnx.Not(nnx.RngState))))
     for _, num, _ in told:
         assert int(num) < 0.75 * whole if "rules" in spread else int(num) == whole
     hxla.save_weights(tmp_path / "here.safetensors", expected.state, names="torch")
