@@ -14,6 +14,7 @@ from support.inside.planner import (
     volume,
 )
 from support.paths import ROOT
+from support.tiers import examples
 
 BYTES, LATENCY, BANDWIDTH = 3e6, 2e-5, 1e9
 LINK = hxla.Link(bytes_per_second=BANDWIDTH, latency_seconds=LATENCY)
@@ -22,7 +23,7 @@ LINK = hxla.Link(bytes_per_second=BANDWIDTH, latency_seconds=LATENCY)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_algorithm_takes_what_its_messages_take(algorithm):
     make = getattr(messages, algorithm.replace("-", "_"))
-    for n in range(2, 65):
+    for n in range(2, examples(18, 65)):
         chunks, rounds = make(n)
         sent = messages.run(n, chunks, rounds)
         found = volume(algorithm, n, BYTES)

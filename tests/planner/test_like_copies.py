@@ -7,6 +7,7 @@ import pytest
 
 import hxla
 from hxla import LayerSize, LayerTime, Profile, Setting
+from support import tiers
 from support.card_replay import card_replay
 from support.inside.planner import (
     Alternative,
@@ -27,6 +28,7 @@ from support.inside.planner import (
     traffic_of,
 )
 from support.shared_clusters import cluster, proposed, work
+from support.tiers import examples
 
 KEY = Alternative(1, 1, False)
 
@@ -173,7 +175,8 @@ def test_a_copy_inside_of_a_node_sends_over_no_card():
     described = cluster(inside=hxla.Link(bytes_per_second=1e10), rate=1e8)
     small = tuple(d.model_copy(update={"memory_bytes": int(1.5e9)}) for d in described.devices)
     described = described.model_copy(update={"devices": small})
-    found = proposed(described, chain, max_stages=4)
+    budget = examples(1, 1000) / 1000  # first plans are the best
+    found = proposed(described, chain, max_stages=4, time_budget_seconds=budget)
     assert sorted(found.replicas) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     # Layers of 3 ms and, at each side of a stage, there and back over the link inside; then through
     # either card one ring of each stage, half of its bytes twice; then the update.
@@ -236,15 +239,18 @@ def test_each_kind_is_placed_as_suits_it():
     assert num_by_kind >= 1
 
 
-@pytest.mark.slow
 def test_of_plans_that_the_formula_has_alike_the_replay_decides():
     rng, num_others = np.random.default_rng(11), 0
-    for _ in range(12):
+    for num in range(examples(3, 12)):
+        if num > 4 and num_others:
+            break
         described, chain, places = mixed(rng)
         where = Placer(
             chains={KEY: chain}, places={KEY: places}, cluster=described, reduce_factor=1.0
         )
-        found = search({KEY: chain}, time_budget_seconds=60.0, place=where.place)
+        # First plans are enough for the law, and a longer search for one that is not the first.
+        budget = examples(0, 15) or 1e-6
+        found = search({KEY: chain}, time_budget_seconds=budget, place=where.place)
         chosen, there, cost = _propose._fastest_by_replay(
             found.ranked, found.bound_seconds, where, {KEY: chain}
         )
@@ -261,4 +267,4 @@ def test_of_plans_that_the_formula_has_alike_the_replay_decides():
         assert cost.step_seconds <= min(replayed) * (1 + 1e-3)
         assert there.staging.step_seconds <= max(near, least)
         num_others += chosen is not found.ranked[0]
-    assert num_others > 0
+    assert num_others > 0 or not tiers.is_all

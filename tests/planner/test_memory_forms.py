@@ -25,6 +25,7 @@ from support.inside.schedule import (
     sequence_from_texts,
     while_running,
 )
+from support.tiers import examples
 
 ALL = [(0, None), (1, None), (0, "auto"), (1, "auto")]
 ALL += [(stage, word) for word in ("none", "boundaries") for stage in (2, 3)]
@@ -170,8 +171,7 @@ def cheapest(model, chain, own, devices, gather, forms, groups=1):
     return min(found, default=None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("groups", "num"), [(1, 200), (2, 60)])
+@pytest.mark.parametrize(("groups", "num"), [(1, examples(9, 120)), (2, examples(7, 40))])
 def test_the_choice_is_that_of_brute_force(groups, num):
     num_fit = num_not = num_uneven = 0
     for seed in range(num):

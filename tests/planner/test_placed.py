@@ -23,6 +23,7 @@ from support.inside.planner import (
     tables,
     tail_seconds,
 )
+from support.tiers import examples
 
 
 def cluster(chain, rng, per_node):
@@ -47,11 +48,10 @@ def cluster(chain, rng, per_node):
     )
 
 
-@pytest.mark.slow
 def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
-    rng = np.random.default_rng(11)
+    rng, num = np.random.default_rng(11), examples(12, 60)
     num_faster = num_moved = 0
-    for _ in range(80):
+    for _ in range(num):
         chain = chains.random_chain(rng, max_devices=8, max_layers=8, max_microbatches=24)
         described, places = cluster(chain, rng, per_node=int(rng.integers(1, 4)))
         try:
@@ -79,8 +79,8 @@ def test_a_plan_that_suits_its_transfers_is_one_and_no_slower():
             assert again.step_seconds <= best.step_seconds * (1 + 1e-9)
             num_faster += best.step_seconds < start.step_seconds * (1 - 1e-6)
             num_moved += own.cuts != staging.cuts
-    assert num_faster > 8
-    assert num_moved > 3
+    assert num_faster > 0.1 * num
+    assert num_moved > 0.03 * num
 
 
 def test_a_copy_whose_transfers_share_a_card_gets_fewer_microbatches():
@@ -223,12 +223,11 @@ def every_placement(replicas, places, described):
         yield [[free[k][next(wanted[k])].pop(0) for k in kinds] for kinds in replicas]
 
 
-@pytest.mark.slow
 def test_no_plan_on_any_places_is_faster_than_its_bound():
     """Small clusters of all sorts; of those whose every kind is a node cards are in the bound."""
     rng = np.random.default_rng(17)
-    ratios, num_pinned = [], 0
-    for seed in range(150):
+    ratios, num_pinned, num = [], 0, examples(10, 100)
+    for seed in range(num):
         described = random_cluster(rng)
         work, times = random_work(rng, described)
         try:
@@ -246,8 +245,8 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
         assert known.closed_form_seconds >= best * (1 - 1e-9), seed
         ratios.append(known.closed_form_seconds / best)
         num_pinned += tables(chain).shared is not None
-    assert len(ratios) > 90
-    assert num_pinned > 30
+    assert len(ratios) > 0.5 * num
+    assert num_pinned > 0.2 * num
     assert np.mean(np.array(ratios) < 1.02) > 0.8
 
 
@@ -279,21 +278,21 @@ def placed_chains(rng, num, layers=(1, 4)):
             yield seed, chain, best
 
 
-@pytest.mark.slow
 def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
     """Beside every placement of every plan; for times that some plan keeps, and that none does."""
     rng = np.random.default_rng(5)
     before, after, num_nodes = [], [], []
-    for seed, chain, best in placed_chains(rng, 90):
+    num = examples(3, 60)
+    for seed, chain, best in placed_chains(rng, num):
         t = tables(chain)
         for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
-            nodes = looked_at(chain, seconds, most=12)
+            nodes = looked_at(chain, seconds, most=examples(4, 12))
             assert nodes.least <= best * (1 + 1e-9), seed
         before.append(best / Bound(t, chain.num_microbatches, lambda: None).floor)
         after.append(best / nodes.least)
         num_nodes.append(max(t.num_nodes))
-    assert len(after) > 60
-    assert num_nodes.count(1) < 0.4 * len(after)
+    assert len(after) > 0.6 * num
+    assert num_nodes.count(1) < 0.4 * len(after) or num < 60
     assert np.mean(after) < 0.7 * np.mean(before)
 
 
@@ -316,15 +315,15 @@ def test_no_plan_is_faster_than_what_copies_have_alike_allows(monkeypatch):
     monkeypatch.setattr(_cell_packing, "told_by_starts", any_start)
     monkeypatch.setattr(_cell_packing, "told_by_wholes", any_whole)
     monkeypatch.setattr(_node_runs, "_TOLD_TAIL", 9.0)
-    num = 0
-    for seed, chain, best in placed_chains(rng, 12, (4, 8)):
+    num, num_seeds = 0, 8
+    for seed, chain, best in placed_chains(rng, num_seeds, (4, 8)):
         for seconds in (0.97 * best, 1.0001 * best, 1.1 * best):
             nodes = looked_at(chain, seconds, most=40)
             assert nodes.least <= best * (1 + 1e-9), seed
         num += 1
-    assert num > 6
-    assert told["starts"] > 20, told
-    assert told["wholes"] > 20, told
+    assert num > 4
+    assert told["starts"] > 14, told
+    assert told["wholes"] > 14, told
 
 
 def four_layers(num_devices):

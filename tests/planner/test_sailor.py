@@ -5,6 +5,7 @@ is what is reached; where that is less than the bar, the test says why.
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 
@@ -17,8 +18,13 @@ DATA = sailor_data.load()
 POSSIBLE = [plan for plan in DATA.plans if sailor.is_possible(DATA, plan)]
 
 
+@functools.cache
+def predicted(plan, **choices):
+    return sailor.predict_time(DATA, plan, **choices)
+
+
 def time_error(plan, **choices):
-    return sailor.predict_time(DATA, plan, **choices).step_seconds / plan.step_seconds - 1
+    return predicted(plan, **choices).step_seconds / plan.step_seconds - 1
 
 
 def memory_error(plan, memory):
@@ -41,6 +47,11 @@ needs_shared = pytest.mark.skipif(
 )
 
 
+@functools.cache
+def whole_data():
+    return sailor_data.read(sailor_data.SHARED)
+
+
 @needs_shared
 def test_the_shipped_figures_are_the_repositorys():
     shipped = json.loads(sailor_data.SHIPPED.read_text())
@@ -49,17 +60,17 @@ def test_the_shipped_figures_are_the_repositorys():
 
 @needs_shared
 def test_predictions_from_all_the_repositorys_data_are_the_same():
-    whole = sailor_data.read(sailor_data.SHARED)
+    whole = whole_data()
     assert whole.plans == DATA.plans
     for plan in whole.plans:
-        assert sailor.predict_time(whole, plan) == sailor.predict_time(DATA, plan)
+        assert sailor.predict_time(whole, plan) == predicted(plan)
         assert sailor.predict_memory(whole, plan) == sailor.predict_memory(DATA, plan)
 
 
 @needs_shared
 def test_a_mixed_plan_lies_between_its_plain_ones():
     """Two stages of A100s and V100s; half of the V100 replicas split 2 ways instead of 4."""
-    whole = sailor_data.read(sailor_data.SHARED)
+    whole = whole_data()
 
     def plan(*stages):
         return sailor_data.read_plan(
@@ -135,9 +146,7 @@ def test_transfers_that_block_explain_the_pipelines():
     plan = next(p for p in DATA.plans if len(p.cuts) == 4 and p.microbatch_size == 8)
     assert abs(time_error(plan)) < 0.05
     # The usual estimate: the slowest stage once per microbatch, the others once.
-    times = [
-        s.compute_seconds / plan.num_microbatches for s in sailor.predict_time(DATA, plan).stages[0]
-    ]
+    times = [s.compute_seconds / plan.num_microbatches for s in predicted(plan).stages[0]]
     estimate = (plan.num_microbatches - 1) * max(times) + sum(times)
     assert estimate / plan.step_seconds - 1 < -0.15
 
@@ -168,10 +177,7 @@ def test_every_measured_reduction_says_that_these_cards_are_shared_by_both_direc
     assert len(plans) == 13
     for plan in plans:
         shared, apart = (
-            max(
-                s.reduction_seconds
-                for s in sailor.predict_time(DATA, plan, not_duplex=kinds).stages[0]
-            )
+            max(s.reduction_seconds for s in predicted(plan, not_duplex=kinds).stages[0])
             for kinds in (sailor.NOT_DUPLEX, frozenset())
         )
         assert shared == pytest.approx(2 * apart)

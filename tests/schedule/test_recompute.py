@@ -17,6 +17,7 @@ from support.inside.schedule import (
     sequence_from_texts,
     while_running,
 )
+from support.tiers import examples
 
 
 def replayed(chain, texts):
@@ -114,13 +115,13 @@ def test_costs_that_cannot_be_are_all_named():
         assert words in str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_best_sequence_is_that_of_exhaustion_on_random_chains(offload):
     exact = close = num = 0
-    for seed in range(240 if not offload else 80):
+    many = examples(12, 120) if not offload else examples(5, 40)
+    for seed in range(many):
         rng = np.random.default_rng(seed)
-        sizes = [3, 4] if offload else [3, 4, 4, 5, 5, 6]
+        sizes = [3, 4] if offload or many < 100 else [3, 4, 4, 5, 5, 6]
         length = int(rng.choice(sizes))
         chain = segment_chains.random_chain(
             rng, length, num_choices=1 if length == 6 else 2, offload=offload
@@ -139,7 +140,6 @@ def test_the_best_sequence_is_that_of_exhaustion_on_random_chains(offload):
     # The rest keep an input for a while, drop it, and make it again.
     assert exact >= 0.98 * num
     assert close >= 0.99 * num
-    assert offload or close >= 200
 
 
 def test_copies_take_time_and_are_there_until_they_are_done():
@@ -203,7 +203,7 @@ def test_more_memory_is_never_slower_and_never_exceeded():
             for i, c in enumerate(segment_chains.random_chain(rng, length))
         ]
         least, most = least_memory(chain).peak_bytes, keep_all(chain).peak_bytes
-        limits = np.linspace(least, most, 40).astype(int).tolist()
+        limits = np.linspace(least, most, examples(14, 40)).astype(int).tolist()
         # Few slots, so that much is rounded.
         found = [best_sequence(chain, limit, num_slots=60) for limit in limits]
         assert all(r.peak_bytes <= limit for r, limit in zip(found, limits, strict=True))
