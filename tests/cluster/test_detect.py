@@ -132,18 +132,14 @@ def stopwatch(monkeypatch):
 
 
 def test_a_rate_is_what_was_done_over_the_seconds_it_took(stopwatch):
-    device, other = jax.local_devices()[:2]
+    [device, *_] = jax.local_devices()
     # From 256 on twice as large, as long as a product takes less than 20 ms.
-    for first in (1e-3, 0.015):
-        stopwatch[:] = [first, 0.02]
-        assert _hardware.matmul_flops_per_second(device, "float32") == 2 * 512**3 / 0.02
+    stopwatch[:] = [4e-3, 0.02]
+    assert _hardware.matmul_flops_per_second(device, "float32") == 2 * 512**3 / 0.02
     stopwatch[:] = [0.5]
     assert _hardware.matmul_flops_per_second(device, "tensorfloat32") == 2 * 256**3 / 0.5
     assert _hardware.launch_seconds(device) == 0.5 / 128
     assert _hardware.copy_bytes_per_second(device, 1 << 20) == 2 * (1 << 20) / 0.5
-    assert dict(_hardware.link_curve(device, other)) == {
-        2.0**k: 2**k / 0.5 for k in (12, 16, 20, 24, 27)
-    }
     stopwatch[:] = [0.25, 0.5]  # the slower way counts
     assert _hardware.host_bytes_per_second(device, 1 << 20) == (1 << 20) / 0.5
     assert multiprocessors(device) is None
@@ -167,7 +163,8 @@ def test_devices_are_measured_and_written(tmp_path, no_driver, stopwatch, monkey
         assert f"{dtype} TFLOP/s" in said
     assert device.memory_bytes_per_second > 0
     link = cluster.link(0, 1)
-    assert [size for size, _ in link.curve] == [2**12, 2**16, 2**20, 2**24, 2**27]
+    sizes = [2**12, 2**16, 2**20, 2**24, 2**27]
+    assert link.curve == tuple((s, pytest.approx(s / 0.25, rel=1e-3)) for s in sizes)
     assert link.bytes_per_second == pytest.approx(2**27 / 0.25, rel=1e-3)
     assert link.latency_seconds == pytest.approx(0.25, rel=1e-3)
     assert "0 - 1  0.5369 GB/s and 2.5e+05 us measured" in said

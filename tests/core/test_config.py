@@ -154,8 +154,8 @@ def one_step(reduction="exact", batch=BATCH, **config):
 
 
 @functools.cache
-def usual(reduction="exact"):
-    return one_step(reduction)
+def usual():
+    return one_step()
 
 
 def movement(result):
@@ -242,8 +242,8 @@ def test_clipping_leaves_what_is_not_finite_to_be_named():
 def test_sums_may_travel_in_half_the_bytes():
     half = one_step("float", communication={"dtype": "bfloat16"})
     assert_moved(half, mean_of(gradients()), rtol=2e-2, atol=1e-3)
-    leaves = zip(jax.tree.leaves(half.state), jax.tree.leaves(usual("float").state), strict=True)
-    assert any((a != b).any() for a, b in leaves)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):  # which whole ones are
+        assert_moved(half, mean_of(gradients()))
 
 
 def test_exact_sums_are_not_rounded_on_their_way():
@@ -292,7 +292,7 @@ def read_words(tied=False, num_devices=2, **communication):
         lambda m, b: optax.softmax_cross_entropy_with_integer_labels(
             m(b["words"])[:, 0], b["words"][:, 1] % 8
         ),
-        optax.adam(1e-2),
+        optax.sgd(0.1),
         batch_size=16,
         config={
             "cluster": {"visible_devices": list(range(num_devices))},

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import hxla
 from support import programs
+from support.tiers import rows
 
 LARGE = programs.like(256, 256)  # 256 KiB
 
@@ -32,7 +33,7 @@ def test_a_parameter_left_whole_among_cut_ones():
     assert not warned(build(P(None, "fsdp")), *args, kind="replicated")
 
 
-@pytest.mark.parametrize("num_blocks", [None, 3])
+@pytest.mark.parametrize("num_blocks", rows([None, 3], 3))
 def test_rules_mean_the_dimensions_of_a_layer_where_a_scan_stacks_layers(num_blocks):
     """One of two dimensions would otherwise be a rule's second of three, or of four."""
     where = programs.mesh(tensor=4)

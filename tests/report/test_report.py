@@ -27,7 +27,7 @@ def train(folder, *, steps, **more):
         nnx.Linear(6, 3, use_bias=False, kernel_init=half, rngs=nnx.Rngs(0)),
         models.regression(),
         loss,
-        optax.adam(1e-2),
+        optax.sgd(1e-2),
         batch_size=24,
         microbatch_size=3,
         steps=steps,

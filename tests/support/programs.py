@@ -233,7 +233,7 @@ class Pair(nnx.Module):
 def nnx_adam():
     """A whole step of Adam over data: the gradients, and nothing else that is large."""
     where = mesh(data=8)
-    graph, params = nnx.split(Pair(nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Pair(nnx.Rngs(0))), nnx.Param)
     optimizer = optax.adam(1e-3)
     opt_state = jax.eval_shape(optimizer.init, params)
 
