@@ -10,6 +10,7 @@ from flax import nnx
 
 import hxla
 from support import models
+from support.tiers import rows
 
 WIDTH, CLASSES, EXPERTS = 16, 32, 8
 
@@ -143,14 +144,18 @@ def reference(net, batches):
     else:
         params = net.init(jax.random.key(0), batches[0]["tokens"][:, :-1])["params"]
         apply = lambda p, b: nn.apply(models.token_loss, net)({"params": p}, b).mean()  # noqa: E731
-    state = optimizer.init(params)
-    losses = []
-    for batch in batches:
+
+    @jax.jit
+    def step(params, state, batch):
         value, grads = jax.value_and_grad(apply)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return value, optax.apply_updates(params, updates), state
+
+    state, losses = optimizer.init(params), []
+    for batch in batches:
+        value, params, state = step(params, state, batch)
         losses.append(float(value))
-    return losses, grads, params
+    return losses, params
 
 
 def trained(net, batches, size, micro, variables=None, **options):
@@ -175,34 +180,6 @@ def close(a, b):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-4, atol=2e-5)
 
 
-# Each replica compiles for itself: those with eight of them are tried once.
-MANY = ("replicate", "split2-nested")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flavour", "name"),
-    [("nnx", name) for name in HYBRIDS]
-    + [(f, name) for f in ("linen", "experts") for name in HYBRIDS if name not in MANY],
-)
-def test_a_hybrid_trains_as_one_device_does(flavour, name):
-    first, second = HYBRIDS[name]
-    data = batches(3, 64)
-    make = {
-        "nnx": lambda: NnxNet(nnx.Rngs(0), first, second),
-        "linen": lambda: LinenNet(first, second),
-        "experts": lambda: MoeNet(nnx.Rngs(0), first, second),
-    }[flavour]
-    losses, _, params = reference(make(), data)
-    variables = None
-    if flavour == "linen":
-        variables = make().init(jax.random.key(0), data[0]["tokens"][:, :-1])
-    result = trained(make(), data, 64, 8, variables)
-    np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=1e-5)
-    state = result.state["params"] if flavour == "linen" else nnx.state(result.model, nnx.Param)
-    close(state, params)
-
-
 class Tied(nnx.Module):
     """One parameter in two TaskGraphs of different strategy."""
 
@@ -216,19 +193,36 @@ class Tied(nnx.Module):
             return self.embed.attend(x)
 
 
-@pytest.mark.parametrize("flavour", ["tied", "scanned"])
-def test_shared_parameters_and_scanned_layers_train_as_on_one_device(flavour):
-    scanned = models.SplitLayers(3, CLASSES, remat=True)
-    make = {"tied": lambda: Tied(nnx.Rngs(0)), "scanned": lambda: scanned}[flavour]
+FLAVOURS = {
+    "nnx": lambda *scopes: NnxNet(nnx.Rngs(0), *scopes),
+    "linen": LinenNet,
+    "experts": lambda *scopes: MoeNet(nnx.Rngs(0), *scopes),
+    "tied": lambda *_: Tied(nnx.Rngs(0)),
+    "scanned": lambda *_: models.SplitLayers(2, CLASSES, remat=True),
+}
+# Each replica compiles for itself: those with eight of them are tried once.
+MANY = ("replicate", "split2-nested")
+CASES = [
+    *(("nnx", name) for name in HYBRIDS),
+    *((f, name) for f in ("linen", "experts") for name in HYBRIDS if name not in MANY),
+    ("tied", "replicate-split"),
+    ("scanned", "split"),
+]
+QUICK = [("tied", "replicate-split")]
+
+
+@pytest.mark.parametrize("case", rows(CASES, *QUICK, ids="-".join))
+def test_a_hybrid_trains_as_one_device_does(case):
+    flavour, name = case
     data = batches(3, 32)
-    losses, _, params = reference(make(), data)
-    variables = None
-    if flavour == "scanned":
+    make = lambda: FLAVOURS[flavour](*HYBRIDS[name])  # noqa: E731
+    losses, params = reference(make(), data)
+    variables, is_linen = None, isinstance(make(), nn.Module)
+    if is_linen:
         variables = make().init(jax.random.key(0), data[0]["tokens"][:, :-1])
-    result = trained(make(), data, 32, 16, variables)
+    result = trained(make(), data, 32, 8, variables)
     np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=1e-5)
-    state = result.state["params"] if flavour == "scanned" else nnx.state(result.model, nnx.Param)
-    close(state, params)
+    close(result.state["params"] if is_linen else nnx.state(result.model, nnx.Param), params)
     if flavour == "scanned":
         cut = [r for r in result.plan.reasons if "Dense" in r and "tensor" in r]
         assert len(cut) >= 2
@@ -255,11 +249,13 @@ def test_the_bits_do_not_depend_on_how_replicas_share_the_work():
     assert run((4, 4)) == run((7, 1)) == run((1, 7))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", rows([1, 2, 4, 8], 4))
 def test_memory_of_a_split_classifier_falls_as_one_over_n(n):
+    num_classes = 20_000
+
     class Classifier(nnx.Module):
         def __init__(self, rngs):
-            self.head = nnx.Linear(64, 100_000, use_bias=False, rngs=rngs)
+            self.head = nnx.Linear(64, num_classes, use_bias=False, rngs=rngs)
 
         def __call__(self, x):
             with hxla.split():
@@ -275,7 +271,7 @@ def test_memory_of_a_split_classifier_falls_as_one_over_n(n):
     )
     with job.open(job.plan(microbatch_size=8, mesh=mesh), mesh=mesh) as session:
         seen = session.memory_bytes
-    whole = 64 * (100_000) * 4
+    whole = 64 * num_classes * 4
     # Parameters, two moments, two limbs, and what the update makes anew.
     assert seen / (whole / n) < 9
     assert seen / (whole / n) > 5

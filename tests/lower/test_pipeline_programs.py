@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from support import lowering
 from support.inside.jax import num_compilations
 from support.inside.lower import Limbs, Pipeline, extra_bytes, num_terms
+from support.tiers import rows
 
 LAYERS, WIDTH, SIZE = 8, 16, 4
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -72,21 +74,26 @@ def build(num_microbatches, num_stages=4, reduction="exact", **how):
     return Programs(pipeline, params, compiled)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "how"),
-    [
-        (2, {"schedule": "interleaved", "num_chunks": 2}),
-        (3, {"schedule": "gpipe"}),
-        (4, {"schedule": "1f1b", "recompute": True}),
-        (8, {"schedule": "1f1b"}),
-    ],
-)
-def test_float_sums_are_the_gradients_of_the_whole(num_stages, how):
+#: The number of stages, the schedule, and whether forwards run again.
+PIPELINES = {
+    "2 interleaved": (2, {"schedule": "interleaved", "num_chunks": 2}),
+    "3 gpipe": (3, {"schedule": "gpipe"}),
+    "3 zb-h1": (3, {"schedule": "zb-h1"}),
+    "4 1f1b, recomputed": (4, {"schedule": "1f1b", "recompute": True}),
+    "8 1f1b": (8, {"schedule": "1f1b"}),
+}
+QUICK = "2 interleaved", "3 zb-h1", "4 1f1b, recomputed"
+
+
+@pytest.mark.parametrize("name", rows(PIPELINES, *QUICK))
+def test_float_sums_are_the_gradients_of_the_whole(name):
+    num_stages, how = PIPELINES[name]
     made = build(4, num_stages, reduction="float", **how)
     sums = made.run(range(4))
     expected, total = [0.0] * LAYERS, []
+    gradient = jax.jit(jax.value_and_grad(loss))
     for i in range(4):
-        value, grads = jax.value_and_grad(loss)(weights(), batch(i))
+        value, grads = gradient(weights(), batch(i))
         expected = [a + b for a, b in zip(expected, grads, strict=True)]
         total.append(value)
     np.testing.assert_allclose(sums.small_MS.view(np.float32)[:, 0], total, rtol=1e-6)
@@ -98,9 +105,13 @@ def test_float_sums_are_the_gradients_of_the_whole(num_stages, how):
         np.testing.assert_allclose(ours, theirs, atol=allowed, rtol=0)
 
 
-@pytest.mark.slow
+@functools.cache
+def of_two_stages():
+    return build(8, num_stages=2)
+
+
 def test_any_count_up_to_the_most_runs_without_compiling_and_sums_to_the_same_bits():
-    made = build(8, num_stages=2)
+    made = of_two_stages()
     assert len(made.compiled) == 5
     whole = made.run(range(8))
     before = num_compilations()
@@ -115,6 +126,20 @@ def test_any_count_up_to_the_most_runs_without_compiling_and_sums_to_the_same_bi
         assert np.array_equal(a + b, c)
     assert np.array_equal(first.small_MS + second.small_MS, whole.small_MS)
     assert np.abs(whole.values[0][0]).max() > 0
+
+
+@pytest.mark.parametrize("num_stages", rows([2, 4], 2))
+def test_collectives_over_the_stages(num_stages):
+    """Two permutes for each set of boundaries, of which a tick takes one; one exact sum a step."""
+    num_sets = {2: 1, 4: 3}[num_stages]
+    made = of_two_stages() if num_stages == 2 else build(8, num_stages)
+    found = [
+        collections.Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", text))
+        for text in made.texts
+    ]
+    assert found[0] == {"all-to-all": 1}
+    assert found[1] == {"collective-permute": 2 * num_sets}
+    assert found[2] == {"all-to-all": 1}  # the exact sum
 
 
 def own_bytes(made):
@@ -138,19 +163,6 @@ def test_memory_grows_with_microbatches_under_gpipe_and_not_under_1f1b(recompute
     for made in (one, all_first):
         counts = [[len(re.findall(" = ", text)) for text in made[n].texts] for n in (few, many)]
         assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(("num_stages", "num_sets"), [(2, 1), (4, 3)])
-def test_collectives_over_the_stages(num_stages, num_sets):
-    """Two permutes for each set of boundaries, of which a tick takes one; one exact sum a step."""
-    made = build(8, num_stages)
-    found = [
-        collections.Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", text))
-        for text in made.texts
-    ]
-    assert found[0] == {"all-to-all": 1}
-    assert found[1] == {"collective-permute": 2 * num_sets}
-    assert found[2] == {"all-to-all": 1}  # the exact sum
 
 
 def test_a_parameter_that_two_chunks_of_a_stage_read_has_a_term_for_each():
