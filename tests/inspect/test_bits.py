@@ -193,6 +193,11 @@ def test_an_equation_that_another_device_rounds_otherwise_is_found_alone(name, m
     assert found.num_judged == found.num_runs  # each was given what the first device computed
     assert not found.compiled
     assert all(d.equation == record(name).equations[d.number] for d in found.differences)
+    assert [d.what for d in found.differences] == ["result", "result"]
+    said = str(found)
+    assert f"first: equation {chosen[0]}, {found.first.equation}" in said
+    assert f"{found.num_runs:,} of {found.num_runs:,} runs of equations" in said
+    assert "at 2 equations bits part" in said
 
 
 def of_floats(own):
@@ -246,6 +251,26 @@ def test_a_file_of_a_record_reads_as_it_was_written(tmp_path):
     text["equations"][0]["primitive"] = 5
     path.write_text(json.dumps(text))
     with pytest.raises(hxla.InspectError, match=r"equations.0.primitive"):
+        hxla.BitsRecord.read(path)
+    with pytest.raises(hxla.InspectError, match="say too what is to run on it, by job="):
+        hxla.inspect_bits(record("small"), "cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.update(format=2), "format 2 is of another version"),
+        (lambda text: text["runs"][3].__setitem__(0, 999), "runs.3: there is no equation 999"),
+        (lambda text: text["runs"][0][1][0].__setitem__(0, 0), "runs.0: nothing before it is"),
+        (lambda text: text["runs"][0][1][0].__setitem__(0, -99), "runs.0: nothing before it is"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(change, message, tmp_path):
+    text = json.loads(record("small").model_dump_json())
+    change(text)
+    path = tmp_path / "bits.json"
+    path.write_text(json.dumps(text))
+    with pytest.raises(hxla.InspectError, match=message):
         hxla.BitsRecord.read(path)
 
 

@@ -44,6 +44,25 @@ def test_collectives_that_went_are_named_with_size_axis_and_module():
     assert "1 all-reduce of 4.0 MiB over tensor in mlp/layer_0 appeared" in back
 
 
+def test_programs_that_come_and_go_are_named_and_the_others_compared(tmp_path):
+    texts = {name: programs.compiled(name)[0].as_text() for name in ("tensor", "linen", "pipeline")}
+    folders = {"before": ("tensor", "linen"), "after": ("linen", "pipeline")}
+    found = {}
+    for folder, names in folders.items():
+        (tmp_path / folder).mkdir()
+        for i, name in enumerate(names):
+            file = f"module_{i:04}.jit_{name}.cpu_after_optimizations.txt"
+            (tmp_path / folder / file).write_text(texts[name])
+        found[folder] = hxla.inspect(tmp_path / folder)
+    titles = {p.source: p.title for p in (*found["before"].programs, *found["after"].programs)}
+    gone, new = found["before"].programs[0].title, found["after"].programs[1].title
+    assert len(set(titles.values())) == 3
+    assert found["before"].diff(found["after"]) == (
+        f"program {gone} is gone",
+        f"program {new} is new",
+    )
+
+
 def test_memory_and_work_that_grew_are_named_with_their_owner():
     lines = blocks(1).diff(blocks(3))
     memory = next(line for line in lines if line.startswith("peak memory"))

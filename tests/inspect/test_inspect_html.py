@@ -20,7 +20,7 @@ from matplotlib import image
 import hxla
 from hxla import ProgramArray
 from hxla.__main__ import main
-from support import browser, families, programs
+from support import browser, families, fuzz_kinds, programs
 from support.inside.inspect import _alike_names, _profiler_trace, _shard_pictures, _step_pictures
 from support.inside.report import _lanes, _lanes_picture
 from support.inside.schedule import from_perfetto, one_f_one_b, perfetto, replay
@@ -358,6 +358,44 @@ def test_a_predicted_timeline_is_read_as_it_was_written(tmp_path):
     file.write_text("{}")
     with pytest.raises(hxla.PlanError, match="no plan"):
         _step_pictures.lanes_of_file(file)
+
+
+def test_a_plan_is_drawn_by_the_parts_of_each_devices_step(tmp_path):
+    plan = hxla.Plan.from_json(fuzz_kinds.plan_text())
+    device = {
+        "compute_seconds": 0.25,
+        "wait_seconds": 0.0,
+        "reduction_seconds": 0.5,
+        "update_seconds": 0.125,
+    }
+    devices = tuple(hxla.DevicePrediction(rank=rank, **device) for rank in (0, 4))
+    plan = plan.replaced(prediction=hxla.Prediction(step_seconds=0.875, devices=devices))
+    plan.write(tmp_path / "plan.json")
+    lanes = _step_pictures.lanes_of_file(tmp_path / "plan.json")
+    assert lanes.names == ("cpu@1.0 (device 0)", "cpu@0.5 (device 4)")
+    of_second = [b for b in lanes.bars if b.lane == 1]
+    assert [(b.kind, b.start_seconds, b.end_seconds) for b in of_second] == [
+        ("forward and backward", 0.0, 0.25),
+        ("reduction", 0.25, 0.75),
+        ("update", 0.75, 0.875),
+    ]
+
+
+def test_warnings_that_differ_in_numbers_are_folded_on_the_page(tmp_path):
+    where = programs.mesh(tensor=4)
+    large = programs.like(256, 256)
+    step = programs.jitted(
+        lambda params, x: sum((x @ p).sum() for p in params),
+        where,
+        ([P("tensor"), P(), P()], P()),
+    )
+    found = hxla.inspect(step, [large] * 3, programs.like(8, 256))
+    warned = [w for w in found.main.warnings if w.kind == "replicated"]
+    assert len(warned) == 2
+    found.write_html(tmp_path / "page.html")
+    seen = Text((tmp_path / "page.html").read_text()).text
+    assert all(w.text in seen for w in warned)
+    assert "and 1 like it" in seen
 
 
 def test_a_diff_page_says_every_change(tmp_path):
