@@ -479,6 +479,7 @@ ALONE = {
     "families": products_of_families,
     "multiprocessors": lambda: {k: multiprocessors(cards(1, k)[0]) for k in CARDS},
     "cut segments": cut_segments,
+    "plain": lambda: told(plain_step()),
 }
 
 
@@ -497,8 +498,6 @@ def main() -> None:
     if make is large_gpt:
         facts["memory_bytes"] = programs.memory_bytes(facts["state_bytes"])
         facts["predicted_bytes"] = predicted_bytes(job)
-    if make is perceptron:
-        facts["plain"] = told(plain_step())
     print(json.dumps(facts | {"programs": found}))
 
 

@@ -17,6 +17,7 @@ from support.inside.inspect import _shapes
 from support.inside.lower import _pipeline, check_permutes, make_slots
 from support.inside.plan import storage_specs
 from support.tensor_gpt import BATCH, HIDDEN, LENGTH, MICRO, STEPS, WIDTH, gpt, text
+from support.tiers import rows
 
 
 class Mlp(nnx.Module):
@@ -126,23 +127,31 @@ def shapes(collectives):
     return [_shapes.arrays(array)[0][1] for c in collectives for array in c.arrays]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_split_stages_train_as_one_device_does_and_two_pipelines_as_one(name, programs):
+def of_pipelines(name, num, counts="even"):
     make, loss, data, devices = MODELS[name]
+    return trained(make(), loss, data(), counts, **devices(num))
+
+
+@pytest.mark.parametrize("name", rows(MODELS, "annotated mlp"))
+def test_split_stages_train_as_one_device_does(name, programs):
+    make, loss, data, _ = MODELS[name]
     losses, params = reference(make(), loss, data())
-    one = trained(make(), loss, data(), **devices(1))
-    np.testing.assert_allclose([s.loss for s in one.history.steps], losses, rtol=2e-6)
-    found = jax.tree.leaves(nnx.state(one.model, nnx.Param))
+    two = of_pipelines(name, 2, (5, 3))
+    assert two.plan.counts == (5, 3)
+    assert len(programs) == 2
+    np.testing.assert_allclose([s.loss for s in two.history.steps], losses, rtol=2e-6)
+    found = jax.tree.leaves(nnx.state(two.model, nnx.Param))
     for got, expected in zip(found, jax.tree.leaves(params), strict=True):
         largest = np.abs(expected).max()
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * largest)
-    assert len(programs) == 1
-    two = trained(make(), loss, data(), (5, 3), **devices(2))
-    assert two.plan.counts == (5, 3)
-    assert two.sha256 == one.sha256
+    assert any("forwards run again: stages of 2 devices" in r for r in two.plan.reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_pipelines_of_split_stages_end_with_the_bits_of_one(name, programs):
+    assert of_pipelines(name, 2, (5, 3)).sha256 == of_pipelines(name, 1).sha256
     assert len(programs) == 3
-    assert any("forwards run again: stages of 2 devices" in r for r in one.plan.reasons)
 
 
 @pytest.mark.slow
@@ -250,7 +259,7 @@ def test_storage_is_cut_over_stages_and_over_the_devices_of_each():
 def test_what_split_stages_cannot_do_is_refused(options, error, message):
     axes = options.pop("mesh", {"data": 1, "stage": 2, "tensor": 2})
     with pytest.raises(error, match=re.escape(message)):
-        trained(gpt(), families.token_loss, text(), **on_mesh(**axes), **options)
+        trained(nnx.eval_shape(gpt), families.token_loss, text(), **on_mesh(**axes), **options)
 
 
 def test_a_permute_that_only_one_stage_would_come_to_is_refused():
@@ -263,7 +272,7 @@ def test_a_permute_that_only_one_stage_would_come_to_is_refused():
 def test_a_staged_mesh_does_not_go_with_counts_of_annotations():
     with pytest.raises(hxla.ConfigError, match=r"cuts a model that annotations cut already"):
         trained(
-            mlp(split_in_two),
+            nnx.eval_shape(lambda: mlp(split_in_two)),
             models.squared_error,
             vectors(),
             mesh=models.mesh(data=1, stage=2, tensor=2),

@@ -1,5 +1,6 @@
 """Parts of unlike sizes: the single device's losses and gradients, and padding that stays zero."""
 
+import functools
 import json
 import os
 
@@ -13,8 +14,9 @@ from support.inside.inspect import _shapes
 from support.inside.lower import NOT_PADDED, Padding, keeps_padding, padded
 from support.inside.model import Optimizer
 from support.inside.plan import LinkedDims, planned_parts
+from support.tiers import rows
 from support.uneven_models import RULES, UNITS, Run
-from support.uneven_runs import train
+from support.uneven_runs import NETS, job, planned, train
 
 
 def sizes_of(seed):
@@ -34,7 +36,7 @@ def compare(name, seed):
     run.compare()
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("name", rows(UNITS, "channels"))
 def test_parts_of_unlike_sizes_train_as_one_device_does(name):
     compare(name, 1 + sorted(UNITS).index(name))
 
@@ -48,43 +50,72 @@ def test_any_sizes_train_as_one_device_does(name, seed):
 
 
 def assert_alike(one, other):
+    (one, loss), (other, own) = one, other
     for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
-    loss, own = (r.history.evaluations[-1].loss for r in (one, other))
     assert own == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_checkpoint_resumes_on_other_sizes_on_even_ones_and_on_one_device(tmp_path):
-    whole = train({"data": 1}, steps=5)
-    for steps, mesh in (
-        (2, {"data": 1, "tensor": (2, 1)}),
-        (3, {"data": 1, "tensor": (1, 3)}),
-        (4, {"data": 1, "tensor": 2}),
-        (5, {"data": 1}),
-    ):
-        resumed = train(mesh, steps=steps, checkpoint_dir=tmp_path)
-    assert resumed.step == 5
-    assert_alike(whole, resumed)
+train_once = functools.cache(
+    lambda *mesh, net, optimizer="sgd": train(dict(mesh), steps=3, net=net, optimizer=optimizer)
+)
+ONE = (("data", 1),)
+#: Two copies, of which the second may have nothing to do.
+PARTS = (("data", 2), ("tensor", (2, 1)))
+NET = pytest.mark.parametrize("net", rows(NETS, "columns"))
 
 
-def test_bits_do_not_depend_on_copies_or_counts():
-    one = train({"data": 1, "tensor": (2, 1)}, steps=3)
-    two = train({"data": 2, "tensor": (2, 1)}, steps=3)
-    other = train({"data": 1, "tensor": (3, 1)}, steps=3)
-    assert one.plan.numerics == two.plan.numerics != other.plan.numerics
-    assert one.sha256 == two.sha256
-    assert_alike(one, other)
-    heads = [p.sizes for p in one.plan.parameters if p.name == "attention/out/kernel"]
+@NET
+def test_a_checkpoint_resumes_on_one_device(net, tmp_path):
+    train(dict(PARTS), steps=2, net=net, checkpoint_dir=tmp_path)
+    resumed = train(dict(ONE), steps=3, net=net, checkpoint_dir=tmp_path)
+    assert resumed[0].step == 3
+    assert_alike(train_once(*ONE, net=net), resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", NETS)
+def test_a_checkpoint_resumes_on_other_sizes_and_on_even_ones(net, tmp_path):
+    for steps, ratio in ((1, (2, 1)), (2, (1, 3)), (3, 2)):
+        mesh = {"data": 1, "tensor": ratio}
+        resumed = train(mesh, steps=steps, net=net, checkpoint_dir=tmp_path)
+    assert resumed[0].step == 3
+    assert_alike(train_once(*ONE, net=net), resumed)
+
+
+@NET
+def test_bits_do_not_depend_on_counts(net):
+    one, two = (train(dict(PARTS), steps=3, net=net, counts=own) for own in ((2, 0), (1, 1)))
+    assert one[0].plan.numerics == two[0].plan.numerics
+    assert one[0].sha256 == two[0].sha256
+    assert_alike(train_once(*ONE, net=net), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", NETS)
+def test_bits_do_not_depend_on_copies(net):
+    one = train({"data": 1, "tensor": (2, 1)}, steps=3, net=net)
+    two = train(dict(PARTS), steps=3, net=net)
+    assert len(two[0].plan.replicas) == 2
+    assert one[0].plan.numerics == two[0].plan.numerics
+    assert one[0].sha256 == two[0].sha256
+
+
+def test_numerics_know_the_sizes_of_parts():
+    plans = {
+        ratio: planned(job("heads", num_devices=2), {"data": 1, "tensor": ratio}, "heads")
+        for ratio in ((2, 1), (3, 1))
+    }
+    assert len({plan.numerics for plan in plans.values()}) == 2
+    heads = [p.sizes for p in plans[2, 1].parameters if p.name == "attention/out/kernel"]
     assert heads == [((5, 3), (), ())]
 
 
-def test_an_optimizer_that_looks_at_whole_arrays_sees_no_padding():
-    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-    one, parts = (
-        train(mesh, steps=2, optimizer=adafactor)
-        for mesh in ({"data": 1}, {"data": 1, "tensor": (2, 1)})
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize("net", NETS)
+def test_an_optimizer_that_looks_at_whole_arrays_sees_no_padding(net):
+    (one, _), (parts, _) = (train_once(*m, net=net, optimizer="adafactor") for m in (ONE, PARTS))
     shapes = [[x.shape for x in jax.tree.leaves(r.opt_state)] for r in (one, parts)]
     assert shapes[0] == shapes[1]
     for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(parts.state), strict=True):
@@ -131,7 +162,7 @@ def collectives(function, *arguments):
     return sorted(c.kind for c in found), int(sum(sizes))
 
 
-@pytest.mark.parametrize("name", ["heads", "gated columns", "experts"])
+@pytest.mark.parametrize("name", rows(["heads", "gated columns", "experts"], "gated columns"))
 def test_collectives_are_as_many_as_with_even_parts_and_no_larger(name):
     own, even = Run(name, 8, (3, 1)), Run(name, 8, (1, 1))
     leaves = [jax.tree.leaves(tree) for tree in (own.params, own.aux)]
@@ -142,12 +173,13 @@ def test_collectives_are_as_many_as_with_even_parts_and_no_larger(name):
     assert 0 < added <= most
 
 
-def planned(shares=(3, 1), units=8):
+@functools.cache
+def plan_of(shares=(3, 1), units=8):
     return Run("columns", units, shares).plan
 
 
 def test_sizes_are_in_the_plan_its_file_its_words_and_its_numerics():
-    plan, other = planned(), planned((1, 1, 2))
+    plan, other = plan_of(), plan_of((1, 1, 2))
     by_name = {layout.name: layout for layout in plan.parameters}
     assert by_name["up/kernel"].sizes == ((), (6, 2))
     assert by_name["up/kernel"].padded_shape == (8, 12)
@@ -170,7 +202,7 @@ def test_ten_heads_over_four_equal_devices_are_three_three_two_two():
 
 
 def test_sizes_that_divide_alike_are_an_even_split():
-    assert not planned((1, 1)).is_uneven
+    assert not plan_of((1, 1)).is_uneven
 
 
 def of(plan, name):
@@ -190,7 +222,7 @@ def of(plan, name):
     ],
 )
 def test_a_plan_of_wrong_sizes_is_refused(change, message):
-    plan = json.loads(planned().to_json())
+    plan = json.loads(plan_of().to_json())
     change(plan)
     with pytest.raises(hxla.PlanError, match=message):
         hxla.Plan.from_json(json.dumps(plan))
@@ -209,6 +241,11 @@ def test_sizes_that_disagree_or_cut_a_unit_are_refused():
     assert "have different sizes, in units" in str(error.value)
 
 
+@functools.cache
+def graph_of_heads():
+    return Run("heads", 3, (2, 1)).graph
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
@@ -225,7 +262,7 @@ def test_sizes_that_disagree_or_cut_a_unit_are_refused():
     ],
 )
 def test_a_ratio_that_cannot_be_met_is_one_error(mesh, message):
-    graph = Run("heads", 3, (2, 1)).graph
+    graph = graph_of_heads()
     num = int(np.prod([len(s) if isinstance(s, tuple) else s for s in mesh.values()]))
     with pytest.raises(hxla.HxlaError, match=message):
         hxla.make_plan(graph, num, mesh=mesh)

@@ -207,6 +207,11 @@ RULES = {
 }
 
 
+def moved(params, grads, rate):
+    """The parameters after a step of gradient descent."""
+    return [np.asarray(p) - rate * np.asarray(g) for p, g in zip(params, grads, strict=True)]
+
+
 class Run:
     """A loss on one device and on parts of unlike sizes, without sessions or sums.
 
@@ -218,24 +223,39 @@ class Run:
     """
 
     def __init__(self, name, units, shares, rules=None, seed=0):
-        make, loss, batch = UNITS[name]
+        self._make, loss, batch = UNITS[name]
+        self._make = functools.partial(self._make, units)
         self.batch = batch(np.random.default_rng(seed), units)
-        model = make(units)
-        if isinstance(model, nn.Module):
-            example = self.batch["x"]
-            variables = model.init(jax.random.key(0), example)
-            self.graph = hxla.trace(model, loss, self.batch, variables=variables)
-            self.params, self.aux = variables["params"], {}
-        else:
-            self.graph = hxla.trace(model, loss, self.batch)
-            _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
-            self.params, self.aux = map(nnx.to_pure_dict, (params, rest))
+        self._is_linen = name.endswith("Linen")
+        model = self._make() if self._is_linen else nnx.eval_shape(self._make)
+        variables = self._variables if self._is_linen else None
+        self.graph = hxla.trace(model, loss, self.batch, variables=variables)
         rules = RULES.get(name) if rules is None else rules
         self.plan = hxla.make_plan(self.graph, mesh={"tensor": tuple(shares)}, rules=rules)
         self.specs = [to_spec(layout.spec) for layout in self.plan.parameters]
         self.padding = [Padding(layout.sizes) for layout in self.plan.parameters]
         self.uneven = uneven_of(sharded_of(self.graph, self.plan), self.plan)
         self.mesh = models.mesh(tensor=len(shares))
+
+    @functools.cached_property
+    def _variables(self):
+        return self._make().init(jax.random.key(0), self.batch["x"])
+
+    @functools.cached_property
+    def _values(self):
+        """Parameters and other variables at the start, which a plan alone does not need."""
+        if self._is_linen:
+            return self._variables["params"], {}
+        _, params, _, rest = nnx.split(nnx.jit(self._make)(), nnx.Param, nnx.RngState, ...)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+    @property
+    def params(self):
+        return jax.tree.map(np.asarray, self._values[0])
+
+    @property
+    def aux(self):
+        return jax.tree.map(np.asarray, self._values[1])
 
     @functools.cached_property
     def on_parts(self):
@@ -296,14 +316,14 @@ class Run:
             loss, aux, grads = self.on_one(*one)
             own_loss, own_aux, own_grads = self.on_parts(*parts)
             np.testing.assert_allclose(loss, own_loss, rtol=5e-6)
-            largest = max(float(jnp.abs(g).max()) for g in grads)
+            largest = max(float(np.abs(g).max()) for g in grads)
             for a, b, own in zip(
                 [*grads, *aux], [*own_grads, *own_aux], [*self.padding, *of_aux], strict=True
             ):
                 b = np.asarray(b)
                 np.testing.assert_allclose(a, own.unpad(b), rtol=1e-5, atol=2e-6 * largest)
                 np.testing.assert_array_equal(b, own.pad(own.unpad(np.asarray(b))))
-            one = [p - rate * g for p, g in zip(one[0], grads, strict=True)], aux
-            parts = [p - rate * g for p, g in zip(parts[0], own_grads, strict=True)], own_aux
+            one = moved(one[0], grads, rate), aux
+            parts = moved(parts[0], own_grads, rate), own_aux
         for a, b in zip(one[0], unpadded(parts[0], self.padding), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
