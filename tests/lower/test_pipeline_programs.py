@@ -82,10 +82,9 @@ PIPELINES = {
     "4 1f1b, recomputed": (4, {"schedule": "1f1b", "recompute": True}),
     "8 1f1b": (8, {"schedule": "1f1b"}),
 }
-QUICK = "2 interleaved", "3 zb-h1", "4 1f1b, recomputed"
 
 
-@pytest.mark.parametrize("name", rows(PIPELINES, *QUICK))
+@pytest.mark.parametrize("name", rows(PIPELINES, "2 interleaved", "3 zb-h1"))
 def test_float_sums_are_the_gradients_of_the_whole(name):
     num_stages, how = PIPELINES[name]
     made = build(4, num_stages, reduction="float", **how)
