@@ -117,10 +117,11 @@ def on_unlike_devices():
 
 if __name__ == "__main__":
     folder, is_all = pathlib.Path(sys.argv[1]), sys.argv[2] == "all"
-    told = {"host 1": trained("host", 1, folder / "1", steps=1)}
-    told["device 1"] = trained("device", 1, folder / "1")
+    told = {"device 1": trained("device", 1)}
     if is_all:
-        trained("device", 0, folder / "0", steps=1)
-        told |= {"host 0": trained("host", 0, folder / "0"), "device 0": trained("device", 0)}
+        for over, other in (("device", "host"), ("host", "device")):
+            trained(over, 0, folder / over, steps=1)
+            told[f"{other} 0"] = trained(other, 0, folder / over)
+        told |= {"whole": trained("host", 0), "host 1": trained("host", 1)}
     told["unlike"] = on_unlike_devices()
     print(f"RESULT {jax.process_index()} {json.dumps(told)}", flush=True)

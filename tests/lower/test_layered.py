@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import functools
-import gc
+import re
+import tempfile
 
 import jax
 import numpy as np
@@ -12,39 +13,185 @@ import pytest
 
 import hxla
 from support.blocks import Layers, Scanned, job, trained
-from support.shared_state import planned, shared
+from support.inside.lower import _update_groups
+from support.relays import bytes_of_devices, relayed, straight
+from support.shared_state import WIDTH, Few, planned, shared
+from support.tiers import rows
 
-#: Counts, shares, what is recomputed, and waves.
-SPREADS = [
-    (2, dict(num=2), {}),
-    (2, dict(num=3, counts=(0, 5, 3)), {"shares": [1, 2, 3], "recompute": "none", "waves": 2}),
-    (3, dict(num=2, counts=(7, 1)), {"recompute": "none"}),
-    (3, dict(num=3, counts=(2, 0, 6)), {"shares": [4, 2, 1]}),
-    (3, dict(num=2, counts=(1, 7)), {"waves": 3}),
-]
+pytestmark = pytest.mark.usefixtures("every_program_is_cached")
+
+HELD_OUT = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
+
+
+def on_host(optimizer="device", parameters=False, stash=False):
+    """What waits elsewhere: the optimizer's state where it is said, the others in host memory."""
+    offload = {"optimizer": optimizer}
+    offload |= {"parameters": "host"} if parameters else {}
+    return {"offload": offload | ({"stash": "host"} if stash else {})}
+
+
+def form(stage, counts, word=None, **memory):
+    """A form of the job: a stage of ZeRO, the microbatches of each copy, and where state waits."""
+    own = shared(stage, Few, clip=0.3, **memory)
+    own = dataclasses.replace(own, precision=word or "model")
+    return own, planned(own, len(counts), counts)
+
+
+#: Jobs that go on from form to form. Each form: its stage, its counts, and what of its memory.
+RELAYS = {
+    "bf16": [
+        (3, (2, 0, 6), {**on_host("disk", parameters=True), "shares": [4, 2, 1], "waves": 2}),
+        (3, (3, 0, 4, 1), {**on_host(stash=True), "shard_groups": 2, "recompute": "none"}),
+    ],
+    "stages": [
+        (2, (4, 4), {}),
+        (2, (0, 5, 3), {"shares": [1, 2, 3], "recompute": "none", "waves": 2}),
+        (3, (7, 1), {"recompute": "none"}),
+        (3, (2, 0, 6), {"shares": [4, 2, 1]}),
+        (3, (1, 7), {"waves": 3}),
+        (1, (3, 5), {}),
+    ],
+    "optimizers elsewhere": [
+        (2, (3, 5), on_host("host")),
+        (3, (5, 3), on_host("disk")),
+        (1, (3, 0, 4, 1), {**on_host("host"), "shard_groups": 2, "shares": [1, 3]}),
+    ],
+    "parameters elsewhere": [
+        (3, (4, 4), on_host(parameters=True)),
+        (3, (7, 1), {**on_host("host", parameters=True), "recompute": "none"}),
+        (1, (4, 4), {}),
+        (3, (1, 7), on_host("host", parameters=True, stash=True)),
+    ],
+    "a stash elsewhere": [
+        (1, (5, 3), {**on_host(stash=True), "recompute": "none"}),
+        (1, (0, 8), on_host(stash=True)),
+        (2, (3, 5), {**on_host(stash=True), "shares": [1, 3]}),
+        (3, (7, 1), {**on_host(stash=True), "recompute": "none"}),
+        (3, (2, 0, 6), {**on_host(stash=True), "shares": [4, 2, 1], "waves": 3}),
+    ],
+    "groups": [
+        (2, (3, 0, 4, 1), {"shard_groups": 2, "waves": 2}),
+        (3, (3, 0, 4, 1), {"shard_groups": 2, "shares": [3, 2]}),
+        (2, (2, 2, 2, 2), {}),
+        (3, (1, 1, 4, 2), {"shard_groups": 2, "waves": 2, "recompute": "none"}),
+        (1, (3, 0, 4, 1), {"shard_groups": 2}),
+    ],
+    "fp16": [(3, (3, 5), {"shares": [1, 3]}), (1, (4, 4), {})],
+}
+WORDS = ("bf16", "fp16")
+
+
+def look(session, before):
+    """What a session has on each device after a step, and what its gathers bring."""
+    after, sharded = bytes_of_devices(), session._programs.sharded_params
+    gathers = []
+    if sharded is not None:  # besides, there may be those of an evaluation
+        units = {sharded._same[u] for units, _ in sharded._of_group for u in units}
+        gathers = [sharded._gathers[u].as_text() for u in sorted(units)]
+    params = jax.tree.leaves(session.state.params)
+    return {
+        "bytes": {place: size - before.get(place, 0) for place, size in after.items()},
+        "of params": {x.sharding.memory_kind for x in params if x.size > 16},
+        "gathers": gathers,
+    }
+
+
+@functools.cache
+def told(name):
+    """Of a relay, and of the same job in one form from the first step to the last."""
+    word = name if name in WORDS else None
+    forms = [form(stage, counts, word, **memory) for stage, counts, memory in RELAYS[name]]
+    one = form(1, (4, 4), word)
+    for (stage, _, memory), (_, plan) in zip(RELAYS[name], forms, strict=True):
+        offload, placed = memory.get("offload", {}), plan.placement
+        assert placed.zero == stage
+        assert placed.shard_groups == memory.get("shard_groups", 1)
+        for what in ("optimizer", "parameters", "stash"):
+            assert getattr(placed, what) == offload.get(what, "device")
+        assert plan.numerics == one[1].numerics
+    wanted = straight(*one, len(forms), HELD_OUT)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        # So small that parameters are cut into slices.
+        patch.setattr(_update_groups, "_LEAST_BYTES", 512)
+        patch.setattr(_update_groups, "_NUM_GROUPS", 5)
+        return wanted, relayed(forms, folder, HELD_OUT, look)
+
+
+@pytest.mark.parametrize("name", rows(RELAYS, "bf16"))
+def test_no_bit_depends_on_the_stage_or_on_where_state_waits(name):
+    """A global norm, too, counts each element of the state once."""
+    wanted, found = told(name)
+    assert found.losses == wanted.losses
+    assert found.sha256 == wanted.sha256
+    # An evaluation reads what is trained, and the next form finds what the last one left.
+    assert found.evaluations[1:-1:2] == found.evaluations[2::2]
+    assert found.evaluations[-1] == wanted.evaluations[-1]
+    assert found.evaluations[0] == wanted.evaluations[0]
+    # What a user gets is where programs read it.
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(found.state)} == {"device"}
+
+
+#: Of the embedding, two matrices and what no segment reads.
+SIZES = (11 * WIDTH, WIDTH**2, WIDTH**2, 3)
+
+
+def test_each_device_has_what_its_form_says_and_no_more():
+    """AdamW: 4 bytes a parameter, 8 of moments; sums of two limbs are let go of after a step."""
+    spare = 1024  # a share of an array has at least eight elements, and there are counts
+    (away, grouped), total = told("bf16")[1].seen, sum(SIZES)
+    for form, of_device, of_host in (
+        (away, (0, 0, 0), (4 * 4 / 7, 4 * 2 / 7, 4 * 1 / 7)),
+        (grouped, ((4 + 8) / 2,) * 4, (0,) * 4),
+    ):
+        for kind, each in (("device", of_device), ("pinned_host", of_host)):
+            sizes = [form["bytes"].get((device, kind), 0) for device in range(len(each))]
+            wanted = [size * total for size in each]
+            assert sizes == pytest.approx(wanted, rel=0.03, abs=spare), kind
+    assert (away["of params"], grouped["of params"]) == ({"pinned_host"}, {"device"})
+
+
+def sent(gathers):
+    """Elements that all-gathers of compiled programs bring, by dtype; and whose they are."""
+    found, groups = collections.Counter(), set()
+    for text in gathers:
+        for dtype, shape in re.findall(r"= (\w+)\[([\d,]*)\]\S* all-gather\(", text):
+            found[dtype] += int(np.prod([int(n) for n in shape.split(",") if n]))
+        groups |= set(re.findall(r"all-gather\(.*?replica_groups=(\S+?), dimensions", text))
+    return found, groups
+
+
+def test_parameters_travel_in_16_bits_where_only_low_products_read_them():
+    """Rows of the embedding are looked up in 32 bits, too, and the blocks are alike."""
+    found, _ = sent(told("bf16")[1].seen[1]["gathers"])
+    low, rest = WIDTH**2 + 11 * WIDTH, 11 * WIDTH + 3
+    assert set(found) == {"u16", "f32"}
+    assert low <= found["u16"] <= low + 16 * 4
+    assert rest - 3 <= found["f32"] <= rest + 16 * 4
+
+
+def test_parameters_are_gathered_inside_a_group():
+    """Of the compiled programs those that gather have the devices of one group in each."""
+    _, groups = sent(told("bf16")[1].seen[1]["gathers"])
+    assert groups
+    assert groups <= {"{{0,1},{2,3}}", "[2,2]<=[4]"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon", "lookahead"])
-def test_no_bit_depends_on_the_stage(name):
+@pytest.mark.parametrize("name", ["muon", "lookahead"])
+def test_no_bit_of_other_optimizers_depends_on_the_stage(name):
     make = {
-        "adamw": lambda: optax.adamw(1e-2),
         "muon": lambda: optax.contrib.muon(1e-2),  # owns whole matrices
         # Its state begins as the parameters are.
         "lookahead": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9, debias=False)),
     }[name]
-    clip = 0.3 if name == "adamw" else None
-    one = shared(1, optimizer=make(), clip=clip)
-    plan = planned(one, 2)
-    wanted = trained(one, plan)
-    for stage, spread, memory in SPREADS if name == "adamw" else SPREADS[2:3]:
-        own = shared(stage, optimizer=make(), clip=clip, **memory)
-        found = planned(own, **spread)
-        assert found.placement.zero == stage
-        if name != "muon":  # there it counts who owns a matrix
-            assert found.numerics == plan.numerics
-        losses, _, sha256 = trained(own, found)
-        assert (losses, sha256) == (wanted[0], wanted[2]), (stage, spread, memory)
+    one = shared(1, Few, optimizer=make())
+    wanted = trained(one, planned(one, 2))
+    own = shared(3, Few, optimizer=make(), recompute="none")
+    plan = planned(own, 2, (7, 1))
+    if name != "muon":  # there it counts who owns a matrix
+        assert plan.numerics == planned(one, 2).numerics
+    losses, _, sha256 = trained(own, plan)
+    assert (losses, sha256) == (wanted[0], wanted[2])
 
 
 @pytest.mark.slow
@@ -52,46 +199,6 @@ def test_a_scan_over_layers_can_be_shared_out():
     wanted = trained(one := shared(1, Scanned), planned(one, 2))
     own = shared(3, Scanned)
     assert trained(own, planned(own, 2, (3, 5)))[2] == wanted[2]
-
-
-def bytes_of_devices():
-    """Of all live arrays, by device; several arrays may share a buffer."""
-    gc.collect()
-    buffers = {}
-    for x in jax.live_arrays():
-        for shard in x.addressable_shards:
-            where = shard.device.id, shard.data.unsafe_buffer_pointer()
-            buffers[where] = shard.data.nbytes
-    found = collections.Counter()
-    for (device, _), size in buffers.items():
-        found[device] += size
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num", [2, 4])
-def test_each_device_has_its_share_and_no_more(stage, num):
-    """AdamW: 4 bytes a parameter, 8 of moments; int32 sums of two limbs while they are kept."""
-    own = shared(stage) if stage else job(Layers, {}, optax.adamw(1e-2))
-    before = bytes_of_devices()
-    with own.open(planned(own, num), steps=2) as session:
-        next(iter(session))
-        after = bytes_of_devices()
-        params = sum(x.size for x in jax.tree.leaves(session.state.params))
-        share = 1 / num
-        wanted = (
-            params
-            * {
-                0: 4 + 8 + 8,
-                1: 4 + 8 * share + 8,
-                2: 4 + 8 * share,
-                3: (4 + 8) * share,
-            }[stage]
-        )
-        for device in range(num):
-            # Granules have at least eight elements, so vectors of four devices are padded.
-            small = 12 * 8 * 2 * len(jax.tree.leaves(session.state.params))
-            assert abs(after[device] - before[device] - wanted) <= 0.03 * wanted + small
 
 
 @pytest.mark.slow
@@ -134,25 +241,6 @@ def test_what_travels_does_not_grow_with_the_microbatches(monkeypatch):
     assert all(found[4, 4]["sum_group", k] == 1 for k in sums)
     assert all(waves["add_group", k] == 2 and waves["sum_group", k] == 1 for k in sums)
     assert all(waves["gather", k] == 3 * gathers[k] for k in gathers if k != last)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_shares_resumes_whole_and_evaluates(tmp_path):
-    own = shared(3)
-    held_out = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
-    wanted = trained(own, planned(own, 2), steps=3)
-    saved = {"checkpoint_dir": tmp_path}
-    with own.open(planned(own, 2), steps=2, **saved) as session:
-        for _ in session:
-            pass
-        session.save()
-        shares = session.evaluate(held_out)
-    one = shared(1)
-    with one.open(planned(one, 3), steps=3, **saved) as session:
-        assert session.evaluate(held_out).loss == shares.loss
-        for _ in session:
-            pass
-        assert session.result().sha256 == wanted[2]
 
 
 def test_memory_decides_what_waits_for_the_backward():

@@ -35,22 +35,6 @@ def gathered_bytes(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["bf16", "fp16"])
-def test_no_bit_depends_on_it_and_evaluations_read_what_is_trained(word):
-    one = in_precision(shared(1), word)
-    plan = over(one, 2)
-    own = in_precision(shared(3, shares=[1, 3]), word)
-    found = over(own, 2, (3, 5))
-    assert found.numerics == plan.numerics
-    held_out = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
-    with one.open(plan, steps=2) as session, own.open(found, steps=2) as other:
-        for _ in zip(session, other, strict=True):
-            pass
-        assert other.result().sha256 == session.result().sha256
-        assert other.evaluate(held_out).loss == session.evaluate(held_out).loss
-
-
-@pytest.mark.slow
 def test_what_travels_halves():
     """All but the norms' scales and biases, and the rows of the embedding that are looked up."""
     sent, planned = {}, {}

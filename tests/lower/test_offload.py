@@ -62,16 +62,6 @@ def test_sums_inside_a_whole_parameter_are_those_of_its_program():
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_the_tier_in_any_stage():
-    found = {}
-    for stage, tier in ((1, "device"), (2, "host"), (3, "disk")):
-        own = shared_state.shared(stage, clip=0.3, **memory(tier))
-        plan = shared_state.planned(own, 2, (3, 5))
-        found[stage, tier] = shared_state.trained(own, plan)[2], plan.numerics
-    assert len(set(found.values())) == 1, found
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_one_tier_resumes_in_another(tmp_path):
     tiers = ("host", 3), ("disk", 2), ("device", 1), ("host", 1)
     jobs = [(job(BY_ELEMENT["adamw"](), memory=memory(tier)), num) for tier, num in tiers]

@@ -3,7 +3,6 @@
 import gc
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -26,29 +25,6 @@ def away(optimizer=None, stash="device", **more):
     return {"offload": {k: v for k, v in offload.items() if v}} | more
 
 
-#: Counts, and what is asked of the memory.
-SPREADS = [
-    ((4, 4), away()),
-    ((7, 1), away("host", recompute="none")),
-    ((2, 0, 6), away("disk", shares=[4, 2, 1], waves=3)),
-    ((1, 7), away("host", stash="host")),
-]
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_where_the_parameters_are():
-    one = shared_state.shared(1, clip=0.3)
-    plan = shared_state.planned(one, 2)
-    wanted = trained(one, plan)
-    for counts, memory in SPREADS:
-        own = shared_state.shared(3, clip=0.3, **memory)
-        found = shared_state.planned(own, len(counts), counts)
-        assert found.placement.parameters == "host"
-        assert found.numerics == plan.numerics
-        losses, _, sha256 = trained(own, found)
-        assert (losses, sha256) == (wanted[0], wanted[2]), (counts, memory)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "sgd"])
 def test_updates_that_sum_over_parameters_or_keep_no_state_are_the_same(name):
@@ -61,31 +37,6 @@ def test_updates_that_sum_over_parameters_or_keep_no_state_are_the_same(name):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_from_the_host_resumes_on_the_device_and_back(tmp_path):
-    held_out = {"tokens": np.random.default_rng(1).integers(0, 11, (8, 7)).astype(np.int32)}
-    jobs = [
-        (shared_state.shared(3, **away()), 2),
-        (shared_state.shared(1), 3),
-        (shared_state.shared(3, **away("host")), 3),
-    ]
-    wanted = trained(jobs[1][0], shared_state.planned(*jobs[1]), steps=3)
-    losses = []
-    for step, (own, num) in enumerate(jobs):
-        with own.open(shared_state.planned(own, num), steps=3, checkpoint_dir=tmp_path) as session:
-            assert session.step_number == step
-            losses.append(session.evaluate(held_out).loss)
-            session.step()
-            losses.append(session.evaluate(held_out).loss)
-            session.save()
-            found = session.result() if step == 2 else None
-    assert losses[1] == losses[2]
-    assert losses[3] == losses[4]
-    assert found.sha256 == wanted[2]
-    # What a user gets is where programs read it.
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(found.state)}
-    assert kinds == {"device"}
-
-
 @pytest.mark.parametrize("optimizer", ["device", "host"])
 def test_shares_of_parameters_are_on_the_host_between_steps(optimizer):
     own = shared_state.shared(3, **away(optimizer))

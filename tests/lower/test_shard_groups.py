@@ -1,7 +1,5 @@
 """Copies in groups that each have all of the state: hybrid sharding."""
 
-import functools
-
 import optax
 import pytest
 
@@ -33,41 +31,6 @@ def of_four(own, counts=(3, 0, 4, 1), **known):
     return plan.with_counts(counts)
 
 
-@functools.cache
-def whole(clip):
-    own = shared(1, optimizer=optax.adamw(1e-2), clip=clip)
-    plan = own.plan(
-        hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 2),
-        auto=False,
-        microbatch_size=1,
-        mesh={"data": 2},
-    )
-    return plan.numerics, trained(own, plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "memory"),
-    [
-        (1, {}),
-        (1, {"shares": [1, 3], "offload": {"optimizer": "host"}}),
-        (2, {"waves": 2}),
-        (3, {"shares": [3, 2]}),
-        (3, {"waves": 2, "recompute": "none"}),
-    ],
-    ids=str,
-)
-def test_no_bit_depends_on_the_groups(stage, memory):
-    """A global norm, too, counts each element of the state once."""
-    numerics, wanted = whole(0.3)
-    own = shared(stage, optimizer=optax.adamw(1e-2), clip=0.3, shard_groups=2, **memory)
-    plan = of_four(own)
-    assert plan.placement.shard_groups == 2
-    assert plan.numerics == numerics
-    losses, _, sha256 = trained(own, plan)
-    assert (losses, sha256) == (wanted[0], wanted[2])
-
-
 @pytest.mark.slow
 def test_an_owner_is_one_of_a_group():
     """What the optimizer treats as a whole; sums of floats differ from those of one group."""
@@ -78,38 +41,6 @@ def test_an_owner_is_one_of_a_group():
     pair = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 2)
     alike = two.plan(pair, auto=False, microbatch_size=1, mesh={"data": 2})
     assert trained(own, plan)[2] == trained(two, alike)[2]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_resumes_in_other_groups(tmp_path):
-    wanted = whole(0.3)[1]
-    saved = {"checkpoint_dir": tmp_path}
-    own = shared(3, optimizer=optax.adamw(1e-2), clip=0.3, shard_groups=2)
-    with own.open(of_four(own), steps=2, **saved) as session:
-        for _ in session:
-            pass
-        session.save()
-    one = shared(2, optimizer=optax.adamw(1e-2), clip=0.3)
-    with one.open(of_four(one, (2, 2, 2, 2)), steps=3, **saved) as session:
-        assert session.step_number == 2
-        for _ in session:
-            pass
-        assert session.result().sha256 == wanted[2]
-
-
-def test_parameters_are_gathered_inside_a_group(tmp_path):
-    """Of the compiled programs those that gather have the devices of one group in each."""
-    own = shared(3, shard_groups=2)
-    found = set()
-    with own.open(of_four(own), steps=1) as session:
-        programs = session._programs
-        for program in programs.sharded_params._gathers.values():
-            for line in program.as_text().splitlines():
-                if "all-gather(" in line or "all-gather-start(" in line:
-                    found.add(line.split("replica_groups=")[1].split(", dimensions")[0])
-    assert found
-    for groups in found:
-        assert groups in ("{{0,1},{2,3}}", "[2,2]<=[4]"), groups
 
 
 @pytest.mark.slow

@@ -24,31 +24,6 @@ def plain(model=Layers, **memory):
     return job(model, {"memory": memory}, optax.adamw(1e-2))
 
 
-#: Stage, counts, and what is asked of the memory; the state is that of ZeRO's stages in all.
-SPREADS = [
-    (1, (5, 3), away("none")),
-    (1, (0, 8), away("boundaries")),
-    (2, (3, 5), away("boundaries", shares=[1, 3])),
-    (2, (0, 5, 3), away("none", waves=2)),
-    (3, (7, 1), away("none")),
-    (3, (2, 0, 6), away("boundaries", shares=[4, 2, 1], waves=3)),
-]
-
-
-@pytest.mark.slow
-def test_no_bit_depends_on_where_the_stash_is():
-    one = shared_state.shared(1)
-    plan = shared_state.planned(one, 2)
-    wanted = trained(one, plan)
-    for stage, counts, memory in SPREADS:
-        own = shared_state.shared(stage, **memory)
-        found = shared_state.planned(own, len(counts), counts)
-        assert found.placement.stash == "host"
-        assert found.numerics == plan.numerics
-        losses, _, sha256 = trained(own, found)
-        assert (losses, sha256) == (wanted[0], wanted[2]), (stage, counts, memory)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Layers, Scanned])
 def test_a_chain_of_one_copy_has_the_same_bits_from_the_host(model):
@@ -64,20 +39,6 @@ def test_a_chain_of_one_copy_has_the_same_bits_from_the_host(model):
     sequence = (*sequence.split(), "I1:cut", "F2:cut", "B2:cut", "B1:cut", "F0:cut", "B0:cut")
     own = plan.replaced(chain=plan.chain.model_copy(update={"sequence": sequence}))
     assert trained(plain(model), own)[2] == wanted[1]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_one_tier_resumes_in_another(tmp_path):
-    host = shared_state.shared(3, **away("boundaries"))
-    device = shared_state.shared(1)
-    wanted = trained(device, shared_state.planned(device, 2), steps=2)[2]
-    for own, num, steps in ((host, 2, 1), (device, 3, 2)):
-        with own.open(shared_state.planned(own, num), steps=2, checkpoint_dir=tmp_path) as session:
-            assert session.step_number == steps - 1
-            session.step()
-            session.save()
-            found = session.result() if steps == 2 else None
-    assert found.sha256 == wanted
 
 
 # -- memory --------------------------------------------------------------------------------------

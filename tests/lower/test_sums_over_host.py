@@ -27,15 +27,19 @@ def told(tmp_path_factory):
 
 
 def test_bits_are_those_of_device_collectives(told):
-    """Nor does it matter which of them a checkpoint is from: one step is the other's."""
+    """Nor does it matter which of them a checkpoint is from."""
     assert len({json.dumps({k: v["sha256"] for k, v in own.items()}) for own in told}) == 1
     for own in told:
-        assert own["device 1"]["first step"] == 1
-        assert own["unlike"]["first step"] == 0  # it is over the host, from the start
-        assert own["unlike"]["sha256"] == own["device 1"]["sha256"]
+        assert own["unlike"]["sha256"] == own["device 1"]["sha256"]  # it is over the host
         if tiers.is_all:
-            assert own["host 0"]["first step"] == 1
-            assert own["host 0"]["sha256"] == own["device 0"]["sha256"]
+            assert own["host 1"]["sha256"] == own["device 1"]["sha256"]
+            assert [own[name]["first step"] for name in ("whole", "host 0", "device 0")] == [
+                0,
+                1,
+                1,
+            ]
+            assert own["host 0"]["sha256"] == own["whole"]["sha256"]
+            assert own["device 0"]["sha256"] == own["whole"]["sha256"]
 
 
 def test_devices_that_train_take_part_in_no_collective(told):

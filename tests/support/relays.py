@@ -3,12 +3,13 @@
 What a form does to a bit stays in the state, so one sha256 at the end tells of all of them.
 """
 
-import contextlib
 import dataclasses
 import gc
 from typing import Any
 
 import jax
+
+from support import tiers
 
 #: Steps of each form: the second reads the state that the first left.
 EACH = 2
@@ -36,7 +37,8 @@ def relayed(forms, folder, held_out=None, look=None, each=EACH):
     Args:
         forms: Jobs with their plans.
         folder: Of the checkpoints; None: there is one form only.
-        held_out: Examples to evaluate with, before a form's steps and after them.
+        held_out: Examples to evaluate with, before a form's steps and after them; in the quick tier
+            at the end only.
         look: Called with a session after its first step and with the bytes that were live before.
         each: Steps of a form.
     """
@@ -46,26 +48,21 @@ def relayed(forms, folder, held_out=None, look=None, each=EACH):
         before = bytes_of_devices()
         with own.open(plan, steps=each * len(forms), **saved) as session:
             assert session.step_number == len(told.losses)
-            with _evaluated(session, held_out, told):
-                for k in range(each):
-                    told.losses.append(session.step().loss)
-                    if k == 0 and look is not None:
-                        told.seen.append(look(session, before))
+            if held_out is not None and tiers.is_all:
+                told.evaluations.append(session.evaluate(held_out).loss)
+            for k in range(each):
+                told.losses.append(session.step().loss)
+                if k == 0 and look is not None:
+                    told.seen.append(look(session, before))
+            is_last = session.step_number == each * len(forms)
+            if held_out is not None and (is_last or tiers.is_all):
+                told.evaluations.append(session.evaluate(held_out).loss)
             if folder is not None:
                 session.save()
-            if session.step_number == each * len(forms):
+            if is_last:
                 result = session.result()
                 told.sha256, told.state = result.sha256, result.state
     return told
-
-
-@contextlib.contextmanager
-def _evaluated(session, held_out, told):
-    if held_out is not None:
-        told.evaluations.append(session.evaluate(held_out).loss)
-    yield
-    if held_out is not None:
-        told.evaluations.append(session.evaluate(held_out).loss)
 
 
 def bytes_of_devices():

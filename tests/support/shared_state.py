@@ -1,9 +1,39 @@
 """Jobs whose copies share their state: ZeRO's stages 1 to 3."""
 
+import jax.numpy as jnp
 import optax
+from flax import nnx
 
 import hxla
 from support.blocks import Layers, job
+
+WIDTH = 32
+
+
+class Block(nnx.Module):
+    """One matrix, and what is drawn anew for each microbatch."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.up(x)))
+
+
+class Few(nnx.Module):
+    """`support.blocks.Layers` with few parameters, so that its programs are compiled soon."""
+
+    def __init__(self, rngs, num=2):
+        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(num)])
+        self.unused = nnx.Param(jnp.ones(3))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
 
 
 def cluster(num, **known):
