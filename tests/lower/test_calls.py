@@ -1,24 +1,36 @@
 """Several microbatches in one call of a program."""
 
+import functools
 import math
 
 import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import hxla
 from hxla import PlanError
 from support import families
-from support.executor_jobs import NUM, Net, ended, job, loss
+from support.executor_jobs import NUM, ended, job
+from support.tiers import rows
 
-BY_ONE = job().plan(microbatch_size=2)
+PER_CALL = 5
+
+
+@functools.cache
+def by_one():
+    return job().plan(microbatch_size=2)
 
 
 def planned(per_call, counts=(NUM,), **more):
     own = job(range(len(counts)), {"microbatches_per_call": per_call}, **more)
     return own.plan(microbatch_size=2, counts=list(counts)), own
+
+
+@functools.cache
+def alone(per_call):
+    """How a run on one device ends."""
+    return ended(*planned(per_call))
 
 
 @pytest.fixture
@@ -35,23 +47,35 @@ def calls(monkeypatch):
     return lambda: sum(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("per_call", [2, 5, NUM + 3])
-def test_no_bit_depends_on_counts_or_devices(per_call):
-    plan, own = planned(per_call)
-    alone = ended(plan, own)
-    for counts in ((7, 5), (11, 1), (4, 4, 4)):
-        other, own = planned(per_call, counts)
-        assert other.numerics == plan.numerics != BY_ONE.numerics
-        assert ended(other, own) == alone
+SPREADS = [(7, 5), (11, 1), (4, 4, 4)]
+
+
+@pytest.mark.parametrize("per_call", rows([2, PER_CALL, NUM + 3], PER_CALL))
+@pytest.mark.parametrize("counts", rows(SPREADS, (7, 5)))
+def test_no_bit_depends_on_counts_or_devices(per_call, counts):
+    plan, _ = planned(per_call)
+    other, own = planned(per_call, counts)
+    assert other.numerics == plan.numerics != by_one().numerics
+    assert ended(other, own) == alone(per_call)
 
 
 def test_a_loop_computes_what_a_call_for_each_does():
-    np.testing.assert_allclose(ended(*planned(5))[0], ended(BY_ONE)[0], rtol=1e-5)
+    np.testing.assert_allclose(alone(PER_CALL)[0], ended(by_one())[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("per_call", "counts"), [(1, (12,)), (5, (12,)), (16, (12,)), (5, (7, 5))])
-def test_a_call_runs_so_many(per_call, counts, calls):
+#: Microbatches of a call, and of each device.
+CALLS = [
+    (1, (NUM,)),
+    (PER_CALL, (NUM,)),
+    (NUM + 3, (NUM,)),
+    (PER_CALL, (7, 5)),
+    (PER_CALL, (11, 1)),
+]
+
+
+@pytest.mark.parametrize("case", rows(CALLS, *(own for own in CALLS if own[0] == PER_CALL)))
+def test_a_call_runs_so_many(case, calls):
+    per_call, counts = case
     plan, own = planned(per_call, counts)
     with own.open(plan, steps=3) as session:
         steps = iter(session)
@@ -94,27 +118,8 @@ def test_what_has_no_such_program_is_refused(config, more, said):
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
-    def run(steps, counts):
-        rng = np.random.default_rng(5)
-        data = {"x": rng.normal(size=(96, 6)).astype(np.float32), "y": np.zeros(96, np.float32)}
-        return hxla.train(
-            Net(nnx.Rngs(0)),
-            data,
-            loss,
-            optax.adam(1e-2),
-            batch_size=2 * NUM,
-            microbatch_size=2,
-            steps=steps,
-            counts=counts,
-            config={
-                "cluster": {
-                    "visible_devices": list(range(len(counts))),
-                    "microbatches_per_call": 5,
-                }
-            },
-            checkpoint_dir=None if steps == 6 and len(counts) == 1 else tmp_path,
-        ).sha256
-
-    whole = run(6, [NUM])
-    run(3, [5, 7])
-    assert run(6, [9, 3]) == whole
+    plan, own = planned(PER_CALL, (7, 5))
+    ended(plan, own, steps=2, checkpoint_dir=tmp_path)
+    losses, sha256 = alone(PER_CALL)
+    resumed = ended(plan.with_counts((9, 3)), own, checkpoint_dir=tmp_path)
+    assert resumed == (losses[2:], sha256)

@@ -1,5 +1,6 @@
 """A microbatch as a chain of segments: the same gradients, and what is recomputed moves no bit."""
 
+import functools
 import itertools
 import random
 import re
@@ -13,51 +14,80 @@ from flax import nnx
 
 import hxla
 from support import random_plans
-from support.blocks import BATCH, Layers, Scanned, data, job, loss, planned, trained
+from support.blocks import BATCH, WIDTH, Layers, Scanned, data, job, loss, planned, trained
 from support.inside.graph import chain_ops, crossing_bytes, graph_of, layer_points, segments_at
 from support.inside.lower import Segmented
 from support.inside.run import costs_of
 from support.inside.schedule import replay_sequence, sequence_from_texts
+from support.tiers import examples, rows
 
 
 def with_recompute(word, **others):
     return {"memory": {"recompute": word, **others}}
 
 
+@functools.cache
+def chained(word, num=None, model="layers"):
+    """A job whose microbatches are chains of so many segments, and its plan."""
+    own = job(MODELS[model], with_recompute(word, segments=num))
+    return own, planned(own)
+
+
+class SmallBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.dense(x)))
+
+
+class Small(Layers):
+    """Two layers with dropout, of which a recomputation needs the bits again."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, 0)
+        self.blocks = nnx.List([SmallBlock(rngs) for _ in range(2)])
+
+
 # -- right ---------------------------------------------------------------------------------------
 
+MODELS = {
+    "small": Small,
+    "layers": Layers,
+    "scanned": Scanned,
+}
+#: With the number of segments, or as many as there are layers.
+CHAINS = [("small", None), ("layers", None), ("layers", 1), ("scanned", None)]
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "num"), [(Layers, None), (Layers, 1), (Scanned, None)])
-def test_a_chain_trains_as_one_program_does(model, num):
-    usual = trained(job(model))
-    own = trained(job(model, with_recompute("boundaries", segments=num)))
+
+@pytest.mark.parametrize("case", rows(CHAINS, ("small", None)))
+def test_a_chain_trains_as_one_program_does(case):
+    name, num = case
+    usual = trained(job(MODELS[name]))
+    own = trained(*chained("boundaries", num, name))
     np.testing.assert_allclose(own[0], usual[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(own[1]), jax.tree.leaves(usual[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [Layers, Scanned])
-def test_what_is_recomputed_moves_no_bit(model):
+@pytest.mark.parametrize("name", rows(MODELS, "small"))
+def test_what_is_recomputed_moves_no_bit(name):
     found = {}
     for word in ("none", "boundaries"):
-        plan = planned(job(model, with_recompute(word)))
-        found[word] = plan.numerics, trained(job(model, with_recompute(word)))[2]
+        own, plan = chained(word, model=name)
+        found[word] = plan.numerics, trained(own, plan)[2]
     assert found["none"] == found["boundaries"]
     rng = random.Random(1)
-    for _ in range(3):
+    for _ in range(examples(1, 3)):
         sequence = random_plans.draw_sequence(rng, 0, len(plan.chain.segments) - 1)
         drawn = plan.replaced(chain=plan.chain.model_copy(update={"sequence": sequence}))
         assert drawn.numerics == plan.numerics
-        assert trained(job(model), drawn)[2] == found["none"][1], sequence
+        assert trained(own, drawn)[2] == found["none"][1], sequence
 
 
 def test_numerics_know_the_cuts_and_not_the_sequence():
-    plans = [
-        planned(job(config=with_recompute(word, segments=num)))
-        for word, num in (("none", None), ("boundaries", None), ("none", 3))
-    ]
+    plans = [chained(*own)[1] for own in (("none",), ("boundaries",), ("none", 3))]
     assert plans[0].numerics == plans[1].numerics != plans[2].numerics
     assert planned(job()).numerics not in {p.numerics for p in plans}
     assert "4 forwards" not in plans[0].explain()
@@ -111,7 +141,7 @@ def test_a_loss_that_does_not_repeat_is_cut_by_work():
 
 
 def test_layers_are_cut_alike_where_the_fewest_bytes_cross():
-    graph = graph_of(job().graph(2))
+    graph = graph_of(chained("none")[0].graph(2))
     whole, halves = layer_points(graph), layer_points(graph, 10)
     inside = sorted({*halves} - {*whole})
     assert {*whole} < {*halves}
@@ -176,7 +206,7 @@ def test_memory_falls_as_the_replay_says():
         own = wide(word)
         plan = planned(own, BATCH)
         num = len(plan.chain.segments)
-        costs, _ = costs_of(own._traced.graph(BATCH), plan.chain.points, range(100))
+        costs, _ = costs_of(own.graph(BATCH), plan.chain.points, range(100))
         sequence = sequence_from_texts(num, plan.chain.sequence)
         found[word] = watched(own, plan), replay_sequence(sequence, costs)
     # What a program needs while it runs is gone after it, so less lives between programs.
@@ -189,19 +219,18 @@ def test_memory_falls_as_the_replay_says():
 
 
 def test_auto_recomputes_what_the_memory_asks_for():
-    own = job(config=with_recompute("none"))
-    graph = own._traced.graph(2)
-    chain = planned(own).chain
+    own, plan = chained("none")
+    graph, chain = own.graph(2), plan.chain
     costs, _ = costs_of(graph, chain.points, range(100))
     num = len(costs)
     keeps_all = sequence_from_texts(num, chain.sequence)
     most = replay_sequence(keeps_all, costs).peak_bytes
     state = sum(graph.values[v].num_bytes for v in graph.param_values) * 3
-    again = []
+    again, auto = [], job(config=with_recompute("auto"))
     for share in (1.0, 0.75, 0.6):
         memory = state + int(share * most) + 2048
         cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu", memory_bytes=memory),))
-        plan = planned(job(config=with_recompute("auto")), cluster=cluster)
+        plan = planned(auto, cluster=cluster)
         forwards = [op for op in plan.chain.sequence if op.startswith("F")]
         again.append(len(forwards) - (num - 1))
         replayed = replay_sequence(sequence_from_texts(num, plan.chain.sequence), costs)
@@ -272,7 +301,7 @@ def test_segments_begin_where_the_paths_of_modules_say():
     ],
 )
 def test_a_broken_chain_in_a_plan_is_refused(change, said):
-    plan = planned(job(config=with_recompute("none", segments=3)))
+    _, plan = chained("none", 3)
     fields = plan.model_dump()
     fields["chain"] |= change
     with pytest.raises(hxla.PlanError, match=re.escape(said)):
@@ -280,9 +309,9 @@ def test_a_broken_chain_in_a_plan_is_refused(change, said):
 
 
 def test_a_chain_of_another_loss_is_refused():
-    plan = planned(job(config=with_recompute("none")))
+    own, plan = chained("none")
     last = plan.chain.segments[-1].model_copy(update={"first": 10_000})
     segments = (*plan.chain.segments[:-1], last)
     other = plan.replaced(chain=plan.chain.model_copy(update={"segments": segments}))
     with pytest.raises(hxla.PlanError, match="the loss has no equation 10000"):
-        job().open(other, steps=1)
+        own.open(other, steps=1)

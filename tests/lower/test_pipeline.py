@@ -11,6 +11,7 @@ from flax import nnx
 import hxla
 from support import models
 from support.families import example, image_loss, token_loss
+from support.tiers import rows
 
 BATCH, STEPS = 8, 3
 TABLE = [
@@ -79,8 +80,8 @@ def odd_loss(model, batch):
 
 
 def tokens(vocabulary, length=9):
-    rows = np.random.default_rng(0).integers(2, vocabulary, (STEPS * BATCH, length))
-    return rows.astype(np.int32)
+    text = np.random.default_rng(0).integers(2, vocabulary, (STEPS * BATCH, length))
+    return text.astype(np.int32)
 
 
 def gpt():
@@ -195,6 +196,12 @@ def reference(model, loss, data, micro=2):
 
     gradient = jax.jit(jax.value_and_grad(sums, has_aux=True))
     optimizer = make_optimizer()
+
+    @jax.jit
+    def update(grads, state, params):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     # A copy, for training updates the model in place.
     state, losses, start = optimizer.init(params), [], jax.tree.map(jnp.array, params)
     for batch in batches(data):
@@ -207,8 +214,7 @@ def reference(model, loss, data, micro=2):
             params,
             *[g for _, g in done],
         )
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = update(grads, state, params)
         rest = jax.tree.map(
             lambda *new: (
                 sum(new) / len(new) if jnp.issubdtype(new[0].dtype, jnp.floating) else new[0]
@@ -261,39 +267,45 @@ def check(name, stages, tolerance=2e-4, **options):
     return result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stages", "options"),
-    [
-        ("gpt", 8, {}),
-        ("gpt", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
-        ("gpt", (1, 3, 2, 2), {"schedule": "gpipe"}),
-        ("t5", 4, {"recompute": True}),
-        ("t5", 3, {"schedule": "gpipe"}),
-        ("resnet", 3, {}),
-        ("resnet", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
-        ("lstm", 3, {"recompute": True}),
-        ("linen", 4, {"schedule": "gpipe", "recompute": True}),
-        ("linen", 2, {"schedule": TABLE}),
-        ("linen", 3, {"schedule": "zb-h1"}),
-        ("gpt", 2, {"schedule": "zb-h1"}),
-    ],
-)
-def test_a_pipeline_trains_as_one_device_does(name, stages, options):
+PIPELINES = [
+    ("gpt", 8, {}),
+    ("gpt", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
+    ("gpt", (1, 3, 2, 2), {"schedule": "gpipe"}),
+    ("t5", 4, {"recompute": True}),
+    ("t5", 3, {"schedule": "gpipe"}),
+    ("resnet", 3, {}),
+    ("resnet", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
+    ("lstm", 3, {"recompute": True}),
+    ("linen", 4, {"schedule": "gpipe", "recompute": True}),
+    ("linen", 2, {"schedule": TABLE}),
+    ("linen", 3, {"schedule": "zb-h1"}),
+    ("gpt", 2, {"schedule": "zb-h1"}),
+]
+
+
+def words(row):
+    name, stages, options = row
+    told = {k: "a table" if v is TABLE else v for k, v in options.items()}
+    return f"{name}-{stages}-{told}"
+
+
+@pytest.mark.parametrize("row", rows(PIPELINES, ids=words))
+def test_a_pipeline_trains_as_one_device_does(row):
+    name, stages, options = row
     result = check(name, stages, **options)
     num = stages if isinstance(stages, int) else len(stages)
     parts = [r for r in result.plan.reasons if r.startswith("stage ")]
     assert len(parts) == num * (options.get("num_chunks", 1) if isinstance(stages, int) else 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tolerance", "options"),
-    [
-        ("odd", 2e-4, {}),
-        ("odd", 2e-4, {"recompute": True}),
-        ("odd_in_bfloat16", 4e-2, {"schedule": "gpipe"}),
-    ],
-)
-def test_what_is_seldom_met_crosses_stages(name, tolerance, options):
+SELDOM = [
+    ("odd", 2e-4, {}),
+    ("odd", 2e-4, {"recompute": True}),
+    ("odd_in_bfloat16", 4e-2, {"schedule": "gpipe"}),
+]
+
+
+@pytest.mark.parametrize("row", rows(SELDOM, ("odd", 2e-4, {})))
+def test_what_is_seldom_met_crosses_stages(row):
+    name, tolerance, options = row
     check(name, None, tolerance, num_devices=3, **options)

@@ -1,6 +1,7 @@
 """Runs of pipelines: several at once, dropout, checkpoints, evaluation, and what is refused."""
 
 import concurrent.futures
+import functools
 import json
 import shutil
 import time
@@ -15,29 +16,57 @@ from flax import nnx
 
 import hxla
 from support import lowering, models
-from support.inside.graph import graph_of, parts_of
+from support.inside.graph import graph_of, parts_of, trace_sums
 from support.inside.lower import PieceTimes, Pipeline
 from support.inside.planner import PipelineRequest
 from support.inside.run import Balancer, Stepper, _pipeline_watch
 from support.inside.schedule import BACKWARD, FORWARD
+from support.tiers import rows
+
+BATCH, SIZE = 128, 16  # examples of a step, and of a microbatch
 
 
-def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
-    """Attention, BatchNorm and dropout, unless another net is given."""
-    stages = options.get("stages")
-    num = num_devices or (stages if isinstance(stages, int) else len(stages or (1,)))
-    config = dict(options.pop("config", {}))
-    config["cluster"] = {"visible_devices": list(range(num))}
-    tokens = models.tokens(48)
-    arguments = {
-        "batch_size": 16,
-        "microbatch_size": 2,
-        "steps": 3,
-        "shuffle": False,
-        "counts": "even",
-    } | options
-    model = net(nnx.Rngs(0)) if issubclass(net, nnx.Module) else net()
-    return hxla.train(model, tokens, loss, optax.sgd(0.1), **arguments, config=config)
+class Net(nnx.Module):
+    """BatchNorm and dropout: statistics of a whole step, and bits of each example."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, models.WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(models.WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(models.WIDTH, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+@functools.cache
+def job(num):
+    """On so many devices; traced, and each of its plans compiled, once."""
+    return hxla.Job(
+        lambda: Net(nnx.Rngs(0)),
+        models.regression(3 * BATCH),
+        models.squared_error,
+        optax.sgd(0.1),
+        batch_size=BATCH,
+        shuffle=False,
+        config={"cluster": {"visible_devices": list(range(num))}},
+    )
+
+
+def run(num, stages=None, counts="even", *, steps=3, checkpoint_dir=None):
+    """The result of a run, and the loss of an evaluation after it."""
+    plan = job(num).plan(stages=stages, microbatch_size=SIZE, counts=counts)
+    with job(num).open(plan, steps=steps, checkpoint_dir=checkpoint_dir) as session:
+        for _ in session:
+            pass
+        if checkpoint_dir is not None:
+            session.save()
+        return session.result(), session.evaluate(models.regression(BATCH + 8)).loss
+
+
+#: One device, or of two pipelines one that has all microbatches.
+ONE_DEVICE, TWO_STAGES, FOUR_STAGES = (1,), (4, 2, (8, 0)), (4, 4)
+run_once = functools.cache(run)
 
 
 def floats(tree):
@@ -54,51 +83,61 @@ def same_but_for_rounding(a, b):
     np.testing.assert_allclose([own[s] for s in common], [other[s] for s in common], rtol=2e-6)
 
 
-@pytest.mark.slow
-def test_the_bits_do_not_depend_on_how_many_pipelines_there_are():
-    one = train(2, stages=2)
-    assert train(4, stages=2).sha256 == one.sha256
-    assert train(4, stages=2, counts=(5, 3)).sha256 == one.sha256
+@pytest.mark.parametrize("spread", rows([(4, 2), (4, 2, (5, 3)), (2, 2)], (4, 2, (5, 3))))
+def test_the_bits_do_not_depend_on_how_many_pipelines_there_are(spread):
+    result, _ = run_once(*spread)
+    assert len(result.plan.replicas) == spread[0] // 2
+    assert result.sha256 == run_once(*TWO_STAGES)[0].sha256
 
 
 @pytest.mark.slow
 def test_an_optimizer_without_state_begins_on_several_pipelines(no_persistent_cache):
     """There is no program for nothing, which would be one device's and not each copy's."""
-    assert len(train(4, stages=2, steps=1).history.steps) == 1
+    job.cache_clear()
+    assert len(run(4, 2, steps=1)[0].history.steps) == 1
 
 
-@pytest.mark.slow
-def test_dropout_statistics_and_evaluation_are_those_without_stages():
-    evaluated = {"eval_data": models.tokens(20), "eval_every": 1}
-    plain = train(1, **evaluated)
-    piped = train(4, stages=4, **evaluated)
+@pytest.mark.parametrize("staged", rows([TWO_STAGES, FOUR_STAGES], TWO_STAGES))
+def test_dropout_statistics_and_evaluation_are_those_without_stages(staged):
+    (plain, before), (piped, after) = run_once(*ONE_DEVICE), run_once(*staged)
     same_but_for_rounding(piped, plain)
-    np.testing.assert_allclose(
-        [e.loss for e in piped.history.evaluations],
-        [e.loss for e in plain.history.evaluations],
-        rtol=2e-6,
-    )
+    assert after == pytest.approx(before, rel=2e-6)
     assert jax.tree.structure(piped.state) == jax.tree.structure(plain.state)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_knows_nothing_of_stages(tmp_path):
-    def resumed(name, first, then):
-        folder = tmp_path / name
-        if not folder.exists():
-            train(first, stages=first, checkpoint_dir=folder, steps=2) if first else train(
-                1, checkpoint_dir=folder, steps=2
-            )
-        copy = shutil.copytree(folder, tmp_path / f"{name}-{then}")
-        result = train(then or 1, stages=then, checkpoint_dir=copy)
-        assert [s.step for s in result.history.steps] == [2]
-        return result
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """From how a run began to the folder of its first two steps."""
+    folder = tmp_path_factory.mktemp("checkpoints")
 
-    whole = train(2, stages=2)
-    assert resumed("two", 2, 2).sha256 == whole.sha256
-    same_but_for_rounding(resumed("two", 2, None), whole)
-    same_but_for_rounding(resumed("two", 2, 4), whole)
-    same_but_for_rounding(resumed("none", None, 2), whole)
+    @functools.cache
+    def of(*first):
+        own = folder / str(len(list(folder.iterdir())))
+        run(*first, steps=2, checkpoint_dir=own)
+        return own
+
+    return of
+
+
+#: Who saved, and who goes on.
+RESUMES = [
+    (TWO_STAGES, TWO_STAGES),
+    (TWO_STAGES, ONE_DEVICE),
+    (TWO_STAGES, FOUR_STAGES),
+    (ONE_DEVICE, TWO_STAGES),
+]
+
+
+@pytest.mark.parametrize("case", rows(RESUMES, *RESUMES[:2]))
+def test_a_checkpoint_knows_nothing_of_stages(tmp_path, checkpoints, case):
+    first, then = case
+    own = shutil.copytree(checkpoints(*first), tmp_path / "own")
+    result, _ = run(*then, checkpoint_dir=own)
+    assert [s.step for s in result.history.steps] == [2]
+    whole, _ = run_once(*TWO_STAGES)
+    if first == then:
+        assert result.sha256 == whole.sha256
+    same_but_for_rounding(result, whole)
 
 
 class Annotated(nnx.Module):
@@ -140,8 +179,9 @@ def test_pieces_that_are_too_short_to_be_measured_predict_no_step(monkeypatch):
     times = PieceTimes(seconds=nothing, meeting_seconds={0: 0.0, 1: 0.0}, fixed_seconds=0.1)
     monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
     monkeypatch.setattr(Stepper, "measure_pipelines", lambda self, batch, repeats: {0: times})
-    result = train(2, stages=2, steps=1)
-    [said] = [r for r in result.plan.reasons if r.startswith("pipeline 0: ")]
+    with job(4).open(two_pipelines(), steps=1) as session:
+        session.step()
+        [said] = [r for r in session.plan.reasons if r.startswith("pipeline 0: ")]
     assert said.endswith("what is measured around them, so no step is predicted")
 
 
@@ -168,7 +208,7 @@ def test_shares_say_how_much_of_the_work_a_stage_has(shares, layers):
         return x.sum(), jnp.stack([x.sum(), 1.0]), aux
 
     params = [np.ones((16, 16), np.float32)] * 8
-    graph = hxla._graph._trace.trace_sums(run, params, {}, np.ones((2, 16), np.float32))
+    graph = trace_sums(run, params, {}, np.ones((2, 16), np.float32))
     planned = PipelineRequest(num=len(shares), shares=shares).planned(graph, recompute=False)
     parts = parts_of(graph_of(graph, planned.cut_by), planned.points)
     assert [len(part.segment.params) for part in parts] == layers
@@ -220,6 +260,16 @@ TABLE = [["F0", ""], ["", "F0"], ["", "B0"], ["B0", ""]]
 
 def pipeline(**settings):
     return {"config": {"pipeline": settings}}
+
+
+def train(num_devices=None, net=models.NnxNet, loss=models.token_loss, **options):
+    stages = options.get("stages")
+    num = num_devices or (stages if isinstance(stages, int) else len(stages or (1,)))
+    config = {"cluster": {"visible_devices": list(range(num))}} | options.pop("config", {})
+    is_nnx = issubclass(net, nnx.Module)
+    model = nnx.eval_shape(lambda: net(nnx.Rngs(0))) if is_nnx else net()
+    sizes = {"batch_size": 16, "microbatch_size": 2, "steps": 3, "counts": "even"} | options
+    return hxla.train(model, models.tokens(48), loss, optax.sgd(0.1), **sizes, config=config)
 
 
 @pytest.mark.parametrize(
@@ -313,15 +363,8 @@ def test_what_cannot_be_is_refused_with_its_reason(error, message, options):
         train(**options)
 
 
-def job_of_two_pipelines():
-    return hxla.Job(
-        models.NnxNet(nnx.Rngs(0)),
-        models.tokens(48),
-        models.token_loss,
-        optax.sgd(0.1),
-        batch_size=16,
-        config={"cluster": {"visible_devices": [0, 1, 2, 3]}},
-    )
+def two_pipelines():
+    return job(4).plan(stages=2, microbatch_size=SIZE)
 
 
 def starting(plan, *seconds):
@@ -333,7 +376,7 @@ def starting(plan, *seconds):
 
 
 def test_a_plan_says_when_each_copy_begins():
-    plan = job_of_two_pipelines().plan(stages=2, microbatch_size=2)
+    plan = two_pipelines()
     late = starting(plan, 0.0, 0.0007)
     assert late.numerics == plan.numerics
     assert plan.diff(late) == ("replicas.1.start_seconds: 0.0 here, 0.0007 there",)
@@ -350,8 +393,7 @@ def test_a_plan_says_when_each_copy_begins():
 
 
 def test_a_start_that_no_copy_could_keep_is_refused():
-    own = job_of_two_pipelines()
-    plan = own.plan(stages=2, microbatch_size=2)
+    own, plan = job(4), two_pipelines()
     for wrong in (-0.1, float("inf"), float("nan"), "soon"):
         table = json.loads(plan.to_json())
         table["replicas"][1]["start_seconds"] = wrong
@@ -359,7 +401,7 @@ def test_a_start_that_no_copy_could_keep_is_refused():
             hxla.Plan.from_json(json.dumps(table))
     message = r"replicas\.1\.start_seconds: only pipelines .* have no stages: leave it 0"
     with pytest.raises(hxla.PlanError, match=message):
-        starting(own.plan(microbatch_size=2), *(0.0, 0.1, 0.2, 0.3))
+        starting(own.plan(microbatch_size=SIZE), *(0.0, 0.1, 0.2, 0.3))
     for zero in (0, 1, 2, 3):
         shared = plan.replaced(placement=plan.placement.model_copy(update={"zero": zero}))
         if zero < 2:
@@ -370,21 +412,38 @@ def test_a_start_that_no_copy_could_keep_is_refused():
             starting(shared, 0.1, 0.0)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def ended_together():
-    own = job_of_two_pipelines()
-    with own.open(own.plan(stages=2, microbatch_size=2), steps=2) as session:
+    with job(4).open(two_pipelines(), steps=2) as session:
         return [record.loss for record in session], session.result().sha256
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
+DAY = 86_400.0
+
+
+@pytest.fixture
+def long_sleeps(monkeypatch):
+    """Sleeps of a day and more, which take no time but on the clock that programs read."""
+    slept, passed, sleep, clock = [], [], time.sleep, time.perf_counter
+
+    def asked(seconds):
+        if seconds < DAY:
+            sleep(seconds)
+        else:
+            slept.append(seconds)
+            passed.append(seconds)
+
+    monkeypatch.setattr(time, "sleep", asked)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + sum(passed))
+    return slept
+
+
+@pytest.mark.parametrize("late", rows([0, 1], 0))
 def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
-    late, monkeypatch, ended_together
+    late, monkeypatch, long_sleeps
 ):
-    wait = 2.0  # far longer than the work
-    own = job_of_two_pipelines()
-    plan = own.plan(stages=2, microbatch_size=2)
+    wait, end = 10 * DAY, ended_together()
+    own, plan = job(4), two_pipelines()
     starts = [wait * (i == late) for i in range(2)]
     begun, busy, losses = [], [], []
     run, observe = Pipeline.run, Balancer.observe
@@ -405,16 +464,17 @@ def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
             losses.append(session.step().loss)
             # The first step runs again, with scales of its own.
             assert [copy for copy, _ in begun] == [1 - late, late] * (len(begun) // 2)
-            assert begun[1][1] - called >= wait
+            assert begun[0][1] - called < wait - DAY
+            assert begun[1][1] - called >= wait - DAY
             begun.clear()
         assert session.plan.prediction.step_seconds > wait
-        assert (losses, session.result().sha256) == ended_together
-    assert all(0 < seconds < wait for step in busy for seconds in step)
+        assert (losses, session.result().sha256) == end
+    assert busy
+    assert all(0 < seconds[late] < DAY for seconds in busy)  # without what it waited
 
 
 def test_a_measured_pipeline_that_begins_later_is_predicted_to_end_later(monkeypatch):
-    own = job_of_two_pipelines()
-    plan = own.plan(stages=2, microbatch_size=2)
+    own, plan = job(4), two_pipelines()
     seconds = {(kind, part): 0.01 for kind in (FORWARD, BACKWARD) for part in range(2)}
     times = PieceTimes(seconds=seconds, meeting_seconds={0: 0.0, 1: 0.001}, fixed_seconds=0.1)
     monkeypatch.setattr(_pipeline_watch, "share_cores", lambda devices: False)
@@ -428,33 +488,22 @@ def test_a_measured_pipeline_that_begins_later_is_predicted_to_end_later(monkeyp
     assert predicted[1].step_seconds == pytest.approx(predicted[0].step_seconds + 2.0)
 
 
-@pytest.mark.slow
-def test_only_the_microbatches_of_a_step_wait_for_their_turn(monkeypatch):
+def test_only_the_microbatches_of_a_step_wait_for_their_turn(long_sleeps):
     """No warm-up, no timing, no evaluation, and no copy that has nothing to do."""
-    own = job_of_two_pipelines()
-    plan = starting(own.plan(stages=2, microbatch_size=2), 0.0, 1e6)
-    waits, sleep = [], time.sleep
-
-    def asked(seconds):
-        if seconds < 1e5:
-            sleep(seconds)
-        else:
-            waits.append(seconds)
-
-    monkeypatch.setattr(time, "sleep", asked)
+    own, plan = job(4), starting(two_pipelines(), 0.0, 10 * DAY)
     with own.open(plan, steps=1, balance=True) as session:
-        session.evaluate(models.tokens(20))
-        assert not waits
+        session.evaluate(models.regression(BATCH + 8))
+        assert not long_sleeps
         session.step()
-        assert waits
-    waits.clear()
+        assert long_sleeps
+    long_sleeps.clear()
     with own.open(plan.with_counts((8, 0)), steps=1, balance=False) as session:
         session.step()
-    assert not waits
+    assert not long_sleeps
     with own.open(plan, steps=2, balance=False) as session:
         session.step()
         update = concurrent.futures.Future()
-        update.set_result((0.0, time.perf_counter() + 1e6))
+        update.set_result((0.0, time.perf_counter() + 10 * DAY))
         session._stepper._updates[1] = update
         session.step()
-    assert waits[-1] > 1.5e6  # from the end of its own update
+    assert long_sleeps[-1] > 19 * DAY  # from the end of its own update

@@ -1,5 +1,7 @@
 """A small job of many microbatches, with statistics and dropout."""
 
+import functools
+
 import numpy as np
 import optax
 from flax import nnx
@@ -26,17 +28,27 @@ def loss(model, batch):
     return (model(batch["x"]) - batch["y"]) ** 2
 
 
-def job(devices=(0,), cluster=(), **settings):
+@functools.cache
+def _job(devices, cluster, settings):
     rng = np.random.default_rng(5)
     data = {"x": rng.normal(size=(96, 6)).astype("float32"), "y": rng.normal(size=96)}
     data["y"] = data["y"].astype("float32")
-    model = Net(nnx.Rngs(0))
-    optimizer = optax.adam(1e-2)
-    config = {"cluster": {"visible_devices": list(devices), **dict(cluster)}, **settings}
-    return hxla.Job(model, data, loss, optimizer, batch_size=2 * NUM, config=config)
+    config = {"cluster": {"visible_devices": list(devices), **dict(cluster)}}
+    config |= {name: dict(own) for name, own in settings}
+    make, optimizer = lambda: Net(nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9)
+    return hxla.Job(make, data, loss, optimizer, batch_size=2 * NUM, config=config)
 
 
-def ended(plan, own=None, steps=4):
-    with (own or job()).open(plan, steps=steps) as session:
+def job(devices=(0,), cluster=(), **settings):
+    """Traced once for all who ask for the same; each session begins with the same parameters."""
+    named = tuple((name, tuple(own.items())) for name, own in settings.items())
+    return _job(tuple(devices), tuple(dict(cluster).items()), named)
+
+
+def ended(plan, own=None, steps=4, **options):
+    """The losses of a run and the hash of its state."""
+    with (own or job()).open(plan, steps=steps, **options) as session:
         losses = [record.loss for record in session]
+        if options.get("checkpoint_dir"):
+            session.save()
         return losses, session.result().sha256
