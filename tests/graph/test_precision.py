@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -12,12 +13,19 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import families
+from support import lowering
 from support.inside.graph import PrecisionCalls, class_of
 from support.inside.jax import as_function
 from support.inside.model import functional
 from support.inside.plan import as_precision, deciding
-from support.precision_programs import MODELS, every_equation, gradient_program, under
+from support.precision_programs import (
+    MODELS,
+    every_equation,
+    gradient_program,
+    shapes_only,
+    under,
+)
+from support.tiers import rows
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
 
@@ -31,15 +39,16 @@ def float_dtypes(eqn):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("word", ["bf16", "fp16"])
-def test_products_are_low_and_statistics_float32_forward_and_backward(name, word):
-    model, loss, batch = MODELS[name]()
-    batch = jax.tree.map(lambda x: x[:2], batch)
-    _, graph = under(model, loss, batch, word)
+LOW = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize(
+    "case", rows(itertools.product(MODELS, LOW), ("decoder", "bf16"), ("vit", "fp16"))
+)
+def test_products_are_low_and_statistics_float32_forward_and_backward(case):
+    name, word = case
+    _, graph = under(*shapes_only(name), word)
     backward, *_ = gradient_program(graph)
-    low = {"bf16": "bfloat16", "fp16": "float16"}[word]
     products = collections.Counter()
     for eqn in every_equation(backward.jaxpr):
         dtypes, op_class = float_dtypes(eqn), class_of(eqn)
@@ -47,16 +56,14 @@ def test_products_are_low_and_statistics_float32_forward_and_backward(name, word
             products[frozenset(dtypes)] += 1
         elif op_class == "float32" and dtypes:
             assert dtypes == {"float32"}, eqn
-    assert set(products) == {frozenset({low})}
-    assert products[frozenset({low})] > 5
+    assert set(products) == {frozenset({LOW[word]})}
+    assert products[frozenset({LOW[word]})] > 5
     assert {v.aval.dtype.name for v in backward.jaxpr.outvars} == {"float32"}
 
 
 def test_the_lowered_program_has_low_products_only():
     """XLA's CPU back end may widen them later, so they are counted before it optimizes."""
-    model, loss, batch = families.gpt()
-    batch = jax.tree.map(lambda x: x[:1], batch)
-    _, graph = under(model, loss, batch, "bf16")
+    _, graph = under(*shapes_only("decoder", rows=1), "bf16")
     _, gradient, shapes, num = gradient_program(graph)
     text = jax.jit(gradient).lower(shapes[:num], *shapes[num:]).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -77,7 +84,14 @@ class Block(nn.Module):
 
 
 def outputs(module, x, precision="model", **options):
-    variables = module.init(jax.random.key(0), x)
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), x)
+    variables = jax.tree_util.tree_map_with_path(
+        lambda path, own: {"bias": np.zeros, "scale": np.ones}.get(
+            path[-1].key, lambda shape, dtype: rng.normal(size=shape).astype(dtype) * 0.3
+        )(own.shape, own.dtype),
+        shapes,
+    )
     loss = lambda model, batch: model(batch["x"]).astype(jnp.float32).mean(-1)  # noqa: E731
     plain = functional(module, loss, loss, variables=variables, seed=0, example={"x": x})
     calls = PrecisionCalls(plain, as_precision(precision)).model
@@ -89,8 +103,9 @@ def outputs(module, x, precision="model", **options):
     return jitted(plain.params)
 
 
-@pytest.mark.parametrize(("word", "dtype"), [("bf16", BF16), ("fp16", FP16)])
-def test_outputs_are_those_of_flax_in_that_dtype(word, dtype):
+@pytest.mark.parametrize("word", rows(["bf16", "fp16"], "bf16"))
+def test_outputs_are_those_of_flax_in_that_dtype(word):
+    dtype = {"bf16": BF16, "fp16": FP16}[word]
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     ours = outputs(Block(norm=False), x, word)
     np.testing.assert_array_equal(ours, outputs(Block(dtype=dtype, norm=False), x))
@@ -104,7 +119,7 @@ def test_outputs_are_those_of_flax_in_that_dtype(word, dtype):
 def test_gradients_are_those_of_casts_by_hand():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(8, n)).astype(np.float32) for n in (16, 4))
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
 
     def loss(model, batch):
         return (model(batch["x"]) - batch["y"]) ** 2
@@ -186,7 +201,9 @@ def test_rules_of_gradients_are_kept():
 
     _, graph = under(Net(run), lambda m, b: m(b["x"]).sum(-1), BATCH, "bf16")
     _, gradient, *_ = gradient_program(graph)
-    [found] = gradient([jnp.eye(4) * 0.5], jax.random.key(0), BATCH["x"])
+    exact = {"xla_allow_excess_precision": False}
+    run = jax.jit(gradient, compiler_options=exact)
+    [found] = run([jnp.eye(4) * 0.5], jax.random.key(0), BATCH["x"])
     # exp(0.5) and each product are rounded to 8 bits.
     np.testing.assert_allclose(found, np.full((4, 4), 3 * 5 * 7 * np.exp(0.5)), rtol=2**-7)
     assert found.dtype == jnp.float32
@@ -219,7 +236,9 @@ def test_a_constant_that_a_low_dtype_cannot_hold_is_not_rounded_away():
 
     value = functools.partial(under, Net(run), lambda m, b: m(b["x"]).mean(-1), BATCH)
     _, graph = value("fp16")
-    found = as_function(graph.program)(jnp.eye(4) * 0.5, jax.random.key(0), BATCH["x"])[0]
+    exact = {"xla_allow_excess_precision": False}
+    run = jax.jit(as_function(graph.program), compiler_options=exact)
+    found = run(jnp.eye(4) * 0.5, jax.random.key(0), BATCH["x"])[0]
     assert found == pytest.approx(1.5)
 
 
@@ -240,7 +259,7 @@ def test_exceptions_are_by_the_path_of_a_parameter_or_by_scope():
         ({"path": ".*kernel$", "compute": "float16"}, [{"float16"}] * 2),
     ):
         policy = {"preset": "bf16", "exceptions": [exception]}
-        assert dtypes_of(Two(), BATCH, policy) == wanted
+        assert dtypes_of(nnx.eval_shape(Two), BATCH, policy) == wanted
 
 
 def test_buffers_and_parameters_are_rounded_where_that_is_asked():
@@ -252,7 +271,8 @@ def test_buffers_and_parameters_are_rounded_where_that_is_asked():
         loss = lambda m, b: m(b["x"]).mean(-1)  # noqa: E731
         calls, _ = under(model, loss, BATCH, {"compute": "float32", **policy})
         own = calls.model
-        return own.train(own.params, own.aux, jax.random.key(0), BATCH)[0][0]
+        run = jax.jit(own.train, compiler_options={"xla_allow_excess_precision": False})
+        return run(own.params, own.aux, jax.random.key(0), BATCH)[0][0]
 
     assert value() == pytest.approx(-(2.0**-10), rel=1e-2)
     assert value(buffers="bfloat16") == 0
@@ -265,8 +285,7 @@ def test_buffers_and_parameters_are_rounded_where_that_is_asked():
 
 @pytest.mark.parametrize(("word", "wanted"), [("fp32", "HIGHEST"), ("tf32", "HIGH")])
 def test_products_of_float32_are_pinned(word, wanted):
-    model, loss, batch = families.gpt()
-    _, graph = under(model, loss, jax.tree.map(lambda x: x[:1], batch), word)
+    _, graph = under(*shapes_only("decoder"), word)
     products = [
         e.params["precision"]
         for e in every_equation(gradient_program(graph)[0].jaxpr)
@@ -275,23 +294,30 @@ def test_products_of_float32_are_pinned(word, wanted):
     assert {p.name for pair in products for p in pair} == {wanted}
 
 
-def train(precision, **options):
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+def job(precision, config=None):
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(32, 4)).astype(np.float32), "y": np.ones((32, 2), np.float32)}
 
     def loss(model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
 
-    options = {"batch_size": 16, "microbatch_size": 2, "steps": 3, "counts": "even"} | options
-    return hxla.train(
-        model, data, loss, optax.adam(0.01), precision=precision, mesh={"data": 8}, **options
+    return hxla.Job(
+        lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)),
+        data,
+        loss,
+        optax.adam(0.01),
+        batch_size=16,
+        precision=precision,
+        config=config,
     )
 
 
-@pytest.mark.slow
+def plan(precision, config=None):
+    return job(precision, config).plan(lowering.cpus(8), microbatch_size=2, mesh={"data": 8})
+
+
 def test_the_plan_says_the_precision_and_its_numerics_know_it():
-    plans = {word: train(word).plan for word in (None, "fp32", "tf32", "bf16", "fp16")}
+    plans = {word: plan(word) for word in (None, "fp32", "tf32", "bf16", "fp16")}
     assert len({plan.numerics for plan in plans.values()}) == 5
     assert "computes in bfloat16" in plans["bf16"].explain()
     assert "float32 products: tf32" in plans["tf32"].explain()
@@ -307,12 +333,33 @@ def test_the_plan_says_the_precision_and_its_numerics_know_it():
     assert deciding(float_sums)["excess_precision"]
 
 
+WAYS_TO_SAY = [
+    ("bf16", None),
+    (None, {"precision": "bf16"}),
+    (None, {"precision": {"preset": "bf16"}}),
+    (hxla.Precision(compute="bfloat16", params="float32"), None),
+]
+
+
 def test_the_configuration_and_the_argument_mean_the_same():
-    word = train("bf16").sha256
-    assert train(None, config={"precision": "bf16"}).sha256 == word
-    assert train(None, config={"precision": {"preset": "bf16"}}).sha256 == word
-    assert train(hxla.Precision(compute="bfloat16", params="float32")).sha256 == word
-    assert train(None).sha256 != word
+    plans = [plan(*way) for way in WAYS_TO_SAY]
+    assert len({own.numerics for own in plans[:3]}) == 1
+    assert {(own.precision.compute, own.precision.params) for own in plans} == {
+        ("bfloat16", "float32")
+    }
+
+
+@pytest.mark.slow
+def test_the_configuration_and_the_argument_train_to_the_same_bits():
+    def trained(*way):
+        own = job(*way)
+        with own.open(own.plan(microbatch_size=2, mesh={"data": 8}, counts="even")) as session:
+            for _ in range(3):
+                session.step()
+            return session.result().sha256
+
+    assert len({trained(*way) for way in WAYS_TO_SAY}) == 1
+    assert trained(None) != trained("bf16")
 
 
 def test_a_file_holds_a_policy_as_the_section_does(tmp_path):

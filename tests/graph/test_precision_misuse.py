@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import hxla
+from support.tiers import rows
 
 DATA = {"x": np.ones((16, 4), np.float32), "y": np.ones((16, 2), np.float32)}
 
@@ -164,8 +165,11 @@ USES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
+#: Which compile something.
+TRAINED = {"a scale that underflows", "a checkpoint of another precision"}
+
+
+@pytest.mark.parametrize("use", rows(USES, *(USES.keys() - TRAINED)))
 def test_a_hostile_use_gets_one_clear_error(use, tmp_path):
     run, error, message = USES[use]
     with pytest.raises(error, match=f"(?s){message}"):

@@ -37,7 +37,12 @@ def tied():
 
 
 @pytest.mark.parametrize(
-    ("make", "num_groups", "num_programs"), [(of_nnx, 23, 6), (of_linen, 10, 2), (tied, 3, 3)]
+    ("make", "num_groups", "num_programs"),
+    [
+        pytest.param(of_nnx, 23, 6, marks=pytest.mark.slow),
+        (of_linen, 10, 2),
+        (tied, 3, 3),
+    ],
 )
 def test_arrays_made_apart_are_those_made_together(make, num_groups, num_programs):
     closed = jax.make_jaxpr(make)()

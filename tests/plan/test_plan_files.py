@@ -17,25 +17,15 @@ from flax import nnx
 
 import hxla
 from hxla import LayerTime, Profile, Setting
-from support import models
+from support import lowering, models
 from support.inside.graph import segments
 from support.inside.launch import MEMORY_VARIABLE, Pinned, pin
 from support.paths import PYTHONPATH
 
-# The first argument says how devices share the model, the second where to tell what ran.
-SCRIPT = '''
+MODEL = """
 import json, sys
 import jax, numpy as np, optax, hxla
 from flax import nnx
-
-WAYS = {
-    "copies": {"mesh": {"data": 2}},
-    "stages": {"stages": 2},
-    "annotated": {},
-    "rules": {"mesh": {"data": 1, "tensor": 2}, "rules": "decoder"},
-    "mesh": {"mesh": {"data": 1, "fsdp": 1, "tensor": 2}},
-    "cube": {"mesh": {"data": 2, "stage": 2, "tensor": 2}},
-}
 
 class Block(nnx.Module):
     def __init__(self, rngs):
@@ -57,9 +47,23 @@ class Net(nnx.Module):
 def loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=1)
 
-way, told = sys.argv[1:]
 rng = np.random.default_rng(0)
 data = {name: rng.normal(size=(512, 64)).astype(np.float32) for name in "xy"}
+"""
+
+# The first argument says how devices share the model, the second where to tell what ran.
+SCRIPT = (
+    MODEL
+    + '''
+WAYS = {
+    "copies": {"mesh": {"data": 2}},
+    "stages": {"stages": 2},
+    "annotated": {},
+    "rules": {"mesh": {"data": 1, "tensor": 2}, "rules": "decoder"},
+    "mesh": {"mesh": {"data": 1, "fsdp": 1, "tensor": 2}},
+    "cube": {"mesh": {"data": 2, "stage": 2, "tensor": 2}},
+}
+way, told = sys.argv[1:]
 seen = {}
 
 def firsts(session, spec):
@@ -86,6 +90,7 @@ if jax.process_index() == 0:
     with open(told, "w") as file:
         json.dump(seen, file)
 '''
+)
 
 
 def command(tmp_path, *words, flags=""):
@@ -142,6 +147,28 @@ def check_run(folder, file, way, *options, flags=""):
         for parts in seen["parts"]:
             assert parts == [min(firsts) for firsts in own]
     return seen
+
+
+def test_a_plan_with_edited_counts_runs_as_written_in_two_processes(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = {}
+    exec(MODEL, script)
+    own = hxla.Job(
+        lambda: script["Net"](nnx.Rngs(0)),
+        script["data"],
+        script["loss"],
+        optax.sgd(0.1, momentum=0.9),
+        batch_size=512,
+    )
+    plan = own.plan(lowering.cpus(2), mesh={"data": 2}, microbatch_size=64)
+    assert plan.counts == (4, 4)
+    table = json.loads(plan.to_json())
+    for replica, num in zip(table["replicas"], (1, 7), strict=True):
+        replica["num_microbatches"] = num
+    file = tmp_path / "copies.json"
+    file.write_text(json.dumps(table))
+    quickly = "--xla_backend_optimization_level=0"
+    assert check_run(tmp_path, file, "copies", "-n", "2", flags=quickly)["counts"] == [1, 7]
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +330,7 @@ def test_what_was_measured_first_is_kept_by_later_generations(tmp_path, monkeypa
     assert (later.microbatch_size, later.pipeline.cut) == (2, (1, 3))
     assert free.microbatch_size != 2
     split = hxla.Job(
-        models.NnxNet(nnx.Rngs(0), heads=8),
+        lambda: models.NnxNet(nnx.Rngs(0), heads=8),
         models.tokens(),
         models.token_loss,
         optax.sgd(0.1),
@@ -549,17 +576,29 @@ def test_a_plan_for_something_else_is_refused_with_every_difference_at_once(tmp_
         assert words in str(refused.value)
 
 
+def test_the_command_refuses_a_broken_file_before_it_starts_processes(tmp_path, whole):
+    _, plan = whole
+    table = json.loads(plan.to_json())
+    table["replicas"][0]["num_microbatches"] = 5
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(table))
+    (tmp_path / "script.py").write_text("raise SystemExit('started')")
+    ran = command(tmp_path, "run", "-n", "2", "--plan", file, "script.py")
+    assert ran.returncode == 2
+    assert f"hxla: {file}: this is no plan" in ran.stderr
+    assert "replicas: num_microbatches 5, 4 add up to 9" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 @pytest.mark.slow
-def test_the_command_refuses_what_is_broken_and_what_is_for_something_else(tmp_path, whole):
-    """What the file itself shows before a process is started, all else by the processes."""
+def test_the_processes_refuse_what_is_for_something_else(tmp_path, whole):
     _, plan = whole
     (tmp_path / "script.py").write_text(SCRIPT)
     table = json.loads(plan.to_json())
     at("made_with.hxla", "9.9")(table)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(table))
-    words = ("run", "-n", "2", "--plan", file, "script.py", "copies", "unused")
-    ran = command(tmp_path, *words)
+    ran = command(tmp_path, "run", "-n", "2", "--plan", file, "script.py", "copies", "unused")
     assert ran.returncode == 1
     for difference in (
         "batch_size: 32 in the plan, 512 in the job",
@@ -569,13 +608,6 @@ def test_the_command_refuses_what_is_broken_and_what_is_for_something_else(tmp_p
         "parameters.blocks/0/up/kernel: none in the plan, float32[64, 256] in the model",
     ):
         assert f"[0]   {difference}" in ran.stderr, ran.stderr
-    table["replicas"][0]["num_microbatches"] = 5
-    file.write_text(json.dumps(table))
-    ran = command(tmp_path, *words)
-    assert ran.returncode == 2
-    assert f"hxla: {file}: this is no plan" in ran.stderr
-    assert "replicas: num_microbatches 5, 4 add up to 9" in ran.stderr
-    assert "Traceback" not in ran.stderr
 
 
 # -- chosen, and chosen anew ---------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Rule sets: first match wins, everything else is said."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ from flax import nnx
 import hxla
 from hxla import Rule, RuleSet
 from support import lowering, models
-from support.inside.core import _catalogue as _catalog
+from support.inside.core import names
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -82,7 +84,7 @@ def test_a_rule_that_cannot_hold_is_refused(rule, shape, message):
     assert "mine" in str(error.value)
 
 
-@pytest.mark.parametrize("name", _catalog.names("rules"))
+@pytest.mark.parametrize("name", names("rules"))
 def test_every_shipped_set_loads_and_names_usual_axes_only(name):
     rules = hxla.load_rules(name)
     assert rules.name == name
@@ -149,20 +151,25 @@ def trained(net, **options):
     )
 
 
+MAKES = {
+    "a block": lambda: Block(nnx.Rngs(0)),
+    "logical names": Logical,
+    "a scan of nnx": lambda: NnxStack("rows"),
+    "a scan over columns": lambda: LinenStack("columns"),
+}
+
+
+@functools.cache
+def on_one_device(make):
+    return trained(MAKES[make](), mesh=models.mesh(data=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Block(nnx.Rngs(0)),
-        Logical,
-        lambda: NnxStack("rows"),
-        lambda: LinenStack("columns"),
-    ],
-)
+@pytest.mark.parametrize("make", MAKES)
 def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes):
-    one = trained(make(), mesh=models.mesh(data=1))
-    many = trained(make(), mesh=models.mesh(**axes), rules="decoder")
+    one = on_one_device(make)
+    many = trained(MAKES[make](), mesh=models.mesh(**axes), rules="decoder")
     np.testing.assert_allclose(
         [s.loss for s in many.history.steps], [s.loss for s in one.history.steps], rtol=1e-5
     )
@@ -174,7 +181,7 @@ def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes)
 
 def test_rules_without_a_mesh_are_refused():
     with pytest.raises(hxla.ConfigError, match="need a mesh"):
-        trained(Block(nnx.Rngs(0)), rules="decoder")
+        trained(lambda: Block(nnx.Rngs(0)), rules="decoder")
 
 
 class LinenLayer(nn.Module):
@@ -239,11 +246,18 @@ class NnxStack(nnx.Module):
         return self.head(x)
 
 
-def layouts_of(net, rules):
-    """The spec of each parameter, without the entries of the dimensions of its layers."""
-    job = hxla.Job(net, models.tokens(16), models.token_loss, optax.sgd(0.1), batch_size=16)
+@functools.cache
+def job(make, how):
+    """Of a model in shapes: it is traced once for all rule sets."""
+    net = LinenStack(how) if make is LinenStack else nnx.eval_shape(lambda: make(how))
+    return hxla.Job(net, models.tokens(16), models.token_loss, optax.sgd(0.1), batch_size=16)
+
+
+@functools.cache
+def layouts_of(make, how, rules):
+    """The spec of each parameter."""
     mesh = {"data": 1, "fsdp": 2, "tensor": 2}
-    plan = job.plan(lowering.cpus(4), mesh=mesh, rules=rules, microbatch_size=16)
+    plan = job(make, how).plan(lowering.cpus(4), mesh=mesh, rules=rules, microbatch_size=16)
     return {p.name: (p.shape, p.spec) for p in plan.parameters}
 
 
@@ -258,7 +272,7 @@ def layouts_of(net, rules):
     ],
 )
 def test_rules_cut_the_dimensions_of_a_layer_where_a_scan_stacks_them(make, how, stacked, rules):
-    loop, scan = layouts_of(make("loop"), rules), layouts_of(make(how), rules)
+    loop, scan = layouts_of(make, "loop", rules), layouts_of(make, how, rules)
     cut = 0
     for name, (shape, spec) in scan.items():
         own = list(range(len(shape)))

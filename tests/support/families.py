@@ -110,3 +110,14 @@ FAMILIES = {
     "moe": experts,
     "lstm": lstm,
 }
+
+
+def shapes_only(name):
+    """A family's model without arrays, its loss and a batch: nothing is compiled."""
+    rest = []
+
+    def make():
+        model, *rest[:] = FAMILIES[name]()
+        return model
+
+    return nnx.eval_shape(make), *rest

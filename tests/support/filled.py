@@ -6,8 +6,8 @@ import numpy as np
 from flax import nnx
 
 
-def filled(make, seed=0):
-    """What `make` returns, with random numbers for its arrays; scales and variances positive."""
+def filled_tree(shapes, seed=0):
+    """Random numbers for arrays of these shapes; scales and variances positive."""
     rng = np.random.default_rng(seed)
 
     def array(path, x):
@@ -15,5 +15,10 @@ def filled(make, seed=0):
         names = {str(getattr(key, "key", "")) for key in path}
         return jnp.asarray(1 + numbers**2 if names & {"scale", "var"} else numbers)
 
+    return jax.tree_util.tree_map_with_path(array, shapes)
+
+
+def filled(make, seed=0):
+    """What `make` returns, with random numbers for its arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(array, state))
+    return nnx.merge(graphdef, filled_tree(state, seed))

@@ -41,3 +41,9 @@ def scanned():
 
 
 MODELS = {**families.FAMILIES, "scanned": scanned}
+
+
+def shapes_only(name, rows=2):
+    """A model's shapes, its loss and a small batch: nothing is compiled."""
+    model, loss, batch = scanned() if name == "scanned" else families.shapes_only(name)
+    return model, loss, jax.tree.map(lambda x: x[:rows], batch)
