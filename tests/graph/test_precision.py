@@ -28,6 +28,8 @@ from support.precision_programs import (
 from support.tiers import rows
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
+#: Rounded where the program says so, and compiled quickly, for programs that run once.
+EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
 def float_dtypes(eqn):
@@ -99,7 +101,7 @@ def outputs(module, x, precision="model", **options):
     def run(params):
         return calls.train(params, plain.aux, jax.random.key(0), {"x": x})[0]
 
-    jitted = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+    jitted = jax.jit(run, compiler_options=EXACT)
     return jitted(plain.params)
 
 
@@ -128,8 +130,7 @@ def test_gradients_are_those_of_casts_by_hand():
     _, gradient, *_ = gradient_program(graph)
     params = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in graph.param_shapes]
     key = jax.random.key(0)
-    exact = {"xla_allow_excess_precision": False}
-    ours = jax.jit(gradient, compiler_options=exact)(params, key, x, y)
+    ours = jax.jit(gradient, compiler_options=EXACT)(params, key, x, y)
 
     def by_hand(params):
         bias, kernel = params
@@ -137,7 +138,7 @@ def test_gradients_are_those_of_casts_by_hand():
         # Only the error reads the outputs, so what follows the product is not rounded.
         return ((product.astype(jnp.float32) + bias - y) ** 2).sum()
 
-    theirs = jax.jit(jax.grad(by_hand), compiler_options=exact)(params)
+    theirs = jax.jit(jax.grad(by_hand), compiler_options=EXACT)(params)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -201,8 +202,7 @@ def test_rules_of_gradients_are_kept():
 
     _, graph = under(Net(run), lambda m, b: m(b["x"]).sum(-1), BATCH, "bf16")
     _, gradient, *_ = gradient_program(graph)
-    exact = {"xla_allow_excess_precision": False}
-    run = jax.jit(gradient, compiler_options=exact)
+    run = jax.jit(gradient, compiler_options=EXACT)
     [found] = run([jnp.eye(4) * 0.5], jax.random.key(0), BATCH["x"])
     # exp(0.5) and each product are rounded to 8 bits.
     np.testing.assert_allclose(found, np.full((4, 4), 3 * 5 * 7 * np.exp(0.5)), rtol=2**-7)
@@ -236,8 +236,7 @@ def test_a_constant_that_a_low_dtype_cannot_hold_is_not_rounded_away():
 
     value = functools.partial(under, Net(run), lambda m, b: m(b["x"]).mean(-1), BATCH)
     _, graph = value("fp16")
-    exact = {"xla_allow_excess_precision": False}
-    run = jax.jit(as_function(graph.program), compiler_options=exact)
+    run = jax.jit(as_function(graph.program), compiler_options=EXACT)
     found = run(jnp.eye(4) * 0.5, jax.random.key(0), BATCH["x"])[0]
     assert found == pytest.approx(1.5)
 
@@ -271,7 +270,7 @@ def test_buffers_and_parameters_are_rounded_where_that_is_asked():
         loss = lambda m, b: m(b["x"]).mean(-1)  # noqa: E731
         calls, _ = under(model, loss, BATCH, {"compute": "float32", **policy})
         own = calls.model
-        run = jax.jit(own.train, compiler_options={"xla_allow_excess_precision": False})
+        run = jax.jit(own.train, compiler_options=EXACT)
         return run(own.params, own.aux, jax.random.key(0), BATCH)[0][0]
 
     assert value() == pytest.approx(-(2.0**-10), rel=1e-2)

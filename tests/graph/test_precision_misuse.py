@@ -17,7 +17,7 @@ def squared_error(model, batch):
 
 
 def job(precision="bf16", loss=squared_error, **options):
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    model = lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0))  # noqa: E731
     return hxla.Job(model, DATA, loss, optax.sgd(0.1), batch_size=8, precision=precision, **options)
 
 

@@ -97,7 +97,8 @@ def test_a_tied_embedding_belongs_to_both_ends():
 
 def test_no_segments_are_refused():
     batch = {k: v[:4] for k, v in models.regression().items()}
-    graph = hxla.trace(models.Dense(nnx.Rngs(0)), models.squared_error, batch)
+    model = nnx.eval_shape(lambda: models.Dense(nnx.Rngs(0)))
+    graph = hxla.trace(model, models.squared_error, batch)
     with pytest.raises(hxla.PlanError, match="at least one segment"):
         segments(graph, 0)
 

@@ -1,5 +1,7 @@
 """Initial arrays in groups: the same bits as together, from few programs."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from support import shared_state
 from support.inside.jax import apart
 from support.inside.model import _functional
 from support.large_net import Net
+
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def of_nnx():
@@ -46,11 +50,11 @@ def tied():
 )
 def test_arrays_made_apart_are_those_made_together(make, num_groups, num_programs):
     closed = jax.make_jaxpr(make)()
-    together = jax.jit(lambda: jax.tree.leaves(make()))()
+    together = compiled(lambda: jax.tree.leaves(make()))()
     groups = apart(closed, [], range(len(together)))
     found, programs = {}, {}
     for group in groups:
-        run = programs.setdefault(group.like, jax.jit(group.run))
+        run = programs.setdefault(group.like, compiled(group.run))
         found |= zip(group.places, run(group.operands), strict=True)
     for k, x in enumerate(together):
         np.testing.assert_array_equal(found[k], x)

@@ -97,7 +97,7 @@ class Noise(nnx.Module):
 
     def __call__(self, x):
         self.key[...], key = jax.random.split(self.key[...])
-        return self.layer(x) + 0.1 * jax.random.normal(key, (3,))
+        return self.layer(x) + 0.1 * jax.random.uniform(key, (3,))
 
 
 class LinenNoise(nn.Module):
@@ -105,7 +105,7 @@ class LinenNoise(nn.Module):
     def __call__(self, x):
         key = self.variable("noise", "key", lambda: jax.random.key(7))
         key.value, own = jax.random.split(key.value)
-        return nn.Dense(3)(x) + 0.1 * jax.random.normal(own, (3,))
+        return nn.Dense(3)(x) + 0.1 * jax.random.uniform(own, (3,))
 
 
 @pytest.mark.parametrize("kind", rows([Noise, LinenNoise], Noise, ids=lambda k: k.__name__))
