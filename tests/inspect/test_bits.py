@@ -66,8 +66,8 @@ def job(name, change=lambda model: None):
         loss, data = families.image_loss, families.images(8)
     else:
         module = families.example("lstm")
-        model = module.Translator(nnx.Rngs(0), vocabulary=64, width=8, layers=1)
-        loss, data = module.loss, jax.tree.map(lambda x: x[:, :3] % 64, families.pairs())
+        model = module.Translator(nnx.Rngs(0), vocabulary=64, width=8, layers=2)
+        loss, data = module.loss, jax.tree.map(lambda x: x[:, :4] % 64, families.pairs())
     change(model)
     return hxla.Job(model, data, loss, optax.sgd(0.1), batch_size=4)
 
