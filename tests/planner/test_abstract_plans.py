@@ -89,7 +89,7 @@ def test_a_decoder_is_planned_in_little_memory(decoder, mesh, batch_size, tmp_pa
 
 
 def test_a_model_larger_than_all_devices_is_refused_with_what_is_lacking():
-    sizes = {"width": 16384, "heads": 128, "layers": 2}
+    sizes = {"width": 16384, "heads": 128, "layers": 1}
     model = nnx.eval_shape(lambda: gpt.GPT(nnx.Rngs(0), vocabulary=50304, length=2048, **sizes))
     data = {"text": jax.ShapeDtypeStruct((256, 2049), np.int32)}
     job = hxla.Job(model, data, gpt.loss, optax.adam(1e-4), batch_size=256)

@@ -58,6 +58,7 @@ def test_the_shipped_figures_are_the_repositorys():
     assert shipped == sailor_data.extract(sailor_data.SHARED)
 
 
+@pytest.mark.slow
 @needs_shared
 def test_predictions_from_all_the_repositorys_data_are_the_same():
     whole = whole_data()

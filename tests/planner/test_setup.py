@@ -9,7 +9,6 @@ from flax import nnx
 import hxla
 from support import models
 from support.inside.planner import best_counts, best_size, candidate_sizes
-from support.tiers import rows
 
 
 def fit(optimizer=None, **options):
@@ -150,7 +149,8 @@ def test_a_copy_takes_the_described_devices_that_its_memory_needs():
         assert all(0 < d.memory_bytes <= d.capacity_bytes for d in devices), mebibytes
 
 
-@pytest.mark.parametrize("mebibytes", rows(MOST_COPIES, 4.5))
+@pytest.mark.slow
+@pytest.mark.parametrize("mebibytes", MOST_COPIES)
 def test_a_copy_takes_the_devices_that_its_memory_needs(tmp_path, monkeypatch, mebibytes):
     result = automatic(tmp_path, monkeypatch, mebibytes)
     assert len(result.plan.counts) <= MOST_COPIES[mebibytes]

@@ -6,12 +6,9 @@ from hxla._schedule._schedules import BACKWARD as BACKWARD
 from hxla._schedule._schedules import FORWARD as FORWARD
 from hxla._schedule._schedules import WEIGHT as WEIGHT
 from hxla._schedule._schedules import from_rows as from_rows
-from hxla._schedule._schedules import gpipe as gpipe
 from hxla._schedule._schedules import interleaved as interleaved
 from hxla._schedule._schedules import needs as needs
 from hxla._schedule._schedules import one_f_one_b as one_f_one_b
-from hxla._schedule._schedules import validate as validate
-from hxla._schedule._schedules import zero_bubble_h1 as zero_bubble_h1
 from hxla._schedule._segment_sequence import sequence_from_texts as sequence_from_texts
 from hxla._schedule._sequence_replay import Residuals as Residuals
 from hxla._schedule._sequence_replay import SegmentCost as SegmentCost
