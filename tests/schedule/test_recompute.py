@@ -1,6 +1,7 @@
 """Sequences of segment programs: their replay, and the fastest within a limit of memory."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.inside.schedule import (
     sequence_from_texts,
     while_running,
 )
-from support.tiers import examples
+from support.tiers import examples, rows
 
 
 def replayed(chain, texts):
@@ -181,10 +182,14 @@ def test_without_a_tight_limit_nothing_runs_twice():
         assert best.peak_bytes <= keep_all(chain).peak_bytes
 
 
-@pytest.mark.parametrize("num_checkpoints", [1, 2, 3, 5])
-@pytest.mark.parametrize("length", [2, 5, 11, 24, 40])
-def test_equal_segments_take_the_forwards_of_revolve(length, num_checkpoints):
+#: Segments and checkpoints.
+REVOLVE = list(itertools.product((2, 5, 11, 24, 40), (1, 2, 3, 5)))
+
+
+@pytest.mark.parametrize("row", rows(REVOLVE, (2, 1), (5, 5), (11, 3), (11, 2), (24, 2)))
+def test_equal_segments_take_the_forwards_of_revolve(row):
     """Griewank and Walther, "Algorithm 799: Revolve", 2000: r l - beta(c + 1, r - 1) forwards."""
+    length, num_checkpoints = row
     beta = lambda s, t: math.comb(s + t, s)  # noqa: E731
     repeats = next(r for r in range(length) if beta(num_checkpoints, r) >= length)
     forwards = repeats * length - beta(num_checkpoints + 1, repeats - 1) if repeats else 0
