@@ -140,7 +140,7 @@ def test_linen_begins_with_a_file_too(tmp_path):
     assert again.sha256 == expected.sha256
 
 
-FRESH = {"arrays": lambda: net(0), "a function": lambda: lambda: Net(nnx.Rngs(0))}
+FRESH = {"arrays": lambda: net(0), "a function": lambda: lambda: net(0)}
 
 
 @pytest.mark.parametrize("made_by", rows(FRESH, "arrays"))
