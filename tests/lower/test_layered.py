@@ -40,7 +40,7 @@ def form(stage, counts, word=None, **memory):
 #: Jobs that go on from form to form. Each form: its stage, its counts, and what of its memory.
 RELAYS = {
     "bf16": [
-        (3, (2, 0, 6), {**on_host("disk", parameters=True), "shares": [4, 2, 1], "waves": 2}),
+        (3, (2, 6), {**on_host("disk", parameters=True), "shares": [2, 1], "waves": 2}),
         (3, (3, 0, 4, 1), {**on_host(stash=True), "shard_groups": 2, "recompute": "none"}),
     ],
     "stages": [
@@ -67,7 +67,7 @@ RELAYS = {
         (1, (0, 8), on_host(stash=True)),
         (2, (3, 5), {**on_host(stash=True), "shares": [1, 3]}),
         (3, (7, 1), {**on_host(stash=True), "recompute": "none"}),
-        (3, (2, 0, 6), {**on_host(stash=True), "shares": [4, 2, 1], "waves": 3}),
+        (3, (2, 0, 6), {**on_host("disk", True, True), "shares": [4, 2, 1], "waves": 3}),
     ],
     "groups": [
         (2, (3, 0, 4, 1), {"shard_groups": 2, "waves": 2}),
@@ -113,7 +113,7 @@ def told(name):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         # So small that parameters are cut into slices.
         patch.setattr(_update_groups, "_LEAST_BYTES", 512)
-        patch.setattr(_update_groups, "_NUM_GROUPS", 5)
+        patch.setattr(_update_groups, "_NUM_GROUPS", 3)
         return wanted, relayed(forms, folder, HELD_OUT, look)
 
 
@@ -140,7 +140,7 @@ def test_each_device_has_what_its_form_says_and_no_more():
     spare = 1024  # a share of an array has at least eight elements, and there are counts
     (away, grouped), total = told("bf16")[1].seen, sum(SIZES)
     for form, of_device, of_host in (
-        (away, (0, 0, 0), (4 * 4 / 7, 4 * 2 / 7, 4 * 1 / 7)),
+        (away, (0, 0), (4 * 2 / 3, 4 * 1 / 3)),
         (grouped, ((4 + 8) / 2,) * 4, (0,) * 4),
     ):
         for kind, each in (("device", of_device), ("pinned_host", of_host)):

@@ -21,6 +21,7 @@ from hxla import ConfigError
 from support import families, shared_state
 from support.inside.lower import DirectFile, _update_groups
 from support.paths import JOBS, PYTHONPATH
+from support.tiers import rows
 from support.zero_jobs import BY_ELEMENT, BY_PARAMETER, STEPS, close, job, planned, trained
 
 
@@ -50,15 +51,19 @@ def test_no_bit_depends_on_where_the_state_is(name):
     assert len(set(found.values())) == 1, found
 
 
+def muon(tier):
+    own = job(BY_PARAMETER["muon"](), memory=memory(tier))
+    return own, planned(own, 2)
+
+
+def test_numerics_know_where_sums_inside_a_whole_parameter_are_made():
+    assert muon("device")[1].numerics != muon("host")[1].numerics
+
+
+@pytest.mark.slow
 def test_sums_inside_a_whole_parameter_are_those_of_its_program():
-    """Muon multiplies matrices: equal but for rounding, and `numerics` knows."""
-    plans, states = [], []
-    for tier in ("device", "host"):
-        own = job(BY_PARAMETER["muon"](), memory=memory(tier))
-        plans.append(planned(own, 2))
-        states.append(trained(own, plans[-1]))
-    assert plans[0].numerics != plans[1].numerics
-    close(*states)
+    """Muon multiplies matrices: equal but for rounding."""
+    close(*(trained(*muon(tier)) for tier in ("device", "host")))
 
 
 @pytest.mark.slow
@@ -88,9 +93,9 @@ def live_bytes():
     return found
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", rows(["host", "disk"], "disk"))
 def test_what_waits_elsewhere_is_not_on_the_device(tier):
-    own = shared_state.job(shared_state.Layers, {"memory": memory(tier)}, optax.adamw(1e-2))
+    own = shared_state.job(shared_state.Few, {"memory": memory(tier)}, optax.adamw(1e-2))
     before = live_bytes()
     with own.open(shared_state.planned(own, 1), steps=2) as session:
         next(iter(session))

@@ -10,6 +10,7 @@ import pytest
 import hxla
 from support import families
 from support.inside.lower import extra_bytes
+from support.tiers import rows
 
 
 def live_bytes():
@@ -89,9 +90,10 @@ def bytes_of_a_step(own, plan, peak):
         return (peak[0] - before) / session.memory_bytes
 
 
-@pytest.mark.parametrize(("num", "zero"), [(1, 0), (2, 1)])
-def test_sums_to_which_segments_add_are_there_once(num, zero, peak):
-    """Of a large table, which the first segment reads and the last."""
+@pytest.mark.parametrize("spread", rows([(1, 0), (2, 1)], (2, 1)))
+def test_sums_to_which_segments_add_are_there_once(spread, peak):
+    """Of a large table, which the first segment reads and the last; copies, and ZeRO's stage."""
+    num, zero = spread
     config = {"memory": {"recompute": "boundaries", "zero": zero}}
     sizes = {**SIZES, "layers": 1, "vocabulary": 4096}
     own = families.gpt_job(4 * num, optax.adamw(1e-3), config, **sizes)

@@ -277,11 +277,11 @@ def test_later_generations_keep_what_bits_depend_on(monkeypatch):
 
 def test_attention_is_cut_where_its_heads_are():
     """However jax takes queries, keys and values apart."""
-    own = families.gpt_job(8, optax.sgd(0.1), width=64, length=32, layers=1)
+    own = families.gpt_job(8, optax.sgd(0.1), width=32, length=16, layers=1)
     plan = planned(own, 1, TENSOR)
     with own.open(plan, steps=1) as session:
         [runner] = session._programs.runners
         text = runner._compiled.as_text()
-    # Scores of each device's two of four heads, of four examples with 32 positions.
-    assert "f32[4,2,32,32]" in text
-    assert "f32[4,4,32,32]" not in text
+    # Scores of each device's two of four heads, of four examples with 16 positions.
+    assert "f32[4,2,16,16]" in text
+    assert "f32[4,4,16,16]" not in text

@@ -11,42 +11,81 @@ import pytest
 from flax import nnx
 
 import hxla
-from support import families, random_plans, scanned_models
+from support import families, random_plans, scanned_models, shared_state
 from support.cut_copies import FORMS, job, planned, trained
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, gpt, text
+from support.tiers import rows
 
 SIZES = {"width": 64, "length": 16, "layers": 2}
 
 
+#: Other forms of the job than ZeRO's stage 1: what of the memory, copies, and their counts.
+SPREADS = {
+    "stages of few parameters": [({"zero": 3, "shares": [3, 1]}, 2, (5, 3))],
+    "tensor": [  # stages 2 and 3 run segment by segment
+        ({"zero": 1}, 2, (7, 1)),
+        ({"zero": 1, "shard_groups": 2}, 4, (3, 0, 2, 3)),
+        ({"zero": 1, "shares": [3, 1], "offload": {"optimizer": "host"}}, 2, (3, 5)),
+    ],
+    "stage": [
+        ({"zero": 1}, 2, (7, 1)),
+        ({"zero": 2, "offload": {"optimizer": "host"}}, 2, (3, 5)),
+        ({"zero": 3, "shares": [3, 1]}, 2, (8, 0)),
+        ({"zero": 3, "shard_groups": 2}, 4, (3, 0, 2, 3)),
+    ],
+    "stage and tensor": [
+        ({"zero": 1}, 2, (7, 1)),
+        ({"zero": 2, "offload": {"optimizer": "host"}}, 2, (3, 5)),
+        ({"zero": 3, "shares": [3, 1]}, 2, (8, 0)),
+    ],
+}
+
+
+def of_few(**memory):
+    config = {"memory": memory, "communication": {"clip_norm": 0.5}}
+    return shared_state.job(shared_state.Few, config, optax.adamw(1e-2))
+
+
+def formed(name, memory, copies, counts="even"):
+    """A job and its plan."""
+    if name in FORMS:
+        return (own := job(**memory)), planned(own, copies, FORMS[name], counts)
+    own = of_few(**memory)
+    mesh = {"data": copies, "stage": 2}
+    plan = own.plan(shared_state.cluster(2 * copies), microbatch_size=1, mesh=mesh)
+    return own, plan if counts == "even" else plan.with_counts(counts)
+
+
+@functools.cache
+def of_stage_1(name):
+    own, plan = formed(name, {"zero": 1}, 2)
+    assert plan.placement.zero == 1
+    return plan, *trained(own, plan)
+
+
+@pytest.mark.parametrize("name", rows(SPREADS, "stages of few parameters"))
+def test_bits_do_not_depend_on_who_has_what(name):
+    """Neither copies, nor counts or groups move one."""
+    plan, wanted, _ = of_stage_1(name)
+    for memory, copies, counts in SPREADS[name]:
+        own, spread = formed(name, memory, copies, counts)
+        assert spread.placement.zero == memory["zero"]
+        assert spread.numerics == plan.numerics
+        assert trained(own, spread)[0].sha256 == wanted.sha256
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-def test_bits_do_not_depend_on_who_has_what(name):
-    """Copies, counts and groups move no bit; beside whole state there is rounding."""
-    axes = FORMS[name]
-    whole, whole_bytes = trained(job(zero=0), planned(job(zero=0), 2, axes))
-    own = job(zero=1)
-    plan = planned(own, 2, axes)
-    assert plan.placement.zero == 1
-    found, own_bytes = trained(own, plan)
+def test_each_copy_has_half_of_the_state_and_rounds_as_whole_state_does(name):
+    plan, found, own_bytes = of_stage_1(name)
+    own = job(zero=0)
+    whole, whole_bytes = trained(own, planned(own, 2, FORMS[name]))
     assert own_bytes == pytest.approx(whole_bytes / 2, rel=0.02)
     for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-4)
-    assert plan.numerics != planned(job(zero=0), 2, axes).numerics
-    spreads = [(own, 2, (7, 1))]
-    if name == "tensor":
-        spreads.append((job(zero=1, shard_groups=2), 4, (3, 0, 2, 3)))
-        spreads.append((job(zero=1, shares=[3, 1], offload={"optimizer": "host"}), 2, (3, 5)))
-    else:  # those of tensor alone run segment by segment
-        spreads.append((job(zero=2, offload={"optimizer": "host"}), 2, (3, 5)))
-        spreads.append((job(zero=3, shares=[3, 1]), 2, (8, 0)))
-    if name == "stage":
-        spreads.append((job(zero=3, shard_groups=2), 4, (3, 0, 2, 3)))
-    for other, copies, counts in spreads:
-        spread = planned(other, copies, axes, counts)
-        assert spread.numerics == plan.numerics
-        assert trained(other, spread)[0].sha256 == found.sha256
+    assert plan.numerics != planned(own, 2, FORMS[name]).numerics
 
 
 @pytest.mark.slow
@@ -235,7 +274,8 @@ def test_a_pipeline_has_room_for_the_inputs_of_all_that_it_may_run(tmp_path, mon
     mesh, four = {"data": 2, "stage": 2}, {"cluster": {"visible_devices": [0, 1, 2, 3]}}
 
     def opened(plan=None):
-        own = families.gpt_job(8, optax.adamw(1e-2), {"memory": {"zero": 0}, **four}, **SIZES)
+        config = {"memory": {"zero": 0}, **four}
+        own = shared_state.job(shared_state.Few, config, optax.sgd(0.1))
         plan = plan or own.plan(microbatch_size=2, mesh=mesh, counts="even")
         with own.open(plan, steps=1) as session:
             return plan, session.memory_bytes, own._traced.batch_bytes(2)

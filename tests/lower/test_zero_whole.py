@@ -15,6 +15,7 @@ from support.cut_copies import FORMS, leaves, planned, trained
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, STEPS, gpt, text
+from support.tiers import rows
 from support.whole_optimizers import CLIP, OPTIMIZERS, job
 
 TENSOR = FORMS["tensor"]
@@ -35,8 +36,8 @@ def plain(name):
         return optax.apply_updates(params, updates), state
 
     for k in range(STEPS):
-        rows = slice(k * BATCH, (k + 1) * BATCH)
-        params, state = step(params, state, {key: x[rows] for key, x in text().items()})
+        place = slice(k * BATCH, (k + 1) * BATCH)
+        params, state = step(params, state, {key: x[place] for key, x in text().items()})
     return jax.tree.leaves(params)
 
 
@@ -71,6 +72,24 @@ def test_no_bit_depends_on_who_has_what(name):
     assert whole.numerics != plan.numerics
 
 
+@pytest.mark.parametrize("name", rows(["if finite", "muon"], "if finite"))
+def test_state_that_is_shared_out_segment_by_segment_moves_no_bit(name):
+    """Though parameters that devices cut are put together from them for the copy that owns them."""
+    found = set()
+    for memory, counts in (
+        ({"zero": 1, "recompute": "none"}, "even"),
+        ({"zero": 3, "recompute": "none", "shares": [2, 1]}, (3, 5)),
+    ):
+        own = job(name, **memory)
+        plan = planned(own, 2, TENSOR, counts)
+        assert plan.placement.whole
+        result, _ = trained(own, plan)
+        close(result, name)
+        found.add((result.sha256, plan.numerics))
+    assert len(found) == 1
+
+
+@pytest.mark.slow
 def test_state_that_waits_on_hosts_moves_no_bit():
     """Though a copy's parameters are updated some at a time there."""
     found = set()
@@ -102,14 +121,22 @@ def cuts_of_whole(plan):
     return [cuts[name] for name in plan.placement.whole]
 
 
-def test_several_axes_and_none_cut_what_is_whole():
+def of_two_axes():
     own = job("muon", zero=1)
-    plan = planned(own, 2, {"fsdp": 2, **TENSOR})
-    assert {"fsdp", "tensor"} in cuts_of_whole(plan)
-    assert set() in cuts_of_whole(planned(own, 2, TENSOR))
-    close(trained(own, plan)[0], "muon")
+    return own, planned(own, 2, {"fsdp": 2, **TENSOR})
 
 
+def test_several_axes_and_none_cut_what_is_whole():
+    assert {"fsdp", "tensor"} in cuts_of_whole(of_two_axes()[1])
+    assert set() in cuts_of_whole(planned(job("muon", zero=1), 2, TENSOR))
+
+
+@pytest.mark.slow
+def test_what_several_axes_cut_trains_as_plain_jax_does():
+    close(trained(*of_two_axes())[0], "muon")
+
+
+@pytest.mark.slow
 def test_each_device_has_its_part_of_the_state():
     """All copies together have what each has without ZeRO, and a number for what is another's."""
     own, bytes_of = job("muon", zero=0), []
@@ -125,6 +152,7 @@ def test_each_device_has_its_part_of_the_state():
     assert max(bytes_of) < 0.6 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_a_checkpoint_knows_nothing_of_owners(name, tmp_path):
     """From whole state there is rounding, from other shares there is none."""
