@@ -10,35 +10,41 @@ import optax
 import pytest
 from flax import nnx
 
-from support import families
-from support.cut_copies import FORMS, leaves, planned, trained
+from support import blocks, families
+from support.cut_copies import FORMS, Pairs, leaves, of_pairs, planned, planned_pairs, trained
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, STEPS, gpt, text
-from support.tiers import rows
 from support.whole_optimizers import CLIP, OPTIMIZERS, job
 
 TENSOR = FORMS["tensor"]
 WHOLE = ("muon", "adafactor", "if finite")
 
 
-@functools.cache
-def plain(name):
+def by_optax(optimizer, model, loss, data, batch):
     """The parameters that a loop in optax ends with, on one device."""
-    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZERS[name]())
-    graphdef, params, rest = nnx.split(gpt(layers=1), nnx.Param, ...)
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optimizer)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     state = optimizer.init(params)
 
     @jax.jit
     def step(params, state, batch):
-        loss = lambda p: families.token_loss(nnx.merge(graphdef, p, rest), batch).mean()  # noqa: E731
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        mean = lambda p: loss(nnx.merge(graphdef, p, rest), batch).mean()  # noqa: E731
+        updates, state = optimizer.update(jax.grad(mean)(params), state, params)
         return optax.apply_updates(params, updates), state
 
     for k in range(STEPS):
-        place = slice(k * BATCH, (k + 1) * BATCH)
-        params, state = step(params, state, {key: x[place] for key, x in text().items()})
+        place = slice(k * batch, (k + 1) * batch)
+        params, state = step(params, state, {key: x[place] for key, x in data.items()})
     return jax.tree.leaves(params)
+
+
+@functools.cache
+def plain(name):
+    if name != "pairs":
+        return by_optax(OPTIMIZERS[name](), gpt(layers=1), families.token_loss, text(), BATCH)
+    model, optimizer = Pairs(nnx.Rngs(0)), optax.adamw(1e-2)  # what is finite is updated
+    return by_optax(optimizer, model, blocks.loss, blocks.data(), blocks.BATCH)
 
 
 def close(found, name):
@@ -72,19 +78,18 @@ def test_no_bit_depends_on_who_has_what(name):
     assert whole.numerics != plan.numerics
 
 
-@pytest.mark.parametrize("name", rows(["if finite", "muon"], "if finite"))
-def test_state_that_is_shared_out_segment_by_segment_moves_no_bit(name):
+def test_state_that_is_shared_out_segment_by_segment_moves_no_bit():
     """Though parameters that devices cut are put together from them for the copy that owns them."""
     found = set()
     for memory, counts in (
         ({"zero": 1, "recompute": "none"}, "even"),
         ({"zero": 3, "recompute": "none", "shares": [2, 1]}, (3, 5)),
     ):
-        own = job(name, **memory)
-        plan = planned(own, 2, TENSOR, counts)
-        assert plan.placement.whole
+        own = of_pairs(optax.apply_if_finite(optax.adamw(1e-2), 3), **memory)
+        plan = planned_pairs(own, 2, counts)
+        assert len(plan.placement.whole) == 5
         result, _ = trained(own, plan)
-        close(result, name)
+        close(result, "pairs")
         found.add((result.sha256, plan.numerics))
     assert len(found) == 1
 

@@ -5,9 +5,10 @@ import functools
 import jax
 import numpy as np
 import optax
+from flax import nnx
 
 import hxla
-from support import families
+from support import blocks, families
 from support.tensor_gpt import BATCH, MICRO, STEPS, gpt, text
 
 FORMS = {
@@ -28,6 +29,57 @@ def job(optimizer=None, precision="model", weights=None, **memory):
         weights=weights,
         config={"memory": memory, "communication": {"clip_norm": 0.5}},
     )
+
+
+WIDTH = 16
+
+
+class Pair(nnx.Module):
+    """Two matrices, of which tensor ranks have columns and rows."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Pairs(nnx.Module):
+    """Few parameters, so that its programs are compiled soon."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Pair(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+PAIRS = hxla.RuleSet(
+    name="pairs",
+    rules=(
+        hxla.Rule(path=".*/up/kernel", axes=((), ("tensor",))),
+        hxla.Rule(path=".*/down/kernel", axes=(("tensor",), ())),
+    ),
+)
+
+
+def of_pairs(optimizer, **memory):
+    """A job whose copies `PAIRS` cuts."""
+    config = {"memory": memory, "communication": {"clip_norm": 0.5}}
+    options = {"batch_size": blocks.BATCH, "shuffle": False, "config": config}
+    return hxla.Job(lambda: Pairs(nnx.Rngs(0)), blocks.data(), blocks.loss, optimizer, **options)
+
+
+def planned_pairs(own, copies, counts="even"):
+    """Each cut by two devices."""
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * (2 * copies))
+    plan = own.plan(cluster, microbatch_size=1, mesh={"data": copies, "tensor": 2}, rules=PAIRS)
+    return plan if counts == "even" else plan.with_counts(counts)
 
 
 def planned(own, copies, axes, counts="even"):
