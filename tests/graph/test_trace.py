@@ -1,5 +1,7 @@
 """TaskGraphs: what belongs to which, and how much work it is."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,14 @@ def test_equations_and_parameters_belong_to_their_scope():
     assert second.inputs == ("float32[4,16]",)
     assert "test_trace.py" in first.source
     assert "split()" in str(graph)
+
+
+def test_task_graphs_are_drawn_with_their_strategies_and_bytes(tmp_path):
+    graph = hxla.trace(shapes(Two), square, X)
+    graph.draw(tmp_path / "pictures" / "graph.svg")
+    comments = (tmp_path / "pictures" / "graph.svg").read_text()  # matplotlib's, of every text
+    assert re.search(r"<!--.*replicate.*-->", comments)
+    assert re.search(r"<!--.*split.*-->", comments)
 
 
 def test_without_annotation_there_is_one_task_graph():

@@ -353,6 +353,13 @@ def whole():
     return own, own.plan(mesh={"data": 2, "stage": 2, "tensor": 2}, microbatch_size=4)
 
 
+def test_a_plan_is_drawn_with_every_device(tmp_path, whole):
+    _, plan = whole
+    plan.draw(tmp_path / "pictures" / "plan.svg")
+    comments = (tmp_path / "pictures" / "plan.svg").read_text()  # matplotlib's, of every text
+    assert all(f"{rank} cpu" in comments for rank in range(8))
+
+
 def at(path, value):
     """Set the value at a path of keys."""
 
@@ -517,10 +524,151 @@ BROKEN = {
 }
 
 
+BROKEN |= {
+    "copies of several devices over the host": (
+        at("sums.over", "host"),
+        ["sums.over: copies of one device meet over the host, .* stage, tensor: use 'device'"],
+    ),
+    "executors of several devices": (
+        at("replicas.0.executors", 2),
+        ["replicas: executors run .* on one device, a copy has axes here: use executors 1"],
+    ),
+    "several microbatches in a call of a pipeline": (
+        at("microbatches_per_call", 2),
+        ["microbatches_per_call: a pipeline has several programs"],
+    ),
+    "segments that keep unlike things": (
+        at("pipeline.segments.0.keep", "residuals"),
+        ["pipeline.segments: all must `keep` the same"],
+    ),
+    "weight gradients of recomputed stages": (
+        at("pipeline.schedule", "zb-h1"),
+        ["pipeline.segments: weight gradients of their own need `residuals`"],
+    ),
+    "state of sharded copies on disk": (
+        also(at("placement.zero", 1), at("placement.optimizer", "disk")),
+        ["placement.optimizer: copies of the model are cut by stage, tensor, .* no disk"],
+    ),
+    "waves of stages": (
+        also(at("placement.zero", 2), at("placement.waves", 2)),
+        ["placement.waves: copies of the model are cut by stage, tensor, .* in one: use 1"],
+    ),
+    "a copy that begins later with shared sums": (
+        also(at("placement.zero", 2), at("replicas.1.start_seconds", 1.0)),
+        [r"replicas\.1\.start_seconds: with placement.zero of 2 .*: leave it 0"],
+    ),
+}
+ZERO = at("placement.zero", 1)
+BROKEN_COPIES = {
+    "executors in no order": (
+        also(at("replicas.0.executors", 2), at("sums.kind", "float")),
+        ["replicas: executors take microbatches in no fixed order"],
+    ),
+    "a copy that begins later": (
+        at("replicas.1.start_seconds", 1.0),
+        [r"replicas\.1\.start_seconds: only pipelines begin one after another"],
+    ),
+    "executors and calls": (
+        also(at("replicas.0.executors", 2), at("microbatches_per_call", 2)),
+        ["microbatches_per_call: "],
+    ),
+    "a pipeline without an axis": (
+        at("axes", [{"name": "stage", "size": 1, "roles": []}]),
+        ["pipeline: given if and only if 'stage' is one of the axes"],
+    ),
+    "an axis of copies": (
+        at("axes", [{"name": "data", "size": 1, "roles": ["replicate"]}]),
+        ["axes: 'data' lies between copies of the model, `replicas` lists them"],
+    ),
+    "a parameter twice": (
+        lambda table: table["parameters"].append(table["parameters"][0]),
+        ["parameters: 'layers/0/bias' is there twice"],
+    ),
+    "float sums over the host": (
+        also(at("sums.over", "host"), at("sums.kind", "float")),
+        ["sums.over: hosts add integers, and float sums are none"],
+    ),
+    "waves of nothing": (at("placement.waves", 2), ["placement.waves: they are of ZeRO's"]),
+    "parameters elsewhere": (
+        also(ZERO, at("placement.parameters", "host")),
+        ["placement.parameters: only in ZeRO's stage 3"],
+    ),
+    "groups of nothing": (
+        at("placement.shard_groups", 2),
+        ["placement.shard_groups: they are of ZeRO's stages"],
+    ),
+    "whole parameters of nothing": (
+        at("placement.whole", ["layers/0/bias"]),
+        ["placement.whole: it is of ZeRO's stages"],
+    ),
+    "state elsewhere": (
+        at("placement.optimizer", "host"),
+        ["placement.optimizer: what waits in the host is updated as in ZeRO's stages"],
+    ),
+    "an unknown whole parameter": (
+        also(ZERO, at("placement.whole", ["elsewhere"])),
+        ["placement.whole: there is no parameter 'elsewhere'"],
+    ),
+    "stage 2 without segments": (
+        at("placement.zero", 2),
+        ["placement.zero: stages 2 and 3 run segment by segment"],
+    ),
+    "groups of unlike sizes": (
+        also(ZERO, at("placement.shard_groups", 3)),
+        ["placement.shard_groups: 8 copies of the model do not make 3 groups"],
+    ),
+    "groups of one": (
+        also(ZERO, at("placement.shard_groups", 8)),
+        ["placement.shard_groups: 8 copies of the model do not make 8 groups"],
+    ),
+    "shares of another number": (
+        also(ZERO, at("placement.shard_groups", 4), at("placement.shares", [1, 2, 3])),
+        ["placement.shares: 3 for 2 copies in each of 4 groups"],
+    ),
+    "groups over the host": (
+        also(ZERO, at("placement.shard_groups", 4), at("sums.over", "host")),
+        ["placement.shard_groups: over the host the copies of a process have one place"],
+    ),
+    "groups of unlike kinds": (
+        also(ZERO, at("placement.shard_groups", 4), at("devices.2.kind", "gpu")),
+        ["placement.shard_groups: copies 0, 2, 4, 6 update the same, and are of unlike kinds"],
+    ),
+    "a stash of nothing": (
+        at("placement.stash", "host"),
+        ["placement.stash: what waits is of segments, set `chain`, or use 'device'"],
+    ),
+    "a prediction for other copies": (
+        at(
+            "prediction",
+            {"step_seconds": 1.0, "microbatch_seconds": [1.0], "fixed_seconds": []},
+        ),
+        [
+            r"prediction\.microbatch_seconds: 1 values for 8 replicas",
+            "prediction: microbatch_seconds and fixed_seconds come together",
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def copies():
+    """A job, and a plan of it for copies of one device."""
+    own = job(default=None)
+    return own, own.plan(mesh={"data": 8}, microbatch_size=4)
+
+
+@pytest.mark.parametrize("name", BROKEN_COPIES)
+def test_a_broken_file_of_copies_is_refused_with_key_and_reason(tmp_path, copies, name):
+    refused_with(tmp_path, copies, *BROKEN_COPIES[name])
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused_with_key_and_reason(tmp_path, whole, name):
-    own, plan = whole
-    edit, reasons = BROKEN[name]
+    refused_with(tmp_path, whole, *BROKEN[name])
+
+
+def refused_with(tmp_path, planned_job, edit, reasons):
+    own, plan = planned_job
     table = json.loads(plan.to_json())
     edit(table)
     path = tmp_path / "plan.json"
