@@ -36,6 +36,7 @@ def reversals(num):
     return {"source": source, "target": source[:, ::-1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "lstm"])
 def test_a_token_is_told_by_the_source_and_what_was_before_it_only(name):
     model, batch = called(name), reversals(2)
@@ -49,6 +50,7 @@ def test_a_token_is_told_by_the_source_and_what_was_before_it_only(name):
     assert (np.abs(model(other, batch["target"]) - logits).max((0, 2)) > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_padding_behind_a_source_changes_nothing():
     model, batch = called("lstm"), reversals(2)
     padded = np.pad(batch["source"], ((0, 0), (0, 3)))
