@@ -1,36 +1,31 @@
 """What tests know of the insides of `hxla._elastic`."""
 
-from hxla._elastic import _authority as _authority
-from hxla._elastic import _membership as _membership
-from hxla._elastic._authority import advance as advance
-from hxla._elastic._authority import begin as begin
-from hxla._elastic._authority import chosen as chosen
-from hxla._elastic._commits import Ledger as Ledger
-from hxla._elastic._kept_state import KeptState as KeptState
-from hxla._elastic._kept_state import added as added
-from hxla._elastic._kept_state import differing as differing
-from hxla._elastic._kept_state import newest as newest
-from hxla._elastic._kept_state import pruned as pruned
-from hxla._elastic._membership import AskedBack as AskedBack
-from hxla._elastic._membership import Completed as Completed
-from hxla._elastic._membership import Copied as Copied
-from hxla._elastic._membership import Discard as Discard
-from hxla._elastic._membership import Exited as Exited
-from hxla._elastic._membership import Form as Form
-from hxla._elastic._membership import Joined as Joined
-from hxla._elastic._membership import Kill as Kill
-from hxla._elastic._membership import Leave as Leave
-from hxla._elastic._membership import LeftState as LeftState
-from hxla._elastic._membership import MembershipRules as MembershipRules
-from hxla._elastic._membership import Offered as Offered
-from hxla._elastic._membership import Passed as Passed
-from hxla._elastic._membership import Prepare as Prepare
-from hxla._elastic._membership import Prepared as Prepared
-from hxla._elastic._membership import Release as Release
-from hxla._elastic._membership import Save as Save
-from hxla._elastic._membership import Saved as Saved
-from hxla._elastic._membership import SharesAsked as SharesAsked
-from hxla._elastic._membership import Stop as Stop
-from hxla._elastic._membership import Tell as Tell
-from hxla._elastic._membership import Told as Told
-from hxla._elastic._membership import Vanished as Vanished
+from hxla._elastic import _authority, _membership
+from hxla._elastic._authority import advance, begin, chosen
+from hxla._elastic._commits import Ledger
+from hxla._elastic._kept_state import KeptState, added, differing, newest, pruned
+from hxla._elastic._membership import (
+    AskedBack,
+    Completed,
+    Copied,
+    Discard,
+    Exited,
+    Form,
+    Joined,
+    Kill,
+    Leave,
+    LeftState,
+    MembershipRules,
+    Offered,
+    Passed,
+    Prepare,
+    Prepared,
+    Release,
+    Save,
+    Saved,
+    SharesAsked,
+    Stop,
+    Tell,
+    Told,
+    Vanished,
+)

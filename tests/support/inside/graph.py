@@ -1,29 +1,24 @@
 """What tests know of the insides of `hxla._graph`."""
 
-from hxla._graph._composed import Composer as Composer
-from hxla._graph._factors import fits as fits
-from hxla._graph._float8 import BACKWARD as BACKWARD
-from hxla._graph._float8 import FORWARD as FORWARD
-from hxla._graph._float8 import float8_product as float8_product
-from hxla._graph._float8 import quantized as quantized
-from hxla._graph._flops import equation_flops as equation_flops
-from hxla._graph._interpreter import AS_THEY_ARE as AS_THEY_ARE
-from hxla._graph._low_params import low_params as low_params
-from hxla._graph._operations import bytes_of as bytes_of
-from hxla._graph._operations import leaves as leaves
-from hxla._graph._parts import graph_at as graph_at
-from hxla._graph._parts import graph_of as graph_of
-from hxla._graph._parts import parts_of as parts_of
-from hxla._graph._precision_calls import PrecisionCalls as PrecisionCalls
-from hxla._graph._precision_classes import class_of as class_of
-from hxla._graph._repeats import layer_points as layer_points
-from hxla._graph._segments import chain_ops as chain_ops
-from hxla._graph._segments import crossing_bytes as crossing_bytes
-from hxla._graph._segments import cut_points as cut_points
-from hxla._graph._segments import in_task_order as in_task_order
-from hxla._graph._segments import run_segment as run_segment
-from hxla._graph._segments import segments as segments
-from hxla._graph._segments import segments_at as segments_at
-from hxla._graph._segments import task_points as task_points
-from hxla._graph._trace import trace_functional as trace_functional
-from hxla._graph._trace import trace_sums as trace_sums
+from hxla._graph._composed import Composer
+from hxla._graph._factors import fits
+from hxla._graph._float8 import BACKWARD, FORWARD, float8_product, quantized
+from hxla._graph._flops import equation_flops
+from hxla._graph._interpreter import AS_THEY_ARE
+from hxla._graph._low_params import low_params
+from hxla._graph._operations import bytes_of, leaves
+from hxla._graph._parts import graph_at, graph_of, parts_of
+from hxla._graph._precision_calls import PrecisionCalls
+from hxla._graph._precision_classes import class_of
+from hxla._graph._repeats import layer_points
+from hxla._graph._segments import (
+    chain_ops,
+    crossing_bytes,
+    cut_points,
+    in_task_order,
+    run_segment,
+    segments,
+    segments_at,
+    task_points,
+)
+from hxla._graph._trace import trace_functional, trace_sums

@@ -1,62 +1,44 @@
 """What tests know of the insides of `hxla._lower`."""
 
-from hxla._lower import _actions as _actions
-from hxla._lower import _chunks as _chunks
-from hxla._lower import _exact as _exact
-from hxla._lower import _lower as _lower
-from hxla._lower import _own_update as _own_update
-from hxla._lower import _pipeline as _pipeline
-from hxla._lower import _streamed_update as _streamed_update
-from hxla._lower import _update_groups as _update_groups
-from hxla._lower._across import Cut as Cut
-from hxla._lower._actions import FIELDS as FIELDS
-from hxla._lower._actions import KINDS as KINDS
-from hxla._lower._actions import crossed as crossed
-from hxla._lower._actions import exchanges as exchanges
-from hxla._lower._array_sums import digits_of as digits_of
-from hxla._lower._array_sums import exponents_for as exponents_for
-from hxla._lower._array_sums import value_of as value_of
-from hxla._lower._chunks import Chunks as Chunks
-from hxla._lower._chunks import all_gather as all_gather
-from hxla._lower._chunks import reduce_scatter as reduce_scatter
-from hxla._lower._contribution import Contribution as Contribution
-from hxla._lower._contribution import Tensors as Tensors
-from hxla._lower._contribution import packs_of as packs_of
-from hxla._lower._determinism import _equations as _equations
-from hxla._lower._determinism import dependent as dependent
-from hxla._lower._disk_shelf import _AHEAD as _AHEAD
-from hxla._lower._disk_shelf import DirectFile as DirectFile
-from hxla._lower._disk_shelf import DiskShelf as DiskShelf
-from hxla._lower._disk_shelf import _buffers as _buffers
-from hxla._lower._exact import Limbs as Limbs
-from hxla._lower._granules import Granules as Granules
-from hxla._lower._inputs import Training as Training
-from hxla._lower._inputs import sharded_of as sharded_of
-from hxla._lower._inputs import uneven_of as uneven_of
-from hxla._lower._inside import check_permutes as check_permutes
-from hxla._lower._lower import Programs as Programs
-from hxla._lower._lower import lower as lower
-from hxla._lower._microbatch import Microbatches as Microbatches
-from hxla._lower._num_terms import num_terms as num_terms
-from hxla._lower._options import extra_bytes as extra_bytes
-from hxla._lower._padding import NOT_PADDED as NOT_PADDED
-from hxla._lower._padding import Padding as Padding
-from hxla._lower._padding import padded as padded
-from hxla._lower._padding import unpadded as unpadded
-from hxla._lower._padding_kept import keeps_padding as keeps_padding
-from hxla._lower._pipeline import Pipeline as Pipeline
-from hxla._lower._pipeline_times import PieceTimes as PieceTimes
-from hxla._lower._replica import Replica as Replica
-from hxla._lower._segment_costs import segment_costs as segment_costs
-from hxla._lower._segment_part import direct_parts as direct_parts
-from hxla._lower._segmented import Segmented as Segmented
-from hxla._lower._sharded_params import ShardedParams as ShardedParams
-from hxla._lower._shelves import Away as Away
-from hxla._lower._slots import make_slots as make_slots
-from hxla._lower._stage import StagePart as StagePart
-from hxla._lower._store import Store as Store
-from hxla._lower._sum import Reducer as Reducer
-from hxla._lower._update import Given as Given
-from hxla._lower._update_groups import Unit as Unit
-from hxla._lower._update_groups import UpdateGroups as UpdateGroups
-from hxla._lower._words import Words as Words
+from hxla._lower import (
+    _actions,
+    _chunks,
+    _exact,
+    _lower,
+    _own_update,
+    _pipeline,
+    _streamed_update,
+    _update_groups,
+)
+from hxla._lower._across import Cut
+from hxla._lower._actions import FIELDS, KINDS, crossed, exchanges
+from hxla._lower._array_sums import digits_of, exponents_for, value_of
+from hxla._lower._chunks import Chunks, all_gather, reduce_scatter
+from hxla._lower._contribution import Contribution, Tensors, packs_of
+from hxla._lower._determinism import _equations, dependent
+from hxla._lower._disk_shelf import _AHEAD, DirectFile, DiskShelf, _buffers
+from hxla._lower._exact import Limbs
+from hxla._lower._granules import Granules
+from hxla._lower._inputs import Training, sharded_of, uneven_of
+from hxla._lower._inside import check_permutes
+from hxla._lower._lower import Programs, lower
+from hxla._lower._microbatch import Microbatches
+from hxla._lower._num_terms import num_terms
+from hxla._lower._options import extra_bytes
+from hxla._lower._padding import NOT_PADDED, Padding, padded, unpadded
+from hxla._lower._padding_kept import keeps_padding
+from hxla._lower._pipeline import Pipeline
+from hxla._lower._pipeline_times import PieceTimes
+from hxla._lower._replica import Replica
+from hxla._lower._segment_costs import segment_costs
+from hxla._lower._segment_part import direct_parts
+from hxla._lower._segmented import Segmented
+from hxla._lower._sharded_params import ShardedParams
+from hxla._lower._shelves import Away
+from hxla._lower._slots import make_slots
+from hxla._lower._stage import StagePart
+from hxla._lower._store import Store
+from hxla._lower._sum import Reducer
+from hxla._lower._update import Given
+from hxla._lower._update_groups import Unit, UpdateGroups
+from hxla._lower._words import Words

@@ -1,99 +1,67 @@
 """What tests know of the insides of `hxla._planner`."""
 
-from hxla._planner import _assignment_problem as _assignment_problem
-from hxla._planner import _best_pipeline as _best_pipeline
-from hxla._planner import _bound as _bound
-from hxla._planner import _branch as _branch
-from hxla._planner import _cell_packing as _cell_packing
-from hxla._planner import _chain_tables as _chain_tables
-from hxla._planner import _counts as _counts
-from hxla._planner import _like_copies as _like_copies
-from hxla._planner import _node_runs as _node_runs
-from hxla._planner import _packing as _packing
-from hxla._planner import _placed as _placed
-from hxla._planner import _propose as _propose
-from hxla._planner import _search as _search
-from hxla._planner import _shared_links as _shared_links
-from hxla._planner._assign import assign as assign
-from hxla._planner._assignment_problem import ChoiceNode as ChoiceNode
-from hxla._planner._assignment_problem import Edge as Edge
-from hxla._planner._assignment_problem import Problem as Problem
-from hxla._planner._assignment_problem import cost as cost
-from hxla._planner._assignment_problem import solve as solve
-from hxla._planner._axes import roles_of_mesh as roles_of_mesh
-from hxla._planner._axes import shard_graph as shard_graph
-from hxla._planner._axes import split_over as split_over
-from hxla._planner._bound import Bound as Bound
-from hxla._planner._chain import UNBOUNDED as UNBOUNDED
-from hxla._planner._chain import Chain as Chain
-from hxla._planner._chain import Group as Group
-from hxla._planner._chain import ReplicaSort as ReplicaSort
-from hxla._planner._chain import Rings as Rings
-from hxla._planner._chain import Staging as Staging
-from hxla._planner._chain_tables import step_seconds as step_seconds
-from hxla._planner._chain_tables import tables as tables
-from hxla._planner._chain_tables import tail_seconds as tail_seconds
-from hxla._planner._chain_texts import boundary_texts as boundary_texts
-from hxla._planner._chain_texts import keep_texts as keep_texts
-from hxla._planner._collective_costs import ALGORITHMS as ALGORITHMS
-from hxla._planner._collective_costs import favoured as favoured
-from hxla._planner._collective_costs import hierarchical as hierarchical
-from hxla._planner._collective_costs import volume as volume
-from hxla._planner._complete import complete as complete
-from hxla._planner._cost import LinkSeconds as LinkSeconds
-from hxla._planner._cost import all_gather_seconds as all_gather_seconds
-from hxla._planner._cost import ring_all_reduce_seconds as ring_all_reduce_seconds
-from hxla._planner._counts import best_counts as best_counts
-from hxla._planner._counts import bound_seconds as bound_seconds
-from hxla._planner._counts import even_counts as even_counts
-from hxla._planner._counts import finish_seconds as finish_seconds
-from hxla._planner._elimination import least_cost as least_cost
-from hxla._planner._estimate import Alternative as Alternative
-from hxla._planner._estimate import layer_times as layer_times
-from hxla._planner._estimate import product_flops as product_flops
-from hxla._planner._kind_orders import best_order as best_order
-from hxla._planner._memory_forms import GRANULES_OF_A_COPY as GRANULES_OF_A_COPY
-from hxla._planner._memory_forms import MemoryForms as MemoryForms
-from hxla._planner._memory_values import ChainBytes as ChainBytes
-from hxla._planner._memory_values import CopyDevice as CopyDevice
-from hxla._planner._memory_values import ModelBytes as ModelBytes
-from hxla._planner._memory_values import Travel as Travel
-from hxla._planner._microbatch_sizes import best_size as best_size
-from hxla._planner._microbatch_sizes import candidate_sizes as candidate_sizes
-from hxla._planner._node_runs import NodeRuns as NodeRuns
-from hxla._planner._offload_efficiency import checkpoint_intensity as checkpoint_intensity
-from hxla._planner._offload_efficiency import efficiency as efficiency
-from hxla._planner._offload_efficiency import needed_bandwidth as needed_bandwidth
-from hxla._planner._offload_efficiency import optimizer_intensity as optimizer_intensity
-from hxla._planner._offload_efficiency import parameter_intensity as parameter_intensity
-from hxla._planner._pipeline_request import PipelineRequest as PipelineRequest
-from hxla._planner._placed import Placer as Placer
-from hxla._planner._propose import ChainWork as ChainWork
-from hxla._planner._propose import propose as propose
-from hxla._planner._recompute import best_sequence as best_sequence
-from hxla._planner._recompute import keep_all as keep_all
-from hxla._planner._recompute import least_memory as least_memory
-from hxla._planner._search import search as search
-from hxla._planner._shard_groups import groups_of_nodes as groups_of_nodes
-from hxla._planner._shard_groups import travel_of as travel_of
-from hxla._planner._shared_links import NEXT as NEXT
-from hxla._planner._shared_links import Way as Way
-from hxla._planner._shared_links import busiest_card_seconds as busiest_card_seconds
-from hxla._planner._shared_links import copies_in as copies_in
-from hxla._planner._shared_links import copy_seconds as copy_seconds
-from hxla._planner._shared_links import placements as placements
-from hxla._planner._shared_links import shared_step_seconds as shared_step_seconds
-from hxla._planner._shared_links import traffic_of as traffic_of
-from hxla._planner._split_advice import better_shares as better_shares
-from hxla._planner._split_seconds import split_time as split_time
-from hxla._planner._split_sizes import SplitDevice as SplitDevice
-from hxla._planner._split_sizes import best_sizes as best_sizes
-from hxla._planner._split_times import places_of as places_of
-from hxla._planner._split_times import split_devices as split_devices
-from hxla._planner._staging import staging_cost as staging_cost
-from hxla._planner._state_bytes import MIXED_ADAM as MIXED_ADAM
-from hxla._planner._state_bytes import float32_state as float32_state
-from hxla._planner._state_bytes import zero_table as zero_table
-from hxla._planner._structures import pipelined as pipelined
-from hxla._planner._structures import replicated as replicated
-from hxla._planner._transformer_bytes import Decoder as Decoder
+from hxla._planner import (
+    _assignment_problem,
+    _best_pipeline,
+    _bound,
+    _branch,
+    _cell_packing,
+    _chain_tables,
+    _counts,
+    _like_copies,
+    _node_runs,
+    _packing,
+    _placed,
+    _propose,
+    _search,
+    _shared_links,
+)
+from hxla._planner._assign import assign
+from hxla._planner._assignment_problem import ChoiceNode, Edge, Problem, cost, solve
+from hxla._planner._axes import roles_of_mesh, shard_graph, split_over
+from hxla._planner._bound import Bound
+from hxla._planner._chain import UNBOUNDED, Chain, Group, ReplicaSort, Rings, Staging
+from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
+from hxla._planner._chain_texts import boundary_texts, keep_texts
+from hxla._planner._collective_costs import ALGORITHMS, favoured, hierarchical, volume
+from hxla._planner._complete import complete
+from hxla._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
+from hxla._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
+from hxla._planner._elimination import least_cost
+from hxla._planner._estimate import Alternative, layer_times, product_flops
+from hxla._planner._kind_orders import best_order
+from hxla._planner._memory_forms import GRANULES_OF_A_COPY, MemoryForms
+from hxla._planner._memory_values import ChainBytes, CopyDevice, ModelBytes, Travel
+from hxla._planner._microbatch_sizes import best_size, candidate_sizes
+from hxla._planner._node_runs import NodeRuns
+from hxla._planner._offload_efficiency import (
+    checkpoint_intensity,
+    efficiency,
+    needed_bandwidth,
+    optimizer_intensity,
+    parameter_intensity,
+)
+from hxla._planner._pipeline_request import PipelineRequest
+from hxla._planner._placed import Placer
+from hxla._planner._propose import ChainWork, propose
+from hxla._planner._recompute import best_sequence, keep_all, least_memory
+from hxla._planner._search import search
+from hxla._planner._shard_groups import groups_of_nodes, travel_of
+from hxla._planner._shared_links import (
+    NEXT,
+    Way,
+    busiest_card_seconds,
+    copies_in,
+    copy_seconds,
+    placements,
+    shared_step_seconds,
+    traffic_of,
+)
+from hxla._planner._split_advice import better_shares
+from hxla._planner._split_seconds import split_time
+from hxla._planner._split_sizes import SplitDevice, best_sizes
+from hxla._planner._split_times import places_of, split_devices
+from hxla._planner._staging import staging_cost
+from hxla._planner._state_bytes import MIXED_ADAM, float32_state, zero_table
+from hxla._planner._structures import pipelined, replicated
+from hxla._planner._transformer_bytes import Decoder

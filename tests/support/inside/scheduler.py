@@ -1,39 +1,23 @@
 """What tests know of the insides of `hxla._scheduler`."""
 
-from hxla._scheduler._device_proposals import ExecutorTime as ExecutorTime
-from hxla._scheduler._device_proposals import Trials as Trials
-from hxla._scheduler._device_proposals import learned as learned
-from hxla._scheduler._device_proposals import proposals as proposals
-from hxla._scheduler._elastic_jobs import ActiveJob as ActiveJob
-from hxla._scheduler._elastic_jobs import ElasticJob as ElasticJob
-from hxla._scheduler._elastic_jobs import Situation as Situation
-from hxla._scheduler._elastic_jobs import fits as fits
-from hxla._scheduler._elastic_jobs import free_devices as free_devices
-from hxla._scheduler._elastic_jobs import plus as plus
-from hxla._scheduler._gang_policies import backfill as backfill
-from hxla._scheduler._gang_policies import one_at_a_time as one_at_a_time
-from hxla._scheduler._gang_policies import shortest_remaining as shortest_remaining
-from hxla._scheduler._grants import Grant as Grant
-from hxla._scheduler._grants import pending as pending
-from hxla._scheduler._grants import taken as taken
-from hxla._scheduler._job_traces import read_jobs as read_jobs
-from hxla._scheduler._live_commands import LIVE_POLICIES as LIVE_POLICIES
-from hxla._scheduler._live_jobs import LiveJob as LiveJob
-from hxla._scheduler._live_jobs import read_live_jobs as read_live_jobs
-from hxla._scheduler._live_ray import RayFleet as RayFleet
-from hxla._scheduler._live_record import Decided as Decided
-from hxla._scheduler._live_record import Holds as Holds
-from hxla._scheduler._live_record import as_line as as_line
-from hxla._scheduler._live_record import as_simulation as as_simulation
-from hxla._scheduler._live_record import decided_otherwise as decided_otherwise
-from hxla._scheduler._live_record import read_record as read_record
-from hxla._scheduler._live_run import LiveSchedule as LiveSchedule
-from hxla._scheduler._live_run import Places as Places
-from hxla._scheduler._returns import returned as returned
-from hxla._scheduler._schedule_commands import GANGS as GANGS
-from hxla._scheduler._schedule_commands import POLICIES as POLICIES
-from hxla._scheduler._simulator import simulate as simulate
-from hxla._scheduler._waste import MOST_WASTE as MOST_WASTE
-from hxla._scheduler._waste import Capability as Capability
-from hxla._scheduler._waste import best_configuration as best_configuration
-from hxla._scheduler._waste import configuration as configuration
+from hxla._scheduler._device_proposals import ExecutorTime, Trials, learned, proposals
+from hxla._scheduler._elastic_jobs import ActiveJob, ElasticJob, Situation, fits, free_devices, plus
+from hxla._scheduler._gang_policies import backfill, one_at_a_time, shortest_remaining
+from hxla._scheduler._grants import Grant, pending, taken
+from hxla._scheduler._job_traces import read_jobs
+from hxla._scheduler._live_commands import LIVE_POLICIES
+from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
+from hxla._scheduler._live_ray import RayFleet
+from hxla._scheduler._live_record import (
+    Decided,
+    Holds,
+    as_line,
+    as_simulation,
+    decided_otherwise,
+    read_record,
+)
+from hxla._scheduler._live_run import LiveSchedule, Places
+from hxla._scheduler._returns import returned
+from hxla._scheduler._schedule_commands import GANGS, POLICIES
+from hxla._scheduler._simulator import simulate
+from hxla._scheduler._waste import MOST_WASTE, Capability, best_configuration, configuration
