@@ -21,7 +21,6 @@ from support import random_plans, tiers
 from support.inside.plan import _plan, deciding
 from support.random_plans import (
     BATCH,
-    EACH,
     FORMS,
     RUN_FORMS,
     STEPS,
@@ -80,12 +79,11 @@ def check(ended):
 
 
 def of_this_tier(drawn):
-    """Numbers of the trials to run: in the quick tier two of each set, one on two processes."""
+    """Numbers of the trials to run: in the quick tier two, one on two processes."""
     if tiers.is_all:
         return range(len(drawn))
-    kept = [n for n, trial in enumerate(drawn) if trial.processes == 1 and n % EACH < 2]
     pairs = [n for n, trial in enumerate(drawn) if trial.processes == 2 and trial.resumes is None]
-    return kept + pairs[:1]
+    return [0, *(pairs[:1] or [1])]
 
 
 #: A chain whose copies share their state on hosts, a pipeline, and copies of two processes.
