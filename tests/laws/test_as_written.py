@@ -110,7 +110,7 @@ def linen_keys(model, batch, *, key):
     return values, {"draw": hxla.metric(jax.random.uniform(key, (4,)), "concat")}
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", rows(["nnx", "linen"], "nnx"))
 def test_a_loss_gets_a_key_of_its_own_for_each_microbatch_of_each_step(kind):
     def run(counts, seed=0):
         model = CalledWithKeys(nnx.Rngs(0)) if kind == "nnx" else LinenWithKeys()

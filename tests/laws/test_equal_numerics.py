@@ -78,24 +78,17 @@ def check(ended):
                 )
 
 
-def of_this_tier(drawn):
-    """Numbers of the trials to run: in the quick tier two, one on two processes."""
-    if tiers.is_all:
-        return range(len(drawn))
-    pairs = [n for n, trial in enumerate(drawn) if trial.processes == 2 and trial.resumes is None]
-    return [0, *(pairs[:1] or [1])]
-
-
-#: A chain whose copies share their state on hosts, a pipeline, and copies of two processes.
-QUICK = ("mlp-chain=3", "mlp-size=2-stages=2-chunks=2", "conv-size=2-tensor=2-limbs=1")
+#: A chain whose copies share their state on hosts, and a pipeline. Real processes, with which the
+#: whole tier runs each form, have their own tests in the quick one: `run/test_agreement.py`,
+#: `lower/test_uneven_processes.py`, `lower/test_sums_over_host.py` and `plan/test_plan_files.py`.
+QUICK = ("mlp-chain=3", "mlp-size=2-stages=2-chunks=2")
 
 
 @pytest.mark.parametrize("form", rows(RUN_FORMS, *(f for f in RUN_FORMS if str(f) in QUICK)))
 def test_plans_of_equal_numerics_give_equal_bits(form, tmp_path, processes):
     ended = []
     drawn = trials(form)
-    for number in of_this_tier(drawn):
-        trial = drawn[number]
+    for number, trial in enumerate(drawn if tiers.is_all else drawn[:2]):
         folder = tmp_path / str(number) if trial.saves or trial.resumes is not None else None
         if trial.resumes is not None:
             shutil.copytree(tmp_path / str(trial.resumes), folder)
@@ -237,7 +230,8 @@ ADDED = {"mlp": 8 + 2 * 56, "gpt": 8 * 6 + 2 * 104, "conv": 8 * 36 + 2 * 62}
 MOVED = {"mlp": 1.0, "gpt": 1.0, "conv": 0.1 * 4}
 
 
-@pytest.mark.parametrize("name", rows(["mlp", "gpt", "conv"], "mlp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "gpt", "conv"])
 def test_the_models_train_as_plain_jax_does(name):
     size = 2
     losses, params, rest, largest = plain(name, size)

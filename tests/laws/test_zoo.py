@@ -65,7 +65,7 @@ STAGED = ("linen resnet", "llama", "experts", "fourier", "vae", "graph", "labels
 CUT = ("u-net", "gpt", "nn.scan", "mamba", "contrastive", "linen methods", "lamb", "diffusion")
 
 
-@pytest.mark.parametrize("name", rows(zoo.ROWS, "multi steps", "actor-critic"))
+@pytest.mark.parametrize("name", rows(zoo.ROWS, "multi steps"))
 def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     row = zoo.ROWS[name]
     one = train(row, checkpoint_dir=tmp_path, checkpoint_every=2)
@@ -82,14 +82,16 @@ def test_a_row_is_trained_as_plain_jax_does(name, tmp_path):
     assert resumed.sha256 == one.sha256
 
 
-@pytest.mark.parametrize("name", rows(STAGED, "labels"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGED)
 def test_two_stages_train_a_row(name):
     row = zoo.ROWS[name]
     config = {"cluster": {"visible_devices": [0, 1]}}
     as_plain(name, train(row, stages=2, counts="even", config=config))
 
 
-@pytest.mark.parametrize("name", rows(CUT, "lamb"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUT)
 def test_two_devices_share_a_row(name):
     row = zoo.ROWS[name]
     rules = hxla.RuleSet(

@@ -438,7 +438,8 @@ def long_sleeps(monkeypatch):
     return slept
 
 
-@pytest.mark.parametrize("late", rows([0, 1], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
     late, monkeypatch, long_sleeps
 ):
