@@ -131,6 +131,31 @@ def test_no_bit_depends_on_the_stage_or_on_where_state_waits(name):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(found.state)} == {"device"}
 
 
+@pytest.mark.parametrize("form", rows([(s, n) for s in range(4) for n in (2, 4)], (2, 2)))
+def test_each_device_has_its_share_and_no_more(form):
+    """AdamW: 4 bytes a parameter, 8 of moments; int32 sums of two limbs while they are kept."""
+    stage, num = form
+    own = shared(stage) if stage else job(Layers, {}, optax.adamw(1e-2))
+    before = bytes_of_devices()
+    with own.open(planned(own, num), steps=2) as session:
+        session.step()
+        after = bytes_of_devices()
+        leaves = jax.tree.leaves(session.state.params)
+        share = 1 / num
+        bytes_each = {
+            0: 4 + 8 + 8,
+            1: 4 + 8 * share + 8,
+            2: 4 + 8 * share,
+            3: (4 + 8) * share,
+        }[stage]
+        wanted = bytes_each * sum(x.size for x in leaves)
+        # Granules have at least eight elements, so vectors of four devices are padded.
+        small = 12 * 8 * 2 * len(leaves)
+        for device in range(num):
+            held = after[device, "device"] - before.get((device, "device"), 0)
+            assert abs(held - wanted) <= 0.03 * wanted + small
+
+
 #: Of the embedding, two matrices and what no segment reads.
 SIZES = (11 * WIDTH, WIDTH**2, WIDTH**2, 3)
 
