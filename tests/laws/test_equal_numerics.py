@@ -78,10 +78,10 @@ def check(ended):
                 )
 
 
-#: A chain whose copies share their state on hosts, and a pipeline. Real processes, with which the
-#: whole tier runs each form, have their own tests in the quick one: `run/test_agreement.py`,
+#: A pipeline. What else the whole tier runs here has its own tests in the quick one: chains that
+#: share their state, `lower/test_layered.py`; real processes, `run/test_agreement.py`,
 #: `lower/test_uneven_processes.py`, `lower/test_sums_over_host.py` and `plan/test_plan_files.py`.
-QUICK = ("mlp-chain=3", "mlp-size=2-stages=2-chunks=2")
+QUICK = ("mlp-size=2-stages=2-chunks=2",)
 
 
 @pytest.mark.parametrize("form", rows(RUN_FORMS, *(f for f in RUN_FORMS if str(f) in QUICK)))
