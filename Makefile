@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/hxla run --mesh cpu-1.0-0.33 examples/01_mixed_cluster.py
 
-# A covering set of every table: ten minutes on two cores.
+# A covering set of every table.
 test: $(STAMP) $(GPU_COMPILER)
 	$(call checked,$(PYTEST))
 

@@ -474,6 +474,7 @@ def test_a_copy_begins_later_than_the_others_and_ends_with_the_same_bits(
     assert all(0 < seconds[late] < DAY for seconds in busy)  # without what it waited
 
 
+@pytest.mark.slow
 def test_a_measured_pipeline_that_begins_later_is_predicted_to_end_later(monkeypatch):
     own, plan = job(4), two_pipelines()
     seconds = {(kind, part): 0.01 for kind in (FORWARD, BACKWARD) for part in range(2)}

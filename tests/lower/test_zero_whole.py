@@ -78,6 +78,7 @@ def test_no_bit_depends_on_who_has_what(name):
     assert whole.numerics != plan.numerics
 
 
+@pytest.mark.slow
 def test_state_that_is_shared_out_segment_by_segment_moves_no_bit():
     """Though parameters that devices cut are put together from them for the copy that owns them."""
     found = set()
