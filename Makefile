@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST_MODULE = pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m $(PYTEST_MODULE)
 # Tests, with the types checked beside them: fails where either does.
 checked = $(MAKE) --no-print-directory check & check=$$!; $(1); tests=$$?; wait $$check && exit $$tests
 # What a newer jax could change: tracing, lowering, sums, pipelines.
@@ -43,7 +44,7 @@ test-all: $(STAMP) $(GPU_COMPILER)
 # Lines and branches that tests run, into .coverage-quick.json, or -all with ARGS=--all.
 coverage: $(STAMP) $(GPU_COMPILER)
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m coverage run -m $(PYTEST_MODULE) $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o .coverage-$(if $(findstring --all,$(ARGS)),all,quick).json
 

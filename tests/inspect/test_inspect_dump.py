@@ -18,7 +18,7 @@ from support.inside.inspect import _origin, _shapes
 from support.inside.inspect import _replica_groups as _groups
 from support.inside.jax import _hlo_proto as _proto
 from support.large_dump import DUMPS, large_text, measured_alone
-from support.paths import PYTHONPATH
+from support.launched import own_environment
 from support.tiers import rows
 
 VERSIONS = ("jax-0.10", "jax-0.11", "jax-0.12")
@@ -231,7 +231,7 @@ hxla.train(Model(), data, loss, optax.adam(1e-3), batch_size=8, microbatch_size=
 @pytest.mark.slow
 def test_the_dump_of_a_run_names_the_programs_of_the_step(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH}
+    clean = own_environment()
     command = [sys.executable, "-m", "hxla", "run", "-n", "2", "--dump", "dump", "train.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -10,7 +10,8 @@ import sys
 import psutil
 import pytest
 
-from support.paths import JOBS, PYTHONPATH
+from support.launched import own_environment
+from support.paths import JOBS
 
 WIDTH, LAYERS = 2560, 5
 NUM_PARAMS = LAYERS * 8 * WIDTH**2
@@ -34,7 +35,7 @@ def start(tmp_path, num_devices, limit, **others):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH},
+        env=own_environment(),
     )
 
 

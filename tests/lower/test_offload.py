@@ -20,7 +20,8 @@ import hxla
 from hxla import ConfigError
 from support import families, shared_state
 from support.inside.lower import DirectFile, _update_groups
-from support.paths import JOBS, PYTHONPATH
+from support.launched import own_environment
+from support.paths import JOBS
 from support.tiers import rows
 from support.zero_jobs import BY_ELEMENT, BY_PARAMETER, STEPS, close, job, planned, trained
 
@@ -165,7 +166,7 @@ def start(tier, folder, steps, *more, num=1):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH},
+        env=own_environment(),
     )
 
 

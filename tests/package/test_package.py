@@ -4,7 +4,6 @@ import ast
 import contextlib
 import graphlib
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from flax import nnx
 
 import hxla
 from support import families, models
-from support.paths import EXAMPLES, PYTHONPATH, ROOT, TESTS
+from support.launched import own_environment
+from support.paths import EXAMPLES, ROOT, TESTS
 
 PACKAGE = ROOT / "hxla"
 # Imports go down this list only, and have no cycle within an entry.
@@ -333,7 +333,7 @@ def _runs(command, wanted):
         text=True,
         timeout=600,
         check=False,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH},
+        env=own_environment(),
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     for text in wanted:

@@ -20,10 +20,10 @@ import hxla
 from support import elastic_chaos, streams, tiers
 from support.inside.jax import _coordination, is_lost_peer
 from support.inside.run import _data, _host_link, from_text, to_text
-from support.launched import PATIENCE_SECONDS
+from support.launched import PATIENCE_SECONDS, own_environment
 from support.left_behind import wait_until
 from support.models import mesh
-from support.paths import JOBS, PYTHONPATH
+from support.paths import JOBS
 from support.tiers import examples
 
 SIZE = streams.BATCH_SIZE
@@ -299,7 +299,7 @@ def test_the_end_of_the_reader_is_the_end_of_another_process():
 
 def run(folder, *options, data="grain", steps=60):
     command = [sys.executable, "-m", "hxla", "run", *options, "--data", data, "--steps", str(steps)]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH}
+    env = own_environment()
     out = (folder / "printed.txt").open("ab")
     return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
@@ -333,7 +333,7 @@ def test_whoever_reads_is_to_blame_for_the_users_own_error(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
     command = [sys.executable, "-m", "hxla", "run", "-n", "2", str(script)]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": PYTHONPATH}
+    env = own_environment()
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 1
     assert re.search(r"hxla: rank \d failed \(ValueError: a fault of the user's own\)", ran.stderr)

@@ -24,9 +24,9 @@ import tempfile
 import time
 
 from support import left_behind
-from support.launched import PATIENCE_SECONDS
+from support.launched import PATIENCE_SECONDS, own_environment
 from support.paths import ROOT
-from support.ray_clusters import add_node, drain, own_environment, started_cluster
+from support.ray_clusters import add_node, drain, started_cluster
 from support.undisturbed import JOB, undisturbed, undisturbed_line
 
 KINDS = (

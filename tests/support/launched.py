@@ -11,16 +11,21 @@ from support.paths import PYTHONPATH
 PATIENCE_SECONDS = 300.0
 
 
+def own_environment():
+    """Without the fake devices of a test, and with this checkout."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return env | {"PYTHONPATH": PYTHONPATH}
+
+
 def start(tmp_path, code, *options, env=None, module=("-m", "hxla", "run")):
     script = tmp_path / "script.py"
     script.write_text(code)
-    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
         [sys.executable, *module, *options, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=clean | {"PYTHONPATH": PYTHONPATH} | (env or {}),
+        env=own_environment() | (env or {}),
         cwd=tmp_path,
     )
 

@@ -6,15 +6,9 @@ import pathlib
 import subprocess
 import sys
 
-from support.paths import PYTHONPATH
+from support.launched import own_environment
 
 STORE_BYTES = 80_000_000  # of a node's objects; the least that Ray takes is 75 MB
-
-
-def own_environment():
-    """Without the fake devices of a test, and with this checkout."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return env | {"PYTHONPATH": PYTHONPATH}
 
 
 @contextlib.contextmanager

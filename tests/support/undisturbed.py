@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 
+from support.launched import own_environment
 from support.paths import JOBS
-from support.ray_clusters import own_environment
 
 JOB = JOBS / "elastic_job.py"
 # What `hxla run` gives to processes on a CPU, and the bits depend on.
