@@ -2,10 +2,12 @@
 
 import base64
 import collections
+import functools
 import hashlib
 import itertools
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxlib import _jax as _jaxlib
 
 _HEARTBEAT_SECONDS = 100  # our own watchdog and authority speak first
 _JOIN_SECONDS = 300
+_PATIENCE_SECONDS = 1.0  # between looks at whether a rank is still there
 _CLAIM_SECONDS = 10  # for a key that is there
 _MOST_BYTES = 1 << 21  # of one value, compressed: a message of the service has a limit
 _rounds: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -105,23 +108,50 @@ def entries(prefix: str) -> dict[str, str]:
     return dict(client().key_value_dir_get(prefix))
 
 
-def gather(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
+def gather(
+    what: str,
+    text: str,
+    *,
+    timeout_seconds: float,
+    check: Callable[[int], None] = lambda rank: None,
+) -> tuple[str, ...]:
     """What every process says, in the order of ranks; each must call this equally often.
 
     Args:
         what: Name of what is gathered.
         text: This process's part.
         timeout_seconds: How long to wait for the slowest.
+        check: Called now and then with the rank that is waited for; raises to end the wait.
     """
     if jax.process_count() == 1:
         return (text,)
     number = next(_rounds[what])
     put(f"hxla/gather/{what}/{number}/{jax.process_index()}", text)
     keys = [f"hxla/gather/{what}/{number}/{r}" for r in range(jax.process_count())]
-    return tuple(get(key, timeout_seconds) for key in keys)
+    until = time.monotonic() + timeout_seconds
+    return tuple(_awaited(key, rank, until, check) for rank, key in enumerate(keys))
 
 
-def differing(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...]:
+def _awaited(key: str, rank: int, until: float, check: Callable[[int], None]) -> str:
+    """The part of a rank, which writes it before it ends."""
+    while True:
+        try:
+            return get(key, min(_PATIENCE_SECONDS, max(until - time.monotonic(), 0.001)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > until:
+                raise
+        try:
+            check(rank)
+        except Exception:
+            found = entries(key.rpartition("/")[0])
+            if key not in found:
+                raise
+            return found[key]
+
+
+def differing(
+    what: str, text: str, *, timeout_seconds: float, check: Callable[[int], None]
+) -> tuple[str, ...]:
     """What every process says, if they do not all say the same; else nothing.
 
     Of equal texts only a hash travels. Every process learns the same, so all of them can refuse.
@@ -130,15 +160,17 @@ def differing(what: str, text: str, *, timeout_seconds: float) -> tuple[str, ...
         what: Name of what is compared.
         text: This process's version; each must call this equally often.
         timeout_seconds: How long to wait for the slowest.
+        check: As of `gather`.
     """
     if jax.process_count() == 1:
         return ()
     data = text.encode()
-    digests = gather(what, hashlib.sha256(data).hexdigest(), timeout_seconds=timeout_seconds)
+    told = functools.partial(gather, what, timeout_seconds=timeout_seconds, check=check)
+    digests = told(hashlib.sha256(data).hexdigest())
     if len(set(digests)) == 1:
         return ()
     sent = base64.b85encode(zlib.compress(data)[:_MOST_BYTES]).decode()
-    return tuple(map(_unpacked, gather(what, sent, timeout_seconds=timeout_seconds)))
+    return tuple(map(_unpacked, told(sent)))
 
 
 def _unpacked(sent: str) -> str:

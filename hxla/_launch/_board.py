@@ -16,6 +16,11 @@ LOGS_VARIABLE = "HXLA_LOGS"  # folder for what would bury the one line that matt
 _SLOT_BYTES = 4096
 _NOTE_CHARACTERS = 300
 
+#: What is said of a rank that another one waits for in vain.
+ENDED = (
+    "ended its script, and another rank waits for it: every rank has to make the same calls of hxla"
+)
+
 State = Literal[
     "starting", "running", "finished", "left", "failed", "victim", "judged", "preempted"
 ]
@@ -37,6 +42,9 @@ class Post:
         count: Beats so far.
         moved_at: When step, phase or state last changed, by `time.monotonic` of its machine.
         step_seconds: How long the last step took.
+        session: How many sessions this process has opened.
+        left_session: The last of them that an error ended; 0: none.
+        has_ended: Whether its script is over.
     """
 
     step: int = -1
@@ -48,6 +56,9 @@ class Post:
     count: int = 0
     moved_at: float = 0.0
     step_seconds: float = 0.0
+    session: int = 0
+    left_session: int = 0
+    has_ended: bool = False
 
     @property
     def where(self) -> str:

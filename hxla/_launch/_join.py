@@ -1,7 +1,9 @@
 """Join the processes of a job; `python -m hxla._launch script.py` runs a script in one."""
 
+import atexit
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
 import runpy
@@ -18,9 +20,10 @@ from .._core._types import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from .._jax import _coordination, _local_clients
 from .._jax._lost_peers import is_lost_peer
 from ._batch_tasks import cluster_in_sight
-from ._board import LOGS_VARIABLE, Board, Post, own_board, say
+from ._board import LOGS_VARIABLE, Board, Post, own_board, post_of, say
 from ._last_words import last_words, show
 from ._mailbox import MAILBOX_VARIABLE
+from ._texts import ServiceTexts
 
 _STAY_SECONDS = 2.0  # for others that end by themselves
 _LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
@@ -85,11 +88,19 @@ def join() -> None:
         elif cluster_in_sight() or _in_kubernetes_job():
             _coordination.leave_sigterm_alone()
             jax.distributed.initialize()
+            atexit.register(_say_end)  # before jax waits for the others
     except RuntimeError as error:
         raise LaunchError(
             f"the processes of the job did not find each other: {error}\ncall hxla.join() before "
             "anything else uses JAX, and see that the coordinator's address can be reached"
         ) from error
+
+
+def _say_end() -> None:
+    with contextlib.suppress(Exception):  # the service is gone with process 0
+        texts, rank = ServiceTexts(), jax.process_index()
+        post = post_of(texts.entries().get(rank, Post().text()))
+        texts.put(rank, dataclasses.replace(post, has_ended=True).text())
 
 
 def _in_kubernetes_job() -> bool:
@@ -114,13 +125,14 @@ def run_joined(work: Callable[[], None]) -> None:
         join()
         say(board, rank, phase="script")
         work()
-        say(board, rank, state="finished")
+        if say(board, rank, has_ended=True).state != "left":
+            say(board, rank, state="finished")
     except SystemExit as stop:
         code = stop.code or 0
         _say_exit(board, rank, code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-        say(board, rank, state="left", note="Ctrl-C")
+        say(board, rank, state="left", note="Ctrl-C", has_ended=True)
         if board is None:
             print("hxla: interrupted", file=sys.stderr)
     except BaseException as error:
@@ -152,7 +164,7 @@ def _say_exit(board: Board | None, rank: int, code: int | str | None) -> None:
     elif code:
         note = code.strip() if isinstance(code, str) else f"sys.exit({code})"
         say(board, rank, state="failed", note=note, exit_code=1 if isinstance(code, str) else code)
-    elif board.posts().get(rank, Post()).state != "finished":
+    elif say(board, rank, has_ended=True).state != "finished":
         say(board, rank, state="left", note="sys.exit(0)")
 
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterable, Sequence
 
 from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
-from ._board import Post
+from ._board import ENDED, Post
 
 #: Phases in which a process waits for all others.
 WAITING_PHASES = frozenset({"reduce", "evaluation's sum", "checkpoint", "finishing"})
@@ -33,6 +33,11 @@ class Standing:
     post: Post
     code: int | None = None
     ended_at: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it makes no further calls."""
+        return self.post.has_ended or self.code == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,32 +114,44 @@ def _evidence(s: Standing, standings: Sequence[Standing], now: float) -> _Eviden
     if code not in (None, 0, EXIT_PREEMPTED):
         assert code is not None
         return of(_OWN, s.ended_at, f"exited with code {code}", code)
-    has_left = post.state == "left" or (code == 0 and post.state == "running")
-    if has_left and _is_missed(s, standings, now):
-        how = post.note or "exited with code 0"
+    is_gone = s.is_over or post.state == "left" or post.left_session
+    if is_gone and _is_missed(s, standings, now):
         at = s.ended_at if code == 0 else post.moved_at
+        if post.state == "finished":
+            verdict = Verdict(rank=s.rank, reason=ENDED, code=EXIT_WATCHDOG)
+            return _Evidence(weight=_LEFT, at=at, verdict=verdict)
+        how = post.note or "exited with code 0"
         return of(_LEFT, at, f"left the job by itself ({how})", EXIT_WATCHDOG)
     return None
 
 
 def _is_missed(gone: Standing, standings: Iterable[Standing], now: float) -> bool:
     """Whether another rank has come to where it needs the one that has left, or died of that."""
-    if gone.code == 0 and any(
+    has_failed = gone.code == 0 and gone.post.state != "finished"
+    if has_failed and any(
         other.post.state == "victim" or other.code == -signal.SIGABRT for other in standings
     ):
         return True
     return any(
         other.post.state in ("running", "victim")
         and other.code is None
-        and _needs(other.post, gone.post, now)
+        and _needs(other.post, gone, now)
         for other in standings
     )
 
 
-def _needs(waiting: Post, gone: Post, now: float) -> bool:
+def _needs(waiting: Post, other: Standing, now: float) -> bool:
     """Whether a process at one place needs another that left at another place."""
+    gone = other.post
+    waits = waiting.phase in WAITING_PHASES
+    waits = waits and now - max(waiting.moved_at, gone.moved_at) > _WAITING_SECONDS
+    if waiting.session > gone.session:  # both have left a session: only one may open the next
+        return other.is_over
+    if waiting.session < gone.session:
+        return waits and gone.left_session == waiting.session
+    if gone.state == "finished" or (gone.state == "running" and not other.is_over):
+        return False  # it is an earlier session that it left
     if waiting.phase in WAITING_PHASES:  # it may also be about to come to where the other left
-        waits = now - max(waiting.moved_at, gone.moved_at) > _WAITING_SECONDS
         return waits and _place(waiting) >= _place(gone)
     if gone.phase == "script":
         return _place(waiting) > _place(gone)

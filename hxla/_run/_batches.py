@@ -52,6 +52,8 @@ class Batches:
                 is, and again to whoever asks later.
         """
         with self._lock:
+            if step in self._kept:  # whatever was met while it was read ahead
+                return self._kept[step]
             if self._failure is not None:
                 raise self._failure
             if step < self._next and step not in self._kept:

@@ -24,6 +24,7 @@ from .._graph._graph import Graph
 from .._graph._precision_calls import PrecisionCalls
 from .._graph._trace import trace_functional
 from .._jax import _coordination
+from .._launch._texts import check_is_there
 from .._lower._inputs import Training
 from .._lower._lower import Programs, lower
 from .._model._annotations import Strategy
@@ -208,7 +209,7 @@ class TracedJob:
     def gather(self, what: str, text: str) -> tuple[str, ...]:
         """What every process says, in the order of ranks; each must call this equally often."""
         seconds = self.settings.watchdog.progress_timeout_seconds
-        return _coordination.gather(what, text, timeout_seconds=seconds)
+        return _coordination.gather(what, text, timeout_seconds=seconds, check=check_is_there)
 
     def agree(self, what: str, facts: Callable[[], Facts]) -> None:
         """Refuse to go on, on every process, where processes disagree.
@@ -222,7 +223,9 @@ class TracedJob:
         """
         if jax.distributed.is_initialized():  # unlike their number this is known without devices
             seconds = self.settings.watchdog.progress_timeout_seconds
-            differing = functools.partial(_coordination.differing, timeout_seconds=seconds)
+            differing = functools.partial(
+                _coordination.differing, timeout_seconds=seconds, check=check_is_there
+            )
             agree(what, facts(), differing)
 
     def devices(self, mesh: jax.sharding.Mesh | None = None) -> Devices:

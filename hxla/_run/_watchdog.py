@@ -14,38 +14,18 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar
 
 from .._core._config import WatchdogConfig
 from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
-from .._jax import _coordination
-from .._launch._board import Post, own_board, post_of
+from .._launch._board import ENDED, Post, own_board, post_of
 from .._launch._last_words import last_words
 from .._launch._member import own_member
+from .._launch._texts import ServiceTexts, Texts
 from .._launch._verdict import WAITING_PHASES
 
-_PREFIX = "hxla/beat/"
 _INTERVAL_SECONDS = 0.5  # between beats
 _BOARD_INTERVAL_SECONDS = 0.25  # where they cost nothing
-
-
-class _Texts(Protocol):
-    """Holds one text of each rank."""
-
-    def put(self, rank: int, text: str) -> None: ...
-
-    def entries(self) -> dict[int, str]: ...
-
-
-class _ServiceTexts:
-    """The same in the coordination service, for processes on several machines."""
-
-    def put(self, rank: int, text: str) -> None:
-        _coordination.put(f"{_PREFIX}{rank}", text)
-
-    def entries(self) -> dict[int, str]:
-        found = _coordination.entries(_PREFIX)
-        return {int(key.rsplit("/", 1)[-1]): text for key, text in found.items()}
 
 
 class Watchdog:
@@ -57,6 +37,8 @@ class Watchdog:
         settings: When a job is given up.
     """
 
+    _last: ClassVar[Post] = Post()  # of this process's sessions
+
     def __init__(self, *, rank: int, num_processes: int, settings: WatchdogConfig):
         self._rank = rank
         self._heartbeat = settings.heartbeat_timeout_seconds
@@ -64,12 +46,19 @@ class Watchdog:
         self._judges_silence = own_member() is None
         self._progress = settings.progress_timeout_seconds
         self._board = own_board()
-        self._texts: _Texts | None = self._board
+        self._texts: Texts | None = self._board
         if self._board is None and num_processes > 1:
-            self._texts = _ServiceTexts()
+            self._texts = ServiceTexts()
         self._interval = _INTERVAL_SECONDS if self._board is None else _BOARD_INTERVAL_SECONDS
         self._change = threading.Lock()  # of the own post, which two threads write
-        self._own = Post(state="running", moved_at=time.monotonic())
+        before = Watchdog._last
+        self._own = Post(
+            state="running",
+            note=before.note,
+            moved_at=time.monotonic(),
+            session=before.session + 1,
+            left_session=before.left_session,
+        )
         self._step_began = time.monotonic()
         self._end = threading.Event()
         self._answered = time.monotonic()
@@ -93,6 +82,7 @@ class Watchdog:
         if self._own.state == "running":
             self._say(state="finished")
             self._publish()
+        Watchdog._last = self._own
 
     def beat(self, step: int, phase: str) -> None:
         """Say where this process is; costs nothing."""
@@ -134,7 +124,8 @@ class Watchdog:
             self._say(state="preempted")
         else:
             is_exit = isinstance(error, SystemExit)
-            self._say(state="left", note=f"sys.exit({code!r})" if is_exit else last_words(error))
+            note = f"sys.exit({code!r})" if is_exit else last_words(error)
+            self._say(state="left", note=note, left_session=self._own.session)
         self._publish()
 
     def _say(self, **changes: object) -> None:
@@ -191,7 +182,15 @@ class Watchdog:
         """The rank that ends the job, and why; None while all is well."""
         if self._board is None and self._rank and now - self._answered > self._heartbeat:
             return 0, f"has not answered for {now - self._answered:.1f} s"
-        running = {r: p for r, p in self._seen.items() if p.state in ("running", "left")}
+        for rank, post in self._seen.items():
+            if post.has_ended and post.session < self._own.session:
+                return rank, ENDED
+        running = {
+            rank: post
+            for rank, post in self._seen.items()
+            if post.state == "running"
+            or (post.state == "left" and post.session == self._own.session)
+        }
         for rank, post in running.items():
             silent = now - self._beat_at[rank]
             if rank != self._rank and silent > self._heartbeat and self._judges_silence:

@@ -91,6 +91,34 @@ CASES = {
         (1, 76),
     ),
     "a victim, if there is nobody else": ([standing(0, state="victim"), standing(1)], (0, 1)),
+    "all caught an error, and one of them begins the next session already": (
+        [
+            standing(0, step=-1, phase="compiling and measuring", session=2, left_session=1),
+            standing(1, step=2, phase="data", session=1, left_session=1, state="left"),
+        ],
+        None,
+    ),
+    "one caught an error of its own, and begins a session that the other knows nothing of": (
+        [
+            standing(0, step=2, phase="reduce", session=1),
+            standing(1, step=-1, phase="compiling", session=2, left_session=1),
+        ],
+        (1, 76),
+    ),
+    "a script that is over, and a session that it never opened": (
+        [
+            standing(0, step=-1, phase="compiling", session=1),
+            standing(1, phase="script", state="finished", has_ended=True),
+        ],
+        (1, 76),
+    ),
+    "a script that is over, and a session that both were in": (
+        [
+            standing(0, step=9, phase="finishing", session=1),
+            standing(1, phase="script", state="finished", has_ended=True, session=1),
+        ],
+        None,
+    ),
     "a checkpoint was written": ([standing(0, 75, 9.0, state="preempted"), standing(1)], None),
 }
 

@@ -113,7 +113,7 @@ def told(name):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         # So small that parameters are cut into slices.
         patch.setattr(_update_groups, "_LEAST_BYTES", 512)
-        patch.setattr(_update_groups, "_NUM_GROUPS", 3)
+        patch.setattr(_update_groups, "_NUM_GROUPS", 2)
         return wanted, relayed(forms, folder, HELD_OUT, look)
 
 
@@ -135,7 +135,7 @@ def test_no_bit_depends_on_the_stage_or_on_where_state_waits(name):
 def test_each_device_has_its_share_and_no_more(form):
     """AdamW: 4 bytes a parameter, 8 of moments; int32 sums of two limbs while they are kept."""
     stage, num = form
-    own = shared(stage) if stage else job(Layers, {}, optax.adamw(1e-2))
+    own = shared(stage, Few) if stage else job(Few, {}, optax.adamw(1e-2))
     before = bytes_of_devices()
     with own.open(planned(own, num), steps=2) as session:
         session.step()

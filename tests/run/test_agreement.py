@@ -13,8 +13,7 @@ import json, os, signal, time
 import jax, numpy as np, optax
 from flax import nnx
 import hxla
-from support.inside.jax import _coordination
-from support.inside.run import _watchdog
+from support.inside.launch import ServiceTexts, post_of
 
 hxla.join()
 print(json.dumps(["joined", jax.process_count(), jax.process_index()]), flush=True)
@@ -73,8 +72,7 @@ def own_plan(counts):
 
 
 def posts():
-    texts = _coordination.entries(_watchdog._PREFIX)
-    return {int(key.rsplit("/", 1)[-1]): _watchdog.post_of(text) for key, text in texts.items()}
+    return {rank: post_of(text) for rank, text in ServiceTexts().entries().items()}
 
 
 def freezes(record, session):

@@ -118,6 +118,16 @@ def source_of(data, **options):
     return _data.as_source(data, batch_size=SIZE, seed=0, **options)
 
 
+def test_what_was_read_ahead_of_the_end_is_still_there():
+    """A step gets its batch, however far another thread has read."""
+    source = source_of(iter([{"x": np.full((SIZE, 2), k)} for k in range(2)]))
+    with pytest.raises(hxla.DataError, match="ended after 2 global batches"):
+        source.fetch(2, np.arange(1))
+    assert source.fetch(1, np.arange(1))["x"].tolist() == [[1, 1]]
+    with pytest.raises(hxla.DataError, match="ended after 2 global batches"):
+        source.fetch(2, np.arange(1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_that_of_the_step_and_not_of_what_was_loaded_ahead(kind):
     source = source_of(kind(Made()))

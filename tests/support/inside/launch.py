@@ -17,5 +17,6 @@ from hxla._launch._member import Pinned, pin
 from hxla._launch._output import Logs, Output
 from hxla._launch._ray_cluster import connect
 from hxla._launch._ray_host import RayHost
+from hxla._launch._texts import ServiceTexts
 from hxla._launch._verdict import Standing, judge
 from hxla._launch._workers import Seat, Streams, WorkersStart

@@ -11,7 +11,6 @@ from hxla._run import (
     _session,
     _session_member,
     _shared_state,
-    _watchdog,
 )
 from hxla._run._balancer import Balancer
 from hxla._run._checkpoints import Checkpoints
