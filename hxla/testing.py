@@ -70,7 +70,7 @@ def assert_collectives(
         "all-to-all": all_to_all,
         "collective-permute": collective_permute,
     }
-    found = inspect(step, *args)
+    found = _whole(step, *args)
     wrong = []
     for kind, number in wanted.items():
         own = _select(found, kind, axis=axis, task_graph=task_graph, module=module)
@@ -98,7 +98,7 @@ def assert_at_most(
         AssertionError: If a block has more, listing them.
         InspectError: If `axis` is given and the axes are not known, or `each` finds no block.
     """
-    found = inspect(step, *args)
+    found = _whole(step, *args)
     modules = _modules(found)
     if not any(re.search(each, module) for module in modules):
         raise InspectError(
@@ -132,7 +132,7 @@ def assert_no_all_gather_of_parameters(step: Any, *args: Any) -> None:
         InspectError: If the program has no argument that is a parameter: give `owners` to
             `hxla.inspect` and pass its result.
     """
-    found = inspect(step, *args)
+    found = _whole(step, *args)
     parameters = {a.path for p in found.programs for a in p.arrays if a.owner == "parameter"}
     if not parameters:
         raise InspectError(
@@ -158,7 +158,7 @@ def assert_peak_memory_below(step: Any, limit: str | int, *args: Any) -> None:
         InspectError: If a program's memory is not known, or the limit is no size.
     """
     most = num_bytes(limit)
-    for program in inspect(step, *args).programs:
+    for program in _whole(step, *args).programs:
         memory = program.memory
         if memory is None:
             raise InspectError(
@@ -185,7 +185,7 @@ def assert_no_warnings(step: Any, *args: Any, kinds: tuple[str, ...] = ()) -> No
     Raises:
         AssertionError: With the warnings.
     """
-    found = [w for p in inspect(step, *args).programs for w in p.warnings]
+    found = [w for p in _whole(step, *args).programs for w in p.warnings]
     wrong = [w.text for w in found if not kinds or w.kind in kinds]
     if wrong:
         raise AssertionError("\n".join(wrong))
@@ -209,6 +209,15 @@ def num_bytes(limit: str | int) -> int:
     if found is None or found[2] not in _UNITS:
         raise InspectError(f"{limit!r} is no size: write 500MB or 2GiB")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _whole(step: Any, *args: Any) -> Inspection:
+    """Programs of which nothing is missing: an assertion on a part of one would prove nothing."""
+    found = inspect(step, *args)
+    problems = [*found.problems, *(said for program in found.programs for said in program.problems)]
+    if problems:
+        raise InspectError(f"not all of it was read, so nothing is asserted: {'; '.join(problems)}")
+    return found
 
 
 def _select(found: Inspection, kind: str, **where: str | None) -> list[Collective]:

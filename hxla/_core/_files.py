@@ -144,14 +144,18 @@ def unpack(data: bytes) -> tuple[bytes, str]:
         ValueError: If they are none, or unpack to too much.
     """
     most = min(MOST_DUMP_BYTES, max(_UNPACKED_BYTES, _MOST_RATIO * len(data)))
-    unpacking = zlib.decompressobj(wbits=31)  # gzip's format
-    try:
-        found = unpacking.decompress(data, most)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if unpacking.unconsumed_tail:
-        raise ValueError(f"it unpacks to more than {most >> 20} MiB from {len(data):,} bytes")
-    return found, "" if unpacking.eof else "it was cut off"
+    found, rest = bytearray(), data
+    while True:  # a file may be several packed ones after each other
+        unpacking = zlib.decompressobj(wbits=31)  # gzip's format
+        try:
+            found += unpacking.decompress(rest, most + 1 - len(found))
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        if len(found) > most:
+            raise ValueError(f"it unpacks to more than {most >> 20} MiB from {len(data):,} bytes")
+        rest = unpacking.unused_data.lstrip(b"\0")
+        if not rest:
+            return bytes(found), "" if unpacking.eof else "it was cut off"
 
 
 def named(what: str, path: str | os.PathLike[str], error: type[Exception]) -> Refuse:

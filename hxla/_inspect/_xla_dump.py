@@ -26,7 +26,7 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
     """Inspect a dump folder, those of several processes within it, or one file.
 
     Raises:
-        InspectError: If there is no such file or folder, or nothing in it is HLO.
+        InspectError: If there is no such file or folder, or no program in it can be read.
     """
     try:
         if not path.exists():
@@ -55,6 +55,8 @@ def read_dump(path: pathlib.Path, hints: Hints) -> Inspection:
             f"{path} holds no HLO: no file like module_0000.NAME.after_optimizations.txt; make a "
             "dump with hxla run --dump DIR, or XLA_FLAGS=--xla_dump_to=DIR"
         )
+    if not programs:
+        raise InspectError(f"{path} holds no program that can be read: {'; '.join(problems)}")
     ranked = sorted(programs, key=lambda p: -(p.memory.total_bytes if p.memory else 0))
     return Inspection(programs=tuple(ranked), problems=tuple(problems))
 
@@ -117,6 +119,8 @@ def _program(files: _Files, hints: Hints) -> Program:
             + (": the compiler did not finish it" if "before .txt" in files else "")
         )
         raise ValueError(f"there is no optimized program: {reasons}")
+    if not any(each.instructions for each in module.computations.values()):
+        raise ValueError("; ".join(problems or module.problems))
     before, _ = _module(files, "before", problems)
     text = files.get("after -buffer-assignment.txt")
     if assignment is None and text is not None:

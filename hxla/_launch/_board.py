@@ -14,7 +14,7 @@ from typing import Literal
 BOARD_VARIABLE = "HXLA_BOARD"  # path of the board
 LOGS_VARIABLE = "HXLA_LOGS"  # folder for what would bury the one line that matters
 _SLOT_BYTES = 4096
-_NOTE_CHARACTERS = 300
+_NOTE_BYTES = 1500  # written as JSON they may be twice as many
 
 #: What is said of a rank that another one waits for in vain.
 ENDED = (
@@ -69,7 +69,7 @@ class Post:
 
     def text(self) -> str:
         """As JSON."""
-        note = self.note[:_NOTE_CHARACTERS]
+        note = self.note.encode()[:_NOTE_BYTES].decode(errors="ignore")
         return json.dumps(
             dataclasses.asdict(dataclasses.replace(self, note=note)), ensure_ascii=False
         )

@@ -118,7 +118,8 @@ def process_environment(
         mesh: File of them.
 
     Raises:
-        LaunchError: If fewer cards are visible than are described.
+        LaunchError: If fewer cards are visible than are described, or `JAX_PLATFORMS` asks for an
+            accelerator where the device is a processor.
     """
     env = dict(os.environ)
     is_unlike = are_unlike(own.kind for own in devices)
@@ -139,6 +140,13 @@ def process_environment(
         "--xla_cpu_collective_timeout_seconds=7200",
     )
     if device.kind == "cpu":
+        asked = env.get("JAX_PLATFORMS", "")
+        if asked and "cpu" not in asked.split(","):
+            raise LaunchError(
+                f"JAX_PLATFORMS={asked} asks for an accelerator, and this process would have the "
+                "processor: a driver shows none here, or the mesh file describes none; unset it, "
+                "or set JAX_PLATFORMS=cpu"
+            )
         env["JAX_PLATFORMS"] = "cpu"
         # XLA cuts long contractions and sums by the threads it has, whatever its flags say, so the
         # cores that a process may use would change bits.

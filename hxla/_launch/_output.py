@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -17,6 +18,8 @@ _LOG_OF_XLA = re.compile(
     rb"[EF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EF] |\*\*\* |terminate called|"
     rb"Fatal Python error"
 )
+_LOGS = "hxla-run-"
+_NUM_KEPT = 10  # with that of the job that begins
 _HOLD_SECONDS = 1.0  # until a failure that explains such lines must have been seen
 
 
@@ -29,16 +32,36 @@ def append_log(folder: pathlib.Path, rank: int, text: bytes) -> None:
 
 
 class Logs:
-    """A folder for what would bury the line that matters; it is there once it holds something."""
+    """A folder for what would bury the line that matters; it is there once it holds something.
+
+    Of jobs that are over those of the last ones are kept.
+    """
 
     def __init__(self) -> None:
-        name = f"hxla-run-{os.getpid()}-{secrets.token_hex(3)}"
+        name = f"{_LOGS}{os.getpid()}-{secrets.token_hex(3)}"
         self.folder = pathlib.Path(tempfile.gettempdir()) / name
+        _remove_old(self.folder.parent)
 
     @property
     def said(self) -> bool:
         """Whether there is anything in it."""
         return self.folder.is_dir()
+
+
+def _remove_old(parent: pathlib.Path) -> None:
+    """Of this user's folders of jobs that are over, all but the newest."""
+    found = []
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            pid = entry.name.removeprefix(_LOGS).partition("-")[0]
+            if entry.name.startswith(_LOGS) and pid.isdigit():
+                with contextlib.suppress(OSError):  # another process removes it too
+                    told = entry.stat(follow_symlinks=False)
+                    own = told.st_uid == os.getuid() and entry.is_dir(follow_symlinks=False)
+                    if own and not pathlib.Path("/proc", pid).exists():
+                        found.append((told.st_mtime, entry.path))
+    for _, path in sorted(found, reverse=True)[_NUM_KEPT - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Output:

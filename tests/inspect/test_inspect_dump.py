@@ -13,6 +13,7 @@ import sys
 import pytest
 
 import hxla
+from hxla import testing
 from support import programs
 from support.inside.inspect import _origin, _shapes
 from support.inside.inspect import _replica_groups as _groups
@@ -168,8 +169,20 @@ def test_a_mixed_dump_gives_what_can_be_read(tmp_path):
     assert "jit_broken: there is no optimized program" in problems
     assert "jit_killed: there is no optimized program" in problems
     assert "the compiler did not finish it" in problems
-    noise = next(p for p in found.programs if "noise" in p.source)
-    assert any("no HLO text" in p for p in noise.problems)
+    assert "jit_noise: there is no HloModule line: this is no HLO text" in problems
+    with pytest.raises(hxla.InspectError, match="not all of it was read"):
+        testing.assert_no_warnings(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["nothing of XLA's", "HloModule x\n", ""])
+def test_a_file_that_is_no_hlo_is_refused(text, tmp_path):
+    """Else each assertion on it would hold."""
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(hxla.InspectError, match="holds no program that can be read"):
+        hxla.inspect(path)
+    with pytest.raises(hxla.InspectError, match="holds no program that can be read"):
+        testing.assert_collectives(path, all_gather=0)
 
 
 def test_a_folder_without_hlo_says_how_to_make_a_dump(tmp_path):

@@ -19,8 +19,8 @@ from hxla import LaunchError, MeshError, load_cluster
 from hxla.__main__ import main
 from support import left_behind
 from support.inside.core import names
+from support.inside.launch import Logs, _throttle
 from support.inside.launch import _launcher as _run
-from support.inside.launch import _throttle
 from support.launched import PATIENCE_SECONDS, end_of, lines_with, start
 from support.left_behind import wait_until
 from support.paths import PYTHONPATH
@@ -461,3 +461,28 @@ def test_a_command_that_is_interrupted_says_so_in_a_line(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.splitlines()[-1] == "hxla: interrupted"
     assert "Traceback" not in said
+
+
+def test_an_accelerator_that_was_asked_for_is_no_processor(tmp_path):
+    job = start(tmp_path, "print('trained')", env={"JAX_PLATFORMS": "cuda"})
+    out, err = end_of(job)
+    assert job.returncode != 0
+    assert "JAX_PLATFORMS=cuda asks for an accelerator" in err
+    assert "trained" not in out
+    assert "Traceback" not in err
+
+
+def test_of_the_folders_of_jobs_that_are_over_the_last_ten_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    over = subprocess.Popen([sys.executable, "-c", ""])
+    over.wait()
+    folders = [tmp_path / f"hxla-run-{over.pid}-{k:06x}" for k in range(12)]
+    others = [tmp_path / f"hxla-run-{os.getpid()}-lives", tmp_path / "hxla-run-mine"]
+    for k, folder in enumerate([*others, *folders]):
+        folder.mkdir()
+        (folder / "rank-0.log").touch()
+        os.utime(folder, (k, k))
+    (tmp_path / f"hxla-run-{over.pid}-link").symlink_to(others[1])
+    Logs().folder.mkdir()
+    assert sorted(folder for folder in folders if folder.exists()) == folders[-9:]
+    assert all((folder / "rank-0.log").exists() for folder in others)
