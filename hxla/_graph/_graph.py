@@ -41,6 +41,9 @@ class Graph:
             `axis_name`; each has one member, the microbatch.
         alike: Where scans are cut, for each value that came with it the one that it is a part of,
             or is at another iteration: both lie alike on devices.
+        mixes: The first operation by which the loss reads several examples at once, in words; empty
+            where none is known.
+        normalizes: Whether layers of Flax take statistics over a microbatch, as BatchNorm does.
         precision: The policy under which it was traced; None: all is as the model has it.
     """
 
@@ -62,6 +65,8 @@ class Graph:
     nested: tuple[int, ...]
     bound_axes: tuple[str, ...] = ()
     alike: Mapping[int, int] = dataclasses.field(default_factory=dict, repr=False)
+    mixes: str = ""
+    normalizes: bool = False
     precision: Any = dataclasses.field(default=None, repr=False)
 
     @property

@@ -23,6 +23,7 @@ from .._model._loss import MetricColumns, as_sums
 from .._model._loss_scale import scaled_loss
 from ._factors import PATTERNS, Patterns
 from ._graph import Graph
+from ._mixing import mixing
 from ._tracer import Tracer
 
 
@@ -120,8 +121,14 @@ def trace_functional(
         axes,
     )
     _check_depends(graph)
+    mixes, normalizes = mixing(graph)
     return dataclasses.replace(
-        graph, metrics=tuple(metrics), num_losses=num_losses[0], bound_axes=tuple(axes)
+        graph,
+        metrics=tuple(metrics),
+        num_losses=num_losses[0],
+        bound_axes=tuple(axes),
+        mixes=mixes,
+        normalizes=normalizes,
     )
 
 

@@ -214,6 +214,30 @@ class Sharded:
                     )
         return tuple(found.values())
 
+    def gathered_params(self) -> tuple[str, ...]:
+        """Parameters that lie cut and that an operation needs whole, with what that brings.
+
+        Over an axis `fsdp` that is what is meant, and nothing is said.
+        """
+        values, found = self.graph.values, dict[tuple[str, int], str]()
+        for op in leaves(self.graph.ops):
+            for k, v in enumerate(op.inputs):
+                param = values[v].param if isinstance(v, int) else None
+                if param is None or not op.outputs:
+                    continue
+                for name, axis in self.axes.items():
+                    whole = axis.made.get(v) is not None and axis.wanted[op.outputs[0]][k] is None
+                    if whole and name != "fsdp":
+                        brought = values[v].num_bytes * (axis.num_devices - 1) // axis.num_devices
+                        where = f"{op.name} at {op.source}" if op.source else op.name
+                        found.setdefault(
+                            (name, param),
+                            f"parameter {self.graph.param_names[param]} is cut over {name} and "
+                            f"gathered whole in each microbatch, {brought:,} bytes to a device: "
+                            f"{where} has no way to be cut so",
+                        )
+        return tuple(found.values())
+
     def explain(self) -> tuple[str, ...]:
         """Which parameters are cut, which bridges there are, what rules left open."""
         lines = []

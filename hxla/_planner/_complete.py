@@ -80,6 +80,11 @@ def complete(
         f"over {name!r}, as BatchNorm does, is of {microbatch_size} examples"
         for name in graph.bound_axes
     ]
+    if graph.normalizes and not graph.bound_axes and microbatch_size < batch_size:
+        said.append(
+            f"BatchNorm takes its statistics over a microbatch, {microbatch_size} examples, and "
+            f"not over the batch of {batch_size}"
+        )
     said += structure.reasons
     for dtype in precision.low_dtypes:
         slow = slow_cards(dtype, kinds)
@@ -93,6 +98,7 @@ def complete(
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
         said += lines_of(split)
+        said += sharded.gathered_params()
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None

@@ -78,6 +78,9 @@ class Job:
         nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`:
             the loss is scaled by a power of two, which is halved and the update skipped. By
             default `scale` where something computes in float16, else `stop`.
+        mixes_examples: Whether the loss of an example may read the others of its microbatch, as a
+            contrastive loss does. Then the mean over microbatches is trained, which depends on
+            their size; else such a loss is refused where a microbatch is not the whole batch.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
             covers.
         patterns: The ways in which equations can be cut; add your own with
@@ -120,6 +123,7 @@ class Job:
     eval_loss: Loss | None = None
     precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None
     nonfinite: Literal["stop", "skip", "scale"] | None = None
+    mixes_examples: bool = False
     default: Strategy | None = None
     patterns: Patterns = PATTERNS
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None
@@ -164,7 +168,7 @@ class Job:
         Raises:
             AnnotationError: If scopes overlap, or an equation runs programs in a way hxla does not
                 know.
-            LossError: If the loss returns another form.
+            LossError: If the loss returns another form, or mixes examples unasked.
         """
         return self._traced.graph(microbatch_size)
 

@@ -17,7 +17,7 @@ from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._cluster._mesh_file import load_cluster
 from .._core._config import Config
-from .._core._errors import ConfigError
+from .._core._errors import ConfigError, LossError
 from .._core._types import PyTree
 from .._graph._factors import Patterns
 from .._graph._graph import Graph
@@ -63,6 +63,7 @@ class TracedJob:
         eval_loss: Loss for evaluation.
         nonfinite: On a gradient that is not finite: `stop`, `skip` the update, or also `scale` the
             loss less.
+        mixes_examples: Whether the loss of an example may read the others of its microbatch.
         precision: The dtypes of the computation.
         default: Annotation of what no scope covers.
         patterns: Which dimensions of an equation can be cut together.
@@ -83,6 +84,7 @@ class TracedJob:
     trainable: Trainable
     eval_loss: Loss
     nonfinite: Literal["stop", "skip", "scale"]
+    mixes_examples: bool
     precision: Precision
     default: Strategy | None
     patterns: Patterns
@@ -166,16 +168,28 @@ class TracedJob:
         )
 
     def graph(self, size: int) -> Graph:
-        """The loss traced for microbatches of a size."""
+        """The loss traced for microbatches of a size.
+
+        Raises:
+            LossError: If it mixes examples unasked.
+        """
         if size not in self._graphs:
-            self._graphs[size] = trace_functional(
+            graph = trace_functional(
                 self.functional(size),
                 self.shapes(size),
                 default=self.default,
                 patterns=self.patterns,
             )
             self._calls(size).check_used()
-            self._graphs[size] = dataclasses.replace(self._graphs[size], precision=self.precision)
+            if graph.mixes and size < self.batch_size and not self.mixes_examples:
+                raise LossError(
+                    f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
+                    f"microbatches of {size} have another mean than the batch of "
+                    f"{self.batch_size}; return per-example losses, or (losses, weights) for a "
+                    f"mean over a mask; or train whole batches, microbatch_size={self.batch_size}; "
+                    "or, if the mean over microbatches is meant, pass mixes_examples=True"
+                )
+            self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
         return self._graphs[size]
 
     def optimizer_bytes(self, size: int) -> int:
@@ -196,7 +210,7 @@ class TracedJob:
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
-        names = ("batch_size", "seed", "shuffle", "rngs", "nonfinite", "default")
+        names = ("batch_size", "seed", "shuffle", "rngs", "nonfinite", "mixes_examples", "default")
         return {
             **{name: str(getattr(self, name)) for name in names},
             **flat("precision", self.precision.model_dump(mode="json")),

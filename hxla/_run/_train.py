@@ -57,6 +57,7 @@ def train(
     trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
     precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None,
     nonfinite: Literal["stop", "skip", "scale"] | None = None,
+    mixes_examples: bool = False,
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
     eval_data: Any = None,
@@ -113,6 +114,7 @@ def train(
             `Job`.
         nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`
             the loss less, see `Job`.
+        mixes_examples: Whether the loss of an example may read the others, see `Job`.
         default: The annotation of what no scope covers.
         patterns: The ways in which equations can be cut.
         eval_data: The data to evaluate on, of any kind that `data` takes but an unbounded one.
@@ -137,7 +139,7 @@ def train(
     Raises:
         ConfigError: If arguments contradict each other or cannot be met.
         DataError: If the data is malformed or shorter than asked.
-        LossError: If the loss returns another form.
+        LossError: If the loss returns another form, or mixes examples unasked.
         MeshError: If there are devices that cannot be used.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
         PlanError: If nothing fits the devices, or the plan is for something else.
@@ -182,6 +184,7 @@ def train(
         eval_loss=eval_loss,
         precision=precision,
         nonfinite=nonfinite,
+        mixes_examples=mixes_examples,
         default=default,
         patterns=patterns,
         config=config,

@@ -840,6 +840,7 @@ def test_plans_are_kept_with_their_first_step_also_in_checkpoints(tmp_path):
         optax.sgd(0.1),
         batch_size=32,
         shuffle=False,
+        mixes_examples=True,  # whether to work at all is asked of a microbatch
         config={
             "cluster": {"visible_devices": [0, 1]},
             "balance": {"patience_steps": 2, "min_gain": 0.1},

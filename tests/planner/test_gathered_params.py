@@ -1,0 +1,57 @@
+"""What a plan says is cut and a program needs whole is told, with bytes."""
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import hxla
+
+EXPERTS, WIDTH, HIDDEN = 4, 8, 16
+
+
+class Ragged(nnx.Module):
+    """Experts as grouped products, which have no way to be cut by experts."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (EXPERTS, WIDTH, HIDDEN)))
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (EXPERTS, HIDDEN, WIDTH)))
+
+    def __call__(self, x):
+        sizes = jax.numpy.full(EXPERTS, len(x) // EXPERTS, jax.numpy.int32)
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(x, self.up[...], sizes))
+        return jax.lax.ragged_dot(hidden, self.down[...], sizes)
+
+
+class Batched(Ragged):
+    """The same as batched products."""
+
+    def __call__(self, x):
+        groups = x.reshape(EXPERTS, -1, WIDTH)
+        hidden = jax.nn.gelu(jax.numpy.einsum("egw,ewh->egh", groups, self.up[...]))
+        return jax.numpy.einsum("egh,ehw->egw", hidden, self.down[...]).reshape(x.shape)
+
+
+RULES = hxla.RuleSet(
+    name="experts", rules=(hxla.Rule(path="^(up|down)$", axes=(("expert",), (), ())),)
+)
+
+
+def plan(model):
+    data = {"x": np.ones((16, WIDTH), np.float32)}
+    loss = lambda model, batch: (model(batch["x"]) ** 2).mean()  # noqa: E731
+    job = hxla.Job(lambda: model(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=16)
+    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 2)
+    return job.plan(cluster, microbatch_size=8, mesh={"expert": 2}, rules=RULES, counts="even")
+
+
+def test_experts_that_are_computed_whole_are_told_with_bytes():
+    said = [reason for reason in plan(Ragged).reasons if "gathered whole" in reason]
+    half = EXPERTS * WIDTH * HIDDEN * 4 // 2
+    assert [words.split(" is cut over")[0] for words in said] == ["parameter up", "parameter down"]
+    assert all(f"in each microbatch, {half:,} bytes to a device" in words for words in said)
+    assert all("ragged_dot_general at " in w and "test_gathered_params.py:" in w for w in said)
+
+
+def test_experts_that_are_computed_apart_are_not():
+    assert not [reason for reason in plan(Batched).reasons if "gathered whole" in reason]
