@@ -1,10 +1,15 @@
 """Processes with their imports done: forked from one that did them and has touched no device."""
 
 import atexit
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import pathlib
+import select
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -14,6 +19,8 @@ from typing import IO, Any
 WAITS_VARIABLE = "HXLA_WAITS"
 #: It imports what a script does anyway, which initialises no backend.
 _SERVER = "hxla._launch._fork_server"
+_SET_CHILD_SUBREAPER = 36  # of prctl
+_NOT_KNOWN = 255  # an exit code that nobody is left to tell
 
 
 class WarmProcess:
@@ -41,16 +48,31 @@ class WarmProcess:
             written.close()
         self.stdout, self.stderr = (_file(read) for read, _ in ends)
         self.pid: int = self._process.pid or 0
+        self._orphaned_code: int | None = None
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; minus the number of the signal that killed it."""
+        if self._orphaned_code is not None:
+            return self._orphaned_code
         code: int | None = self._process.exitcode
-        return code
+        return self._code_of_orphan(os.WNOHANG) if code == _NOT_KNOWN else code
 
     def join(self) -> None:
         """Wait for its end."""
         self._process.join()
+        if self._process.exitcode == _NOT_KNOWN and self._orphaned_code is None:
+            self._code_of_orphan(0)
+
+    def _code_of_orphan(self, options: int) -> int | None:
+        """The same once the process from which it was forked is gone: it is this one's child."""
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:  # it has ended before, or is handed over just now
+            return None if pathlib.Path("/proc", str(self.pid)).exists() else _NOT_KNOWN
+        if pid:
+            self._orphaned_code = os.waitstatus_to_exitcode(status)
+        return self._orphaned_code
 
 
 class CoordinationProcess:
@@ -88,6 +110,9 @@ def warm_up() -> None:
 
 
 def _context() -> Any:
+    if sys.platform == "linux":
+        # Processes outlive the one that they were forked from, and then are this one's.
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_SERVER])
     return context
@@ -112,6 +137,13 @@ def _file(connection: Connection) -> IO[bytes]:
     return os.fdopen(number, "rb", buffering=0)
 
 
+def _end_with(launcher: int) -> None:
+    """In a thread: the launcher's end is this process's."""
+    with contextlib.suppress(ProcessLookupError):  # it is gone already
+        select.select([os.pidfd_open(launcher)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run(
     command: list[str], env: dict[str, str], core: int | None, out: Connection, err: Connection
 ) -> None:
@@ -126,8 +158,8 @@ def _run(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if core is not None:
         os.sched_setaffinity(0, {core})
-    # The server that it was forked from ends with the launcher.
-    env["HXLA_LAUNCHER_PID"] = str(os.getppid())
+    launcher = int(env.pop("HXLA_LAUNCHER_PID"))
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
     from ._join import run_script

@@ -513,6 +513,23 @@ def test_a_text_half_written_is_no_message():
 
 
 @pytest.mark.slow
+def test_members_outlive_the_process_that_they_were_forked_from(tmp_path):
+    job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.5, 0.5])
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, "steps")
+        stat = pathlib.Path(f"/proc/{job.pids()['device 0']}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        first = elastic_chaos.last_step(job.events())[0]
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= first + 20, "steps")
+        assert formed(job.events()) == [2]
+        job.shares = [0.5]
+        job.write_mesh()  # and others are forked from another one
+        job.wait(lambda e: formed(e) == [2, 1] and elastic_chaos.runs(e), "one device")
+    finally:
+        job.stop()
+
+
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_nothing_and_its_checkpoint_goes_on(tmp_path):
     saves = ("--checkpoints", str(tmp_path / "saved"), "--checkpoint-every", "5")
     job = elastic_chaos.Job(tmp_path, 400, 0.05, [0.5, 0.5], saves)

@@ -19,4 +19,5 @@ from hxla._launch._ray_cluster import connect
 from hxla._launch._ray_host import RayHost
 from hxla._launch._texts import ServiceTexts
 from hxla._launch._verdict import Standing, judge
+from hxla._launch._warm import WarmProcess
 from hxla._launch._workers import Seat, Streams, WorkersStart
