@@ -19,6 +19,7 @@ from .._jax._axis_names import naming_axes, with_axes
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
+from .._model._keys import root_key
 from .._model._loss import MetricColumns, as_sums
 from .._model._loss_scale import scaled_loss
 from ._factors import PATTERNS, Patterns
@@ -183,7 +184,7 @@ def trace_sums(
         raise AnnotationError(
             f"default={default!r}: pass hxla.replicate(...), hxla.split(...) or None"
         )
-    key = jax.eval_shape(jax.random.key, 0)
+    key = jax.eval_shape(root_key, 0)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, key, batch)
     )

@@ -115,7 +115,8 @@ class BitsRecord(PlanValue):
     def __str__(self) -> str:
         own = self.made_with
         processor = f" ({own.processor})" if own.processor else ""
-        return f"{self.device}{processor}, jax {own.jax}, jaxlib {own.jaxlib}, hxla {own.hxla}"
+        versions = f"jax {own.jax}, jaxlib {own.jaxlib}, hxla {own.hxla}"
+        return ", ".join((f"{self.device}{processor}", versions, *own.settings))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the record, for a comparison with one of another machine or version.

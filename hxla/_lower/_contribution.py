@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import uncrossed
+from .._model._keys import root_key
 from .._plan._plan_parts import SumsForm
 from .._plan._sharding import place_in
 from .._plan._stage_storage import piece_shape
@@ -310,7 +311,7 @@ def first_only(before: jax.Array, value: jax.Array, index: jax.Array) -> jax.Arr
 
 def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
     """The random key of a microbatch: of the seed, the step and its number, and of nothing else."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+    return jax.random.fold_in(jax.random.fold_in(root_key(seed), step), index)
 
 
 def gradient_of(

@@ -18,6 +18,7 @@ from .._graph._operations import leaves, source_of
 from .._graph._precision_classes import members
 from .._jax._jaxpr import Literal as Constant
 from .._jax._jaxpr import as_function, inner_jaxpr, kind_of
+from .._model._keys import root_key
 from .._plan._plan import Plan
 
 _PRODUCTS = members("low")
@@ -224,7 +225,7 @@ def _gradient(graph: Graph) -> Any:
     params = shapes_of(graph, graph.param_values)
     rest = [
         *shapes_of(graph, graph.aux_values),
-        jax.eval_shape(jax.random.key, 0),
+        jax.eval_shape(root_key, 0),
         *shapes_of(graph, graph.batch_values),
     ]
     return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(params, rest)

@@ -9,6 +9,7 @@ import numpy as np
 from .._core._types import PyTree
 from .._jax._axis_names import naming_axes, with_axes
 from .._model._functional import Functional
+from .._model._keys import root_key
 from .._model._loss import MetricColumns, as_sums
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options, update_options
@@ -49,7 +50,7 @@ class Evaluation:
         param_def, aux_def = jax.tree.structure(model.params), jax.tree.structure(model.aux)
 
         def hxla_evaluate(params: Any, aux: Any, index: jax.Array, batch: PyTree) -> jax.Array:
-            key = jax.random.fold_in(jax.random.key(seed), index)
+            key = jax.random.fold_in(root_key(seed), index)
             params, aux = unpadded(params, padding.params), unpadded(aux, padding.aux)
             trees = jax.tree.unflatten(param_def, params), jax.tree.unflatten(aux_def, aux)
             size = jax.tree.leaves(batch)[0].shape[0]

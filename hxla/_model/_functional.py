@@ -24,7 +24,7 @@ from .._jax._apart import Apart, apart
 from .._jax._axis_names import naming_axes, with_axes
 from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
-from ._keys import is_key, key_impl, keys_as_data, keys_from_data
+from ._keys import is_key, key_impl, keys_as_data, keys_from_data, root_key
 from ._sown import CHANGED, kept_collections
 from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
 
@@ -192,7 +192,7 @@ def from_nnx(
     def finish(params: PyTree, aux: PyTree) -> tuple[Any, PyTree]:
         nnx.update(model, params, aux)
         if any(map(is_abstract, jax.tree.leaves(rngs))):
-            nnx.update(model, _reseed(rngs, jax.random.key(seed)))
+            nnx.update(model, _reseed(rngs, root_key(seed)))
         return model, nnx.state(model, nnx.Not(nnx.RngState))
 
     def initialise() -> tuple[PyTree, PyTree]:
@@ -218,9 +218,12 @@ def _reseed(rngs: PyTree, key: jax.Array) -> PyTree:
     for i, leaf in enumerate(leaves):
         if is_key(leaf):
             stream = jax.random.fold_in(key, i)
-            stream = jax.random.split(stream, leaf.shape) if leaf.shape else stream
-            data = jax.random.key_data(stream)
-            fresh.append(jax.random.wrap_key_data(data, impl=key_impl(leaf)))
+            if key_impl(leaf) == jax.random.key_impl(key):
+                fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
+            else:  # the model's own generator, whose keys may have another size
+                size = jax.eval_shape(jax.random.key_data, leaf).shape
+                data = jax.random.bits(stream, size, jnp.uint32)
+                fresh.append(jax.random.wrap_key_data(data, impl=key_impl(leaf)))
         else:
             fresh.append(jnp.zeros_like(leaf))
     return jax.tree.unflatten(treedef, fresh)
@@ -254,7 +257,7 @@ def from_linen(
     """
 
     def initialised(example: PyTree) -> dict[str, PyTree]:
-        root = jax.random.key(seed)
+        root = root_key(seed)
         first, second = jax.random.split(root, 2)
         later = [jax.random.fold_in(root, i) for i in range(2, len(rngs))]
         keys = dict(zip(rngs, (first, second, *later), strict=False))
@@ -278,7 +281,7 @@ def from_linen(
             loss(*arguments)
 
         run = applied(silent, mutable)
-        key = jax.eval_shape(jax.random.key, 0)
+        key = jax.eval_shape(root_key, 0)
         return naming_axes(
             lambda: jax.eval_shape(with_axes(run, axes), variables, key, example), axes
         )[1]

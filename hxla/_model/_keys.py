@@ -13,6 +13,15 @@ def is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
+def root_key(seed: int) -> jax.Array:
+    """The key from which those of a run derive.
+
+    It is of the generator that `jax_default_prng_impl` names, one of the settings in
+    `Plan.numerics`.
+    """
+    return jax.random.key(seed, impl=str(jax.config.jax_default_prng_impl))
+
+
 def key_impl(leaf: Any) -> Any:
     """The random algorithm of a key, which may be a shape only; a trace sees nothing of it."""
     found = []

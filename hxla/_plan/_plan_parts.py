@@ -5,6 +5,9 @@ from typing import Literal
 
 import pydantic
 
+from .._core._faults import shown
+from .._core._versions import hxla_version, jax_versions, processor
+from .._jax._settings import bit_settings
 from ._layout import PlanValue
 
 #: What a mesh axis does with a TaskGraph: carry its batch, cut its parameters, or follow rules.
@@ -12,7 +15,7 @@ Role = Literal["replicate", "split", "rules"]
 
 
 class Versions(PlanValue):
-    """The versions that made a plan, as far as they decide bits.
+    """The versions and settings that made a plan, as far as they decide bits.
 
     Attributes:
         hxla: The version of hxla.
@@ -20,12 +23,38 @@ class Versions(PlanValue):
         jaxlib: The version of jaxlib.
         processor: The instruction set of the CPU that computes, `x86_64 avx2`; empty where
             accelerators do.
+        settings: The settings of JAX and XLA that may move bits and are not as usual, as
+            `jax_enable_x64=True`, in the order of their names.
     """
 
     hxla: str
     jax: str
     jaxlib: str
     processor: str = ""
+    settings: tuple[str, ...] = ()
+
+    @pydantic.field_validator("settings")
+    @classmethod
+    def _are_settings(cls, settings: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [text for text in settings if not text.partition("=")[1]]:
+            raise ValueError(f"{', '.join(map(shown, wrong))}: write name=value")
+        return tuple(sorted(settings))
+
+
+def versions_here(*, on_cpu: bool) -> Versions:
+    """What decides bits besides a plan, as it is here.
+
+    Args:
+        on_cpu: Whether a CPU computes.
+    """
+    jax, jaxlib = jax_versions()
+    return Versions(
+        hxla=hxla_version(),
+        jax=jax,
+        jaxlib=jaxlib,
+        processor=processor() if on_cpu else "",
+        settings=bit_settings(),
+    )
 
 
 class PlannedDevice(PlanValue):

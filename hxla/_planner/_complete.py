@@ -8,7 +8,6 @@ from .._cluster._card_dtypes import slow_cards
 from .._cluster._cluster import Cluster, Device
 from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
-from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph, params_of
 from .._graph._parts import ChainPart, graph_at, parts_of
 from .._graph._uncut_scans import uncut_scans
@@ -24,6 +23,7 @@ from .._plan._plan_parts import (
     RunnerUp,
     SumsForm,
     Versions,
+    versions_here,
 )
 from .._plan._precision import Precision
 from .._plan._stage_storage import storage_specs
@@ -188,14 +188,7 @@ def placement_for(
 
 def versions_for(cluster: Cluster) -> Versions:
     """What decides bits besides a plan for a cluster, as it is here."""
-    own, (jax_version, jaxlib_version) = hxla_version(), jax_versions()
-    on_cpu = any(device.kind == "cpu" for device in cluster.devices)
-    return Versions(
-        hxla=own,
-        jax=jax_version,
-        jaxlib=jaxlib_version,
-        processor=processor() if on_cpu else "",
-    )
+    return versions_here(on_cpu=any(device.kind == "cpu" for device in cluster.devices))
 
 
 def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[Layout, ...]:

@@ -18,6 +18,7 @@ from .._graph._segments import Segment, run_segment
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._functional import is_abstract, leaf_names
+from .._model._keys import root_key
 from .._plan._sharding import Sharded
 from ._kept_bytes import kept_bytes
 from ._products import moved_bytes, products_of
@@ -109,7 +110,7 @@ def measure(
     leaves = jax.tree.leaves(params)
     others = [_stand_in(x) for x in jax.tree.leaves(aux)]
     given: Env = dict(zip(graph.aux_values, put(others), strict=True))
-    given[graph.key_value] = put(jax.random.key(0))
+    given[graph.key_value] = put(root_key(0))
     given |= dict(zip(graph.batch_values, put(jax.tree.leaves(batch)), strict=True))
     crossing: Env = {}
     times = []

@@ -15,7 +15,6 @@ import numpy as np
 
 from .._core._errors import InspectError
 from .._core._types import PyTree
-from .._core._versions import hxla_version, jax_versions, processor
 from .._graph._graph import Graph
 from .._inspect._bits_compare import BitsComparison, compare_bits
 from .._inspect._bits_record import BitsRecord
@@ -24,7 +23,7 @@ from .._jax._jaxpr import as_function
 from .._lower._contribution import gradient_of, microbatch_key
 from .._lower._options import compiler_options
 from .._model._functional import leaf_names
-from .._plan._plan_parts import SumsForm, Versions
+from .._plan._plan_parts import SumsForm, versions_here
 from ._capture import job_of
 from ._job import Job
 from ._planning import size_asked
@@ -179,7 +178,7 @@ def _records(
     return [
         BitsRecord(
             device=f"{device.platform} {device.device_kind}",
-            made_with=_versions(device),
+            made_with=versions_here(on_cpu=device.platform == "cpu"),
             microbatch_size=size,
             inputs=tuple(zip(names, digests, strict=True)),
             equations=tuple(runs.equations),
@@ -233,16 +232,6 @@ def _whole(
     placed = [jax.device_put(x, device) for x in arguments]
     made = jax.jit(gradient, compiler_options=options)(*_grouped(graph, placed))
     return [digest(x) for x in jax.tree.leaves(made)]
-
-
-def _versions(device: jax.Device) -> Versions:
-    own, jaxlib = jax_versions()
-    return Versions(
-        hxla=hxla_version(),
-        jax=own,
-        jaxlib=jaxlib,
-        processor=processor() if device.platform == "cpu" else "",
-    )
 
 
 # -- the command -----------------------------------------------------------------------------------

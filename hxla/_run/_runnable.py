@@ -12,6 +12,7 @@ from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments_at
 from .._jax._local_clients import process_of
+from .._jax._settings import unlike_settings
 from .._plan._layout import dtype_name
 from .._plan._plan import Plan
 from .._plan._plan_parts import ChainSegment
@@ -70,8 +71,10 @@ def _of_job(plan: Plan, batch_size: int, cluster: Cluster) -> Iterator[str]:
     here = versions_for(cluster)
     for name in type(here).model_fields:
         planned, own = getattr(plan.made_with, name), getattr(here, name)
-        if planned != own:
+        if planned != own and name != "settings":
             yield f"made_with.{name}: {planned} in the plan, {own} here"
+    for name, planned, own in unlike_settings(plan.made_with.settings, here.settings):
+        yield f"made_with.settings: {name} is {planned} in the plan, {own} here"
 
 
 def _of_precision(plan: Plan, own: Precision) -> Iterator[str]:
