@@ -169,7 +169,7 @@ def own_member() -> Member | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """What measurements chose for the first generation and bits depend on: later ones keep it.
+    """What was chosen before and bits depend on: what goes on with it keeps it.
 
     Attributes:
         microbatch_size: The examples of a microbatch; None: nothing is pinned.
@@ -182,6 +182,13 @@ class Pinned:
     cut: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     is_chain: bool | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "Pinned":
+        """From the JSON of its fields."""
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        )
 
 
 def pin(choices: Pinned) -> None:
@@ -198,12 +205,6 @@ def pinned() -> Pinned:
     if not folder:
         return Pinned()
     try:
-        found = json.loads(pathlib.Path(folder, PINNED).read_text())
+        return Pinned.read(pathlib.Path(folder, PINNED).read_text())
     except FileNotFoundError:
         return Pinned()
-    return Pinned(
-        microbatch_size=found["microbatch_size"],
-        cut=tuple(found["cut"]),
-        shares=tuple(found["shares"]),
-        is_chain=found["is_chain"],
-    )

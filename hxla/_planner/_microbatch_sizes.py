@@ -1,4 +1,4 @@
-"""Which microbatch sizes are worth measuring, and which one is best."""
+"""Which microbatch sizes follow from a batch, which are worth measuring, and which one is best."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,26 @@ from .._core._errors import PlanError
 from ._counts import best_counts, finish_seconds
 
 _CANDIDATES = 4
+_FEWEST_MICROBATCHES = 8
+
+
+def default_sizes(batch_size: int, num_replicas: int) -> tuple[int, ...]:
+    """The sizes that are taken where none is asked for: the first with which a plan fits.
+
+    They leave at least eight microbatches, and no fewer than a microbatch has examples, so that
+    larger batches can be shared by more devices. Neither a clock nor, up to that many, the number
+    of devices has a say: the same call ends with the same bits elsewhere.
+
+    Args:
+        batch_size: Examples of a global batch.
+        num_replicas: Copies of the model that share it.
+
+    Returns:
+        Divisors of the batch, the largest first.
+    """
+    divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+    few = [b for b in divisors if batch_size // b >= max(_FEWEST_MICROBATCHES, b)] or [1]
+    return tuple(b for b in reversed(few) if batch_size // b >= num_replicas) or (1,)
 
 
 def candidate_sizes(batch_size: int, num_devices: int) -> tuple[int, ...]:

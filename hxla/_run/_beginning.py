@@ -1,16 +1,22 @@
 """Where a session begins: with a state that a member left in memory, with a checkpoint, or anew."""
 
 import contextlib
+import dataclasses
+import json
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from .._core._errors import CheckpointError
+from .._launch._member import Pinned
 from .._lower._store import Store
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._precision import Precision
+from ._checkpoint_seal import newest_facts
 from ._hand_over import facts_of_state, load_state
 from ._session_values import SessionOptions, check_resumed, plans_from_table
 from ._traced_job import TracedJob
@@ -132,3 +138,38 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         "reduction": plan.sums.kind,
         "precision": None if plan.precision == Precision() else str(plan.precision),
     }
+
+
+def chosen(plan: Plan) -> Pinned:
+    """What of a plan measurements may have chosen, and bits depend on.
+
+    Args:
+        plan: Of a run, which others go on with.
+    """
+    choices = Pinned(microbatch_size=plan.microbatch_size, is_chain=plan.chain is not None)
+    if plan.pipeline is not None:
+        return dataclasses.replace(choices, cut=plan.pipeline.cut)
+    if len(plan.axes) == 1:
+        [axis] = plan.axes
+        return dataclasses.replace(choices, shares=axis.shares or (1,) * axis.size)
+    return choices
+
+
+def chosen_before(job: TracedJob, folder: str | os.PathLike[str] | None) -> Pinned:
+    """What the run whose checkpoint will be resumed has chosen; every process calls this.
+
+    Args:
+        job: That is trained.
+        folder: Of the checkpoints. What is not this job's is refused when it is opened.
+    """
+    if folder is None:
+        return Pinned()
+    choices = Pinned()
+    if jax.process_index() == 0:
+        facts = newest_facts(pathlib.Path(folder))
+        if (facts.get("format"), facts.get("batch_size")) == (_FORMAT, job.batch_size):
+            with contextlib.suppress(CheckpointError):  # which opening it raises
+                *_, plan = plans_from_table(facts.get("plans", ()), until=1 << 62).values()
+                choices = chosen(plan)
+    [text, *_] = job.gather("choices of the checkpoint", json.dumps(dataclasses.asdict(choices)))
+    return Pinned.read(text)

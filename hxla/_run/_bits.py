@@ -26,7 +26,7 @@ from .._model._functional import leaf_names
 from .._plan._plan_parts import SumsForm, versions_here
 from ._capture import job_of
 from ._job import Job
-from ._planning import size_asked
+from ._planning import Wishes, size_asked
 from ._traced_job import TracedJob
 
 _DEVICE = re.compile(r"[a-z]+:\d+")
@@ -153,7 +153,7 @@ def _records(
     job: TracedJob, devices: Sequence[jax.Device], microbatch_size: int | None
 ) -> list[BitsRecord]:
     """A record of each device; a second one is given the operands of the first."""
-    size = size_asked(job, microbatch_size) or job.batch_size
+    size = size_asked(job, Wishes(microbatch_size=microbatch_size)) or job.batch_size
     graph, model = job.graph(size), job.functional(size)
     params, aux = _initial(job, size)
     trained = model.trained_places
@@ -248,7 +248,7 @@ def record_script(script: str, path: str, *, device: str | None, size: int | Non
     """
     found = None if device is None else device_of(device)
     job, wishes = job_of(_command(script))
-    [record] = _records(job, [found or jax.devices()[0]], size or wishes.microbatch_size)
+    [record] = _records(job, [found or jax.devices()[0]], size or size_asked(job, wishes))
     record.write(path)
     print(f"written: {path}, {len(record.equations):,} equations in {len(record.runs):,} runs")
 
@@ -262,7 +262,7 @@ def compare_sides(script: str | None, sides: Sequence[str], size: int | None) ->
     if script is not None:
         devices = [device_of(side) for side in sides]
         job, wishes = job_of(_command(script))
-        return compare_bits(*_records(job, devices, size or wishes.microbatch_size))
+        return compare_bits(*_records(job, devices, size or size_asked(job, wishes)))
     for side in sides:
         if _DEVICE.fullmatch(side):
             raise InspectError(

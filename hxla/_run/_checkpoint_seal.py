@@ -1,5 +1,6 @@
 """Whether a checkpoint is as it was written: a seal of all its files, made before it is visible."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -30,6 +31,20 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     """The steps after which entries of a folder are named, newest first."""
     named = (entry.name for entry in folder.iterdir())
     return sorted((int(n) for n in named if n.isdecimal() and str(int(n)) == n), reverse=True)
+
+
+def newest_facts(folder: pathlib.Path) -> dict[str, Any]:
+    """The small facts of the newest checkpoint whose facts are as they were written, if any.
+
+    Args:
+        folder: Of the checkpoints; it need not be there.
+    """
+    with contextlib.suppress(OSError):
+        for step in steps_in(folder):
+            facts = _facts(folder / str(step), step)
+            if isinstance(facts, dict):
+                return facts
+    return {}
 
 
 def newest_intact(
@@ -102,22 +117,24 @@ def _fault(checkpoint: pathlib.Path, step: int, share: range) -> str:
         for path in sorted(checkpoint.rglob("*")):
             if not path.is_file() and not path.is_dir():  # whoever reads a pipe waits
                 return f"{path.relative_to(checkpoint)} is no regular file"
-        return _fault_of_meta(checkpoint, step) or _fault_of_tree(checkpoint / TREE, share)
+        facts = _facts(checkpoint, step)
+        return facts if isinstance(facts, str) else _fault_of_tree(checkpoint / TREE, share)
     except OSError as error:
         name = os.path.relpath(error.filename or checkpoint, checkpoint)
         return f"{name} cannot be read: {error.strerror or error}"
 
 
-def _fault_of_meta(checkpoint: pathlib.Path, step: int) -> str:
+def _facts(checkpoint: pathlib.Path, step: int) -> dict[str, Any] | str:
+    """The small facts, or what is wrong with them."""
     try:
         meta = json.loads((checkpoint / META / "metadata").read_bytes())
         written, facts, told = meta["step"], meta["facts"], meta["sum"]
-        is_whole = told == _sum_of_facts(written, facts)
+        is_whole = told == _sum_of_facts(written, facts) and isinstance(facts, dict)
     except (ValueError, KeyError, TypeError):
         is_whole = False
     if not is_whole:
         return f"{META}/metadata is not what was written"
-    return f"it is step {written} under another name" if written != step else ""
+    return facts if written == step else f"it is step {written} under another name"
 
 
 def _fault_of_tree(tree: pathlib.Path, share: range) -> str:

@@ -26,6 +26,7 @@ from .._plan._rules import RuleSet, as_rules
 from .._profile._profile import Profile
 from .._weights._weights import Weights, as_weights
 from . import _capture
+from ._beginning import chosen_before
 from ._counts_of_plan import Counts
 from ._make_plan import check_joined, make_plan
 from ._planning import Wishes
@@ -178,12 +179,13 @@ class Job:
         *,
         auto: bool | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
-        microbatch_size: int | None = None,
+        microbatch_size: int | Literal["measured"] | None = None,
         mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
         rules: str | RuleSet | None = None,
         stages: int | Sequence[float] | None = None,
         counts: Counts = "measured",
         reduction: Literal["exact", "float"] = "exact",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> Plan:
         """Make a plan: by the model's annotations, by what the arguments say, or by search.
 
@@ -199,7 +201,11 @@ class Job:
                 model, and for the devices that are here where `auto.auto_parallel` is set.
             profile: The measured times for the search and for the cut of stages, or the file of
                 them that `hxla profile` wrote.
-            microbatch_size: The examples of a microbatch; measured and chosen if None.
+            microbatch_size: The examples of a microbatch. None stands for that of the checkpoint in
+                `checkpoint_dir`, else for one that follows from the batch alone: the largest
+                divisor of it with at least 8 microbatches, and no fewer than a microbatch has
+                examples, with which the plan fits the memory. `"measured"` tries some, and
+                takes the fastest.
             mesh: A mesh, or its axes and their sizes, with an axis `data` for copies of the model,
                 inner axes (`tensor`, ...) that rules or annotations cut, and `stage` for pipelines;
                 by default every device is used as annotated.
@@ -211,6 +217,9 @@ class Job:
                 copy.
             reduction: The form of the sums of gradients: `exact`, or `float` for float32 sums whose
                 bits depend on the spread.
+            checkpoint_dir: The folder that the plan will be opened with. What its checkpoint's run
+                has chosen by default or by measurements, and bits depend on, stays: the
+                microbatch size, the cut of a pipeline, and the ratio of an uneven split.
 
         Returns:
             The plan; `print(plan.explain())` shows it, runners-up of a search included.
@@ -232,6 +241,7 @@ class Job:
             stages=stages,
             counts=counts,
             reduction=reduction,
+            kept=chosen_before(self._traced, checkpoint_dir),
         )
         return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0].plan
 

@@ -9,12 +9,12 @@ from .._cluster._cluster import Cluster
 from .._cluster._mesh_file import load_cluster
 from .._core._errors import ConfigError, LaunchError, PlanError
 from .._launch._join import uninitialised_cluster
-from .._planner._microbatch_sizes import candidate_sizes
+from .._planner._microbatch_sizes import default_sizes
 from .._profile._profile import Profile
 from .._profile._profile_file import load_profile
 from .._profile._segment_times import model_name
 from . import _capture
-from ._planning import Wishes, plan_for
+from ._planning import Wishes, plan_for, size_asked
 from ._search_plan import FoundPlan, SearchWishes, auto_plan, search_plan
 from ._traced_job import TracedJob
 
@@ -31,13 +31,13 @@ def make_plan(
     """A plan, and whether its counts may follow measured times: see `Job.plan`."""
     _capture.offer(job, wishes)
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    mesh, size = wishes.mesh, wishes.microbatch_size
+    mesh, size = wishes.mesh, size_asked(job, wishes)
     fixed = mesh is not None or wishes.stages is not None or wishes.rules is not None
     if auto is None:
         auto = not fixed and (
             job.settings.auto.auto_parallel
             if described is None
-            else not _is_annotated(job, size or _likely_size(job, len(described.devices)))
+            else not _is_annotated(job, size or default_sizes(job.batch_size, 1)[0])
         )
     if described is None:
         check_joined()
@@ -74,13 +74,6 @@ def _check_dtypes(job: TracedJob, cluster: Cluster) -> None:
     kinds = [device.kind for device in cluster.devices]
     if missing := list(missing_dtypes(job.precision.low_dtypes, kinds)):
         raise PlanError("\n".join(missing))
-
-
-def _likely_size(job: TracedJob, num_devices: int) -> int:
-    """A microbatch size for which the search would trace the model anyway."""
-    if job.batch_size < num_devices:
-        return 1
-    return candidate_sizes(job.batch_size, num_devices)[0]
 
 
 def _is_annotated(job: TracedJob, size: int) -> bool:

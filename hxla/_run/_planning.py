@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._jax._local_clients import is_here
-from .._launch._member import pinned
+from .._launch._member import Pinned, pinned
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
@@ -25,7 +26,7 @@ from .._planner._axes import Axes, shard_graph
 from .._planner._complete import complete
 from .._planner._counts import best_counts
 from .._planner._estimate import Alternative, layer_times
-from .._planner._microbatch_sizes import best_size, candidate_sizes
+from .._planner._microbatch_sizes import best_size, candidate_sizes, default_sizes
 from .._planner._pipeline_request import asked, check_even, microbatch_size
 from .._planner._stage_cut import best_cut
 from .._planner._structures import Structure, grid_of, pipelined, shares_of, structure_of
@@ -46,20 +47,22 @@ class Wishes:
     """What the user asks of a plan.
 
     Attributes:
-        microbatch_size: Examples of a microbatch; measured and chosen if None.
+        microbatch_size: Examples of a microbatch; None: as `default_sizes` says.
         mesh: A mesh of devices, or its axes and their sizes; None: as annotated.
         rules: Say what the inner axes of the mesh cut.
         stages: Of a pipeline, or the shares of the work of each.
         counts: `measured`, `even`, or one count for each copy of the model.
         reduction: `exact` or `float`.
+        kept: What a checkpoint that training resumes from has of what is not asked for.
     """
 
-    microbatch_size: int | None = None
+    microbatch_size: int | Literal["measured"] | None = None
     mesh: Mesh | Mapping[str, int | tuple[int, ...]] | None = None
     rules: RuleSet | None = None
     stages: int | Sequence[float] | None = None
     counts: Counts = "measured"
     reduction: str = "exact"
+    kept: Pinned = dataclasses.field(default_factory=Pinned)
 
     def __post_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh | Mapping):
@@ -76,20 +79,34 @@ class Wishes:
         """The ratio that the mesh states for one of its axes; empty: none."""
         return shares_of(self.mesh) if isinstance(self.mesh, Mapping) else ()
 
+    @property
+    def pinned(self) -> Pinned:
+        """What is as it was: in the generations before, else in the checkpoint."""
+        before = pinned()
+        return before if before.microbatch_size is not None else self.kept
+
 
 def _is_ratio(size: object) -> bool:
     return isinstance(size, tuple | list)
 
 
-def size_asked(job: TracedJob, size: int | None) -> int | None:
-    """The microbatch size that the arguments and `pipeline.num_micro_batch` mean.
+def size_asked(job: TracedJob, wishes: Wishes) -> int | None:
+    """The microbatch size that the arguments and `pipeline.num_micro_batch` mean, or was pinned.
 
     Raises:
         ConfigError: For sizes below one, or that do not divide, or disagree.
     """
-    check_whole_numbers(1, microbatch_size=size)
-    size = pinned().microbatch_size if size is None else size
     batch_size, num = job.batch_size, job.settings.pipeline.num_micro_batch
+    size = wishes.microbatch_size
+    if isinstance(size, str):
+        if size != "measured":
+            raise ConfigError(f"microbatch_size={size!r}: use a number, 'measured' or None")
+        if num is not None:
+            raise ConfigError(
+                f"microbatch_size='measured' and pipeline.num_micro_batch={num} disagree: give one"
+            )
+        size = None
+    check_whole_numbers(1, microbatch_size=size)
     if num is not None:
         if batch_size % num:
             raise ConfigError(
@@ -103,6 +120,7 @@ def size_asked(job: TracedJob, size: int | None) -> int | None:
                 "one"
             )
         size = batch_size // num
+    size = wishes.pinned.microbatch_size if size is None else size
     if size is not None and batch_size % size:
         divisors = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
         near = min(divisors, key=lambda b: abs(b - size))
@@ -148,16 +166,16 @@ def plan_for(
         PlanError: If the devices do not fit.
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
     """
-    size = size_asked(job, wishes.microbatch_size)
-    num_devices = len(cluster.devices)
-    graph = job.graph(size or max(1, job.batch_size // num_devices))
+    size = size_asked(job, wishes)
+    is_measured = size is None and wishes.microbatch_size == "measured"
+    graph = job.graph(size or default_sizes(job.batch_size, 1)[0])
     stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
     asked_stages = asked(stages, job.settings.pipeline)
     axes, grid = _mesh(wishes.mesh, cluster, devices)
     structure = structure_of(
         graph, cluster, job.settings.cluster, asked_stages, axes, grid, wishes.rules
     )
-    shares = wishes.shares or _pinned_shares(structure)
+    shares = wishes.shares or _pinned_shares(structure, wishes.pinned)
     if shares:
         structure = dataclasses.replace(structure, shares=shares)
     num, counts = len(structure.replicas), wishes.counts
@@ -172,6 +190,11 @@ def plan_for(
     request = structure.pipeline
     if request is not None:
         _check_clip(job)
+        if is_measured:
+            raise ConfigError(
+                "microbatch_size='measured': that of a pipeline follows from its stages; give a "
+                "number, or leave it out"
+            )
         if size is None:
             size, reason = microbatch_size(request, job.batch_size, num)
             reasons.append(reason)
@@ -221,9 +244,16 @@ def plan_for(
 
     balance = counts == "measured"
     if size is not None:
+        if size != wishes.microbatch_size and size == wishes.pinned.microbatch_size:
+            reasons.append(f"microbatch_size={size}, as it was before")
         return tried(make(size, reasons)), balance
+    if not is_measured and timed is None:
+        return tried(_by_default(job.batch_size, num, make, reasons)), balance
     if devices is None and timed is None:
-        return make(candidate_sizes(job.batch_size, num)[0], reasons), balance
+        raise ConfigError(
+            "microbatch_size='measured' needs devices that are here, or a profile of those that "
+            "are described: pass one, give a number, or leave it out"
+        )
     measured: dict[int, tuple[float, ...]] = {}
     plans = {}
     sizes = candidate_sizes(job.batch_size, num)
@@ -254,6 +284,32 @@ def plan_for(
     return chosen.replaced(reasons=(*chosen.reasons, *reasons)), balance
 
 
+def _by_default(
+    batch_size: int,
+    num_replicas: int,
+    make: Callable[[int, Sequence[str]], Plan],
+    reasons: Sequence[str],
+) -> Plan:
+    """The plan of the first default size with which one can be made.
+
+    Raises:
+        PlanError: If there is none: why not with the first.
+    """
+    check_enough(batch_size, 1, num_replicas)
+    usual, sizes = default_sizes(batch_size, 1)[0], default_sizes(batch_size, num_replicas)
+    said, fault = list(reasons), None
+    if sizes[0] != usual:
+        said.append(f"microbatch_size={usual} would be too few microbatches for {num_replicas}")
+    for size in sizes:
+        try:
+            return make(size, (*said, f"microbatch_size={size} by default, whatever the devices"))
+        except PlanError as error:
+            fault = fault or error
+            said.append(f"microbatch_size={size} left out: {error}")
+    assert fault is not None  # there is one size at least
+    raise fault
+
+
 def _microbatch_seconds(
     job: TracedJob, plan: Plan, devices: tuple[jax.Device, ...]
 ) -> tuple[float, ...]:
@@ -279,8 +335,8 @@ def _mesh(
     return tuple((str(n), int(s)) for n, s in mesh.shape.items()), grid
 
 
-def _pinned_shares(structure: Structure) -> tuple[int, ...]:
-    own = pinned().shares
+def _pinned_shares(structure: Structure, before: Pinned) -> tuple[int, ...]:
+    own = before.shares
     return own if [size for _, size in structure.inner] == [len(own)] else ()
 
 
@@ -308,7 +364,8 @@ def _cut(
         or (profile is None and (devices is None or share_cores(devices)))
     ):
         return structure, ()
-    if kept := pinned().cut:
+    kept, chain = wishes.pinned.cut, segments(graph_of(graph), request.most_segments)
+    if (len(kept), sum(kept)) == (request.num_parts, len(chain)):
         request = dataclasses.replace(request, cut=kept)
         return pipelined(range(len(cluster.devices)), request), ()
     times: dict[int, np.ndarray] = {}

@@ -50,12 +50,12 @@ def profile(
     """
     devices = job.all_devices()
     cluster = job.cluster(devices)
-    asked = size_asked(job, wishes.microbatch_size)
+    asked = size_asked(job, wishes)
     sizes = tuple(sorted(microbatch_sizes)) or (
         (asked,) if asked else tuple(sorted(candidate_sizes(job.batch_size, len(devices))))
     )
     for own_size in sizes:
-        size_asked(job, own_size)
+        size_asked(job, Wishes(microbatch_size=own_size))
         check_enough(job.batch_size, own_size, len(devices))
     labels = [device.label for device in cluster.devices]
     rank = next(i for i, d in enumerate(devices) if is_here(d))

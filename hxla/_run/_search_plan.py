@@ -31,7 +31,6 @@ from ._agreement import facts_of_plan
 from ._copies_bound import least_seconds
 from ._limbs import with_sums_and_memory
 from ._links import measured_link
-from ._planning import size_asked
 from ._sharing_copies import SharingCopies, sharing_copies
 from ._short_profile import short_profile
 from ._traced_job import TracedJob
@@ -106,7 +105,6 @@ def search_plan(
         ConfigError: If the model is annotated, or sizes do not divide the batch.
         PlanError: If a kind of device has neither a profile nor a rate, or nothing fits.
     """
-    size = size_asked(job, size)
     tried = wishes.microbatch_sizes
     if profile is not None and not tried and size is None:
         tried = tuple({s.microbatch_size for s in profile.times})
@@ -197,7 +195,7 @@ def auto_plan(
     """
     wishes = SearchWishes()
     cluster = _linked(job, job.cluster(devices), devices)
-    sizes = _sizes(job, (), size_asked(job, size), len(devices))
+    sizes = _sizes(job, (), size, len(devices))
     profile = short_profile(job, cluster, devices, sizes, _MEASURED_SEGMENTS, sums)
     found = search_plan(
         job, cluster, profile, wishes, sums=sums, size=size, all_devices=True, devices=devices

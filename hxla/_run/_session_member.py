@@ -1,7 +1,6 @@
 """A session as a part of `hxla run --elastic`: it begins, stops and leaves as told."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import shutil
@@ -16,11 +15,11 @@ from .._core._format import num_bytes
 from .._core._types import PyTree
 from .._jax._lost_peers import is_lost_peer
 from .._launch._mailbox import copy_folder
-from .._launch._member import Member, Pinned, pin
+from .._launch._member import Member, pin
 from .._lower._store import Store
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
-from ._beginning import Beginning
+from ._beginning import Beginning, chosen
 from ._hand_over import leave_state
 from ._signals import Termination
 from ._state_parts import state_part
@@ -134,7 +133,7 @@ class SessionMember:
             plan: That runs: later generations keep what decides its bits.
         """
         self._step, self._facts = step, facts
-        pin(_chosen(plan))
+        pin(chosen(plan))
         with self._member.trains(self._leave_unasked, lambda: self._termination.arrived):
             self._member.tell(part=self._part.number, num_parts=self._part.count)
             if self._begins_in_memory and self._every is not None:
@@ -236,13 +235,3 @@ def _bytes_in(folder: str) -> int:
             with contextlib.suppress(FileNotFoundError):
                 found += os.stat(os.path.join(path, name)).st_size
     return found
-
-
-def _chosen(plan: Plan) -> Pinned:
-    chosen = Pinned(microbatch_size=plan.microbatch_size, is_chain=plan.chain is not None)
-    if plan.pipeline is not None:
-        return dataclasses.replace(chosen, cut=plan.pipeline.cut)
-    if len(plan.axes) == 1:
-        [axis] = plan.axes
-        return dataclasses.replace(chosen, shares=axis.shares or (1,) * axis.size)
-    return chosen

@@ -20,6 +20,7 @@ from .._plan._precision import Precision
 from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
 from .._weights._weights import Weights
+from ._beginning import chosen_before
 from ._counts_of_plan import Counts
 from ._data import num_steps
 from ._job import PLAN_VARIABLE, Job
@@ -42,7 +43,7 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Literal["measured"] | None = None,
     mesh: jax.sharding.Mesh | Mapping[str, int | tuple[int, ...]] | None = None,
     rules: str | RuleSet | None = None,
     stages: int | Sequence[float] | None = None,
@@ -208,7 +209,7 @@ def train(
             "eval_data": "none" if eval_data is None else "given",
         },
     )
-    chosen, balance = _plan(job, plan, counts, asked)
+    chosen, balance = _plan(job, plan, counts, asked, checkpoint_dir)
     if steps is None:
         source = job._traced.source
         steps = num_steps(source, batch_size=batch_size, epochs=epochs or 0)
@@ -241,6 +242,7 @@ def _plan(
     plan: Plan | str | os.PathLike[str] | None,
     counts: Counts | None,
     asked: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str] | None,
 ) -> tuple[Plan, bool]:
     """The plan to run, and whether its counts follow measured times."""
     file = os.environ.get(PLAN_VARIABLE)
@@ -252,6 +254,7 @@ def _plan(
         wishes = Wishes(
             rules=as_rules(rules),
             counts=counts if counts is not None else "measured",
+            kept=chosen_before(job._traced, checkpoint_dir),
             **asked,
         )
         made, moves = make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
