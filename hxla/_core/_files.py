@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.request import url2pathname
 
 MOST_JSON_BYTES = 1 << 24
 MOST_TOML_BYTES = 1 << 19
@@ -23,7 +24,45 @@ _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?>[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_MOST_DEPTH}}}"""
 )
 
+# What stands before the colon of an address; one letter is a drive. A `pathlib.Path` of an address
+# has one slash.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)
+
 Refuse = Callable[[str], Exception]  # makes the error that is raised; is given what is wrong
+
+
+def local_path(path: Any, what: str, error: type[Exception]) -> pathlib.Path:
+    """Where to write: a path of this machine, with the user's own folder for `~`.
+
+    Args:
+        path: As the user gave it; `file:///...` is a path too.
+        what: What it is, in the error's words.
+        error: What to raise for what is no path, or one of another place.
+    """
+
+    def refused(why: str) -> Exception:
+        return error(f"{what}={str(path)!r} {why}")
+
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise error(f"{what}={path!r} is no path")
+    text = os.fspath(path)
+    if found := _ADDRESS.fullmatch(text):
+        host = re.match("//([^/]*)", found[2])
+        if found[1].lower() != "file" or (host and host[1] not in ("", "localhost")):
+            raise refused(
+                "is an address, and hxla writes to paths of this machine: mount what it names, or "
+                "write here and copy"
+            )
+        text = url2pathname(found[2][host.end() :] if host else found[2])
+    if not text.strip():
+        raise refused("is empty: name a folder, '.' for the one that the process is in")
+    if text.startswith("$"):
+        raise refused("is no path before its variable is replaced: pass os.path.expandvars(...)")
+    if text.startswith("~"):
+        text = os.path.expanduser(text)
+        if text.startswith("~"):
+            raise refused("names a user that is not known here")
+    return pathlib.Path(text)
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int, refuse: Refuse) -> bytes:

@@ -4,6 +4,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from .._core._errors import ConfigError
+from .._core._files import local_path
 from .._core._format import si
 from ._task_graphs import TaskGraph
 
@@ -48,8 +50,9 @@ def draw_task_graphs(task_graphs: Sequence[TaskGraph], path: str | os.PathLike[s
     flops = si(sum(t.flops for t in task_graphs))
     title = f"{len(task_graphs)} TaskGraphs, {flops} FLOPs forward"
     axes.set_title(title + (f" (the first {_MAX_SHOWN})" if rest else ""), fontsize=10)
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    file = local_path(path, "path", ConfigError)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
 
 
 def _facts(task: TaskGraph) -> str:

@@ -16,6 +16,7 @@ from .._core._errors import AnnotationError, LossError
 from .._core._types import PyTree
 from .._jax._absent_sharding import brief_absence
 from .._jax._axis_names import naming_axes, with_axes
+from .._jax._digest import digests, joined
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
@@ -131,6 +132,20 @@ def trace_functional(
         mixes=mixes,
         normalizes=normalizes,
     )
+
+
+def loss_digest(graph: Graph) -> str:
+    """A digest of a traced loss: of its sums and the new values of variables, not of its metrics.
+
+    Args:
+        graph: As `trace_functional` made it.
+    """
+    jaxpr = graph.program.jaxpr
+    loss, sums, *aux = jaxpr.outvars
+    made_of = {v: eqn.invars for eqn in jaxpr.eqns for v in eqn.outvars}
+    if sums.aval.shape != (2,) and made_of[sums][0].aval.shape == (2,):
+        sums = made_of[sums][0]  # before metrics are joined to it
+    return joined([loss, sums, *aux], digests(graph.program))
 
 
 def _check_aux(before: PyTree, after: PyTree) -> None:

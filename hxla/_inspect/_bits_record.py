@@ -1,14 +1,13 @@
 """What one side computed, bit by bit: a digest of every result of every equation."""
 
 import os
-import pathlib
 from typing import Any, NamedTuple
 
 import pydantic
 
 from .._core._errors import InspectError
 from .._core._faults import listed
-from .._core._files import named, parse_json, read_bytes
+from .._core._files import local_path, named, parse_json, read_bytes
 from .._plan._layout import PlanValue
 from .._plan._plan_file import faults_of
 from .._plan._plan_parts import Versions
@@ -134,7 +133,7 @@ class BitsRecord(PlanValue):
                 f"{len(text) >> 20} MiB, and {_MOST_BYTES >> 20} MiB is the most that is read: "
                 "record a model with shorter scans"
             )
-        file = pathlib.Path(path)
+        file = local_path(path, "path", InspectError)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 

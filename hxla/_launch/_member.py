@@ -186,9 +186,8 @@ class Pinned:
     @classmethod
     def read(cls, text: str) -> "Pinned":
         """From the JSON of its fields."""
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-        )
+        found = json.loads(text)
+        return cls(**found | {name: tuple(found[name]) for name in ("cut", "shares")})
 
 
 def pin(choices: Pinned) -> None:

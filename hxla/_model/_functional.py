@@ -6,7 +6,7 @@ microbatch's own key and from nothing else.
 """
 
 import dataclasses
-import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,10 +102,27 @@ def is_abstract(x: Any) -> bool:
 
 
 def plain_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by their path in the user's tree, as nested names joined by dots."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    separated = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-    return {separated(path).replace("/", "_"): x for path, x in leaves}
+    """Leaves by their path in the user's tree, as nested names joined by dots.
+
+    A dot or slash within a name, which would separate, is written as in an address, `%2E` and
+    `%2F`; so no two paths have one name.
+
+    Raises:
+        ConfigError: If two leaves have one path, as by the keys 0 and "0".
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = ".".join(_escaped(jax.tree_util.keystr((key,), simple=True)) for key in path)
+        if name in found:
+            raise ConfigError(f"two arrays of the state are called {name}: rename one of them")
+        found[name] = leaf
+    return found
+
+
+def _escaped(name: str) -> str:
+    for letter in "%./":
+        name = name.replace(letter, f"%{ord(letter):02X}")
+    return name or "%"
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -114,13 +131,20 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
-    """The path of every leaf, as `block/attn/kernel`."""
+    """The path of every leaf, as `block/attn/kernel`.
 
-    def name(path: Sequence[Any]) -> str:
-        keys = (k for k in path if k not in _OF_VARIABLES)
-        return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
-
-    return tuple(name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    Where two would be alike, a slash within a name is written as `%2F`.
+    """
+    paths = [
+        [jax.tree_util.keystr((key,), simple=True) for key in path if key not in _OF_VARIABLES]
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    names = ["/".join(path) for path in paths]
+    times = Counter(names)
+    return tuple(
+        name if times[name] == 1 else "/".join(key.replace("/", "%2F") for key in path)
+        for name, path in zip(names, paths, strict=True)
+    )
 
 
 def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:

@@ -19,7 +19,7 @@ def root_key(seed: int) -> jax.Array:
     It is of the generator that `jax_default_prng_impl` names, one of the settings in
     `Plan.numerics`.
     """
-    return jax.random.key(seed, impl=str(jax.config.jax_default_prng_impl))
+    return jax.random.key(seed, impl=jax.config.values["jax_default_prng_impl"])
 
 
 def key_impl(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ import optax
 
 from .._core._errors import ConfigError, HxlaError
 from .._core._types import PyTree
+from .._jax._digest import program_digest
 from .._jax._jaxpr import backward_slice, inlined, variables
 from ._functional import leaf_names
 from ._keys import keys_as_data, keys_from_data
@@ -77,6 +78,24 @@ class Optimizer:
             extra = {name: known for name, known in extra.items() if name in names}
         updates, state = transformation.update(grads, keys_from_data(state, like), params, **extra)
         return updates, keys_as_data(state)
+
+    def digests(self, params: PyTree) -> dict[str, str]:
+        """Digests of the initial state and of an update, numbers such as a learning rate included.
+
+        Args:
+            params: Shapes.
+        """
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        state = jax.eval_shape(self.init, shapes)
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
+            return self.update(grads, state, params, value=value)
+
+        value = jax.ShapeDtypeStruct((), "float32")
+        return {
+            "start": program_digest(jax.make_jaxpr(self.init)(shapes)),
+            "update": program_digest(jax.make_jaxpr(update)(shapes, state, shapes, value)),
+        }
 
     def restored(self, state: PyTree, params: PyTree) -> PyTree:
         """The state with its keys, as optax makes it."""

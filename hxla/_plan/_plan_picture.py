@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from .._core._errors import ConfigError
+from .._core._files import local_path
 from ._plan_parts import DevicePrediction
 
 _PARTS = (
@@ -69,8 +70,9 @@ def draw_devices(
     axes[0].set_ylim(len(shown) - 0.4, -0.6)
     more = f" (the first {len(shown)} of {len(rows)} devices)" if len(rows) > len(shown) else ""
     figure.suptitle(title + more, fontsize=9)
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    file = local_path(path, "path", ConfigError)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
 
 
 def _work(ax: Any, rows: Sequence[DeviceRow], num_stages: int) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ import pydantic
 
 from .._core._errors import PlanError
 from .._core._faults import fault, listed, shown
-from .._core._files import named, read_json
+from .._core._files import local_path, named, read_json
 from ._profile import Profile
 
 _VERSION = 1
@@ -113,7 +112,7 @@ def dump_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         path: Of the file; its folder is made.
     """
     table = {"version": _VERSION, **profile.to_table()}
-    file = pathlib.Path(path)
+    file = local_path(path, "path", PlanError)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text(json.dumps(table, indent=1) + "\n")

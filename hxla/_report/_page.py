@@ -3,10 +3,10 @@
 import contextlib
 import html
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 
 from .._core._errors import HxlaError
+from .._core._files import local_path
 
 _SHOWN_ROWS, _MAX_ROWS = 16, 200  # of a table, before and after it is unfolded
 CSS = """
@@ -210,7 +210,7 @@ def write(path: str | os.PathLike[str], text: str, error: type[HxlaError]) -> No
         text: What to write.
         error: What to raise if the path cannot be written.
     """
-    path = pathlib.Path(path)
+    path = local_path(path, "path", error)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

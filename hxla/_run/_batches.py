@@ -11,6 +11,8 @@ from .._core._types import PyTree
 from ._data_checks import check_dtypes, leading_dimension
 from ._data_position import Position
 
+AS_IT_COMES = "as it comes"  # the order of examples that nothing shuffles
+
 
 class Batches:
     """An iterable of global batches; the last ones read are kept.

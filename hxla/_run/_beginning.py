@@ -2,29 +2,36 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._core._errors import CheckpointError
+from .._core._errors import CheckpointError, ConfigError
+from .._core._files import local_path
 from .._launch._member import Pinned
 from .._lower._store import Store
 from .._model._functional import tree_bytes
 from .._plan._plan import Plan
-from .._plan._precision import Precision
 from ._checkpoint_seal import newest_facts
+from ._facts_of_run import (
+    FORMAT,
+    LOSS,
+    check_format,
+    check_resumed,
+    facts_of_run,
+    told_differences,
+    told_of_run,
+)
 from ._hand_over import facts_of_state, load_state
-from ._session_values import SessionOptions, check_resumed, plans_from_table
+from ._session_values import SessionOptions, plans_from_table
 from ._traced_job import TracedJob
 
 if TYPE_CHECKING:
     from ._checkpoints import Checkpoints
-
-_FORMAT = 3  # of the checkpoint's own fields
 
 
 def _opened(
@@ -50,7 +57,7 @@ class Beginning:
         step: The updates of the state that is there; None: the state is a new one.
         first_step: The updates done when the session begins.
         plans: Those of the steps before, by their first step.
-        note: What the user should know of the data there; empty: nothing.
+        notes: What the user should know of what goes on there, in words.
 
     Args:
         job: That is trained.
@@ -74,31 +81,66 @@ class Beginning:
         is_tight: bool,
         folders: Sequence[str] = (),
     ):
-        self._folders, self._gather = folders, job.gather
+        self._folders, self._job, self._plan = folders, job, plan
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
             opened = _opened(options.checkpoint_dir, job, plan, is_tight=is_tight)
             self.checkpoints = stack.enter_context(opened)
         self.step: int | None = self._latest(job)
         self.first_step = options.first_step if self.step is None else self.step
-        facts = {} if self.step is None else self._facts(job, plan, options, self.step)
-        self.plans: dict[int, Plan] = plans_from_table(facts.get("plans", ()), until=self.step or 0)
-        self.note = job.source.begin(self.first_step, facts.get("data"))
+        found = {} if self.step is None else self._found(options, self.step)
+        self.plans: dict[int, Plan] = plans_from_table(found.get("plans", ()), until=self.step or 0)
+        note = job.source.begin(self.first_step, found.get("data"))
+        is_kept = self.checkpoints is not None or bool(self._folders)
+        self.notes = (*self._said(found, options), *([note] if note and is_kept else []))
 
-    def _facts(
-        self, job: TracedJob, plan: Plan, options: SessionOptions, step: int
-    ) -> dict[str, Any]:
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What is written beside every state of the run."""
+        facts = facts_of_run(self._job, self._plan)
+        return facts if self.checkpoints is None else facts | {"told": self._told}
+
+    @functools.cached_property
+    def _told(self) -> dict[str, Any]:
+        return told_of_run(self._job, self._plan)
+
+    def _found(self, options: SessionOptions, step: int) -> dict[str, Any]:
         """What is written beside the state of a step, which is one of this run."""
-        where, facts = str(options.checkpoint_dir), {}
+        asked = facts_of_run(self._job, self._plan)
         if self._folders:
-            where, facts = self._folders[0], facts_of_state(self._folders)
-        elif self.checkpoints is not None:
-            facts = self.checkpoints.meta(step)
-        asked = facts_of_run(job, plan)
-        if self._folders:
-            asked["numerics"] = plan.numerics
-        check_resumed(where, step, facts, asked, options.steps)
-        return facts
+            where, found = self._folders[0], facts_of_state(self._folders)
+            asked["numerics"] = self._plan.numerics
+        else:
+            assert self.checkpoints is not None
+            where, found = str(options.checkpoint_dir), self.checkpoints.meta(step)
+            check_format(where, step, found)
+            is_traced_alike = found.get("told", {}).get("made with") == self._told["made with"]
+            # Of a model with other parameters each one is told when the state is read.
+            if not is_traced_alike or self._has_other_parameters(found):
+                del asked[LOSS]
+        check_resumed(where, step, found, asked, options.steps)
+        return found
+
+    def _has_other_parameters(self, found: Mapping[str, Any]) -> bool:
+        plans = list(plans_from_table(found.get("plans", ()), until=1 << 62).values())
+        shapes = [
+            [(own.name, own.shape, own.dtype) for own in plan.parameters]
+            for plan in (self._plan, *plans[-1:])
+        ]
+        return shapes[0] != shapes[-1]
+
+    def _said(self, found: Mapping[str, Any], options: SessionOptions) -> Iterator[str]:
+        """Where it begins, if with a checkpoint, and what is another than there."""
+        if self.step is None or self._folders:
+            return
+        yield f"resumed from step {self.step} in {options.checkpoint_dir}"
+        yield from told_differences(found["told"], self._told)
+        if self.step == options.steps:
+            yield (
+                f"nothing is left to train: {self.step} of {options.steps} steps are done, and the "
+                "model is the checkpoint's; raise steps, or use another checkpoint_dir for "
+                "another run"
+            )
 
     def _latest(self, job: TracedJob) -> int | None:
         if self._folders:
@@ -110,7 +152,7 @@ class Beginning:
     def load(self, store: Store) -> bool:
         """Take over the state of `step`; returns whether there is one."""
         # Gloo waits for slower compilers half a minute only.
-        self._gather("programs are ready", "")
+        self._job.gather("programs are ready", "")
         if self._folders:
             store.load(load_state(self._folders, store.wanted()))
         elif self.checkpoints is not None and self.step is not None:
@@ -126,18 +168,6 @@ class Beginning:
     def saved_step(self) -> int | None:
         """The step of the checkpoint that it began with."""
         return None if self._folders else self.step
-
-
-def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
-    """What a state of a run has in common with all others of it."""
-    return {
-        "format": _FORMAT,
-        "batch_size": plan.batch_size,
-        "microbatch_size": plan.microbatch_size,
-        "seed": job.seed,
-        "reduction": plan.sums.kind,
-        "precision": None if plan.precision == Precision() else str(plan.precision),
-    }
 
 
 def chosen(plan: Plan) -> Pinned:
@@ -164,10 +194,10 @@ def chosen_before(job: TracedJob, folder: str | os.PathLike[str] | None) -> Pinn
     """
     if folder is None:
         return Pinned()
-    choices = Pinned()
+    local, choices = local_path(folder, "checkpoint_dir", ConfigError), Pinned()
     if jax.process_index() == 0:
-        facts = newest_facts(pathlib.Path(folder))
-        if (facts.get("format"), facts.get("batch_size")) == (_FORMAT, job.batch_size):
+        facts = newest_facts(local)
+        if (facts.get("format"), facts.get("batch_size")) == (FORMAT, job.batch_size):
             with contextlib.suppress(CheckpointError):  # which opening it raises
                 *_, plan = plans_from_table(facts.get("plans", ()), until=1 << 62).values()
                 choices = chosen(plan)

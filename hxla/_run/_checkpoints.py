@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from .._core._errors import CheckpointError
 from .._core._types import PyTree
@@ -39,6 +39,10 @@ _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return unflatten_dict(flat, sep=".")  # type: ignore[no-any-return]
+
+
+def _flat(nested: dict[str, Any]) -> dict[str, Any]:
+    return flatten_dict(nested, sep=".")  # type: ignore[no-any-return]
 
 
 def _restore_args(leaf: Any) -> Any:
@@ -188,7 +192,7 @@ class Checkpoints:
         """
         self.wait()
         metadata = self._manager.item_metadata(step)["tree"]
-        found, wanted = plain_leaves(getattr(metadata, "tree", metadata)), plain_leaves(like)
+        found, wanted = _flat(getattr(metadata, "tree", metadata)), plain_leaves(like)
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
@@ -214,7 +218,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {step} in {self.folder} cannot be read: {error}"
             ) from error
-        leaves = plain_leaves(restored["tree"])
+        leaves = _flat(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
     def wait(self) -> None:

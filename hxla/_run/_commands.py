@@ -3,6 +3,8 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from .._core._errors import ConfigError
+from .._core._files import local_path
 from .._lower._determinism import determinism
 from .._plan._plan import Plan
 from .._report._lanes import lanes_of_timeline
@@ -47,7 +49,7 @@ def plan_script(
         print(f"{found.plan.cluster}: {found.plan.explain()}")
         print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")
         if draw is not None:
-            _draw(pathlib.Path(draw), found.plan, found.timelines)
+            _draw(local_path(draw, "--draw", ConfigError), found.plan, found.timelines)
     if len(plans) == 2:
         print(plans[0].compare(plans[1]))
     if write is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from .._core._errors import DataError
 from .._core._types import PyTree
 from .._plan._plan import Plan
-from ._batches import Batches, Unmoving
+from ._batches import AS_IT_COMES, Batches, Unmoving
 from ._data_checks import check_dtypes, leading_dimension, leaf_name
 from ._host_batches import HostBatches
 from ._sample_order import shuffled
@@ -36,12 +36,16 @@ class Source(Protocol):
     """Random access to the stream of examples."""
 
     num_examples: int | None
+    order: str  # of the examples, in words
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         """Examples at positions of the global batch of a step, stacked, as host arrays."""
 
     def example(self) -> PyTree:
         """One example with a leading dimension of 1: arrays, or shapes where data is shapes."""
+
+    def sample(self, size: int) -> PyTree | None:
+        """The first examples of the stream; None where they cannot be read at any time."""
 
     def state(self, step: int) -> str | None:
         """The position before a step, for a checkpoint; None where the step says it all."""
@@ -119,6 +123,8 @@ class _Random(Unmoving):
         self._per_file = examples_per_file
         self.num_examples: int | None = reader.num_examples
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        files = f" in files of {examples_per_file}" if examples_per_file > 1 else ""
+        self.order = f"shuffled{files}" if shuffle else AS_IT_COMES
         if self.num_examples is not None and self.num_examples < batch_size:
             raise DataError(
                 f"data holds {self.num_examples} examples, fewer than one global batch of "
@@ -141,6 +147,9 @@ class _Random(Unmoving):
 
     def example(self) -> PyTree:
         return self._reader.example()
+
+    def sample(self, size: int) -> PyTree | None:
+        return self.fetch(0, np.arange(size))
 
 
 def _grain(data: Any, kind: str) -> bool:

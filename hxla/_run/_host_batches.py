@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._core._types import PyTree
-from ._batches import Batches
+from ._batches import AS_IT_COMES, Batches
 from ._host_link import Answer, Asker, link
 from ._shared_arrays import arrays_at, place_arrays
 
@@ -31,6 +31,7 @@ class HostBatches:
     """
 
     num_examples: int | None = None
+    order = AS_IT_COMES
 
     def __init__(self, own: Batches, *, is_shared: bool = True):
         self._own, self._is_shared = own, is_shared
@@ -43,6 +44,10 @@ class HostBatches:
     def example(self) -> PyTree:
         """One example."""
         return self.fetch(0, np.arange(1))
+
+    def sample(self, size: int) -> PyTree | None:
+        """None: what was read does not come back."""
+        return None
 
     def state(self, step: int) -> str | None:
         """The position before the batch of a step, if it is known; waits for nobody."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import optax
 from .._cluster._cluster import Cluster
 from .._core._config import Config, as_config
 from .._core._errors import ConfigError
+from .._core._files import local_path
 from .._core._types import PyTree
 from .._core._whole_numbers import check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
@@ -297,8 +299,12 @@ class Job:
         options = SessionOptions(
             steps=steps,
             balance=job.settings.balance if balance else None,
-            checkpoint_dir=checkpoint_dir,
-            run_dir=run_dir,
+            checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
+            run_dir=_folder(run_dir, "run_dir"),
             tensorboard=tensorboard,
         )
         return Session(job, found, job.devices(mesh), options)
+
+
+def _folder(path: str | os.PathLike[str] | None, name: str) -> pathlib.Path | None:
+    return None if path is None else local_path(path, name, ConfigError)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 import time
 import types
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from .._planner._counts import best_counts
 from .._report._history import EvalRecord, History, Rebalance, StepRecord
 from ._agreement import facts_of_data
 from ._balancer import Balancer
-from ._beginning import Beginning, facts_of_run
+from ._beginning import Beginning
 from ._copies import CopiesCheck
 from ._counts_of_plan import (
     check_limits,
@@ -159,7 +158,7 @@ class Session:
             assert beginning is not None  # one of the two branches made it
             self._checkpoints, self._saved = beginning.checkpoints, beginning.saved_step
             self.step_number = self._first_step = start = beginning.first_step
-            self._plans, self._note = beginning.plans, beginning.note
+            self._plans, self._beginning = beginning.plans, beginning
             held = self._store.num_bytes()
             self.memory_bytes = self._programs.memory_bytes(held)
             self._saves_alone = on_cpu and lack(devices, self._cluster, held + self.memory_bytes)
@@ -190,10 +189,8 @@ class Session:
         damaged = self._checkpoints.damaged if self._checkpoints is not None else ()
         for words in (*damaged, *(self._member.told() if self._member is not None else ())):
             self._recorder.log(words)
-        if self._saved is not None:
-            self._recorder.log(f"resumed from step {start} in {options.checkpoint_dir}")
-        if self._note and (self._checkpoints is not None or self._member is not None):
-            self._recorder.log(self._note)
+        for words in beginning.notes:
+            self._recorder.log(words)
         promised = determinism(self._programs.graph, self.plan)
         self._recorder.log(f"{self.plan.explain()}\n  {promised}")
 
@@ -221,16 +218,15 @@ class Session:
 
     def _meta(self) -> dict[str, Any]:
         state = self._job.source.state(self.step_number)
-        facts = facts_of_run(self._job, self.plan) | {"plans": plans_to_table(self._plans)}
+        facts = self._beginning.facts | {"plans": plans_to_table(self._plans)}
         return facts if state is None else facts | {"data": state}
 
     def _records(self, start: int) -> Recorder:
-        run_dir = self._options.run_dir
         return Recorder(
             self.plan.replica_names,
             start_step=start,
             last_step=self._options.steps,
-            run_dir=pathlib.Path(run_dir) if run_dir is not None else None,
+            run_dir=self._options.run_dir,
             tensorboard=self._options.tensorboard,
             is_main=jax.process_index() == 0 and not self._options.is_trial,
         )
@@ -485,7 +481,7 @@ class Session:
         model, trained = training.model.finish(self._store.here(state.params), state.aux)
         pictures = {}
         if self._options.run_dir is not None and jax.process_index() == 0:
-            pictures = self._watch_pipelines.draw(pathlib.Path(self._options.run_dir), self.plan)
+            pictures = self._watch_pipelines.draw(self._options.run_dir, self.plan)
         self._recorder.report(history, self.plan, pictures)
         if self._member is not None:
             self._member.finished()

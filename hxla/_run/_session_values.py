@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import os
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,8 +58,8 @@ class SessionOptions:
 
     steps: int | None = None
     balance: BalanceConfig | None = None
-    checkpoint_dir: str | os.PathLike[str] | None = None
-    run_dir: str | os.PathLike[str] | None = None
+    checkpoint_dir: pathlib.Path | None = None
+    run_dir: pathlib.Path | None = None
     tensorboard: bool = False
     first_step: int = 0
     is_trial: bool = False
@@ -116,36 +116,3 @@ def plans_from_table(rows: Iterable[Mapping[str, Any]], *, until: int) -> dict[i
     except (PlanError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the plans of a checkpoint cannot be read: {error}") from None
     return {step: plan for step, plan in plans.items() if step < until}
-
-
-def check_resumed(
-    folder: str, step: int, meta: Mapping[str, Any], asked: Mapping[str, Any], last: int | None
-) -> None:
-    """Refuse a checkpoint of another run.
-
-    Args:
-        folder: That holds it.
-        step: Of it.
-        meta: Fields of it.
-        asked: Those that must be alike.
-        last: Step of the run; None: not known.
-
-    Raises:
-        CheckpointError: With every field that differs.
-    """
-    wrong = [
-        f"  {key}: {meta.get(key)!r} in the checkpoint, {value!r} asked"
-        for key, value in asked.items()
-        if meta.get(key) != value
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{folder} holds step {step} of another run:\n"
-            + "\n".join(wrong)
-            + "\nresume with the checkpoint's values or use another checkpoint_dir"
-        )
-    if last is not None and step > last:
-        raise CheckpointError(
-            f"{folder} holds step {step}, beyond the {last} asked: raise steps or use "
-            "another checkpoint_dir"
-        )

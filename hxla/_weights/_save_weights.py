@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from .._core._errors import WeightsError
+from .._core._files import local_path
 from .._core._types import PyTree
 from .._jax import _coordination
 from ._name_map import NameMap, as_names
@@ -120,7 +121,7 @@ def save_weights(
         >>> hxla.load_weights(weights, tree)["head"]["kernel"].shape
         (8, 2)
     """
-    target = pathlib.Path(path).expanduser().absolute()
+    target = local_path(path, "path", WeightsError).absolute()
     if target.suffix == ".safetensors":
         _save_file(target, _arrays_of(tree), as_names(names))
         return

@@ -24,14 +24,87 @@ def fit(optimizer=None, **options):
     )
 
 
-def test_an_open_microbatch_size_is_measured_and_gives_the_bits_of_naming_it():
+def test_a_measured_microbatch_size_gives_the_bits_of_naming_it():
     few = {"optimizer": optax.sgd(1e-2), "batch_size": 16, "steps": 2}
-    chosen = fit(**few)
+    chosen = fit(**few, microbatch_size="measured")
     size = chosen.plan.microbatch_size
     assert size in candidate_sizes(16, 2) == (2, 1)
     named = fit(**few, microbatch_size=size, counts="even")
     assert named.sha256 == chosen.sha256
     assert any(f"microbatch_size={size} chosen" in reason for reason in chosen.plan.reasons)
+
+
+def planned(batch_size, num_devices, cluster=None, config=None, **wishes):
+    job = hxla.Job(
+        models.Dense(nnx.Rngs(0)),
+        models.regression(),
+        models.squared_error,
+        optax.sgd(1e-2),
+        batch_size=batch_size,
+        config={"cluster": {"visible_devices": list(range(num_devices))}} | (config or {}),
+    )
+    return job.plan(cluster, **wishes)
+
+
+def test_the_default_size_is_the_same_on_any_number_of_devices():
+    for batch in (8, 24, 32, 60, 96):
+        fitting = [b for b in range(1, batch + 1) if batch % b == 0 and b * max(b, 8) <= batch]
+        for num in (1, 2, 3, 8):
+            plan = planned(batch, num)
+            assert plan.microbatch_size == max(fitting), (batch, num)
+            assert len(plan.replicas) == num
+    for batch in (1, 5, 7):
+        assert planned(batch, 1).microbatch_size == 1
+    assert planned(32, 1).numerics == planned(32, 8).numerics
+
+
+def test_a_described_cluster_has_the_default_size_of_the_devices_that_are_here():
+    cluster = hxla.Cluster(name="two", devices=(hxla.Device(kind="cpu"),) * 2)
+    plan = planned(32, 1, cluster, auto=False)
+    assert (plan.microbatch_size, len(plan.replicas)) == (planned(32, 2).microbatch_size, 2)
+
+
+def test_more_devices_than_microbatches_have_smaller_ones_and_it_is_said():
+    cluster = hxla.Cluster(name="many", devices=(hxla.Device(kind="cpu"),) * 16)
+    assert planned(32, 1).num_microbatches < 16
+    plan = planned(32, 1, cluster, auto=False)
+    assert plan.num_microbatches == 16
+    assert any("too few microbatches for 16" in reason for reason in plan.reasons)
+    with pytest.raises(hxla.PlanError, match="16 devices but only 8"):
+        planned(8, 1, cluster, auto=False)
+
+
+def test_the_default_size_is_the_largest_that_fits_the_described_memory():
+    # Parameters and sums take 1.3 MiB, the inputs of an example 64 KiB.
+    inputs, batch = 1 << 14, 64
+    data = {"x": np.zeros((batch, inputs), np.float32), "y": np.zeros((batch, 3), np.float32)}
+    model = models.Dense(nnx.Rngs(0), inputs=inputs)
+    job = hxla.Job(model, data, models.squared_error, optax.sgd(0.1), batch_size=batch)
+
+    def plan(mebibytes, size=None):
+        device = hxla.Device(kind="cpu", memory_bytes=int(mebibytes * 2**20))
+        cluster = hxla.Cluster(name="small", devices=(device,) * 2)
+        return job.plan(cluster, auto=False, microbatch_size=size)
+
+    assert plan(4).microbatch_size == 8
+    small = plan(1.7)
+    assert small.microbatch_size == 4
+    assert any("microbatch_size=8 left out: a microbatch does not fit" in r for r in small.reasons)
+    with pytest.raises(hxla.PlanError, match="does not fit"):
+        plan(1.7, 8)
+
+
+def test_a_size_that_cannot_be_measured_is_refused():
+    cluster = hxla.Cluster(name="two", devices=(hxla.Device(kind="cpu"),) * 2)
+    for words, options in (
+        ("needs devices that are here", {"cluster": cluster, "auto": False}),
+        ("num_micro_batch=4 disagree", {"config": {"pipeline": {"num_micro_batch": 4}}}),
+        ("follows from its stages", {"stages": 2}),
+    ):
+        with pytest.raises(hxla.ConfigError, match=words):
+            planned(32, 2, **options, microbatch_size="measured")
+    with pytest.raises(hxla.ConfigError, match="'fastest': use a number, 'measured' or None"):
+        planned(32, 2, microbatch_size="fastest")
 
 
 def test_the_size_chosen_is_the_best_of_exhaustive_search():

@@ -1,0 +1,157 @@
+"""What is written beside the state of a run, and compared when another call goes on with it.
+
+Some facts must be alike: with others the state would be that of neither run. Others may change on
+purpose, a learning rate or the data, and where they do it is said.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .._core._errors import CheckpointError
+from .._graph._trace import loss_digest
+from .._jax._settings import unlike_settings
+from .._model._optimizer import Optimizer
+from .._plan._plan import Plan
+from .._plan._precision import Precision
+from ._agreement import facts_of_data, facts_of_versions
+from ._traced_job import TracedJob
+
+FORMAT = 4  # of these facts, and of the names of a state's arrays
+LOSS = "traced loss"
+_EXAMPLES = "number of examples"
+
+
+def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
+    """What a state of a run has in common with all others of it.
+
+    Args:
+        job: That is trained.
+        plan: That runs.
+    """
+    return {
+        "format": FORMAT,
+        "batch_size": plan.batch_size,
+        "microbatch_size": plan.microbatch_size,
+        "seed": job.seed,
+        "shuffle": job.source.order,
+        "reduction": plan.sums.kind,
+        "gradient": job.settings.communication.gradient,
+        "precision": None if plan.precision == Precision() else str(plan.precision),
+        "settings": list(plan.made_with.settings),
+        LOSS: loss_digest(job.graph(plan.microbatch_size)),
+    }
+
+
+def told_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
+    """What may be another when a run goes on.
+
+    Args:
+        job: That is trained.
+        plan: That runs.
+    """
+    sample = job.source.sample(plan.microbatch_size)
+    communication = job.settings.communication
+    return {
+        "made with": facts_of_versions()
+        | {"devices": ", ".join(sorted({device.arithmetic for device in plan.devices}))},
+        "data": {_EXAMPLES: str(job.source.num_examples)}
+        | ({} if sample is None else facts_of_data(sample, "")),
+        "optimizer": Optimizer(job.optimizer).digests(job.functional(plan.microbatch_size).trained),
+        "clip": f"{communication.clip_norm} {communication.clip}",
+    }
+
+
+def check_format(folder: str, step: int, found: Mapping[str, Any]) -> None:
+    """Refuse a state of another version of hxla.
+
+    Args:
+        folder: That holds it.
+        step: Of it.
+        found: The facts beside it.
+
+    Raises:
+        CheckpointError: With both formats.
+    """
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} holds step {step} in format {found.get('format')}, of another version of "
+            f"hxla; this one reads format {FORMAT}: use another checkpoint_dir"
+        )
+
+
+def check_resumed(
+    folder: str, step: int, found: Mapping[str, Any], asked: Mapping[str, Any], last: int | None
+) -> None:
+    """Refuse a state of another run.
+
+    Args:
+        folder: That holds it.
+        step: Of it.
+        found: The facts beside it.
+        asked: Those that must be alike.
+        last: Step of the run; None: not known.
+
+    Raises:
+        CheckpointError: With every fact that differs.
+    """
+    wrong = [
+        f"  {key}: {found.get(key)!r} in the checkpoint, {value!r} asked"
+        for key, value in asked.items()
+        if key != "settings" and found.get(key) != value
+    ]
+    wrong += [
+        f"  {name}: {there} in the checkpoint, {here} in this process"
+        for name, there, here in unlike_settings(found.get("settings", ()), asked["settings"])
+    ]
+    if wrong:
+        is_other_loss = found.get(LOSS) != asked.get(LOSS, found.get(LOSS))
+        why = "\nthe loss, or the model in it, computes something else" if is_other_loss else ""
+        raise CheckpointError(
+            f"{folder} holds step {step} of another run:\n"
+            + "\n".join(wrong)
+            + why
+            + "\nresume with the checkpoint's values or use another checkpoint_dir"
+        )
+    if last is not None and step > last:
+        raise CheckpointError(
+            f"{folder} holds step {step}, beyond the {last} asked: raise steps or use "
+            "another checkpoint_dir"
+        )
+
+
+def told_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """What is another now than in a checkpoint that goes on, a line for each.
+
+    Args:
+        there: What `told_of_run` gave for the checkpoint.
+        here: What it gives now.
+    """
+    if changed := _changed(there["made with"], here["made with"]):
+        yield (
+            f"the checkpoint was made otherwise: {changed}; bits may be others than of never "
+            "having stopped, and whether the loss is the same is not looked at"
+        )
+    if changed := _changed(there["data"], here["data"]):
+        yield f"the data is another than the checkpoint's, and training goes on with it: {changed}"
+    if there["optimizer"]["update"] != here["optimizer"]["update"]:
+        yield (
+            "the optimizer computes otherwise than the checkpoint's, as with another learning "
+            "rate, and training goes on with the new one"
+        )
+    if there["optimizer"]["start"] != here["optimizer"]["start"]:
+        yield (
+            "the optimizer would begin with other values than the checkpoint's, as a learning rate "
+            "of optax.inject_hyperparams, and training goes on with those of the checkpoint"
+        )
+    if there["clip"] != here["clip"]:
+        yield (
+            f"gradients were clipped to {there['clip']} the sum, and now are to {here['clip']} it"
+        )
+
+
+def _changed(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    # What only one side knows is of another kind of data.
+    names = [name for name in here if there.get(name, here[name]) != here[name]]
+    return ", ".join(f"{name} {there[name]}, now {here[name]}" for name in names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
