@@ -86,6 +86,8 @@ class Beginning:
         if options.checkpoint_dir is not None:
             opened = _opened(options.checkpoint_dir, job, plan, is_tight=is_tight)
             self.checkpoints = stack.enter_context(opened)
+        # The data is read here: nobody else reads it yet.
+        self._told = told_of_run(job, plan) if self.checkpoints is not None else {}
         self.step: int | None = self._latest(job)
         self.first_step = options.first_step if self.step is None else self.step
         found = {} if self.step is None else self._found(options, self.step)
@@ -99,10 +101,6 @@ class Beginning:
         """What is written beside every state of the run."""
         facts = facts_of_run(self._job, self._plan)
         return facts if self.checkpoints is None else facts | {"told": self._told}
-
-    @functools.cached_property
-    def _told(self) -> dict[str, Any]:
-        return told_of_run(self._job, self._plan)
 
     def _found(self, options: SessionOptions, step: int) -> dict[str, Any]:
         """What is written beside the state of a step, which is one of this run."""

@@ -18,7 +18,7 @@ from ._traced_job import TracedJob
 
 FORMAT = 4  # of these facts, and of the names of a state's arrays
 LOSS = "traced loss"
-_EXAMPLES = "number of examples"
+_MOST_CHANGES = 3  # of a line
 
 
 def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
@@ -49,15 +49,19 @@ def told_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         job: That is trained.
         plan: That runs.
     """
-    sample = job.source.sample(plan.microbatch_size)
+    num, sample = job.source.num_examples, job.source.sample(plan.microbatch_size)
     communication = job.settings.communication
     return {
         "made with": facts_of_versions()
         | {"devices": ", ".join(sorted({device.arithmetic for device in plan.devices}))},
-        "data": {_EXAMPLES: str(job.source.num_examples)}
-        | ({} if sample is None else facts_of_data(sample, "")),
+        "data": ({} if num is None else {"number of examples": str(num)})
+        | ({} if sample is None else facts_of_data(sample, "first ")),
         "optimizer": Optimizer(job.optimizer).digests(job.functional(plan.microbatch_size).trained),
-        "clip": f"{communication.clip_norm} {communication.clip}",
+        "settings": {
+            "communication.clip_norm": str(communication.clip_norm),
+            "communication.clip": communication.clip,
+            "nonfinite": job.nonfinite,
+        },
     }
 
 
@@ -143,15 +147,13 @@ def told_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Itera
             "the optimizer would begin with other values than the checkpoint's, as a learning rate "
             "of optax.inject_hyperparams, and training goes on with those of the checkpoint"
         )
-    if there["clip"] != here["clip"]:
-        yield (
-            f"gradients were clipped to {there['clip']} the sum, and now are to {here['clip']} it"
-        )
+    if changed := _changed(there["settings"], here["settings"]):
+        yield f"settings are others than the checkpoint's, and training goes on so: {changed}"
 
 
 def _changed(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     # What only one side knows is of another kind of data.
     names = [name for name in here if there.get(name, here[name]) != here[name]]
-    return ", ".join(f"{name} {there[name]}, now {here[name]}" for name in names[:3]) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    more = [f"and {len(names) - _MOST_CHANGES} more"] if len(names) > _MOST_CHANGES else []
+    changes = [f"{name}: {there[name]}, now {here[name]}" for name in names[:_MOST_CHANGES]]
+    return "; ".join(changes + more)

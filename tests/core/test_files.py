@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pathlib
 import signal
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 
 import hxla
 from support import fuzz_kinds
-from support.inside.core import as_config, unpack
+from support.inside.core import as_config, local_path, unpack
 from support.launched import PATIENCE_SECONDS, start
 
 DEEP = "[" * 100_000
@@ -265,3 +266,44 @@ def test_a_bad_mesh_file_does_not_end_the_job_that_is_told_to_read_it_again(tmp_
     finally:
         late.cancel()
     assert job.returncode == 0, lines
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("runs/1", "runs/1"),
+        (pathlib.Path("runs"), "runs"),
+        ("~/runs", "{home}/runs"),
+        ("~", "{home}"),
+        ("file:///runs/a%20b", "/runs/a b"),
+        ("file://localhost/runs", "/runs"),
+        (pathlib.Path("file:///runs"), "/runs"),
+        ("a:b", "a:b"),
+    ],
+    ids=str,
+)
+def test_where_to_write_is_a_path_of_this_machine(monkeypatch, tmp_path, given, meant):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = local_path(given, "run_dir", hxla.ConfigError)
+    assert str(found) == meant.format(home=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("gs://bucket/x", "is an address"),
+        (pathlib.Path("s3://bucket/x"), "is an address"),
+        ("hdfs://name:8020/x", "is an address"),
+        ("file://host/x", "is an address"),
+        ("file://", "is empty"),
+        (" ", "is empty"),
+        ("~no_such_user/x", "names a user that is not known"),
+        ("$SCRATCH/x", "expandvars"),
+        (b"x", "is no path"),
+        (True, "is no path"),
+    ],
+    ids=str,
+)
+def test_what_is_no_path_of_this_machine_is_refused(given, words):
+    with pytest.raises(hxla.ConfigError, match=f"run_dir=.*{words}"):
+        local_path(given, "run_dir", hxla.ConfigError)

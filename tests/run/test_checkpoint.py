@@ -43,6 +43,16 @@ def test_all_bits_come_back_and_old_ones_go(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_names_that_look_alike_are_kept_apart(tmp_path):
+    names = ("a/b", "a_b", "a.b", "a%2Fb", "%", "", "a", "ü b", "..")
+    like = {name: jnp.zeros(2) for name in names} | {"a": {"b": jnp.zeros(2), "/": jnp.zeros(2)}}
+    leaves, treedef = jax.tree.flatten(like)
+    saved = treedef.unflatten([jnp.full(2, i, jnp.float32) for i in range(len(leaves))])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, {})
+        assert same(checkpoints.restore(like, 1), saved)
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_plain_orbax_reads_the_users_own_tree(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:

@@ -21,4 +21,4 @@ from hxla._graph._segments import (
     segments_at,
     task_points,
 )
-from hxla._graph._trace import trace_functional, trace_sums
+from hxla._graph._trace import loss_digest, trace_functional, trace_sums

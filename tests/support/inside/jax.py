@@ -5,6 +5,7 @@ from hxla._jax._absent_sharding import brief_absence
 from hxla._jax._apart import apart
 from hxla._jax._compilation_events import num_compilations
 from hxla._jax._cpu_dots import row_major, uncross, uncrossed
+from hxla._jax._digest import program_digest
 from hxla._jax._grouping import balanced, in_groups
 from hxla._jax._heap import trim_heap
 from hxla._jax._independent import independent
@@ -20,3 +21,4 @@ from hxla._jax._lost_peers import is_lost_peer
 from hxla._jax._min_cut import halve
 from hxla._jax._multiprocessors import multiprocessors
 from hxla._jax._portable import lowered_for, portable
+from hxla._jax._settings import bit_settings, unlike_settings
