@@ -63,9 +63,9 @@ def test_settings_of_jax_that_may_move_a_bit_are_found(name, value, counts):
 
 
 def test_what_holds_in_one_thread_only_is_refused():
-    with jax.enable_x64(True):
-        with pytest.raises(hxla.ConfigError, match="jax_enable_x64=True holds in this thread"):
-            bit_settings({})
+    words = "jax_enable_x64=True holds in this thread only"
+    with jax.enable_x64(True), pytest.raises(hxla.ConfigError, match=words):
+        bit_settings({})
     with jax.debug_nans(True):
         assert bit_settings({}) == ()
 

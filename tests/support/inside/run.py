@@ -18,6 +18,7 @@ from hxla._run._copies_bound import least_seconds
 from hxla._run._counts_of_plan import pooled
 from hxla._run._data_position import from_text, to_text
 from hxla._run._executors_of_plan import with_executors, with_fastest_executors
+from hxla._run._facts_of_run import told_differences, told_of_run
 from hxla._run._forms_of_job import costs_of
 from hxla._run._planned_chain import with_memory
 from hxla._run._runnable import check_runnable
