@@ -96,7 +96,7 @@ def train(
             the next five arguments and the model's annotations say, or for `"auto"` where these say
             nothing and `auto.auto_parallel` is set; the plan of `hxla run --plan` takes the place
             of both. The counts of a given plan stay unless `counts="measured"` is passed with it.
-        microbatch_size: The examples of a microbatch, see `Job.plan`; so are `mesh`, `rules`,
+        microbatch_size: The examples of a microbatch, `"measured"`, or None, see `Job.plan`; so are `mesh`, `rules`,
             `stages` and `reduction` below.
         mesh: The mesh axes and their sizes, see `Job.plan`.
         rules: The rule set for the inner axes of the mesh, see `Job.plan`.
@@ -121,7 +121,9 @@ def train(
         eval_data: The data to evaluate on, of any kind that `data` takes but an unbounded one.
         eval_loss: The loss for evaluation; default `loss`.
         eval_every: The steps between evaluations; by default only the last step is followed by one.
-        checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it.
+        checkpoint_dir: The folder for checkpoints. If it holds one, training resumes from it, with
+            its microbatch size if none is given. Another loss or order of examples is refused by
+            name; that the learning rate or the data is another is said in a line.
         checkpoint_every: The steps between checkpoints; by default one is written only at the end
             and on SIGTERM.
         run_dir: The folder for `metrics.jsonl` and `report.html`; None writes nothing. A run that

@@ -94,13 +94,16 @@ def test_a_plan_of_ones_own_takes_the_size_of_the_checkpoint(begun, tmp_path):
 
 
 SCRIPT = """
-import sys
 import hxla, optax
 from flax import nnx
-from support import models, tiers
+from support import models
 
+rngs = nnx.Rngs(0)
+model = nnx.Sequential(
+    nnx.Linear(6, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+)
 result = hxla.train(
-    models.NnxNet(nnx.Rngs(0)), models.tokens(), models.token_loss, optax.adam(1e-2),
+    model, models.regression(), models.squared_error, optax.adam(1e-2),
     batch_size=16, steps={steps}, checkpoint_dir="checkpoints",
 )
 print("ended", result.sha256)
