@@ -96,8 +96,8 @@ def train(
             the next five arguments and the model's annotations say, or for `"auto"` where these say
             nothing and `auto.auto_parallel` is set; the plan of `hxla run --plan` takes the place
             of both. The counts of a given plan stay unless `counts="measured"` is passed with it.
-        microbatch_size: The examples of a microbatch, `"measured"`, or None, see `Job.plan`; so are `mesh`, `rules`,
-            `stages` and `reduction` below.
+        microbatch_size: The examples of a microbatch, `"measured"`, or None, see `Job.plan`; so are
+            `mesh`, `rules`, `stages` and `reduction` below.
         mesh: The mesh axes and their sizes, see `Job.plan`.
         rules: The rule set for the inner axes of the mesh, see `Job.plan`.
         stages: The number of stages of a pipeline or their shares of the work, see `Job.plan`.
