@@ -37,6 +37,9 @@ class Graph:
         result_values: The results, places of values or literals.
         consts: The arrays that the loss closes over, each with its place.
         nested: For each TaskGraph the copies around it (`replicate(n)` around a `split`), or 1.
+        merges: For each other variable how microbatches' values of it merge: `same` (the loss does
+            not change it), `first` (all make one value), `mean`, `sum`, `max`, `min` or `last`.
+        averaged: The paths of those that are averaged though nobody says so.
         bound_axes: The axis names that the loss's collectives use, such as a BatchNorm's
             `axis_name`; each has one member, the microbatch.
         alike: Where scans are cut, for each value that came with it the one that it is a part of,
@@ -63,6 +66,8 @@ class Graph:
     result_values: tuple[int | Any, ...] = dataclasses.field(repr=False)
     consts: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     nested: tuple[int, ...]
+    merges: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
     bound_axes: tuple[str, ...] = ()
     alike: Mapping[int, int] = dataclasses.field(default_factory=dict, repr=False)
     mixes: str = ""

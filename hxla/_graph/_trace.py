@@ -20,12 +20,13 @@ from .._jax._digest import digests, joined
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
-from .._model._keys import root_key
 from .._model._loss import MetricColumns, as_sums
 from .._model._loss_scale import scaled_loss
+from .._model._plain_arrays import root_key
 from ._factors import PATTERNS, Patterns
 from ._graph import Graph
 from ._mixing import mixing
+from ._state_rules import by_dtype
 from ._tracer import Tracer
 
 
@@ -206,4 +207,4 @@ def trace_sums(
     closed = jax.make_jaxpr(run)(*shapes)
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
     graph = Tracer(closed, counts, leaf_names(params), default, patterns).graph()
-    return dataclasses.replace(graph, param_logical=logical)
+    return dataclasses.replace(graph, param_logical=logical, merges=by_dtype(graph))

@@ -42,7 +42,7 @@ _ROLES = {
 _OF_UPDATE = {
     "given": "batch",
     "given.totals": "gradient",
-    "given.ints": "gradient",
+    "given.words": "gradient",
     "given.sums": "gradient",
     "aux": "parameter",
 }

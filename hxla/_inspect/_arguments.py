@@ -19,7 +19,7 @@ ArrayLayout = tuple[tuple[int, ...], Spec | None]  # shape of the whole array, a
 # Words of an argument's path; the first line that has one decides.
 _WORDS = {
     "optimizer state": "opt_state optimizer_state optimizer opt mu nu momentum ema trace adam",
-    "gradient": "grads grad gradient gradients sums totals accumulated ints",
+    "gradient": "grads grad gradient gradients sums totals accumulated ints words",
     "parameter": "params param parameters weights variables kernel bias embedding model",
     "batch": (
         "batch inputs input x y image images token tokens label labels target targets ids mask key "

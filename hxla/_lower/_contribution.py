@@ -8,6 +8,7 @@ variables), S sums per microbatch (loss, weight, metrics).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import uncrossed
-from .._model._keys import root_key
+from .._model._plain_arrays import root_key
 from .._plan._plan_parts import SumsForm
 from .._plan._sharding import place_in
 from .._plan._stage_storage import piece_shape
 from . import _exact
+from ._state_sums import as_real, change, is_decided, is_summed, joined, own_words, words_like
 
 _PACKED_ELEMENTS = 1 << 14  # copying more costs more time than a kernel
 
@@ -37,54 +39,66 @@ class DeviceSums(NamedTuple):
             replica ran it.
         peaks_T: Bit patterns of the largest magnitude of each tensor.
         values: For each pack of float tensors its parts: int32 limbs, two or one, or one float32.
-        ints: The integer leaves of other variables, as microbatch 0 left them; zero elsewhere.
+        words: What microbatches say of other variables that are no sums of floats, see
+            `_state_sums`; zeros where there was none.
     """
 
     small_MS: jax.Array
     peaks_T: jax.Array
     values: list[tuple[jax.Array, ...]]
-    ints: list[jax.Array]
+    words: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The float tensors of a model's sums: trained parameters, then other float variables.
+    """The float tensors of a model's sums: trained parameters, then changes of other variables.
 
     Attributes:
         params: Shapes of the trained parameters.
         aux: Shapes of the other variables.
         names: Paths of both.
+        merges: For each other variable how it merges, see `Graph.merges`.
     """
 
     params: tuple[jax.ShapeDtypeStruct, ...]
     aux: tuple[jax.ShapeDtypeStruct, ...]
     names: tuple[str, ...]
+    merges: tuple[str, ...] = ()
 
     @property
-    def is_float(self) -> tuple[bool, ...]:
-        """For each other variable whether it is averaged; else microbatch 0's value is taken."""
-        return tuple(bool(jnp.issubdtype(x.dtype, jnp.floating)) for x in self.aux)
+    def is_summed(self) -> tuple[bool, ...]:
+        """For each other variable whether its changes are a float tensor of the sums."""
+        pairs = zip(self.merges, self.aux, strict=True)
+        return tuple(is_summed(rule, x.dtype) for rule, x in pairs)
 
     @property
-    def float_aux(self) -> list[jax.ShapeDtypeStruct]:
-        """Other variables that are averaged."""
-        return [x for x, f in zip(self.aux, self.is_float, strict=True) if f]
+    def is_decided(self) -> tuple[bool, ...]:
+        """For each other variable whether it travels as words."""
+        pairs = zip(self.merges, self.aux, strict=True)
+        return tuple(is_decided(rule, x.dtype) for rule, x in pairs)
 
     @property
     def floats(self) -> list[jax.ShapeDtypeStruct]:
         """T of them."""
-        return [*self.params, *self.float_aux]
+        return [*self.params, *map(as_real, itertools.compress(self.aux, self.is_summed))]
 
     @property
     def float_names(self) -> tuple[str, ...]:
         """T names."""
-        own = zip(self.names[len(self.params) :], self.is_float, strict=True)
-        return (*self.names[: len(self.params)], *(name for name, f in own if f))
+        num = len(self.params)
+        return (*self.names[:num], *itertools.compress(self.names[num:], self.is_summed))
 
     @property
-    def others(self) -> list[jax.ShapeDtypeStruct]:
-        """Other variables that are no floats."""
-        return [x for x, f in zip(self.aux, self.is_float, strict=True) if not f]
+    def word_merges(self) -> tuple[str, ...]:
+        """How those merge that travel as words."""
+        return tuple(itertools.compress(self.merges, self.is_decided))
+
+    @property
+    def words(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of their words."""
+        own = itertools.compress(self.aux, self.is_decided)
+        each = map(words_like, self.word_merges, own)
+        return [jax.ShapeDtypeStruct(at_least_1d(x.shape), x.dtype) for x in each]
 
 
 def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Tensors:
@@ -96,7 +110,8 @@ def tensors_of(graph: Graph, names: Sequence[str], trained: Sequence[int]) -> Te
         trained: Places of the trained among its parameters.
     """
     params = shapes_of(graph, [graph.param_values[p] for p in trained])
-    return Tensors(tuple(params), tuple(shapes_of(graph, graph.aux_values)), tuple(names))
+    aux = shapes_of(graph, graph.aux_values)
+    return Tensors(tuple(params), tuple(aux), tuple(names), graph.merges)
 
 
 def packs_of(tensors: Tensors, alone: Collection[int] | None) -> list[list[int]]:
@@ -273,7 +288,7 @@ def empty_sums(spec: SumsSpec) -> DeviceSums:
         jnp.zeros((spec.num_microbatches, spec.num_columns), jnp.int32),
         jnp.zeros(len(spec.tensors.floats), jnp.int32),
         [spec.contribution.zeros(shape) for shape in pack_shapes(spec.tensors, spec.packs)],
-        [jnp.zeros(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
+        [jnp.zeros(x.shape, x.dtype) for x in spec.tensors.words],
     )
 
 
@@ -297,16 +312,37 @@ def row_bits(row_S: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.asarray(row_S, jnp.float32), jnp.int32)
 
 
-def changes(old: Sequence[jax.Array], new: Sequence[jax.Array], floats: Sequence[bool]) -> Any:
-    """What a microbatch did to other variables: changes of floats, new values of the rest."""
-    pairs = list(zip(old, new, floats, strict=True))
-    deltas = [b.astype(jnp.float32) - a.astype(jnp.float32) for a, b, f in pairs if f]
-    return deltas, [b.astype(jnp.int32) for _, b, f in pairs if not f]
+def changes(
+    tensors: Tensors,
+    old: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    index: jax.Array,
+    num: int,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What a microbatch did to other variables: changes of floats, and words of the rest.
+
+    Args:
+        tensors: Of the sums.
+        old: The variables before the step.
+        new: After the microbatch.
+        index: Of the microbatch.
+        num: Microbatches of a step.
+    """
+    every = list(zip(tensors.merges, old, new, strict=True))
+    deltas = [change(a, jnp.asarray(b)) for _, a, b in itertools.compress(every, tensors.is_summed)]
+    words = [
+        own_words(rule, a, jnp.asarray(b), index, num)
+        for rule, a, b in itertools.compress(every, tensors.is_decided)
+    ]
+    return deltas, words
 
 
-def first_only(before: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    """An integer that microbatch 0 decides, added to zeros of all others."""
-    return before + jnp.where(index == 0, value, 0).reshape(before.shape)
+def joined_words(
+    tensors: Tensors, before: Sequence[jax.Array], words: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The words of some microbatches with those of more."""
+    each = zip(tensors.word_merges, before, words, strict=True)
+    return [joined(rule, a, b.reshape(a.shape)) for rule, a, b in each]
 
 
 def microbatch_key(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:

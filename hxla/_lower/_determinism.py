@@ -18,7 +18,7 @@ from .._graph._operations import leaves, source_of
 from .._graph._precision_classes import members
 from .._jax._jaxpr import Literal as Constant
 from .._jax._jaxpr import as_function, inner_jaxpr, kind_of
-from .._model._keys import root_key
+from .._model._plain_arrays import root_key
 from .._plan._plan import Plan
 
 _PRODUCTS = members("low")

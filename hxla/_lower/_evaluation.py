@@ -9,8 +9,8 @@ import numpy as np
 from .._core._types import PyTree
 from .._jax._axis_names import naming_axes, with_axes
 from .._model._functional import Functional
-from .._model._keys import root_key
 from .._model._loss import MetricColumns, as_sums
+from .._model._plain_arrays import root_key
 from .._plan._plan_parts import SumsForm
 from ._options import compiler_options, update_options
 from ._padding import StatePadding, unpadded

@@ -6,6 +6,7 @@ moves a bit.
 """
 
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._contribution import DeviceSums
+from ._contribution import DeviceSums, SumsSpec, joined_words
 
 #: `(sums, whether they go on, number of the microbatch, its batch) -> (sums, tick)`.
 RunOne = Callable[[DeviceSums, bool, int, Any], tuple[DeviceSums, jax.Array]]
@@ -23,16 +24,26 @@ class Executors:
     """Those of one device.
 
     Args:
+        spec: Of the sums.
         num: Executors, at least two.
         like: Shapes and places of a device's sums.
         empty: Makes sums of no microbatch.
         keeps: Whether the sums of executors stay from step to step.
     """
 
-    def __init__(self, num: int, like: DeviceSums, empty: Callable[[], DeviceSums], *, keeps: bool):
+    def __init__(
+        self,
+        spec: SumsSpec,
+        num: int,
+        like: DeviceSums,
+        empty: Callable[[], DeviceSums],
+        *,
+        keeps: bool,
+    ):
         self.num, self._empty, self._keeps = num, empty, keeps
         self._more: list[DeviceSums | None] = [None] * (num - 1)
-        self._merge = jax.jit(_merged, donate_argnums=0).lower(like, like).compile()
+        merged = functools.partial(_merged, spec)
+        self._merge = jax.jit(merged, donate_argnums=0).lower(like, like).compile()
 
     def run(
         self,
@@ -84,7 +95,7 @@ class Executors:
         return total, tick
 
 
-def _merged(a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
+def _merged(spec: SumsSpec, a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
     """The sums of two executors, as the sum over devices makes them, and an array to wait on."""
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -95,6 +106,6 @@ def _merged(a: DeviceSums, b: DeviceSums) -> tuple[DeviceSums, jax.Array]:
         small,
         jnp.maximum(a.peaks_T, b.peaks_T),
         jax.tree.map(added, a.values, b.values),
-        jax.tree.map(added, a.ints, b.ints),
+        joined_words(spec.tensors, a.words, b.words),
     )
     return total, small[0, 0]

@@ -109,7 +109,7 @@ class Programs:
         rows = {names.index(s.name): s.most_rows for s in plan.sums.sparse if s.name in names}
         lie = [
             *self._of_trained(specs),
-            *(s for s, f in zip(aux, self.tensors.is_float, strict=True) if f),
+            *itertools.compress(aux, self.tensors.is_summed),
         ]
         is_whole = plan.pipeline is None and not plan.axes  # on each device of its own
         # Whether rows travel alone must not move a bit.
@@ -222,7 +222,7 @@ class Programs:
         places = {replica.only_place for replica in local}
         if uneven is None or None in places or len(places) > 1:
             return None
-        return uneven.on(local[0]).cuts_of_sums(self.trained)
+        return uneven.on(local[0]).cuts_of_sums(self.trained, self.tensors.is_summed)
 
     @property
     def pipelines(self) -> dict[int, Pipeline]:
@@ -438,8 +438,8 @@ class Programs:
         params, aux, opt_state = self._shapes(i)
         scales = jax.ShapeDtypeStruct((len(self.tensors.floats),), np.int32)
         exponents = self.reducer.local[i].like(scales)
-        totals, ints = self.reducer.result_shapes(i, [x.shape for x in self.tensors.others])
-        given = Given(totals, ints, exponents, weight=np.float32(1), value=np.float32(1))
+        totals, words = self.reducer.result_shapes(i)
+        given = Given(totals, words, exponents, weight=np.float32(1), value=np.float32(1))
         own = self._of_trained(params), opt_state, aux, given
         return [
             *self.runners[i].lower(*self._whole_shapes(i), exponents),

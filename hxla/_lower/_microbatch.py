@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ from ._contribution import (
     Tensors,
     changes,
     empty_sums,
-    first_only,
     gradient_of,
+    joined_words,
     largest,
     largest_over,
     local_largest,
@@ -82,9 +83,9 @@ class MicrobatchSpec:
         """How each float tensor lies on the replica's mesh."""
         if self.sharded is None:
             return [P()] * len(self.tensors.floats)
-        aux = zip(self.sharded.aux_specs(), self.tensors.is_float, strict=True)
-        params = self.sharded.param_specs()
-        return [*(params[i] for i in self.trained), *(s for s, f in aux if f)]
+        params, aux = self.sharded.param_specs(), self.sharded.aux_specs()
+        summed = itertools.compress(aux, self.tensors.is_summed)
+        return [*(params[i] for i in self.trained), *summed]
 
 
 class Microbatches:
@@ -206,7 +207,7 @@ class Microbatches:
             num: Executors; 1: one microbatch after another.
             keeps: Whether the sums of each stay from step to step.
         """
-        own = None if num == 1 else Executors(num, self._sums, self.empty, keeps=keeps)
+        own = None if num == 1 else Executors(self._spec, num, self._sums, self.empty, keeps=keeps)
         self._executors = own
 
     @property
@@ -246,7 +247,7 @@ def _stacked(batches: Sequence[PyTree], num: int) -> list[np.ndarray]:
 def _sums_specs(spec: MicrobatchSpec) -> list[P]:
     packs = pack_specs(spec.specs(), spec.packs)
     each = [s for s in packs for _ in range(spec.contribution.form.num_parts)]
-    return [P(), P(), *each, *[P()] * len(spec.tensors.others)]
+    return [P(), P(), *each, *[P()] * len(spec.tensors.words)]
 
 
 def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree:
@@ -376,14 +377,14 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
             share = jnp.maximum(row_S[1], tiny) if spec.mean else 1.0
             own = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
             grads = [g * share for g in own]
-        deltas, ints = changes(aux, new_aux, spec.tensors.is_float)
+        deltas, words = changes(spec.tensors, aux, new_aux, index, spec.num_microbatches)
         values = [*(g.astype(jnp.float32) for g in grads), *deltas]
         added, peaks_T = join(values, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
             jnp.maximum(sums.peaks_T * keep, peaks_T),
             added,
-            [first_only(a * keep, b, index) for a, b in zip(sums.ints, ints, strict=True)],
+            joined_words(spec.tensors, [x * keep for x in sums.words], words),
         )
         return out, row_S[1]
 

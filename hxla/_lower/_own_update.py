@@ -114,7 +114,7 @@ def own_update_program(
         values = own_sums(spec, chunks, copy, given)
         changed = [values[i].reshape(floats[i].shape) for i in range(num, len(floats))]
         state = jax.tree.unflatten(state_tree, empty[num:])
-        return sent, state, new_aux(spec, aux, changed, given.ints), given.weight + 0
+        return sent, state, new_aux(spec, aux, changed, given.words), given.weight + 0
 
     return jax.jit(
         hxla_update if on is None else on.update(hxla_update),

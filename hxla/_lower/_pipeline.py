@@ -158,8 +158,8 @@ class Pipeline:
         small = DeviceSums(
             whole,
             whole,
-            [(whole,) * num_parts] * sum(spec.tensors.is_float),
-            [whole] * len(spec.tensors.others),
+            [(whole,) * num_parts] * sum(spec.tensors.is_summed),
+            [whole] * len(spec.tensors.words),
         )
         ins = self._sums_of(g, acc.slots), None if g else acc._replace(slots=[])
         outs = [(spec.slots.specs[p],) * num_parts for p in group.trained], None if g else small

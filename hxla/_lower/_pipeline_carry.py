@@ -15,7 +15,7 @@ class Accumulated(NamedTuple):
     peaks_NT: jax.Array
     slots: list[tuple[jax.Array, ...]]
     aux: list[tuple[jax.Array, ...]]
-    ints: list[jax.Array]
+    words: list[jax.Array]
 
 
 class Buffers(NamedTuple):

@@ -27,7 +27,7 @@ from ._contribution import (
     Tensors,
     at_least_1d,
     changes,
-    first_only,
+    joined_words,
     microbatch_key,
     row_bits,
 )
@@ -103,7 +103,7 @@ class PipelineProgram:
             for part in spec.parts
         ]
         self._sum_of = {slot: i for i, slot in enumerate(spec.slots.summed)}
-        self._float_aux = spec.tensors.is_float
+        self._num_aux = sum(spec.tensors.is_summed)
         self.halves = spec.schedule(spec.unit).has_weight
         self.programs = self._shared()
         kept = [] if spec.recompute else self.stages
@@ -155,14 +155,14 @@ class PipelineProgram:
         acc = Accumulated(
             small_MS=each((spec.num_microbatches, spec.num_columns), jnp.int32),
             peaks_NT=each(
-                (self._num_inner, len(self._sum_of) + sum(self._float_aux)),
+                (self._num_inner, len(self._sum_of) + self._num_aux),
                 jnp.int32,
             ),
             slots=[sums(spec.slots.slots[i].shape) for i in self._sum_of],
             aux=[
                 sums(at_least_1d(x.shape)) for x in spec.tensors.floats[len(spec.tensors.params) :]
             ],
-            ints=[each(at_least_1d(x.shape), jnp.int32) for x in spec.tensors.others],
+            words=[each(x.shape, x.dtype) for x in spec.tensors.words],
         )
         return Carry(buffers, acc)
 
@@ -234,7 +234,7 @@ class PipelineProgram:
 
     def _tensors(self) -> jax.Array:
         """For each stage the tensor of every sum, and the other variables; tensor 0: padding."""
-        slots, num_aux = self.spec.slots, sum(self._float_aux)
+        slots, num_aux = self.spec.slots, self._num_aux
         tensor: dict[int | None, int] = {param: i for i, param in enumerate(slots.trained)}
         aux = [len(tensor) + i for i in range(num_aux)]
         rows = [
@@ -389,7 +389,8 @@ class PipelineProgram:
         """Sums of a microbatch and what it did to other variables, on the last stage."""
         _, row_S, *new_aux = self.inside.whole(results)
         old_aux = [given[v] for v in self.spec.graph.aux_values]
-        deltas, ints = changes(old_aux, new_aux, self._float_aux)
+        own, num = self.spec.tensors, self.spec.num_microbatches
+        deltas, words = changes(own, old_aux, new_aux, index, num)
         first = len(self._sum_of)
         tensors = range(first, first + len(deltas))
         peaks_NT, deltas = self.inside.raise_peaks(
@@ -403,7 +404,7 @@ class PipelineProgram:
                 add(before, x, exponents[t])
                 for t, before, x in zip(tensors, acc.aux, deltas, strict=True)
             ],
-            ints=[first_only(a, b, index) for a, b in zip(acc.ints, ints, strict=True)],
+            words=joined_words(own, acc.words, words),
         )
 
     def _exchange(self, carry: Carry, field: Any) -> Carry:
@@ -449,17 +450,17 @@ class PipelineProgram:
             return _at_least_1d(group.collect(own, [])[0]), None
         slots, acc = jax.tree.map(lambda x: x[0], (list(slots), small))
         peaks_T = self.inside.largest(acc.peaks_NT)
-        every = [acc.small_MS, peaks_T, *acc.ints, *(x for parts in acc.aux for x in parts)]
+        every = [acc.small_MS, peaks_T, *acc.words, *(x for parts in acc.aux for x in parts)]
         values, (small_MS, peaks, *others) = group.collect(slots, every)
-        num_ints = len(acc.ints)
+        num_words = len(acc.words)
         totals = [x.sum(0) for x in others]  # zero on all stages but the last
         num = self.spec.contribution.form.num_parts
-        aux = [tuple(totals[num_ints + i * num :][:num]) for i in range(len(acc.aux))]
+        aux = [tuple(totals[num_words + i * num :][:num]) for i in range(len(acc.aux))]
         tensors = self._tensors().reshape(-1)
         peaks_T = (
             jnp.zeros(len(self.spec.tensors.floats), jnp.int32).at[tensors].max(peaks.reshape(-1))
         )
-        sums = DeviceSums(small_MS.sum(0), peaks_T, aux, totals[:num_ints])
+        sums = DeviceSums(small_MS.sum(0), peaks_T, aux, totals[:num_words])
         return _at_least_1d(values), sums
 
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from .._graph._graph import Graph, params_of
+from .._graph._graph import Graph, params_of, shapes_of
 from .._graph._interpreter import AS_THEY_ARE, Env
 from .._graph._parts import ChainPart, graph_at, values_by_shape
 from .._graph._segments import segments_at
 from .._jax._cpu_dots import row_major
 from .._model._loss import num_columns
+from .._model._plain_arrays import from_bytes, in_bytes
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
 from .._planner._complete import check_layers_whole
@@ -27,7 +28,7 @@ from ._contribution import (
     Contribution,
     Tensors,
     changes,
-    first_only,
+    joined_words,
     largest_over,
     local_largest,
     microbatch_key,
@@ -167,7 +168,7 @@ def parts_of_tensors(
     for i, part in enumerate(parts):
         for entry in part.segment.params:
             found[param_of[entry]][i] = None
-    return [*(tuple(found[p]) or (last,) for p in trained), *[(last,)] * len(tensors.float_aux)]
+    return [*(tuple(found[p]) or (last,) for p in trained), *[(last,)] * sum(tensors.is_summed)]
 
 
 def chain_packs(
@@ -306,8 +307,8 @@ class SegmentPart:
         """What later parts read, and those residuals that are neither this nor an input."""
         given = self._given(aux, batch, where)
         own = self._own(params, starts)
-        made, saved = self.stage.forward_and_residuals(own, inputs, given)
-        return made, [saved[i] for i in self.stage.own_residuals]
+        made, saved = self.stage.forward_and_residuals(own, self._inputs(inputs), given)
+        return in_bytes(made), in_bytes([saved[i] for i in self.stage.own_residuals])
 
     def backward(
         self,
@@ -325,6 +326,7 @@ class SegmentPart:
     ) -> tuple[Any, ...]:
         """Gradients of the inputs; the sums and the peaks of the part's tensors."""
         given, own = self._given(aux, batch, where), self._own(params, starts)
+        saved = from_bytes(saved, self.stage.residuals)
         d_params, d_inputs = self.stage.backward_from_residuals(own, saved, given, grads)
         added = self._added(d_params, starts, (), sums, peaks_T, exponents_T, where[2])
         return self._with_pending(d_inputs, pending), *added
@@ -338,22 +340,27 @@ class SegmentPart:
         batch: Any,
         where: jax.Array,
         small_MS: jax.Array,
-        ints: Any,
+        words: Any,
         sums: Any,
         peaks_T: jax.Array,
         exponents_T: jax.Array,
     ) -> tuple[Any, ...]:
         """Forward and backward of the last part; what the microbatch is worth, and sums."""
         given, own = self._given(aux, batch, where), self._own(params, starts)
-        d_params, d_inputs, (_, row_S, *new_aux) = self.stage.backward(own, inputs, given, [])
+        found = self.stage.backward(own, self._inputs(inputs), given, [])
+        d_params, d_inputs, (_, row_S, *new_aux) = found
         index, keep = where[1], where[2]
-        deltas, new_ints = changes(aux, new_aux, self._spec.tensors.is_float)
+        tensors, num = self._spec.tensors, self._spec.num_microbatches
+        deltas, new_words = changes(tensors, aux, new_aux, index, num)
         added = self._added(d_params, starts, deltas, sums, peaks_T, exponents_T, keep)
         small_MS = (small_MS * keep).at[index].set(row_bits(row_S))
-        ints = [first_only(a * keep, b, index) for a, b in zip(ints, new_ints, strict=True)]
-        return d_inputs, *added, small_MS, ints
+        words = joined_words(tensors, [x * keep for x in words], new_words)
+        return d_inputs, *added, small_MS, words
 
     # -- what they are made of -------------------------------------------------------------------
+
+    def _inputs(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        return from_bytes(inputs, shapes_of(self._spec.graph, self.stage.part.inputs))
 
     def _own(self, params: Sequence[jax.Array], starts: jax.Array) -> list[jax.Array]:
         """The parameters, of stacked ones the rows that are read."""

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core._types import PyTree
 from .._graph._graph import shapes_of
+from .._model._plain_arrays import in_bytes
 from .._plan._stage_storage import piece_shape
 from ._contribution import DeviceSums, empty_sums, pack_shapes
 from ._options import update_options
@@ -99,7 +100,7 @@ class SegmentPrograms:
         self.begin = self._jit(self._begun, scales, donate_argnums=1, keep_unused=True)
         self.end = self._jit(self._whole_peaks, P())
         values = [] if by_part else spec.lie_sums()
-        lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.others)]
+        lie: list[Any] = [P(), P(), values, [P()] * len(spec.tensors.words)]
         self.zeros = self._made(self._empty, (DeviceSums(*lie), [P()] * len(self._parts)))
         self.first_packs = first_packs(spec) if by_part else []
         shapes = pack_shapes(spec.tensors, spec.packs)
@@ -146,8 +147,8 @@ class SegmentPrograms:
         lie = self._spec.lie
         joined = lie(part.floats), self._spec.lie_sums(part.packs), P()
         if part.is_last:
-            ints = [P()] * len(self._spec.tensors.others)
-            run = self._jit(part.loss, (*joined, P(), ints), donate_argnums=(6, 7, 8, 9))
+            words = [P()] * len(self._spec.tensors.words)
+            run = self._jit(part.loss, (*joined, P(), words), donate_argnums=(6, 7, 8, 9))
             return {"loss": run}
         stage, made = part.stage, self._spec.lie_waiting(part.stage.part.outputs)
         kept: list[P | None] = []
@@ -211,7 +212,7 @@ class SegmentPrograms:
             joined = [values[k] for k in part.packs], peaks[i], scales[i]
             inputs = self._arrays(stage.part.inputs, spec.lie_waiting)
             if part.is_last:
-                small = sums.small_MS, sums.ints
+                small = sums.small_MS, sums.words
                 out.append(programs["loss"].lower(*own, inputs, *given, *small, *joined))
                 continue
             out.append(programs["forward"].lower(*own, inputs, *given))
@@ -230,7 +231,7 @@ class SegmentPrograms:
 
     def _arrays(self, values: Sequence[int], lie: Any = None) -> list[Any]:
         """Shapes of values of the graph, as `SegmentedSpec.lie` or another of its methods says."""
-        shapes = shapes_of(self._spec.graph, values)
+        shapes = in_bytes(shapes_of(self._spec.graph, values))
         return list(map(self._replica.like, shapes, (lie or self._spec.lie)(values)))
 
     def _kept(self, part: SegmentPart, inputs: Sequence[Any], forward: Any) -> list[Any]:
@@ -239,7 +240,7 @@ class SegmentPrograms:
         Where nobody else knows how what lies in the midst of a part is cut, XLA's partitioner says.
         """
         stage = part.stage
-        own: list[Any] = [stage.residuals[i] for i in stage.own_residuals]
+        own: list[Any] = in_bytes([stage.residuals[i] for i in stage.own_residuals])
         if self._replica.axes and own:
             _, where = forward.compile().output_shardings
             own = [

@@ -65,7 +65,7 @@ class Running:
         values: The parts of the sums of each pack; None where there are none.
         peaks: For each part the largest magnitudes.
         small_MS: See `DeviceSums`.
-        ints: Likewise.
+        words: Likewise.
         microbatches: Those of the step.
     """
 
@@ -74,7 +74,7 @@ class Running:
     values: list[Any]
     peaks: list[jax.Array]
     small_MS: jax.Array
-    ints: list[jax.Array]
+    words: list[jax.Array]
     microbatches: list[_Microbatch]
 
 
@@ -184,7 +184,7 @@ class Segmented:
             values=values,
             peaks=self._peaks,
             small_MS=sums.small_MS,
-            ints=sums.ints,
+            words=sums.words,
             microbatches=microbatches,
         )
 
@@ -196,7 +196,7 @@ class Segmented:
         self._peaks = running.peaks
         peaks_T = self._programs.end(self._peaks)
         values = [x for x in running.values if x is not None]
-        return DeviceSums(running.small_MS, peaks_T, values, running.ints), peaks_T
+        return DeviceSums(running.small_MS, peaks_T, values, running.words), peaks_T
 
     # -- part by part ----------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class Segmented:
         joined = [values[k] for k in part.packs], running.peaks[i], running.scales[i]
         if part.is_last:
             read = [before[v] for v in part.stage.part.inputs]
-            small = running.small_MS, running.ints
-            found, added, running.peaks[i], running.small_MS, running.ints = programs["loss"](
+            small = running.small_MS, running.words
+            found, added, running.peaks[i], running.small_MS, running.words = programs["loss"](
                 *running.own[i], read, *own.given[i], *small, *joined
             )
         else:

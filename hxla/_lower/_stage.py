@@ -19,7 +19,7 @@ from .._graph._interpreter import ArrayPlacement, Env
 from .._graph._parts import ChainPart, run_part
 from .._graph._segment_kind import segment_kind
 from .._jax._cpu_dots import uncrossed
-from .._jax._jaxpr import ClosedJaxpr
+from .._jax._jaxpr import ClosedJaxpr, Literal
 from .._jax._min_cut import Halves, halve
 from ._words import Words
 
@@ -172,13 +172,15 @@ class StagePart:
         early = halves.early
         ends = len(early.invars) - len(self._shapes[2])
         inputs = {v: i for i, v in enumerate(early.invars[ends - len(self.part.inputs) : ends])}
-        outputs = {v: i for i, v in enumerate(early.outvars[: halves.num_first])}
+        made = enumerate(early.outvars[: halves.num_first])
+        outputs = {v: i for i, v in made if not isinstance(v, Literal)}
         out: list[tuple[str, int]] = []
         own = 0
         for v in early.outvars[halves.num_first :]:
-            if v in inputs:
+            is_literal = isinstance(v, Literal)
+            if not is_literal and v in inputs:
                 out.append(("input", inputs[v]))
-            elif v in outputs:
+            elif not is_literal and v in outputs:
                 out.append(("output", outputs[v]))
             else:
                 out.append(("own", own))

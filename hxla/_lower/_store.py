@@ -82,10 +82,7 @@ class Store:
         self._elsewhere = Elsewhere(
             own, reducer.local, len(specs.params), places, make_shelf, params_on_host
         )
-        num_tensors = sum(self._is_trained) + sum(
-            jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in jax.tree.leaves(model.aux)
-        )
-        self.exponents = np.zeros(num_tensors, np.int32)
+        self.exponents = np.zeros(reducer.num_tensors, np.int32)
         self.loss_scale = _loss_scale.initial_scale(model.aux)
         self.held: list[Held] = []
         self._checksums: list[Any] = []

@@ -95,7 +95,7 @@ class StreamedUpdate:
             own = {i: params[i] for unit in group for i in unit.params}
             [state] = [self._like((group,), DEVICE)]
             program = self._group_program(group)
-            lowered.append(program.lower(own, state, common, given._replace(ints=[]), *moved))
+            lowered.append(program.lower(own, state, common, given._replace(words=[]), *moved))
         rest = {i: params[i] for unit in self.groups.rest for i in unit.params}
         made = {i: self._made_shapes(i, params[i].dtype) for i in self._streamed_params}
         lowered.append(self._last_program().lower(rest, made, common, aux, given))
@@ -189,7 +189,7 @@ class StreamedUpdate:
             others = range(num, len(floats))
             values = own_sums(spec, self._chunks, copy, given, others)
             changed = [values[i].reshape(floats[i].shape) for i in others]
-            return sent, common, new_aux(spec, aux, changed, given.ints), given.weight + 0
+            return sent, common, new_aux(spec, aux, changed, given.words), given.weight + 0
 
         run: Any = hxla_update_rest
         if self._on is not None:
@@ -241,7 +241,7 @@ class StreamedUpdate:
                 own = {i: params[i] for unit in group for i in unit.params}
                 moved = (shelf.coming(g + 1), going) if self._carries else ([], [])
                 new, state, brought, gone = self._compiled[g](
-                    own, state, common, given._replace(ints=[]), *moved
+                    own, state, common, given._replace(words=[]), *moved
                 )
                 shelf.gone(g - 1, gone)
                 going = shelf.going(g, state)

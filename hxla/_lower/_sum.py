@@ -33,7 +33,6 @@ from ._contribution import (
     Contribution,
     DeviceSums,
     Tensors,
-    at_least_1d,
     buckets,
     pack_shapes,
     pack_sizes,
@@ -45,6 +44,7 @@ from ._host_sums import HostSums
 from ._options import extra_bytes
 from ._per_kind import firsts_alike
 from ._replica import Replica
+from ._state_sums import joined_over
 from ._totals import GroupBytes, Reduced, Totals, as_bits, concatenated, cut, flatly, zeros_like
 
 NUM_TOLD = 3  # numbers that each replica tells all others with a sum
@@ -104,14 +104,15 @@ class Reducer:
         self.host = HostSums(self.arrays.devices, self.replicas)
         packs = packs or [[i] for i in range(len(tensors.floats))]
         self._packs = packs
-        self._num_tensors = len(tensors.floats)
+        self.num_tensors = len(tensors.floats)
         self._shapes = pack_shapes(tensors, packs)
         self._specs = pack_specs(specs, packs)
         places = {pack[0]: p for p, pack in enumerate(packs)}
         num_here = max(map(len, self.arrays.places))
         self._rows = {places[i]: most * num_here for i, most in (rows or {}).items()}
         told = len(self.replicas), NUM_TOLD
-        self._small_shapes = [told, row_shape, *(at_least_1d(x.shape) for x in tensors.others)]
+        self._small_shapes = [told, row_shape, *(x.shape for x in tensors.words)]
+        self._merges = ("sum", "sum", *tensors.word_merges)
         axes = dict(self._inner)
         self._sizes = pack_sizes(tensors, packs, specs, axes)
         if groups is None:
@@ -197,7 +198,7 @@ class Reducer:
                 gathered, summed = [x[None] for x in own], ints
             elif own:
                 gathered = flatly(lambda x: jax.lax.all_gather(x, names), own)
-                summed = flatly(lambda x: jax.lax.psum(x, names), ints)
+                summed = joined_over(names, self._merges, ints, flatly)
             else:
                 gathered, summed = [], []
             if self.chunks:
@@ -297,7 +298,7 @@ class Reducer:
         """The programs of all buckets before compilation; of like groups there is one."""
         lowered = []
         for k in sorted(set(self._same)):
-            own = [self._shape((self._num_tensors,), P())] if k == 0 else []
+            own = [self._shape((self.num_tensors,), P())] if k == 0 else []
             ints = [self._shape(x, P()) for x in self._small_shapes] if k == 0 else []
             dtype, num = self._contribution.dtype, self._contribution.form.num_parts
             values = [
@@ -363,7 +364,7 @@ class Reducer:
         stacking = self.arrays.stacking
         own = stacking([P()], [[s.peaks_T] for s in sums], jnp.maximum)
         ints = stacking(
-            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.ints] for s in sums]
+            [P()] * (len(self._small_shapes) - 1), [[s.small_MS, *s.words] for s in sums]
         )
         values = [
             stacking(self._arguments(k)[2], [[s.values[i] for i in bucket] for s in sums])
@@ -462,7 +463,7 @@ class Reducer:
             rows_MS=np.asarray(small_MS).view(np.float32),
             maxima_T=peaks_to_maxima(np.asarray(peaks_DT)),
             totals=tuple([*a, *b] for a, b in zip(every, totals or [()] * len(every), strict=True)),
-            ints=tuple([x[i] for x in each] for i in range(len(self.local))),
+            words=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
 
     def _told(self, numbers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
@@ -479,13 +480,8 @@ class Reducer:
         """For each replica the processes that hold it."""
         return tuple(tuple(sorted({process_of(d) for d in r.devices})) for r in self.replicas)
 
-    def result_shapes(self, i: int, others: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
-        """Shapes of the totals and integers of `reduce` on a local replica.
-
-        Args:
-            i: Of the local replica.
-            others: Shape of each integer leaf.
-        """
+    def result_shapes(self, i: int) -> tuple[Any, Any]:
+        """Shapes of the totals and words of `reduce` on a local replica; `i` is its place."""
 
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
@@ -497,4 +493,4 @@ class Reducer:
             sizes = [n for k in range(len(self._buckets)) for n in self._total_sizes(k, i)]
             num, spec = self.arrays.num_inner, self.arrays.inner_spec
             totals = [like((num * n,), jnp.int32, spec) for n in sizes]
-        return totals, [like(at_least_1d(shape), jnp.int32, P()) for shape in others]
+        return totals, [like(shape, jnp.int32, P()) for shape in self._small_shapes[2:]]

@@ -29,14 +29,14 @@ class Reduced:
         maxima_T: float32, the largest magnitude of each tensor in any microbatch.
         totals: For each local replica the bits of the sums of its tensors: the vectors of
             `buckets`, or each tensor where replicas have several devices.
-        ints: For each local replica the integer leaves of other variables.
+        words: For each local replica those of other variables, see `_state_sums`.
     """
 
     numbers_DN: np.ndarray
     rows_MS: np.ndarray
     maxima_T: np.ndarray
     totals: tuple[Any, ...]
-    ints: tuple[Any, ...]
+    words: tuple[Any, ...]
 
 
 class GroupBytes(NamedTuple):

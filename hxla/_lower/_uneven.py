@@ -10,6 +10,7 @@ References:
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,14 +97,15 @@ class Uneven:
             for v, cut in zip(self.graph.aux_values, cuts, strict=True)
         ]
 
-    def cuts_of_sums(self, trained: Sequence[int]) -> list[Cut | None]:
+    def cuts_of_sums(self, trained: Sequence[int], summed: Sequence[bool]) -> list[Cut | None]:
         """How each float tensor of the sums is cut, where its parts are unlike; else None.
 
         Args:
             trained: Places of the parameters that are trained.
+            summed: For each other variable whether its changes are such a tensor.
         """
-        values, graph = self.graph.values, self.graph
-        aux = [v for v in graph.aux_values if jnp.issubdtype(values[v].dtype, jnp.floating)]
+        graph = self.graph
+        aux = itertools.compress(graph.aux_values, summed)
         cuts = [self.cut_of(v) for v in (*(graph.param_values[i] for i in trained), *aux)]
         return [cut if cut and len(set(cut.sizes)) > 1 else None for cut in cuts]
 

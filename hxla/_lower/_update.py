@@ -21,6 +21,7 @@ from ._own_device import Lies, OwnDevice
 from ._padding import NOT_PADDED, StatePadding, padded, unpadded
 from ._padding_kept import keeps_padding
 from ._replica import Replica
+from ._state_sums import changed, decided
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Given(NamedTuple):
 
     Attributes:
         totals: Those of `Reducer.reduce`; where copies own parts, those of the copy's parts.
-        ints: Summed integers of other variables.
+        words: Those of other variables, of all microbatches, see `_state_sums`.
         exponents_T: Of the sums.
         weight: What the sums are divided by.
         value: The loss.
@@ -65,7 +66,7 @@ class Given(NamedTuple):
     """
 
     totals: Any
-    ints: Any
+    words: Any
     exponents_T: Any
     weight: Any
     value: Any
@@ -161,24 +162,26 @@ def new_aux(
     spec: UpdateSpec,
     aux: Sequence[jax.Array],
     sums: Sequence[jax.Array],
-    ints: Sequence[jax.Array],
+    words: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The other variables after a step: the mean of what microbatches made of them.
+    """The other variables after a step.
 
     Args:
         spec: What the update is made from.
         aux: The variables.
-        sums: Of the changes of those that are floats.
-        ints: Summed integers.
+        sums: Of the changes of those that are averaged or added up.
+        words: Of the others that change.
     """
-    means = (x / spec.num_microbatches for x in sums)
-    firsts = iter(ints)
-    return [
-        (x.astype(jnp.float32) + next(means)).astype(x.dtype)
-        if is_float
-        else next(firsts).reshape(x.shape).astype(x.dtype)
-        for x, is_float in zip(aux, spec.tensors.is_float, strict=True)
-    ]
+    tensors, changed_by, said, out = spec.tensors, iter(sums), iter(words), []
+    for rule, x, is_summed in zip(tensors.merges, aux, tensors.is_summed, strict=True):
+        if rule == "same":
+            out.append(x)
+        elif is_summed:
+            by = next(changed_by)
+            out.append(changed(x, by / spec.num_microbatches if rule == "mean" else by))
+        else:
+            out.append(decided(rule, x, next(said)))
+    return out
 
 
 def update_program(
@@ -245,7 +248,7 @@ def update_function(
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
         new_params, opt_state = updated(spec, params, grads, opt_state, given.value)
-        others = new_aux(spec, aux, found[num_params:], given.ints)
+        others = new_aux(spec, aux, found[num_params:], given.words)
         return new_params, opt_state, others, given.weight + 0
 
     return hxla_update
@@ -260,8 +263,8 @@ def _on_own_parts(
 ) -> Callable[..., Any] | None:
     """The same for the one device of a copy that is here; None where that is not to be."""
     tensors, padding, place = spec.tensors, spec.padding, replica.only_place
-    ints_are_cut = any(any(s) for s, f in zip(aux, tensors.is_float, strict=True) if not f)
-    if place is None or padding.is_none or spec.num_groups > 1 or ints_are_cut:
+    words_are_cut = any(map(any, itertools.compress(aux, tensors.is_decided)))
+    if place is None or padding.is_none or spec.num_groups > 1 or words_are_cut:
         return None
     own_device = OwnDevice(mesh=replica.mesh, place=place)
     of_params, of_aux = (
@@ -271,7 +274,7 @@ def _on_own_parts(
     state_specs = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, P))
     of_state = list(map(Lies, state_specs, padding.of_opt_state))
     held = [*of_params, *of_state, *of_aux]
-    of_sums = [*of_params, *(a for a, f in zip(of_aux, tensors.is_float, strict=True) if f)]
+    of_sums = [*of_params, *itertools.compress(of_aux, tensors.is_summed)]
     own_tensors = dataclasses.replace(
         tensors,
         params=tuple(map(own_device.like, tensors.params, of_params)),

@@ -146,7 +146,7 @@ class Updates:
             return [self.programs[i].lower(*whole)]
         sums = np.zeros(len(self._traced.sums), np.float32)
         given = given._replace(where=self._where[i], sums=sums)
-        read = params, self._here(i, opt_state), given._replace(ints=[])
+        read = params, self._here(i, opt_state), given._replace(words=[])
         before = lowered_sums(self._traced, self._sums[i], read)
         if self._streamed:
             return [*before, *self._streamed[i].lower(params, opt_state, aux, given)]
@@ -180,7 +180,7 @@ class Updates:
             (
                 [on_device(x) if k in self._read_by_sums else x for k, x in enumerate(params)],
                 self._here(i, state),
-                given._replace(ints=[], where=self._where[i]),
+                given._replace(words=[], where=self._where[i]),
             )
             for i, (params, state, _, given) in enumerate(local)
         ]

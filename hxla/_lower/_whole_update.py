@@ -117,7 +117,7 @@ def whole_update_program(spec: UpdateSpec, update: Independent, replica: Replica
         ]
         others = whole_sums(spec, False, given)[num:]
         state = jax.tree.unflatten(state_tree, results[num:])
-        return results[:num], state, new_aux(spec, aux, others, given.ints), given.weight + 0
+        return results[:num], state, new_aux(spec, aux, others, given.words), given.weight + 0
 
     run: Any = hxla_update
     if spec.num_groups > 1:

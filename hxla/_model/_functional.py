@@ -24,7 +24,8 @@ from .._jax._apart import Apart, apart
 from .._jax._axis_names import naming_axes, with_axes
 from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
-from ._keys import is_key, key_impl, keys_as_data, keys_from_data, root_key
+from ._merge import Merge, merges_of, statistics_of
+from ._plain_arrays import as_plain, from_plain, is_complex, is_key, is_plain, key_impl, root_key
 from ._sown import CHANGED, kept_collections
 from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
 
@@ -52,6 +53,8 @@ class Functional:
             are arrays, or where nothing is known but shapes.
         init_arguments: One microbatch, of which arrays are needed to run it.
         frozen: Paths of the parameters that are not trained.
+        merges: For each array of `aux` the rule that the user gives it, or None; see `merges_of`.
+        statistics: For each whether Flax calls it a statistic of batches.
     """
 
     params: PyTree
@@ -63,6 +66,8 @@ class Functional:
     initialise: Callable[..., tuple[PyTree, PyTree]] | None = None
     init_arguments: tuple[Any, ...] = ()
     frozen: frozenset[str] = frozenset()
+    merges: tuple[str | None, ...] = ()
+    statistics: tuple[bool, ...] = ()
 
     @property
     def can_start(self) -> bool:
@@ -154,19 +159,21 @@ def _logical(specs: PyTree) -> tuple[tuple[str | None, ...] | None, ...]:
     return tuple(tuple(s) if s is not None and any(s) else None for s in leaves)
 
 
-def _check_params(params: PyTree) -> None:
-    if not jax.tree.leaves(params):
+def _check_params(model: Functional) -> None:
+    leaves = jax.tree.leaves(model.params)
+    if not leaves:
         raise ConfigError("model has no trainable parameters: nothing to train")
     wrong = [
         f"  {name}: {leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating)
+        for name, leaf, own in zip(leaf_names(model.params), leaves, model.is_trained, strict=True)
+        if own and not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
         raise ConfigError(
-            "these parameters are not real floats and have no gradient:\n"
+            "these parameters are no real or complex floats and have no gradient:\n"
             + "\n".join(wrong)
-            + "\nkeep them in another variable type (NNX) or collection (Linen)"
+            + "\nleave them out of what is trained, trainable=..., or keep them in another "
+            "variable type (NNX) or collection (Linen)"
         )
 
 
@@ -202,7 +209,6 @@ def from_nnx(
 
     graphdef_train, params, rngs, _, aux = split(evaluating=False)
     graphdef_eval = split(evaluating=True)[0]
-    _check_params(params)
 
     def call(graphdef: Any, loss: CalledLoss) -> Any:
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
@@ -327,7 +333,6 @@ def from_linen(
             "module.init returned"
         )
     params = variables["params"]
-    _check_params(params)
     kept = kept_collections(left, variables, is_whole=is_made)
 
     def initialise(example: PyTree) -> tuple[PyTree, PyTree]:
@@ -356,15 +361,16 @@ def functional(
     example: PyTree,
     rngs: Sequence[str] = RNGS,
     trainable: Trainable = None,
+    merge: Merge = None,
 ) -> Functional:
-    """Make any Flax model functional: see `from_nnx`, `from_linen` and `frozen_names`.
+    """Make any Flax model functional: see `from_nnx`, `from_linen`, `frozen_names`, `merges_of`.
 
     A function without arguments that returns an NNX module is not called for real: its arrays are
     made where they are to lie.
 
     Raises:
         ConfigError: If `model` is no Flax module, its parameters cannot be trained, or
-            `trainable` names none of them.
+            `trainable` or `merge` names nothing of it.
     """
     check_model(model)
     loss, eval_loss = called(loss), called(eval_loss, "eval_loss")
@@ -372,37 +378,60 @@ def functional(
         made = from_linen(
             model, loss, eval_loss, variables=variables, seed=seed, example=example, rngs=rngs
         )
-        return _completed(made, trainable)
+        return _completed(made, trainable, merge)
     model, make = as_module(model)
     if variables is not None:
         raise ConfigError("variables is for Linen modules: an NNX model holds its own")
-    return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable)
+    return _completed(from_nnx(model, loss, eval_loss, make=make, seed=seed), trainable, merge)
 
 
-def _completed(model: Functional, trainable: Trainable) -> Functional:
-    """What both kinds of model have in common: what is trained, and that no array is a key."""
-    model = dataclasses.replace(model, frozen=frozen_names(model.params, trainable))
-    like, initialise = model.aux, model.initialise
-    if not any(map(is_key, jax.tree.leaves(like))):
+def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functional:
+    """What both kinds of model have in common: what is trained, and that all arrays are plain."""
+    model = dataclasses.replace(
+        model,
+        frozen=frozen_names(model.params, trainable),
+        merges=merges_of(model.aux, merge),
+        statistics=statistics_of(model.aux),
+    )
+    _check_params(model)
+    given, initialise = (model.params, model.aux), model.initialise
+    if is_plain(model.params, in_parts=True) and is_plain(model.aux):
         return model
 
+    def plain(params: PyTree, aux: PyTree) -> tuple[PyTree, PyTree]:
+        return as_plain(params, in_parts=True), as_plain(aux)
+
     def call(run: Any) -> Any:
-        def with_keys(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            out, aux = run(params, keys_from_data(aux, like), key, batch)
-            return out, keys_as_data(aux)
+        def with_plain(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            old = from_plain(aux, given[1])
+            before = jax.tree.leaves(old)  # now, for a call writes into the variables of a tree
+            out, new = run(from_plain(params, given[0]), old, key, batch)
+            if jax.tree.structure(old) != jax.tree.structure(new):
+                return out, new  # refused by whoever traces it
+            # What is not changed stays the array that it is.
+            each = zip(
+                jax.tree.leaves(aux),
+                before,
+                *map(jax.tree.leaves, (new, as_plain(new))),
+                strict=True,
+            )
+            leaves = [x if a is b else y for x, a, b, y in each]
+            return out, jax.tree.unflatten(jax.tree.structure(aux), leaves)
 
-        return with_keys
+        return with_plain
 
-    def made(*arguments: Any) -> tuple[PyTree, PyTree]:
-        assert initialise is not None
-        params, aux = initialise(*arguments)
-        return params, keys_as_data(aux)
-
+    params, aux = plain(*given)
+    logical = [
+        None if names is None else (*names, *[None] * is_complex(x))
+        for names, x in zip(model.logical, jax.tree.leaves(given[0]), strict=True)
+    ]
     return dataclasses.replace(
         model,
-        aux=keys_as_data(like),
+        params=params,
+        aux=aux,
+        logical=tuple(logical),
         train=call(model.train),
         evaluate=call(model.evaluate),
-        finish=lambda params, aux: model.finish(params, keys_from_data(aux, like)),
-        initialise=None if initialise is None else made,
+        finish=lambda *trained: model.finish(*map(from_plain, trained, given)),
+        initialise=None if initialise is None else lambda *xs: plain(*initialise(*xs)),
     )

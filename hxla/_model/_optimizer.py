@@ -17,7 +17,7 @@ from .._core._types import PyTree
 from .._jax._digest import program_digest
 from .._jax._jaxpr import backward_slice, inlined, variables
 from ._functional import leaf_names
-from ._keys import keys_as_data, keys_from_data
+from ._plain_arrays import as_plain, from_plain
 
 _GIVEN = "an update gets the gradient, the state, the parameters, and by name `value` and `grad`"
 
@@ -41,7 +41,7 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """The state to begin with."""
-        return keys_as_data(self._transformation.init(params))
+        return as_plain(self._transformation.init(params))
 
     def reads(self, params: PyTree) -> frozenset[int]:
         """Parameters of whose values the initial state is made; of most only the shapes matter.
@@ -76,8 +76,8 @@ class Optimizer:
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes):
             names = {parameter.name for parameter in takes}
             extra = {name: known for name, known in extra.items() if name in names}
-        updates, state = transformation.update(grads, keys_from_data(state, like), params, **extra)
-        return updates, keys_as_data(state)
+        updates, state = transformation.update(grads, from_plain(state, like), params, **extra)
+        return updates, as_plain(state)
 
     def digests(self, params: PyTree) -> dict[str, str]:
         """Digests of the initial state and of an update, numbers such as a learning rate included.
@@ -99,7 +99,7 @@ class Optimizer:
 
     def restored(self, state: PyTree, params: PyTree) -> PyTree:
         """The state with its keys, as optax makes it."""
-        return keys_from_data(state, jax.eval_shape(self._transformation.init, params))
+        return from_plain(state, jax.eval_shape(self._transformation.init, params))
 
     def check(self, params: PyTree) -> None:
         """Run an update on shapes.

@@ -18,7 +18,7 @@ from .._core._types import PyTree
 Trainable = str | Sequence[Any] | Callable[..., Any] | None
 
 _ACCEPTED = (
-    "trainable is a pattern of paths ('head/'), an NNX filter (nnx.LoRAParam, nnx.Not(...), "
+    "a pattern of paths ('head/'), an NNX filter (nnx.LoRAParam, nnx.Not(...), "
     "nnx.PathContains(...), a function of path and value), or a list of these"
 )
 
@@ -37,23 +37,22 @@ def frozen_names(params: PyTree, trainable: Trainable) -> frozenset[str]:
     """
     if trainable is None:
         return frozenset()
-    entries = list(_entries(params))
+    entries = list(entries_of(params))
     chosen: set[str] = set()
     problems = []
     for one in trainable if isinstance(trainable, list | tuple) else [trainable]:
-        is_chosen = _predicate(one)
+        is_chosen = chooses(one, "trainable")
         found = {name for path, name, value in entries if is_chosen(path, name, value)}
         chosen |= found
         if not found:
-            names = [name for _, name, _ in entries]
-            near = difflib.get_close_matches(str(one), names, n=1, cutoff=0.0)
+            near = nearest(one, [name for _, name, _ in entries])
             shown = repr(one) if isinstance(one, str) else getattr(one, "__name__", one)
-            problems.append(f"  {shown} (the nearest path is {near[0]!r})")
+            problems.append(f"  {shown}{near}")
     if problems:
         raise ConfigError(
             "trainable names no parameter of the model by\n"
             + "\n".join(problems)
-            + f"\n{_ACCEPTED}; parameters of Linen have paths and no types"
+            + f"\ntrainable is {_ACCEPTED}; parameters of Linen have paths and no types"
         )
     return frozenset(name for _, name, _ in entries) - chosen
 
@@ -61,7 +60,7 @@ def frozen_names(params: PyTree, trainable: Trainable) -> frozenset[str]:
 def trained_leaves(params: PyTree, frozen: frozenset[str]) -> tuple[bool, ...]:
     """For each array of the parameters whether it is trained."""
     found: list[bool] = []
-    for _, name, value in _entries(params):
+    for _, name, value in entries_of(params):
         found += [name not in frozen] * len(jax.tree.leaves(value))
     return tuple(found)
 
@@ -77,7 +76,7 @@ def trained_tree(params: PyTree, frozen: frozenset[str]) -> PyTree:
     return freeze(kept) if isinstance(params, FrozenDict) else kept
 
 
-def _entries(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+def entries_of(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Path, name and value of each parameter, which may be an array in a box."""
     is_box = lambda x: isinstance(x, nnx.Variable | meta.AxisMetadata)  # noqa: E731
     for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box):
@@ -85,17 +84,32 @@ def _entries(params: PyTree) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
         yield keys, "/".join(map(str, keys)), value
 
 
-def _predicate(one: Any) -> Callable[[tuple[Any, ...], str, Any], bool]:
+def nearest(one: Any, names: Sequence[str]) -> str:
+    """The path that comes nearest to a pattern, to be added to a message."""
+    near = difflib.get_close_matches(str(one), names, n=1, cutoff=0.0)
+    return f" (the nearest path is {near[0]!r})" if near else ""
+
+
+def chooses(one: Any, argument: str) -> Callable[[tuple[Any, ...], str, Any], bool]:
+    """Whether a pattern of paths or an NNX filter is of a variable: of path, name and value.
+
+    Args:
+        one: What the user gave.
+        argument: Name of the argument.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
     if isinstance(one, str):
         try:
             pattern = re.compile(rf"(?:^|/)(?:{one})")
         except re.error as error:
-            raise ConfigError(f"trainable={one!r} is no pattern: {error}") from None
+            raise ConfigError(f"{argument}={one!r} is no pattern: {error}") from None
         return lambda path, name, value: pattern.search(name) is not None
     try:
         test = nnx.filterlib.to_predicate(one)
     except (TypeError, ValueError):
-        raise ConfigError(f"trainable={one!r}: {_ACCEPTED}") from None
+        raise ConfigError(f"{argument}={one!r}: pass {_ACCEPTED}") from None
 
     def run(path: tuple[Any, ...], name: str, value: Any) -> bool:
         return bool(test(path, value))

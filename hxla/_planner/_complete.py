@@ -85,6 +85,11 @@ def complete(
             f"BatchNorm takes its statistics over a microbatch, {microbatch_size} examples, and "
             f"not over the batch of {batch_size}"
         )
+    said += [
+        f"variable {name!r} depends on the batch: it changes by the mean of what the microbatches "
+        f"make of it; merge={{{name!r}: ...}} says otherwise"
+        for name in graph.averaged
+    ]
     said += structure.reasons
     for dtype in precision.low_dtypes:
         slow = slow_cards(dtype, kinds)

@@ -18,7 +18,7 @@ from .._graph._segments import Segment, run_segment
 from .._jax._cpu_dots import uncrossed
 from .._jax._jaxpr import ClosedJaxpr
 from .._model._functional import is_abstract, leaf_names
-from .._model._keys import root_key
+from .._model._plain_arrays import root_key
 from .._plan._sharding import Sharded
 from ._kept_bytes import kept_bytes
 from ._products import moved_bytes, products_of

@@ -73,6 +73,11 @@ class Job:
             from the start of a path component (`"head/"`); an NNX filter (`nnx.LoRAParam`); or a
             list of these. The others have no gradient and no state of the optimizer, which sees the
             tree of the trained ones. By default all are.
+        merge: How variables that are no parameters merge where a step has several microbatches,
+            such as `{"count": "sum", "best": "max"}`: from a pattern of paths or an NNX filter, as
+            in `trainable`, to `mean` or `sum` of the changes, `max` or `min`, element by element,
+            `last`, or `refuse`. Without it averages are averaged, what depends on neither the batch
+            nor its size is as the loss makes it, and anything else is refused.
         eval_loss: The loss for evaluation; default `loss`. NNX models are then in evaluation mode.
         precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, the keys of the
             section `precision` in a dictionary or a TOML file, or an `hxla.Precision`. By default
@@ -123,6 +128,7 @@ class Job:
     rngs: Sequence[str] = RNGS
     weights: str | os.PathLike[str] | Weights | None = None
     trainable: str | Sequence[Any] | Callable[..., Any] | None = None
+    merge: Mapping[Any, str] | None = None
     eval_loss: Loss | None = None
     precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None
     nonfinite: Literal["stop", "skip", "scale"] | None = None

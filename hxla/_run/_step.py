@@ -45,7 +45,7 @@ class Outcome:
         busy_seconds: Time each replica spent on its microbatches.
         update_seconds: Time each replica spent on its previous update.
         stop: The largest of what processes asked: see `accumulate`.
-        nonfinite: Names of tensors whose gradient was not finite in some microbatch.
+        nonfinite: Names of tensors whose gradient, or change, was not finite in some microbatch.
         redone: How often the step was redone with other scales.
         overflowed: Whether a gradient or the loss was not finite.
         loss_scale: That of the step; None: the loss is not scaled.
@@ -307,7 +307,11 @@ class Stepper:
         maxima = self._unscaled(maxima)
         loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        nonfinite = tuple(n for n, m in zip(names, maxima, strict=True) if not np.isfinite(m))
+        nonfinite = tuple(
+            name if i < self._num_params else f"{name} (its change)"
+            for i, (name, most) in enumerate(zip(names, maxima, strict=True))
+            if not np.isfinite(most)
+        )
         if not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
         elif not math.isfinite(loss):
@@ -380,7 +384,7 @@ class Stepper:
         self._group_totals = []
         if self._reducer.releases:
             self._sums = [None] * len(self._sums)
-        self._totals = reduced.totals, reduced.ints
+        self._totals = reduced.totals, reduced.words
         return reduced.numbers_DN, reduced.rows_MS, reduced.maxima_T
 
     def _wait_for_collectives(self) -> None:
@@ -420,8 +424,8 @@ class Stepper:
         old = [[held.params[k] for k in places] for held in self._store.held]
         local = []
         each = zip(self._store.held, *self._totals, strict=True)
-        for i, (held, totals, ints) in enumerate(each):
-            given = Given(totals, ints, self._exponents(i, scaled=False), weight, value)
+        for i, (held, totals, words) in enumerate(each):
+            given = Given(totals, words, self._exponents(i, scaled=False), weight, value)
             local.append((old[i], held.opt_state, held.aux, given))
         found = []  # of each copy its parameters, or the part of them that it updated
         for held, result in zip(self._store.held, self._programs.update(local), strict=True):

@@ -22,6 +22,7 @@ from .._core._types import PyTree
 from .._graph._factors import Patterns
 from .._graph._graph import Graph
 from .._graph._precision_calls import PrecisionCalls
+from .._graph._state_rules import with_rules
 from .._graph._trace import trace_functional
 from .._jax import _coordination
 from .._launch._texts import check_is_there
@@ -29,9 +30,10 @@ from .._lower._inputs import Training
 from .._lower._lower import Programs, lower
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
-from .._model._functional import Functional, functional, tree_bytes
+from .._model._functional import Functional, functional, leaf_names, tree_bytes
 from .._model._given_model import given_bytes
 from .._model._loss_scale import own_variables, with_loss_scale
+from .._model._merge import Merge
 from .._model._optimizer import Optimizer
 from .._model._trainable import Trainable
 from .._plan._ownership import TracedUpdate, traced_update
@@ -60,6 +62,7 @@ class TracedJob:
         rngs: Names of a Linen module's random streams.
         weights: Weights that training begins with, or None.
         trainable: Which parameters are trained.
+        merge: How other variables merge over the microbatches of a step.
         eval_loss: Loss for evaluation.
         nonfinite: On a gradient that is not finite: `stop`, `skip` the update, or also `scale` the
             loss less.
@@ -82,6 +85,7 @@ class TracedJob:
     rngs: Sequence[str]
     weights: Weights | None
     trainable: Trainable
+    merge: Merge
     eval_loss: Loss
     nonfinite: Literal["stop", "skip", "scale"]
     mixes_examples: bool
@@ -165,6 +169,7 @@ class TracedJob:
             example=self.shapes(size),
             rngs=self.rngs,
             trainable=self.trainable,
+            merge=self.merge,
         )
 
     def graph(self, size: int) -> Graph:
@@ -174,12 +179,7 @@ class TracedJob:
             LossError: If it mixes examples unasked.
         """
         if size not in self._graphs:
-            graph = trace_functional(
-                self.functional(size),
-                self.shapes(size),
-                default=self.default,
-                patterns=self.patterns,
-            )
+            graph = self._traced(size)
             self._calls(size).check_used()
             if graph.mixes and size < self.batch_size and not self.mixes_examples:
                 raise LossError(
@@ -189,8 +189,22 @@ class TracedJob:
                     f"mean over a mask; or train whole batches, microbatch_size={self.batch_size}; "
                     "or, if the mean over microbatches is meant, pass mixes_examples=True"
                 )
+            model = self._calls(size).model
+            graph = with_rules(
+                graph,
+                leaf_names(own_variables(model.aux)),
+                model.merges,
+                model.statistics,
+                max(self.batch_size // size, 1),
+                lambda: self._traced(self.batch_size),
+            )
             self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
         return self._graphs[size]
+
+    def _traced(self, size: int) -> Graph:
+        return trace_functional(
+            self.functional(size), self.shapes(size), default=self.default, patterns=self.patterns
+        )
 
     def optimizer_bytes(self, size: int) -> int:
         """Bytes of the optimizer's state for the whole model: as many at every size."""
@@ -210,7 +224,10 @@ class TracedJob:
 
     def facts(self) -> dict[str, str]:
         """What processes must have alike of the arguments and settings, by name."""
-        names = ("batch_size", "seed", "shuffle", "rngs", "nonfinite", "mixes_examples", "default")
+        names = (
+            *("batch_size", "seed", "shuffle", "rngs", "nonfinite", "mixes_examples"),
+            *("default", "merge"),
+        )
         return {
             **{name: str(getattr(self, name)) for name in names},
             **flat("precision", self.precision.model_dump(mode="json")),

@@ -56,6 +56,7 @@ def train(
     rngs: Sequence[str] = RNGS,
     weights: str | os.PathLike[str] | Weights | None = None,
     trainable: str | Sequence[Any] | Callable[..., Any] | None = None,
+    merge: Mapping[Any, str] | None = None,
     precision: Precision | str | Mapping[str, Any] | os.PathLike[str] | None = None,
     nonfinite: Literal["stop", "skip", "scale"] | None = None,
     mixes_examples: bool = False,
@@ -111,6 +112,7 @@ def train(
         rngs: The names of the random streams that a Linen module asks for.
         weights: The weights to begin with, see `Job`.
         trainable: The parameters that are trained, see `Job`.
+        merge: How variables that are no parameters merge over microbatches, see `Job`.
         precision: The dtypes of the computation: `fp32`, `tf32`, `bf16`, `fp16`, or more, see
             `Job`.
         nonfinite: What to do when a gradient is not finite: `stop`, `skip` the update, or `scale`
@@ -184,6 +186,7 @@ def train(
         rngs=rngs,
         weights=weights,
         trainable=trainable,
+        merge=merge,
         eval_loss=eval_loss,
         precision=precision,
         nonfinite=nonfinite,
