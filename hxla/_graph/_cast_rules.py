@@ -108,9 +108,6 @@ def run_custom(
         for v in forward_program.jaxpr.outvars[num:]
     ]
     out_shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-    backward_program = jax.make_jaxpr(
-        lambda leaves, back: list(jax.tree.unflatten(tree[0], leaves)(list(back)))
-    )(kept_shapes, out_shapes)
 
     def forward(*xs: Any) -> tuple[Any, Any]:
         wants = [*in_float32, *[False] * len(kept_shapes)]
@@ -121,6 +118,10 @@ def run_custom(
     def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         before = [cast(x, c) for x, c in zip(saved, residuals, strict=True)]
         back = [cast(x, None) for x in cotangents]
+        # Not before: a rule that is nested in another's forward may have no derivative itself.
+        backward_program = jax.make_jaxpr(
+            lambda leaves, back: list(jax.tree.unflatten(tree[0], leaves)(list(back)))
+        )(kept_shapes, out_shapes)
         found = iter(run(backward_program, [*before, *back], [False] * len(places)))
         dtypes = [x.dtype for x in arrays]
         return tuple(

@@ -132,7 +132,8 @@ def _is_f32(v: Any) -> bool:
 
 def _widened(cast: Cast, dtype: Any, shape: Sequence[int]) -> Any:
     """An operand in a dtype; its gradient is added up in float32 where it has fewer elements."""
-    if np.prod(cast.x.shape) < np.prod(shape) and not cast.is_constant and dtype != _F32:
+    has_fewer = 0 < np.prod(cast.x.shape) < np.prod(shape)
+    if has_fewer and not cast.is_constant and dtype != _F32:
         return jax.lax.convert_element_type(jnp.broadcast_to(cast.to(_F32), shape), dtype)
     return cast.to(dtype)
 

@@ -201,8 +201,13 @@ def _class_of(eqn: Any, *, of_product: bool) -> str | None:
 
 
 def _is_by_power_of_two(eqn: Any) -> bool:
-    constants = [v.val for v in eqn.invars if isinstance(v, Constant)]
-    return any(np.ndim(c) == 0 and np.frexp(np.float64(c))[0] in (0.5, -0.5) for c in constants)
+    constants = [v for v in eqn.invars if isinstance(v, Constant)]
+    scalars = [
+        np.asarray(v.val).astype(np.float64)
+        for v in constants
+        if not v.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    ]
+    return any(np.frexp(x)[0] in (0.5, -0.5) for x in scalars)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

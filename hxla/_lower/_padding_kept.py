@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._jax._jaxpr import BY_ELEMENT, ClosedJaxpr, Literal, inner_jaxpr, kind_of
@@ -66,7 +67,12 @@ def _words(closed: ClosedJaxpr) -> list[Any]:
 
 
 def _is_number(v: Any) -> bool:
-    return isinstance(v, Literal) and np.ndim(v.val) == 0 and np.isreal(v.val)
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return (
+        isinstance(v, Literal)
+        and not v.aval.shape
+        and any(jnp.issubdtype(v.aval.dtype, kind) for kind in kinds)
+    )
 
 
 def _follow(closed: ClosedJaxpr, given: Sequence[_Known]) -> list[_Known]:
