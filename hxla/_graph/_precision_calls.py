@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
-from .._jax._dataflow import passed_through
+from .._jax._dataflow import sources
 from .._jax._jaxpr import ClosedJaxpr, run_as
 from .._model._functional import Functional, leaf_names
 from ._casts import Cast, CastPolicy, Casts
@@ -53,11 +53,14 @@ class PrecisionCalls:
             c.to(v.aval.dtype) if jnp.issubdtype(v.aval.dtype, jnp.floating) else c.x
             for c, v in zip(found, outs, strict=True)
         ]
-        for i, place in enumerate(passed_through(closed)):
-            if place is not None:  # rounded where it is read, and nowhere else
-                arrays[i] = arguments[place]
         num_out = len(arrays) - num_aux
-        return [_rounded(x, self._policy.output) for x in arrays[:num_out]] + arrays[num_out:]
+        arrays[:num_out] = [_rounded(x, self._policy.output) for x in arrays[:num_out]]
+        # What a call leaves as it is was rounded where it is read, and nowhere else.
+        known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+        for i, source in enumerate(sources(closed)):
+            if source is not None:
+                arrays[i] = known.setdefault(source, arrays[i])
+        return arrays
 
     def check_used(self) -> None:
         """Refuse exceptions that no operation of the calls so far matched.

@@ -16,13 +16,16 @@ from .._core._errors import AnnotationError, LossError
 from .._core._types import PyTree
 from .._jax._absent_sharding import brief_absence
 from .._jax._axis_names import naming_axes, with_axes
+from .._jax._dataflow import sources
 from .._jax._digest import digests, joined
+from .._jax._jaxpr import ClosedJaxpr, with_results
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
 from .._model._loss import MetricColumns, as_sums
 from .._model._loss_scale import scaled_loss
 from .._model._plain_arrays import root_key
+from .._model._writes import Wrote, refuse_writes
 from ._factors import PATTERNS, Patterns
 from ._graph import Graph
 from ._mixing import mixing
@@ -103,13 +106,25 @@ def trace_functional(
     metrics: list[MetricColumns] = []
     num_losses = [1]
     axes: list[str] = []
+    written: list[str] = []
 
     def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
         out, new_aux = model.train(params, aux, key, batch)
+        written[:] = []
+        before_after: list[Any] = []
+        if isinstance(out, Wrote):
+            written[:], before_after, out = out.names, [*out.before, *out.after], out.out
         sums = as_sums(out, num_examples)
         metrics[:], num_losses[:] = sums.metrics, [sums.num_losses]
         _check_aux(aux, new_aux)
-        return scaled_loss(sums.loss, sums.num_losses, aux), sums.row, new_aux
+        return scaled_loss(sums.loss, sums.num_losses, aux), sums.row, new_aux, before_after
+
+    def checked(closed: ClosedJaxpr) -> ClosedJaxpr:
+        num = len(written)
+        own = sources(closed)[len(closed.jaxpr.outvars) - 2 * num :]
+        pairs = zip(written, own[:num], own[num:], strict=True)
+        refuse_writes(*(f"the parameter {name}" for name, a, b in pairs if a is None or a is not b))
+        return with_results(closed, len(closed.jaxpr.outvars) - 2 * num)
 
     graph = naming_axes(
         lambda: trace_sums(
@@ -120,6 +135,7 @@ def trace_functional(
             logical=model.logical,
             default=default,
             patterns=patterns,
+            checked=checked,
         ),
         axes,
     )
@@ -184,6 +200,7 @@ def trace_sums(
     logical: Sequence[Sequence[str | None] | None] | None = None,
     default: Strategy | None = None,
     patterns: Patterns = PATTERNS,
+    checked: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
 ) -> Graph:
     """Trace `run(params, aux, key, batch)`, whose first result is differentiated.
 
@@ -195,6 +212,7 @@ def trace_sums(
         logical: Names of each parameter's dimensions.
         default: Annotation of what no scope covers.
         patterns: Which dimensions can be cut together.
+        checked: Checks the program, and leaves out what is only for that.
     """
     if default is not None and not isinstance(default, Strategy):
         raise AnnotationError(
@@ -204,7 +222,7 @@ def trace_sums(
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, aux, key, batch)
     )
-    closed = jax.make_jaxpr(run)(*shapes)
+    closed = checked(jax.make_jaxpr(run)(*shapes))
     counts = [len(jax.tree.leaves(tree)) for tree in shapes]
     graph = Tracer(closed, counts, leaf_names(params), default, patterns).graph()
     return dataclasses.replace(graph, param_logical=logical, merges=by_dtype(graph))

@@ -1,6 +1,7 @@
 """Which arguments the results of a traced program are, or are made from."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jax.interpreters import partial_eval
 from .._core._fingerprint import fingerprint
 from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, part, scan_counts
 
+_ADDRESS = r"0x[0-9a-f]+"
 _KEEPS = frozenset({"copy", "copy_p", "optimization_barrier"})
 #: What moves or weighs elements, with the operands that a route goes through; None: all.
 _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
@@ -27,15 +29,24 @@ _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
 }
 
 
-def passed_through(closed: ClosedJaxpr) -> list[int | None]:
-    """For each result of a program the argument that it is, unchanged; None: it is none."""
-    place = {v: i for i, v in enumerate(closed.jaxpr.invars)}
+def sources(closed: ClosedJaxpr) -> list[Any]:
+    """For each result of a program what it is, unchanged: an argument, what an equation made.
+
+    Returns:
+        Variables of the program; None for a literal.
+    """
+    source: dict[Any, Any] = {}
     for eqn in closed.jaxpr.eqns:
         for var, k in zip(eqn.outvars, _operands_kept(eqn), strict=True):
-            operand = None if k is None else eqn.invars[k]
-            if operand is not None and not isinstance(operand, Literal) and operand in place:
-                place[var] = place[operand]
-    return [None if isinstance(v, Literal) else place.get(v) for v in closed.jaxpr.outvars]
+            if k is not None and not isinstance(operand := eqn.invars[k], Literal):
+                source[var] = source.get(operand, operand)
+    return [None if isinstance(v, Literal) else source.get(v, v) for v in closed.jaxpr.outvars]
+
+
+def passed_through(closed: ClosedJaxpr) -> list[int | None]:
+    """For each result of a program the argument that it is, unchanged; None: it is none."""
+    place: dict[Any, int | None] = {v: i for i, v in enumerate(closed.jaxpr.invars)}
+    return [None if v is None else place.get(v) for v in sources(closed)]
 
 
 def _operands_kept(eqn: Any) -> Sequence[int | None]:
@@ -90,7 +101,7 @@ def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
     own = part(own, own.outvars)  # what has effects stayed, whoever needs it
     held = [np.asarray(consts[v]) for v in own.invars if v in consts]
     arguments = frozenset(places[v] for v in own.invars if v in places)
-    return Needed(f"{own} {fingerprint(held)}", arguments)
+    return Needed(f"{re.sub(_ADDRESS, '', str(own))} {fingerprint(held)}", arguments)
 
 
 def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:

@@ -93,6 +93,15 @@ def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
     return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
 
 
+def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
+    """A program without its results after the first `num`."""
+    jaxpr = closed.jaxpr
+    if len(jaxpr.outvars) == num:
+        return closed
+    outvars = list(jaxpr.outvars[:num])
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=_debug_info()), closed.consts)
+
+
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     """An equation that runs other programs, with each of them changed; any other as it is."""
     if eqn.primitive.name not in ("jit", "pjit", "scan", "while", "cond", "checkpoint", "remat2"):

@@ -28,6 +28,13 @@ from ._merge import Merge, merges_of, statistics_of
 from ._plain_arrays import as_plain, from_plain, is_complex, is_key, is_plain, key_impl, root_key
 from ._sown import CHANGED, kept_collections
 from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
+from ._writes import (
+    attributes_of,
+    changed_attributes,
+    program_text,
+    refuse_attributes,
+    with_writes,
+)
 
 # How jax reaches the array in an NNX variable.
 _OF_VARIABLES = tuple(map(jax.tree_util.GetAttrKey, ("value", "raw_value")))
@@ -210,12 +217,37 @@ def from_nnx(
     graphdef_train, params, rngs, _, aux = split(evaluating=False)
     graphdef_eval = split(evaluating=True)[0]
 
-    def call(graphdef: Any, loss: CalledLoss) -> Any:
-        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+    def call(graphdef: Any, loss: CalledLoss, *, checks: bool) -> Any:
+        def called(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
+            before = jax.tree.leaves(params)  # now, for a call writes into variables
             module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
+            attributes = attributes_of(module)
             out = loss(module, batch, key)
+            told = changed_attributes(attributes, attributes_of(module))
+            nnx.pop(module, nnx.Intermediate)
             parts: Any = nnx.split(module, *filters)
-            return out, parts[4]
+            return (out, before, parts[1], parts[4]), parts[0], told
+
+        def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
+            given = jax.tree.map(lambda x: x, (params, aux))
+            (out, before, after, new_aux), left, told = called(graphdef, *given, key, batch)
+
+            def again() -> tuple[str, str, bool]:
+                texts, changes = [], []
+                for own in (graphdef, left):
+
+                    def traced(*arguments: Any, own: Any = own) -> Any:
+                        results, _, told = called(own, *arguments)
+                        changes.append(bool(told))
+                        return jax.tree.leaves(results)
+
+                    texts.append(program_text(jax.make_jaxpr(traced)(params, aux, key, batch)))
+                return texts[0], texts[1], changes[1]
+
+            if checks:
+                refuse_attributes(told, again)
+                out = with_writes(out, leaf_names(params), before, after)
+            return out, new_aux
 
         return run
 
@@ -234,8 +266,8 @@ def from_nnx(
         params=params,
         aux=aux,
         logical=_logical(nnx.get_partition_spec(params)),
-        train=call(graphdef_train, loss),
-        evaluate=call(graphdef_eval, eval_loss),
+        train=call(graphdef_train, loss, checks=True),
+        evaluate=call(graphdef_eval, eval_loss, checks=False),
         finish=finish,
         initialise=None if make is None else initialise,
     )

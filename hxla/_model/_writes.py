@@ -1,0 +1,124 @@
+"""What a call of an NNX module writes into parts of it that are no state of training.
+
+Parameters are the optimizer's, and a loss is traced once: what a call writes into an `nnx.Param` or
+into a Python attribute would be lost. It is found, and refused by name.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._core._errors import LossError
+from .._core._types import PyTree
+
+_REMEDY = (
+    "a loss is traced once, and parameters are the optimizer's, so this would be lost: keep what a "
+    "call writes in a variable of another type, self.calls = nnx.Variable(jnp.int32(0)), or write "
+    "to a copy, nnx.clone(model), where it is for this call only, as nnx.SpectralNorm and "
+    "nnx.WeightNorm write normalised kernels"
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Wrote:
+    """What a loss returned, with the parameters that its call may have written.
+
+    Attributes:
+        out: Of the loss.
+        before: The values of those parameters when the call began.
+        after: When it ended.
+        names: Of those parameters.
+    """
+
+    out: Any
+    before: list[Any]
+    after: list[Any]
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def with_writes(out: Any, names: Sequence[str], before: PyTree, after: PyTree) -> Any:
+    """What a loss returned, as it is if every parameter is the very array that it was."""
+    every = zip(names, before, jax.tree.leaves(after), strict=True)
+    other = [(name, a, b) for name, a, b in every if a is not b]
+    if not other:
+        return out
+    written, old, new = zip(*other, strict=True)
+    return Wrote(out, list(old), list(new), tuple(written))
+
+
+def refuse_writes(*told: str) -> None:
+    """Refuse a loss that writes what is no state of training.
+
+    Args:
+        told: What it writes, a line each; none: nothing.
+
+    Raises:
+        LossError: If there is any.
+    """
+    if told:
+        raise LossError("\n  ".join(("the loss changes", *told)) + f"\n{_REMEDY}")
+
+
+def attributes_of(module: nnx.Module) -> dict[str, Any]:
+    """The Python attributes of a module and of those inside, by path: what is no array."""
+    found = {}
+    for path, own in nnx.iter_graph(module):
+        if not isinstance(own, nnx.Pytree):
+            continue
+        for name, value in vars(own).items():
+            if not (name.startswith("_pytree__") or isinstance(value, nnx.Variable | nnx.Pytree)):
+                found["/".join(map(str, (*path, name)))] = value
+    return found
+
+
+def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Each attribute that is another one after a call, with both values."""
+    none = object()
+    told = []
+    for name in sorted({*before, *after}):
+        old, new = before.get(name, none), after.get(name, none)
+        if old is not new and not _are_equal(old, new):
+            shown = ["nothing" if x is none else _shown(x) for x in (old, new)]
+            told.append(f"the attribute {name}: {shown[0]} before, {shown[1]} after a call")
+    return told
+
+
+def refuse_attributes(told: Sequence[str], again: Callable[[], tuple[str, str, bool]]) -> None:
+    """Refuse changed attributes, but for those that each call sets alike, as `model.train()` does.
+
+    Args:
+        told: See `changed_attributes`.
+        again: Gives the program of a first and of a second call, and whether the second one
+            changes attributes.
+
+    Raises:
+        LossError: If a second call would not be as the first one was.
+    """
+    if told:
+        first, second, changes = again()
+        if changes or first != second:
+            refuse_writes(*told)
+
+
+def program_text(closed: Any) -> str:
+    """A program as text, without addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(closed))
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) and type(a) is type(b)
+    except Exception:  # whatever the comparison of user's own objects raises
+        return False
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        return f"{x.dtype}{list(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 40 else f"{type(x).__name__}(...)"
