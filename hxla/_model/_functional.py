@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import PartitionSpec
 
 from .._core._errors import ConfigError
@@ -27,7 +28,7 @@ from ._given_model import as_module, check_model
 from ._merge import Merge, merges_of, statistics_of
 from ._plain_arrays import as_plain, from_plain, is_complex, is_key, is_plain, key_impl, root_key
 from ._sown import CHANGED, kept_collections
-from ._trainable import Trainable, frozen_names, trained_leaves, trained_tree
+from ._trainable import Trainable, entries_of, frozen_names, trained_leaves, trained_tree
 from ._writes import (
     attributes_of,
     changed_attributes,
@@ -181,6 +182,22 @@ def _check_params(model: Functional) -> None:
             + "\n".join(wrong)
             + "\nleave them out of what is trained, trainable=..., or keep them in another "
             "variable type (NNX) or collection (Linen)"
+        )
+
+
+def _refuse_overwritten(aux: PyTree) -> None:
+    overwritten = [
+        name
+        for path, name, value in entries_of(aux)
+        if OVERWRITE_WITH_GRADIENT in (path[0], type(value).__name__)
+    ]
+    if overwritten:
+        shown = ", ".join(overwritten[:3]) + ", ..." * (len(overwritten) > 3)
+        raise ConfigError(
+            f"the gradient of {shown} is its next value ({OVERWRITE_WITH_GRADIENT!r}, as of Flax's "
+            "Fp8DotGeneralOp), which no sum over microbatches gives: leave "
+            "dot_general_cls out of the model and pass precision='fp8', which scales products of "
+            "8 bits by itself"
         )
 
 
@@ -426,6 +443,7 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
         statistics=statistics_of(model.aux),
     )
     _check_params(model)
+    _refuse_overwritten(model.aux)
     given, initialise = (model.params, model.aux), model.initialise
     if is_plain(model.params, in_parts=True) and is_plain(model.aux):
         return model
