@@ -7,6 +7,7 @@ from hxla._lower import (
     _lower,
     _own_update,
     _pipeline,
+    _state_sums,
     _streamed_update,
     _update_groups,
 )
