@@ -38,6 +38,7 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         "gradient": job.settings.communication.gradient,
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
+        "merge": list(job.graph(plan.microbatch_size).merges),
         LOSS: loss_digest(job.graph(plan.microbatch_size)),
     }
 
