@@ -269,7 +269,7 @@ class Completed(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrote(Told):
+class CallWrites(Told):
     """Its state, or its part of it, is in a host's memory.
 
     Attributes:
@@ -296,12 +296,12 @@ class Wrote(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeftState(Wrote):
+class LeftState(CallWrites):
     """It left its state, and ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Copied(Wrote):
+class Copied(CallWrites):
     """It copied its state and goes on, or its host got a copy of a neighbour's."""
 
 

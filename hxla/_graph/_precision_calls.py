@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
-from .._jax._dataflow import sources
 from .._jax._jaxpr import ClosedJaxpr, run_as
+from .._jax._result_sources import sources
 from .._model._functional import Functional, leaf_names
 from ._casts import Cast, CastPolicy, Casts
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._core._errors import ConfigError
-from .._jax._dataflow import needed_for, passed_through, routes
 from .._jax._jaxpr import ClosedJaxpr
+from .._jax._result_sources import needed_for, passed_through, routes
 from .._model._merge import RULES
 from ._graph import Graph
 

@@ -16,16 +16,16 @@ from .._core._errors import AnnotationError, LossError
 from .._core._types import PyTree
 from .._jax._absent_sharding import brief_absence
 from .._jax._axis_names import naming_axes, with_axes
-from .._jax._dataflow import sources
 from .._jax._digest import digests, joined
 from .._jax._jaxpr import ClosedJaxpr, with_results
+from .._jax._result_sources import sources
 from .._model._annotations import Strategy
 from .._model._called_loss import Loss
 from .._model._functional import Functional, functional, leaf_names
 from .._model._loss import MetricColumns, as_sums
 from .._model._loss_scale import scaled_loss
 from .._model._plain_arrays import root_key
-from .._model._writes import Wrote, refuse_writes
+from .._model._writes import CallWrites, refuse_writes
 from ._factors import PATTERNS, Patterns
 from ._graph import Graph
 from ._mixing import mixing
@@ -112,7 +112,7 @@ def trace_functional(
         out, new_aux = model.train(params, aux, key, batch)
         written[:] = []
         before_after: list[Any] = []
-        if isinstance(out, Wrote):
+        if isinstance(out, CallWrites):
             written[:], before_after, out = out.names, [*out.before, *out.after], out.out
         sums = as_sums(out, num_examples)
         metrics[:], num_losses[:] = sums.metrics, [sums.num_losses]

@@ -84,9 +84,10 @@ class Tensors:
 
     @property
     def float_names(self) -> tuple[str, ...]:
-        """T names."""
+        """T names, as a message has them that says what is not finite."""
         num = len(self.params)
-        return (*self.names[:num], *itertools.compress(self.names[num:], self.is_summed))
+        changed = itertools.compress(self.names[num:], self.is_summed)
+        return (*self.names[:num], *(f"{name} (no parameter: its change)" for name in changed))
 
     @property
     def word_merges(self) -> tuple[str, ...]:

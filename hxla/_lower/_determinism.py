@@ -201,7 +201,7 @@ def _class_of(eqn: Any, *, of_product: bool) -> str | None:
 
 
 def _is_by_power_of_two(eqn: Any) -> bool:
-    constants = [v for v in eqn.invars if isinstance(v, Constant)]
+    constants: list[Any] = [v for v in eqn.invars if isinstance(v, Constant)]
     scalars = [
         np.asarray(v.val).astype(np.float64)
         for v in constants

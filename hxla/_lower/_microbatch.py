@@ -310,7 +310,7 @@ def _joining_parts(
     """The same, each device for its own part of what is cut into unlike ones."""
     assert spec.uneven is not None
     specs, mesh, num = spec.specs(), replica.mesh, spec.contribution.form.num_parts
-    cuts = spec.uneven.cuts_of_sums(spec.trained)
+    cuts = spec.uneven.cuts_of_sums(spec.trained, spec.tensors.is_summed)
 
     def one(x: jax.Array, before: Any, exponent: jax.Array, keep: Any, cut: Cut | None) -> Any:
         if cut is None:

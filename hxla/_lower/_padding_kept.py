@@ -68,11 +68,10 @@ def _words(closed: ClosedJaxpr) -> list[Any]:
 
 def _is_number(v: Any) -> bool:
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    return (
-        isinstance(v, Literal)
-        and not v.aval.shape
-        and any(jnp.issubdtype(v.aval.dtype, kind) for kind in kinds)
-    )
+    if not isinstance(v, Literal):
+        return False
+    aval: Any = v.aval
+    return not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
 
 
 def _follow(closed: ClosedJaxpr, given: Sequence[_Known]) -> list[_Known]:

@@ -235,7 +235,7 @@ def from_nnx(
     graphdef_eval = split(evaluating=True)[0]
 
     def call(graphdef: Any, loss: CalledLoss, *, checks: bool) -> Any:
-        def called(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
+        def run_once(graphdef: Any, params: PyTree, aux: PyTree, key: Any, batch: PyTree) -> Any:
             before = jax.tree.leaves(params)  # now, for a call writes into variables
             module = nnx.merge(graphdef, params, _reseed(rngs, key), aux)
             attributes = attributes_of(module)
@@ -246,15 +246,16 @@ def from_nnx(
             return (out, before, parts[1], parts[4]), parts[0], told
 
         def run(params: PyTree, aux: PyTree, key: jax.Array, batch: PyTree) -> Any:
-            given = jax.tree.map(lambda x: x, (params, aux))
-            (out, before, after, new_aux), left, told = called(graphdef, *given, key, batch)
+            own: list[Any] = [jax.tree.map(lambda x: x, tree) for tree in (params, aux)]
+            results, left, told = run_once(graphdef, own[0], own[1], key, batch)
+            out, before, after, new_aux = results
 
             def again() -> tuple[str, str, bool]:
                 texts, changes = [], []
                 for own in (graphdef, left):
 
                     def traced(*arguments: Any, own: Any = own) -> Any:
-                        results, _, told = called(own, *arguments)
+                        results, _, told = run_once(own, *arguments)
                         changes.append(bool(told))
                         return jax.tree.leaves(results)
 
@@ -456,7 +457,7 @@ def _completed(model: Functional, trainable: Trainable, merge: Merge) -> Functio
             old = from_plain(aux, given[1])
             before = jax.tree.leaves(old)  # now, for a call writes into the variables of a tree
             out, new = run(from_plain(params, given[0]), old, key, batch)
-            if jax.tree.structure(old) != jax.tree.structure(new):
+            if str(jax.tree.structure(old)) != str(jax.tree.structure(new)):
                 return out, new  # refused by whoever traces it
             # What is not changed stays the array that it is.
             each = zip(

@@ -25,7 +25,7 @@ _REMEDY = (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Wrote:
+class CallWrites:
     """What a loss returned, with the parameters that its call may have written.
 
     Attributes:
@@ -48,7 +48,7 @@ def with_writes(out: Any, names: Sequence[str], before: PyTree, after: PyTree) -
     if not other:
         return out
     written, old, new = zip(*other, strict=True)
-    return Wrote(out, list(old), list(new), tuple(written))
+    return CallWrites(out, list(old), list(new), tuple(written))
 
 
 def refuse_writes(*told: str) -> None:

@@ -307,11 +307,7 @@ class Stepper:
         maxima = self._unscaled(maxima)
         loss, weight, metrics = means(rows_MS, self._programs.graph.metrics, ids[0])
         names, scale = self._programs.tensors.float_names, self._store.loss_scale
-        nonfinite = tuple(
-            name if i < self._num_params else f"{name} (its change)"
-            for i, (name, most) in enumerate(zip(names, maxima, strict=True))
-            if not np.isfinite(most)
-        )
+        nonfinite = tuple(n for n, m in zip(names, maxima, strict=True) if not np.isfinite(m))
         if not weight:
             nonfinite = ("the loss (every weight of the global batch is zero)",)
         elif not math.isfinite(loss):

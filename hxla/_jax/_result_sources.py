@@ -52,11 +52,10 @@ def passed_through(closed: ClosedJaxpr) -> list[int | None]:
 def _operands_kept(eqn: Any) -> Sequence[int | None]:
     """For each result of an equation the operand that it is."""
     name, none = eqn.primitive.name, [None] * len(eqn.outvars)
-    first = eqn.invars[0].aval if eqn.invars else None
     if name in _KEEPS:
         return range(len(eqn.outvars))
     if name in ("convert_element_type", "reshape"):
-        made = eqn.outvars[0].aval
+        first, made = eqn.invars[0].aval, eqn.outvars[0].aval
         return [0] if (made.shape, made.dtype) == (first.shape, first.dtype) else none
     if name == "cond":
         each = [passed_through(branch) for branch in eqn.params["branches"]]
