@@ -269,7 +269,7 @@ class Completed(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallWrites(Told):
+class Wrote(Told):
     """Its state, or its part of it, is in a host's memory.
 
     Attributes:
@@ -296,12 +296,12 @@ class CallWrites(Told):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeftState(CallWrites):
+class LeftState(Wrote):
     """It left its state, and ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Copied(CallWrites):
+class Copied(Wrote):
     """It copied its state and goes on, or its host got a copy of a neighbour's."""
 
 
