@@ -133,7 +133,9 @@ class _Made:
             return "the random key"
         if any(place > start for place in needed.arguments):
             return "the batch"
-        if self._whole is None or needed.text != needed_for(self._whole, result).text:
+        if self._whole is None:
+            return "what is not known, for the loss cannot be traced for the whole batch"
+        if needed.text != needed_for(self._whole, result).text:
             return "the number of examples"
         return None
 
