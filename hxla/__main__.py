@@ -95,6 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (run, profile, plan):
         nargs = "?" if command is run else None  # a detached run that is there has its own
         words = "Python script, followed by its own arguments"
+        command.add_argument(
+            "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
+        )
         command.add_argument("script", nargs=nargs, help=words)
         command.add_argument("arguments", nargs=argparse.REMAINDER)
     inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
@@ -138,8 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _detached(args)
         if args.script is None:
             raise LaunchError("run needs a script: hxla run [options] SCRIPT [its arguments]")
-        script = [args.script, *args.arguments]
-        if not os.path.isfile(args.script):
+        script = [*(["-m"] * args.is_module), args.script, *args.arguments]
+        if not args.is_module and not os.path.isfile(args.script):
             raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
         if args.command == "profile":
             return _profile(args, script)

@@ -25,6 +25,11 @@ def check_whole_numbers(least: int | None = None, **numbers: Any) -> None:
         raise ConfigError(f"{', '.join(low)} must be at least {least}")
 
 
+def as_whole_number(value: Any) -> Any:
+    """NumPy's whole numbers as Python's, and everything else as it is."""
+    return operator.index(value) if _is_whole(value) else value
+
+
 def _is_whole(value: Any) -> bool:
     try:
         operator.index(value)

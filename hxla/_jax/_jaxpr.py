@@ -206,7 +206,7 @@ def part(
         list(wanted),
         equations,
         frozenset().union(*(e.effects for e in equations)),
-        debug_info=_debug_info(),
+        debug_info=_debug_info(len(inputs), len(wanted)),
     )
 
 
@@ -272,7 +272,8 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     given = {
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
-    alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=_debug_info())
+    info = _debug_info(len(given), len(eqn.outvars))
+    alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=info)
     return run_jaxpr(alone, given.values())
 
 
@@ -315,9 +316,10 @@ def is_of_jax(eqn: Any) -> bool:
 
 
 @functools.cache
-def _debug_info() -> Any:
-    """Any will do: messages name the equation's own source."""
-    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+def _debug_info(num_inputs: int, num_outputs: int) -> Any:
+    """Any of these numbers will do: messages name the equation's own source."""
+    info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    return info._replace(arg_names=("",) * num_inputs, result_paths=("",) * num_outputs)
 
 
 def checkpoint_like(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -439,13 +439,14 @@ class ElasticRun:
             self._reread()
             return
         is_again = self._asked is not None
+        trains = self._known.phase in ("running", "preparing", "handing over")
         self._asked, self._asked_at = number, time.monotonic()
         for team in list(self._teams.values()):
             if team.generation.number != self._known.generation.number:
                 self._discard(team.generation.number)
             elif is_again:
                 team.kill()
-            elif number == signal.SIGINT:
+            elif number == signal.SIGINT and not trains:
                 team.quieten()
                 team.kill(number=signal.SIGINT)
             else:

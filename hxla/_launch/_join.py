@@ -185,7 +185,11 @@ def _stay_for_the_others(board: Board, rank: int, *, seconds: float) -> None:
 
 
 def run_as_main(command: Sequence[str]) -> None:
-    """Run a script with its arguments as Python would."""
+    """Run a script, or after `-m` a module, with its arguments as Python would."""
+    if command[0] == "-m":
+        sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv = list(command)
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     runpy.run_path(command[0], run_name="__main__")

@@ -276,7 +276,7 @@ class Processes:
         """Until when a process may take to end: longer where it finishes a step and saves it."""
         since, extra = self._asked_at, 0.0
         works = post is not None and post.state == "running" and self._num_asked < 2
-        if post is not None and works and self._asked == signal.SIGTERM:
+        if post is not None and works and self._asked in (signal.SIGTERM, signal.SIGINT):
             since = max(since, post.moved_at)
             if post.phase == "checkpoint":
                 return float("inf")  # the watchdog sees whether it stands still
@@ -299,7 +299,8 @@ class Processes:
         assert self._asked is not None
         step = max((post.step for post in self._board.posts().values()), default=-1)
         where = f"after {step + 1} steps" if step >= 0 else "before the first step"
-        why = "nobody reads the output any more" if self._is_unread else "SIGTERM"
+        name = "Ctrl-C" if self._asked == signal.SIGINT else "SIGTERM"
+        why = "nobody reads the output any more" if self._is_unread else name
         if EXIT_PREEMPTED in codes:
             self._say(f"{why}: all ranks left {where}; run again to resume from a checkpoint")
         elif self._asked == signal.SIGINT:

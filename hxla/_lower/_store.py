@@ -7,7 +7,7 @@ arrays, one after another; a checkpoint gets every process's own shards.
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -88,13 +88,9 @@ class Store:
         self._checksums: list[Any] = []
         self._changes: dict[tuple[str, int], Callable[[list[Any]], list[Any]]] = {}
         sizes = dict(reducer.replicas[0].axes)
+        each = zip(self._shapes, specs.leaves(), specs.padding.leaves(), strict=True)
         #: How arrays lie without their padding.
-        self._even = [
-            even_spec(x.shape, spec, padding, sizes)
-            for x, spec, padding in zip(
-                self._shapes, specs.leaves(), specs.padding.leaves(), strict=True
-            )
-        ]
+        self._even = [even_spec(x.shape, spec, padding, sizes) for x, spec, padding in each]
 
     # -- how it begins ---------------------------------------------------------------------------
 
@@ -215,8 +211,9 @@ class Store:
 
     def _jit(self, i: int, function: Callable[..., Any], specs: PyTree) -> Any:
         """A function whose results lie on a local replica as specs say."""
-        shardings = _shardings(self._reducer.local[i], specs)
-        return jax.jit(function, out_shardings=shardings, compiler_options=self._options)
+        of, is_spec = self._reducer.local[i], lambda s: isinstance(s, P)
+        where = jax.tree.map(of.sharding, specs, is_leaf=is_spec)
+        return jax.jit(function, out_shardings=where, compiler_options=self._options)
 
     def _made(self, given: Sequence[Read | None]) -> list[list[Any]]:
         """The model's own arrays, each made where it lies; None where there is another."""
@@ -252,10 +249,8 @@ class Store:
         own = [None if read else x for x, read in zip(leaves, given, strict=True)]
         digests = " ".join("-" if x is None else f"{zlib.crc32(array_bytes(x)):08x}" for x in own)
         found = [text.split() for text in gather("initial arrays", digests)]
-        specs = self._lie[: self._first_leaf]
-        paddings = self._specs.padding.leaves()
         placed: list[list[Any]] = [[] for _ in self._reducer.local]
-        for i, (x, spec) in enumerate(zip(own, specs, strict=True)):
+        for i, x in enumerate(own):
             if x is None:
                 for arrays in placed:
                     arrays.append(None)
@@ -264,12 +259,22 @@ class Store:
             host = np.array(x, copy=True, order="C")
             if any(row[i] != found[0][i] for row in found):
                 host = self._from_first_process(host)
-            for n, replica in enumerate(self._reducer.local):
-                own_part = paddings[i].pad(host)
-                if self._own is not None:
-                    own_part = self._own.take_on_host(i, own_part, replica.index)
-                placed[n].append(self.put(n, i, replica.put(own_part, spec)))
+            for n, arrays in enumerate(placed):
+                arrays.append(self._put_own(n, i, host))
         return placed
+
+    def _put_own(self, i: int, k: int, host: np.ndarray) -> Any:
+        """What a local copy has of an array that is whole in host memory, in its place."""
+        part, replica = self._specs.padding.leaves()[k].pad(host), self._reducer.local[i]
+        if self._own is not None:
+            part = self._own.take_on_host(k, part, replica.index)
+        return self.put(i, k, replica.put(part, self._lie[k]))
+
+    def replace(self, arrays: Mapping[int, np.ndarray]) -> None:
+        """Take over other arrays, whole in host memory, by their numbers in `Held.leaves`."""
+        for i, held in enumerate(self.held):
+            new = {k: self._put_own(i, k, x) for k, x in arrays.items()}
+            self.held[i] = self._held([new.get(k, x) for k, x in enumerate(held.leaves())])
 
     def _from_first_process(self, host: np.ndarray) -> np.ndarray:
         if jax.process_index():
@@ -419,13 +424,9 @@ class Store:
             self._own.spec(k) if self._own is not None and self._is_own(k) else s
             for k, s in enumerate(self._even)
         ]
-        arrays = [
-            jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=self._sharding(s, self._elsewhere.waits(k))
-            )
-            for k, (x, s) in enumerate(zip(self._shapes, specs, strict=True))
-        ]
-        return self._tree(arrays)
+        where = [self._sharding(s, self._elsewhere.waits(k)) for k, s in enumerate(specs)]
+        pairs = zip(self._shapes, where, strict=True)
+        return self._tree([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=w) for x, w in pairs])
 
     def load(self, tree: PyTree) -> None:
         """Take over a state in the form of `wanted`."""
@@ -491,7 +492,3 @@ class Store:
             for held, replica in zip(self.held, self._reducer.local, strict=True):
                 held.aux[-1] = replica.put(np.asarray(state.exponent, np.int32))
         self.loss_scale = state
-
-
-def _shardings(replica: Replica, specs: PyTree) -> PyTree:
-    return jax.tree.map(replica.sharding, specs, is_leaf=lambda s: isinstance(s, P))

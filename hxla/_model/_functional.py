@@ -26,7 +26,16 @@ from .._jax._axis_names import naming_axes, with_axes
 from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
 from ._merge import Merge, merges_of, statistics_of
-from ._plain_arrays import as_plain, from_plain, is_complex, is_key, is_plain, key_impl, root_key
+from ._plain_arrays import (
+    as_plain,
+    from_plain,
+    is_complex,
+    is_key,
+    is_plain,
+    key_impl,
+    root_key,
+    with_arrays,
+)
 from ._sown import CHANGED, kept_collections
 from ._trainable import Trainable, entries_of, frozen_names, trained_leaves, trained_tree
 from ._writes import (
@@ -229,7 +238,8 @@ def from_nnx(
         nnx.pop(clone, nnx.Intermediate)  # of earlier calls
         if evaluating:
             clone.eval()
-        return nnx.split(clone, *filters)
+        graphdef, *parts = nnx.split(clone, *filters)
+        return graphdef, *map(with_arrays, parts)
 
     graphdef_train, params, rngs, _, aux = split(evaluating=False)
     graphdef_eval = split(evaluating=True)[0]
@@ -278,7 +288,7 @@ def from_nnx(
     def initialise() -> tuple[PyTree, PyTree]:
         assert make is not None
         parts: Any = nnx.split(make(), *filters)
-        return parts[1], parts[4]
+        return with_arrays(parts[1]), with_arrays(parts[4])
 
     return Functional(
         params=params,
@@ -376,7 +386,7 @@ def from_linen(
     is_made = variables is None
     if variables is None:
         variables = jax.eval_shape(initialised, example)
-    variables = dict(unfreeze(variables))
+    variables = with_arrays(dict(unfreeze(variables)))
     if "params" not in variables:
         raise ConfigError(
             f"variables holds the collections {sorted(variables)} but no 'params': pass what "

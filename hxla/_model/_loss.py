@@ -278,7 +278,9 @@ def as_sums(
         width = columns.shape[0]
         return columns, MetricColumns(name=name, how=asked.how, over=asked.over, width=width)
 
-    found = [columns_of(str(name), given) for name, given in sorted(metrics.items())]
+    if unnamed := [name for name in metrics if not isinstance(name, str)]:
+        raise wrong(f"{', '.join(map(repr, unnamed))} names a metric: names are texts")
+    found = [columns_of(name, given) for name, given in sorted(metrics.items())]
     return MicrobatchSums(
         loss=loss,
         weight=weight,

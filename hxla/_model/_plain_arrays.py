@@ -59,6 +59,12 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
+def with_arrays(tree: PyTree) -> PyTree:
+    """A tree with arrays for numbers of Python's."""
+    is_number = lambda x: isinstance(x, int | float | complex)  # noqa: E731
+    return jax.tree.map(lambda x: jnp.asarray(x) if is_number(x) else x, tree)
+
+
 def is_plain(tree: PyTree, *, in_parts: bool = False) -> bool:
     """Whether `as_plain` leaves a tree as it is."""
     leaves = jax.tree.leaves(tree)
@@ -87,7 +93,7 @@ def as_plain(tree: PyTree, *, in_parts: bool = False) -> PyTree:
             return x
         return jax.eval_shape(plain, x) if isinstance(x, jax.ShapeDtypeStruct) else plain(x)
 
-    return jax.tree.map(of_leaf, tree)
+    return jax.tree.map(of_leaf, with_arrays(tree))
 
 
 def from_plain(tree: PyTree, like: PyTree) -> PyTree:

@@ -33,6 +33,7 @@ class StepRecord:
         skipped: Whether the update was skipped because a gradient was not finite.
         loss_scale: The number by which the mean loss of a microbatch was multiplied for its
             gradient; None: by none.
+        evaluation: The evaluation that followed the step; None: none did.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepRecord:
     redone: int = 0
     skipped: bool = False
     loss_scale: float | None = None
+    evaluation: "EvalRecord | None" = None
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:

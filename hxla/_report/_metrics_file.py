@@ -71,7 +71,9 @@ class MetricsWriter:
         Raises:
             ConfigError: The file can no longer be written (a full disk).
         """
-        self._line({"kind": _KINDS[type(record)], **dataclasses.asdict(record)})
+        fields = dataclasses.asdict(record)
+        fields.pop("evaluation", None)  # has a line of its own
+        self._line({"kind": _KINDS[type(record)], **fields})
         if self._events is not None and not isinstance(record, Rebalance):
             for tag, value in _scalars(record).items():
                 self._events.add_scalar(tag, value, global_step=record.step)

@@ -1,14 +1,14 @@
 """An iterable of global batches, read in order, whose position goes into checkpoints."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sized
 
 import jax
 import numpy as np
 
 from .._core._errors import DataError
 from .._core._types import PyTree
-from ._data_checks import check_dtypes, leading_dimension
+from ._data_checks import as_arrays, check_alike, leading_dimension
 from ._data_position import Position
 
 AS_IT_COMES = "as it comes"  # the order of examples that nothing shuffles
@@ -31,11 +31,17 @@ class Batches:
 
     def __init__(self, data: Iterable[PyTree], batch_size: int, num_kept: int = 4):
         self._position = Position(data)
+        #: Of a pass over the data; None: it has no length, or cannot be begun again.
+        self.num_batches = (
+            None if isinstance(data, Iterator) or not isinstance(data, Sized) else len(data)
+        )
+        self._repeats = False
         self._batch_size, self._num_kept = batch_size, num_kept
         self._next = 0
         self._kept: dict[int, PyTree] = {}
         self._states: dict[int, str | None] = {}
         self._failure: Exception | None = None
+        self._first: PyTree = None  # shapes of the first one that was read
         self._lock = threading.Lock()
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
@@ -98,6 +104,25 @@ class Batches:
                 return f"data: {step} global batches are read again and skipped: {why}"
             return f"data: a resumed run reads again and skips what was seen: {why}" if why else ""
 
+    def repeat(self) -> None:
+        """Let another pass over the data follow each one."""
+        self._repeats = self.num_batches is not None
+
+    def _next_batch(self) -> PyTree:
+        try:
+            return self._position.read()
+        except StopIteration:
+            if not self._repeats or not self._next:
+                raise
+        assert self.num_batches is not None
+        if left := self._next % self.num_batches:
+            raise DataError(
+                f"data has {self.num_batches} global batches by its length, and a pass ended after "
+                f"{left}: pass steps, not epochs"
+            )
+        self._position.begin_anew()
+        return self._position.read()
+
     def _go_back(self, step: int) -> None:
         if not self._position.begin_anew():
             raise DataError(
@@ -111,19 +136,23 @@ class Batches:
         if self._next not in self._states:
             self._states[self._next] = self._position.state()
         try:
-            batch = jax.tree.map(np.asarray, self._position.read())
+            read = self._next_batch()
         except StopIteration:
             raise DataError(
                 f"data shorter than asked: it ended after {self._next} global batches, "
                 f"step {step} needs one more; ask for fewer steps or give more data"
             ) from None
-        size = leading_dimension(batch, f"global batch {self._next}")
+        name = f"global batch {self._next}"
+        batch = as_arrays(read, name)
+        size = leading_dimension(batch, name)
         if size != self._batch_size:
             raise DataError(
-                f"global batch {self._next} holds {size} examples, batch_size is "
-                f"{self._batch_size}: iterables must yield whole global batches"
+                f"{name} holds {size} examples, batch_size is {self._batch_size}: iterables must "
+                "yield whole global batches"
             )
-        check_dtypes(batch, f"global batch {self._next}")
+        if self._first is None:
+            self._first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        check_alike(batch, name, self._first, "the first")
         oldest = self._next - self._num_kept
         # The first one shows what an example is, and initialises Linen modules.
         self._kept = {k: v for k, v in self._kept.items() if not k or k > oldest}
@@ -145,6 +174,11 @@ class Batches:
 
 class Unmoving:
     """What sources of random access have instead of a position."""
+
+    num_batches: int | None = None
+
+    def repeat(self) -> None:
+        """Nothing to do: a callable has no end, and all else no other order."""
 
     def state(self, step: int) -> str | None:
         """None: the step says it all."""

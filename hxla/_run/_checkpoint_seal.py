@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from .._core._errors import CheckpointError
 
 TREE, META = "tree", "meta"  # folders of a checkpoint
 _SEAL = "hxla-seal.json"
+_BEFORE = ".before"  # after the name of a checkpoint that is written anew
 _CHUNK_BYTES = 1 << 22
 
 
@@ -68,6 +70,8 @@ def newest_intact(
     Raises:
         CheckpointError: If there are some and all are damaged, with the fault of each.
     """
+    if rank == 0:
+        _bring_back(folder)
     [listed, *_] = gather("checkpoints", json.dumps(steps_in(folder) if rank == 0 else []))
     num = len(gather("readers of checkpoints", ""))
     damaged: list[tuple[int, str]] = []
@@ -75,7 +79,7 @@ def newest_intact(
         own = _fault(folder / str(step), step, range(rank, 1 << 31, num))
         fault = next(filter(None, gather("damage", own)), "")
         if not fault:
-            return step, _set_aside(folder, damaged, gather, rank)
+            return step, _renamed(folder, damaged, gather, rank)
         damaged.append((step, fault))
     if not damaged:
         return None, ()
@@ -86,7 +90,30 @@ def newest_intact(
     )
 
 
-def _set_aside(
+def set_aside(folder: pathlib.Path, step: int, *, rank: int) -> str:
+    """Give a checkpoint that is to be written anew another name until `let_go`; returns ''."""
+    if rank == 0:
+        (folder / str(step)).rename(folder / f"{step}{_BEFORE}")
+    return ""
+
+
+def let_go(folder: pathlib.Path, step: int, *, rank: int) -> None:
+    """Remove what `set_aside` kept: the new one is whole."""
+    if rank == 0 and (folder / f"{step}{_BEFORE}").exists():
+        shutil.rmtree(folder / f"{step}{_BEFORE}")
+
+
+def _bring_back(folder: pathlib.Path) -> None:
+    """What a kill left set aside: it is the checkpoint, unless the new one was finished."""
+    for entry in folder.glob(f"*{_BEFORE}"):
+        whole = entry.with_name(entry.name.removesuffix(_BEFORE))
+        if whole.exists():
+            shutil.rmtree(entry)
+        else:
+            entry.rename(whole)
+
+
+def _renamed(
     folder: pathlib.Path,
     damaged: Sequence[tuple[int, str]],
     gather: Callable[[str, str], tuple[str, ...]],

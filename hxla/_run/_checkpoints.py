@@ -8,11 +8,12 @@ none. What happens to it later is seen by its seal.
 import os
 import pathlib
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -30,10 +31,11 @@ from ._checkpoint_handlers import (
     TreeSave,
     quieten_orbax,
 )
-from ._checkpoint_seal import META, TREE, newest_intact, sealed_meta
+from ._checkpoint_seal import META, TREE, let_go, newest_intact, sealed_meta, set_aside
 
 _CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
 _POLL_SECONDS = 0.005
+_EMPTY = "arrays without elements"  # among the facts, for Orbax's format has no such arrays
 _SAVE_ARGS = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 
 
@@ -51,6 +53,19 @@ def _restore_args(leaf: Any) -> Any:
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
         )
     return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def _shape(x: Any) -> list[Any]:
+    """The shape and the dtype of an array, for JSON."""
+    return [list(x.shape), str(x.dtype)]
+
+
+def _empty(like: Any) -> Any:
+    """An array without elements, of which there is nothing to read."""
+    host = np.zeros(like.shape, like.dtype)
+    if not isinstance(like, jax.ShapeDtypeStruct | jax.Array):
+        return host
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])
 
 
 class Checkpoints:
@@ -94,9 +109,12 @@ class Checkpoints:
                 f"checkpoint_dir {self.folder} cannot be written: {problem}; choose another folder "
                 "or change its permissions"
             )
-        rank = jax.process_index()
-        self._latest, self.damaged = newest_intact(self.folder, gather, rank)
-        self._failures: list[BaseException] = []  # of writes in the background
+        self._gather, self._rank = gather, jax.process_index()
+        self._latest, self.damaged = newest_intact(self.folder, gather, self._rank)
+        self._failures: list[BaseException] = []  # of writes, most of them in the background
+        self._is_told = False
+        self._is_done = threading.Event()
+        self._is_done.set()
         quieten_orbax()
         num = jax.process_count()
         processes = ocp.options.MultiprocessingOptions(
@@ -113,6 +131,8 @@ class Checkpoints:
                 max_to_keep=keep,
                 create=False,
                 enable_async_checkpointing=True,
+                # Else the threads that wait for a folder wait for 20 minutes after a failure.
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
                 cleanup_tmp_directories=True,
                 multiprocessing_options=processes,
             ),
@@ -141,38 +161,52 @@ class Checkpoints:
     @property
     def complete_step(self) -> int | None:
         """Step of the newest checkpoint, or None while it is written or if there is none."""
-        return None if self._failures or self._manager.is_saving_in_progress() else self._latest
+        return self._latest if self._is_done.is_set() and not self._failures else None
 
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any]) -> None:
         """Write a checkpoint in the background; returns once the arrays may be overwritten.
 
         Args:
-            step: Updates done.
+            step: Updates done. One that is there already is written anew.
             tree: Arrays over all devices, and numpy arrays.
             meta: Small facts besides.
 
         Raises:
-            CheckpointError: If an earlier one failed.
+            CheckpointError: If this one or an earlier one failed.
         """
         self.wait()
-        arrays = plain_leaves(tree)
+        leaves = plain_leaves(tree)
+        arrays = {name: x for name, x in leaves.items() if x.size}
+        empty = {name: _shape(x) for name, x in leaves.items() if not x.size}
+        facts = {**meta, _EMPTY: empty} if empty else meta
         try:
+            if step == self._latest:
+                self._gather("checkpoint set aside", set_aside(self.folder, step, rank=self._rank))
+                self._manager.reload()
+            self._is_done.clear()
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     tree=TreeSave(
                         _nested(arrays), save_args=_nested(dict.fromkeys(arrays, _SAVE_ARGS))
                     ),
-                    meta=MetaSave(sealed_meta(step, meta)),
+                    meta=MetaSave(sealed_meta(step, facts)),
                 ),
                 force=True,
             )
             self._latest = step
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {step} in {self.folder} failed: {error}") from error
+            threading.Thread(target=self._finish, args=(step,), daemon=True).start()
+        except Exception as error:  # of Orbax's many layers; its save counts as under way for ever
+            self._failures.append(error)
+            raise self._failed from error
 
     def meta(self, step: int) -> dict[str, Any]:
         """The small facts that were saved beside the arrays."""
+        facts = self._facts(step)
+        facts.pop(_EMPTY, None)
+        return facts
+
+    def _facts(self, step: int) -> dict[str, Any]:
         restored = self._manager.restore(step, args=ocp.args.Composite(meta=MetaRestore()))
         return dict(restored[META]["facts"])
 
@@ -193,6 +227,8 @@ class Checkpoints:
         self.wait()
         metadata = self._manager.item_metadata(step)["tree"]
         found, wanted = _flat(getattr(metadata, "tree", metadata)), plain_leaves(like)
+        for name, (shape, dtype) in self._facts(step).get(_EMPTY, {}).items():
+            found[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         faults = [f"  missing in the checkpoint: {n}" for n in wanted if n not in found]
         faults += [f"  not in this model: {n}" for n in found if n not in wanted]
         for name, leaf in wanted.items():
@@ -209,7 +245,7 @@ class Checkpoints:
                 + "\n".join(shown)
                 + "\nresume with the model that wrote it, or use another checkpoint_dir"
             )
-        args = _nested({name: _restore_args(leaf) for name, leaf in wanted.items()})
+        args = _nested({name: _restore_args(x) for name, x in wanted.items() if x.size})
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(tree=TreeRestore(restore_args=args))
@@ -218,7 +254,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {step} in {self.folder} cannot be read: {error}"
             ) from error
-        leaves = _flat(restored["tree"])
+        leaves = {name: _empty(x) for name, x in wanted.items() if not x.size}
+        leaves |= _flat(restored["tree"])
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
     def wait(self) -> None:
@@ -228,21 +265,34 @@ class Checkpoints:
             CheckpointError: If a save failed here. Processes that wait for this one then wait in
                 vain: it has to end.
         """
-        while not self._failures and self._manager.is_saving_in_progress():
-            time.sleep(_POLL_SECONDS)
+        while not self._failures and not self._is_done.wait(_POLL_SECONDS):
+            pass
         if self._failures:
-            failure = self._failures[0]
-            raise CheckpointError(
-                f"a checkpoint in {self.folder} could not be written: {failure}"
-            ) from failure
-        try:
-            self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"a checkpoint in {self.folder} failed: {error}") from error
+            raise self._failed from self._failures[0]
         trim_heap()  # the writers leave hundreds of MiB in small pieces
 
+    def _finish(self, step: int) -> None:
+        """Wait for a save: Orbax counts one as under way for ever that fails at its end."""
+        try:
+            self._manager.wait_until_finished()
+            let_go(self.folder, step, rank=self._rank)
+        except BaseException as error:
+            self._failures.append(error)
+        finally:
+            self._is_done.set()
+
+    @property
+    def _failed(self) -> CheckpointError:
+        first, self._is_told = self._failures[0], True
+        words = str(first) or type(first).__name__
+        return CheckpointError(f"a checkpoint in {self.folder} could not be written: {words}")
+
     def close(self) -> None:
-        """Wait and let go of the folder; after a failure there is nothing to wait for."""
-        if not self._failures:
+        """Wait and let go of the folder; after a failure there is nothing to wait for.
+
+        Raises:
+            CheckpointError: If a save failed of which nobody was told.
+        """
+        if not self._is_told:
             self.wait()
             self._manager.close()

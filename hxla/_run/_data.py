@@ -8,7 +8,7 @@ is a function of seed, epoch and step alone.
 import concurrent.futures
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +18,14 @@ from .._core._errors import DataError
 from .._core._types import PyTree
 from .._plan._plan import Plan
 from ._batches import AS_IT_COMES, Batches, Unmoving
-from ._data_checks import check_dtypes, leading_dimension, leaf_name
+from ._data_checks import (
+    as_arrays,
+    check_alike,
+    check_dtype,
+    leading_dimension,
+    leaf_name,
+    with_dictionaries,
+)
 from ._host_batches import HostBatches
 from ._sample_order import shuffled
 from ._worker_pool import PooledExamples
@@ -36,7 +43,11 @@ class Source(Protocol):
     """Random access to the stream of examples."""
 
     num_examples: int | None
+    num_batches: int | None  # of an iterable that can be begun again
     order: str  # of the examples, in words
+
+    def repeat(self) -> None:
+        """Let another pass over such an iterable follow each one."""
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         """Examples at positions of the global batch of a step, stacked, as host arrays."""
@@ -54,6 +65,12 @@ class Source(Protocol):
         """Go to the first step of a session; returns what the user should know of it."""
 
 
+def _shapes(tree: PyTree, size: int | None = None) -> PyTree:
+    """Shapes of arrays, with another leading dimension if one is given."""
+    of = lambda x: x.shape if size is None else (size, *x.shape[1:])  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(of(x), x.dtype), tree)
+
+
 def _is_arrays(data: Any) -> bool:
     if hasattr(data, "__iter__") and not (hasattr(data, "shape") or isinstance(data, dict | tuple)):
         return False  # a list holds examples; a generator or a dataset is no pytree
@@ -64,10 +81,14 @@ def _is_arrays(data: Any) -> bool:
 class _Arrays:
     """A pytree of arrays; memory maps stay lazy."""
 
-    def __init__(self, data: PyTree):
-        self.num_examples: int = leading_dimension(data, "data")
-        check_dtypes(data, "data")
-        self._data = data
+    def __init__(self, data: PyTree, name: str):
+        self.num_examples: int = leading_dimension(data, name)
+        for path, x in jax.tree_util.tree_leaves_with_path(data):
+            check_dtype(x, f"{name}: {leaf_name(path)}")
+        self._name = name
+        # A jax array may be cut over devices, and rows of it are made by programs.
+        on_host = lambda x: as_arrays(x, name) if isinstance(x, jax.Array) else x  # noqa: E731
+        self._data = jax.tree.map(on_host, data)
 
     @property
     def is_shapes(self) -> bool:
@@ -77,10 +98,14 @@ class _Arrays:
     def take(self, indices: np.ndarray) -> PyTree:
         if self.is_shapes:
             raise DataError("data is shapes only: a job of them can be planned, not trained")
-        return jax.tree.map(lambda x: np.asarray(x[indices]), self._data)
+        return as_arrays(jax.tree.map(lambda x: x[indices], self._data), self._name)
 
     def example(self) -> PyTree:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), self._data)
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            dtype = x.dtype.newbyteorder("=") if isinstance(x.dtype, np.dtype) else x.dtype
+            return jax.ShapeDtypeStruct((1, *x.shape[1:]), dtype)
+
+        return jax.tree.map(shape, self._data)
 
 
 class _Examples:
@@ -89,24 +114,17 @@ class _Examples:
     def __init__(self, get: Callable[[int], PyTree], num_examples: int | None):
         self.num_examples = num_examples
         self._get = get
+        self._first: tuple[str, PyTree] | None = None  # the first one's name and its shapes
 
     def take(self, indices: np.ndarray) -> PyTree:
-        examples = [jax.tree.map(np.asarray, self._get(int(i))) for i in indices]
-        first = examples[0]
-        check_dtypes(first, f"example {int(indices[0])}")
-        for i, example in zip(indices, examples, strict=True):
-            if str(jax.tree.structure(example)) != str(jax.tree.structure(first)):
-                raise DataError(
-                    f"example {int(i)} has another structure than example {int(indices[0])}: "
-                    f"{jax.tree.structure(example)} and {jax.tree.structure(first)}"
-                )
-            leaves = jax.tree_util.tree_leaves_with_path(example)
-            for (path, leaf), other in zip(leaves, jax.tree.leaves(first), strict=True):
-                if leaf.shape != other.shape:
-                    raise DataError(
-                        f"example {int(i)}: {leaf_name(path)} has shape {leaf.shape}, in example "
-                        f"{int(indices[0])} it is {other.shape}; pad them to one shape"
-                    )
+        names = [f"example {int(i)}" for i in indices]
+        pairs = zip(names, indices, strict=True)
+        examples = [as_arrays(self._get(int(i)), name) for name, i in pairs]
+        if self._first is None:
+            self._first = names[0], _shapes(examples[0])
+        there, first = self._first
+        for name, example in zip(names, examples, strict=True):
+            check_alike(example, name, first, there)
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
     def example(self) -> PyTree:
@@ -158,6 +176,12 @@ def _grain(data: Any, kind: str) -> bool:
     return grain is not None and isinstance(data, getattr(grain, kind))
 
 
+def _is_batched(data: Any) -> bool:
+    """Whether a Grain dataset, or one that it is made of, puts examples together."""
+    parents = getattr(data, "parents", ())
+    return type(data).__name__ == "BatchMapDataset" or any(map(_is_batched, parents))
+
+
 def _refuse_known(data: Any, name: str, batch_size: int) -> None:
     """Say what to write instead of what is often given, and is not what it seems to be."""
     if inspect.isgeneratorfunction(data):
@@ -167,6 +191,11 @@ def _refuse_known(data: Any, name: str, batch_size: int) -> None:
         raise DataError(f"{name} is the class {data.__name__}: pass an instance of it")
     if isinstance(data, list) and 0 < len(data) < batch_size and _is_arrays(tuple(data)):
         sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(data)}
+        if sizes == {batch_size} and not hasattr(data[0], "shape"):
+            raise DataError(
+                f"{name} is a list of {len(data)} global batches, and a list is a sequence of "
+                f"examples: pass iter(...) of it, {name}=iter(batches)"
+            )
         if len(sizes) == 1 and min(sizes) >= batch_size:
             raise DataError(
                 f"{name} is a list of {len(data)} arrays of {min(sizes)} rows each, and a list is "
@@ -190,10 +219,10 @@ def _refuse_known(data: Any, name: str, batch_size: int) -> None:
             ) from error
 
 
-def _reader(data: Any, num_examples: int | None) -> Any:
+def _reader(data: Any, num_examples: int | None, name: str) -> Any:
     """Random access to examples, or None if `data` offers none."""
     if _is_arrays(data):
-        return _Arrays(data)
+        return _Arrays(data, name)
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if is_sequence and not isinstance(data, dict | str | bytes):
         return _Examples(data.__getitem__, len(data))
@@ -243,8 +272,9 @@ def as_source(
     Raises:
         DataError: If it is none of the kinds, malformed, or smaller than one global batch.
     """
+    data = with_dictionaries(data)
     _refuse_known(data, "data", batch_size)
-    reader = None if _grain(data, "MapDataset") else _reader(data, num_examples)
+    reader = None if _grain(data, "MapDataset") else _reader(data, num_examples, "data")
     if examples_per_file > 1 and (reader is None or reader.num_examples is None):
         raise DataError(
             f"io.examples_per_file={examples_per_file} says how hxla shuffles, but this data "
@@ -252,14 +282,20 @@ def as_source(
             "(arrays, a sequence, or a callable with num_examples)"
         )
     if _grain(data, "MapDataset"):
+        if _is_batched(data):
+            raise DataError(
+                "data is a grain.MapDataset of batches: hxla makes its own, leave out .batch(...)"
+            )
+        is_endless = len(data) == sys.maxsize  # it was repeated already
         if len(data) < batch_size:
             raise DataError(
                 f"data holds {len(data)} examples, fewer than one global batch of {batch_size}"
             )
         # Its own repeat reshuffles each epoch, so it is asked for unbounded positions.
-        own = _pooled(_Examples(data.repeat().__getitem__, None), num_workers)
+        every = data if is_endless else data.repeat()
+        own = _pooled(_Examples(every.__getitem__, None), num_workers)
         source = _Random(own, batch_size, seed, False, 1)
-        source.num_examples = len(data)
+        source.num_examples = None if is_endless else len(data)
         return source
     if reader is not None:
         own_order = shuffle and reader.num_examples is not None
@@ -279,12 +315,20 @@ def as_source(
 def num_steps(source: Source, *, batch_size: int, epochs: int) -> int:
     """Steps of so many epochs: whole global batches of the continuous stream.
 
+    An iterable is then begun again at the end of each.
+
     Raises:
-        DataError: If the number of examples is unknown.
+        DataError: If the length of the data is unknown.
     """
-    if source.num_examples is None:
-        raise DataError("epochs need data of known length: pass steps, or num_examples")
-    return epochs * source.num_examples // batch_size
+    if source.num_examples is not None:
+        return epochs * source.num_examples // batch_size
+    if source.num_batches is None:
+        raise DataError(
+            "epochs need data of known length: pass steps, num_examples with a callable, or an "
+            "iterable that has a length and begins anew whenever it is iterated"
+        )
+    source.repeat()
+    return epochs * source.num_batches
 
 
 def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
@@ -297,17 +341,37 @@ def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], 
     Returns:
         The number of examples, and a function from microbatch id to microbatch.
     """
-    _refuse_known(data, "eval_data", microbatch_size)
-    reader = _reader(data, None)
+    return _in_order(_bounded(data, "eval_data", microbatch_size), microbatch_size)
+
+
+def _bounded(data: Any, name: str, size: int) -> Any:
+    """Random access to data of any kind but an unbounded one; an iterable is read whole."""
+    data = with_dictionaries(data)
+    _refuse_known(data, name, size)
+    reader = _reader(data, None, name)
     if reader is None and hasattr(data, "__iter__") and not isinstance(data, dict | str | bytes):
-        batches = [jax.tree.map(np.asarray, batch) for batch in data]
-        if not batches:
-            raise DataError("eval_data is empty")
-        reader = _Arrays(jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches))
+        reader = _Arrays(_read_whole(data, name), name)
     if reader is None:
-        raise DataError(f"eval_data is {type(data).__name__}; {_KINDS}")
+        raise DataError(f"{name} is {type(data).__name__}; {_KINDS}")
     if not reader.num_examples:
-        raise DataError("eval_data needs a known length of at least one example")
+        raise DataError(f"{name} needs a known length of at least one example")
+    return reader
+
+
+def _read_whole(data: Iterable[PyTree], name: str) -> PyTree:
+    batches: list[PyTree] = []
+    for batch in data:
+        where = f"{name}, batch {len(batches)}"
+        batches.append(as_arrays(batch, where))
+        leading_dimension(batches[-1], where)
+        check_alike(batches[-1], where, batches[0], "batch 0", leading=1)
+    if not batches:
+        again = ", or was read before: an iterator is read once" if is_iterator(data) else ""
+        raise DataError(f"{name} is empty{again}")
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+
+
+def _in_order(reader: Any, microbatch_size: int) -> tuple[int, Callable[[int], PyTree]]:
     size: int = reader.num_examples
 
     def fetch(index: int) -> PyTree:
@@ -315,6 +379,11 @@ def eval_batches(data: Any, microbatch_size: int) -> tuple[int, Callable[[int], 
         return reader.take(np.arange(start, min(start + microbatch_size, size)))
 
     return size, fetch
+
+
+def is_iterator(data: Any) -> bool:
+    """Whether data can be read once only, as a generator can."""
+    return isinstance(data, Iterator)
 
 
 class Loader:
@@ -345,6 +414,10 @@ class Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread that loads."""
         self._pool.shutdown(cancel_futures=True)
 
     def _load(self, step: int, ids: list[int]) -> dict[int, PyTree]:
@@ -380,15 +453,30 @@ class Loader:
         return batches
 
 
-def cut_batch(batch: PyTree, ids: Sequence[range], plan: Plan) -> list[list[PyTree]]:
+def cut_batch(
+    batch: PyTree, ids: Sequence[range], plan: Plan, name: str, first: PyTree
+) -> list[list[PyTree]]:
     """Microbatches of a global batch for each local copy of the model.
 
+    Args:
+        batch: The global batch.
+        ids: Of the microbatches of each copy.
+        plan: That runs.
+        name: What the batch is, in words.
+        first: Arrays of the first examples of the job's data.
+
     Raises:
-        DataError: If it is malformed, or no global batch.
+        DataError: If it is malformed, no global batch, or has other arrays than the data.
     """
-    size, fetch = eval_batches(batch, plan.microbatch_size)
+    if isinstance(batch, Mapping | tuple):
+        reader: Any = _Arrays(as_arrays(batch, name), name)
+    else:
+        reader = _bounded(batch, name, plan.batch_size)
+    size, fetch = _in_order(reader, plan.microbatch_size)
     if size != plan.batch_size:
-        raise DataError(f"the batch holds {size} examples, batch_size is {plan.batch_size}")
+        raise DataError(f"{name} holds {size} examples, batch_size is {plan.batch_size}")
+    found, wanted = (_shapes(x, size) for x in (reader.example(), first))
+    check_alike(found, name, wanted, "the job's data")
     return [[fetch(i) for i in own] for own in ids]
 
 

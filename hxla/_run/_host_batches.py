@@ -35,11 +35,16 @@ class HostBatches:
 
     def __init__(self, own: Batches, *, is_shared: bool = True):
         self._own, self._is_shared = own, is_shared
+        self.num_batches = own.num_batches
         self._num_begun = 0
 
     def fetch(self, step: int, positions: np.ndarray) -> PyTree:
         """Examples at positions of the global batch of a step."""
         return jax.tree.map(lambda x: x[positions], self._side.batch(step))
+
+    def repeat(self) -> None:
+        """Let another pass over the data follow each one."""
+        self._own.repeat()
 
     def example(self) -> PyTree:
         """One example."""

@@ -15,7 +15,7 @@ from .._core._config import Config, as_config
 from .._core._errors import ConfigError
 from .._core._files import local_path
 from .._core._types import PyTree
-from .._core._whole_numbers import check_whole_numbers
+from .._core._whole_numbers import as_whole_number, check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
 from .._graph._graph import Graph
 from .._model._annotations import Strategy
@@ -32,6 +32,7 @@ from ._beginning import chosen_before
 from ._counts_of_plan import Counts
 from ._make_plan import check_joined, make_plan
 from ._planning import Wishes
+from ._runnable import check_settings
 from ._session import Session
 from ._session_values import SessionOptions
 from ._traced_job import TracedJob
@@ -146,6 +147,8 @@ class Job:
             raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop', 'skip' or 'scale'")
         check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)
         check_whole_numbers(seed=self.seed)
+        for name in ("batch_size", "num_examples", "seed"):
+            object.__setattr__(self, name, as_whole_number(getattr(self, name)))
         missing = [name for name in ("batch_size", "seed") if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"{', '.join(missing)} is None, no whole number")
@@ -242,6 +245,7 @@ class Job:
         """
         if cluster is None and (file := os.environ.get(PLAN_VARIABLE)):
             return Plan.read(file)
+        check_settings()
         wishes = Wishes(
             microbatch_size=microbatch_size,
             mesh=mesh,
@@ -290,6 +294,7 @@ class Job:
             WeightsError: If the weights are damaged or do not suit the model: all faults at once.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """
+        check_settings()
         job = self._traced
         _capture.offer(job, Wishes())
         check_joined()
@@ -303,7 +308,7 @@ class Job:
                 "which then is that of the file, or start the script without --plan"
             )
         options = SessionOptions(
-            steps=steps,
+            steps=as_whole_number(steps),
             balance=job.settings.balance if balance else None,
             checkpoint_dir=_folder(checkpoint_dir, "checkpoint_dir"),
             run_dir=_folder(run_dir, "run_dir"),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .._cluster._cluster import Cluster
 from .._core._errors import ConfigError, PlanError
 from .._core._format import num_bytes
-from .._core._whole_numbers import check_whole_numbers
+from .._core._whole_numbers import as_whole_number, check_whole_numbers
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
@@ -65,6 +65,11 @@ class Wishes:
     kept: Pinned = dataclasses.field(default_factory=Pinned)
 
     def __post_init__(self) -> None:
+        for name in ("microbatch_size", "stages"):
+            object.__setattr__(self, name, as_whole_number(getattr(self, name)))
+        if not isinstance(self.counts, str):
+            counts = tuple(map(as_whole_number, self.counts))
+            object.__setattr__(self, "counts", counts)
         if self.mesh is not None and not isinstance(self.mesh, Mesh | Mapping):
             raise ConfigError(
                 f"mesh={self.mesh!r} is no mesh: pass its axes and their sizes, such as "

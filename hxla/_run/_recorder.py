@@ -1,8 +1,11 @@
 """What happens in a session, told to the terminal and to files, and kept."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
+
+import jax
 
 from .._core._errors import ConfigError
 from .._core._format import shares
@@ -13,6 +16,7 @@ from .._report._page import write
 from .._report._progress import Progress
 from .._report._run_page import html_report
 from .._report._run_report import terminal_report
+from ._session_values import SessionOptions
 from ._step import Outcome
 
 
@@ -46,6 +50,18 @@ def step_record(
         redone=outcome.redone,
         skipped=bool(outcome.nonfinite),
         loss_scale=outcome.loss_scale,
+    )
+
+
+def recorder_of(plan: Plan, options: SessionOptions, start: int) -> "Recorder":
+    """Of a session that begins at a step."""
+    return Recorder(
+        plan.replica_names,
+        start_step=start,
+        last_step=options.steps,
+        run_dir=options.run_dir,
+        tensorboard=options.tensorboard,
+        is_main=jax.process_index() == 0 and not options.is_trial,
     )
 
 
@@ -130,6 +146,8 @@ class Recorder:
     def evaluated(self, record: EvalRecord) -> None:
         """Take in an evaluation."""
         self._evaluations.append(record)
+        if self._steps and self._steps[-1].step + 1 == record.step:
+            self._steps[-1] = dataclasses.replace(self._steps[-1], evaluation=record)
         told = {"loss": record.loss, **scalars(record.metrics)}
         numbers = "  ".join(f"{k} {v:.4f}" for k, v in told.items())
         self.log(f"step {record.step}: evaluation  {numbers}")

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator
 
+import jax
+
 from .._cluster._card_dtypes import missing_dtypes
 from .._cluster._cluster import Cluster
 from .._cluster._job_devices import Devices
 from .._cluster._libraries import are_unlike, in_words
-from .._core._errors import PlanError
+from .._core._errors import ConfigError, PlanError
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments_at
@@ -173,3 +175,26 @@ def _of_sums(plan: Plan, graph: Graph, cluster: Cluster) -> Iterator[str]:
             yield (
                 f"sums.sparse: {most} rows of {sparse.name} may be touched, not {sparse.most_rows}"
             )
+
+
+def check_settings() -> None:
+    """Refuse settings of jax's under which no program of a session can run.
+
+    Raises:
+        ConfigError: With what to leave out.
+    """
+    wrong = []
+    if not jax.sharding.get_abstract_mesh().empty:
+        wrong.append(
+            "jax.set_mesh(...) is in force, and hxla gives every array its own place: call it "
+            "outside of that, and pass mesh=... if the mesh is meant"
+        )
+    if getattr(jax.config, "jax_disable_jit"):  # noqa: B009
+        wrong.append("jit is disabled (jax.disable_jit, JAX_DISABLE_JIT), and hxla compiles ahead")
+    kinds = ("", "_host_to_device", "_device_to_device", "_device_to_host")
+    guards = [f"jax_transfer_guard{kind}" for kind in kinds]
+    found = [name for name in guards if str(getattr(jax.config, name)).startswith("disallow")]
+    if found:
+        wrong.append(f"{', '.join(found)} disallows transfers, and hxla loads batches by them")
+    if wrong:
+        raise ConfigError("; ".join(wrong))

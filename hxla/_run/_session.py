@@ -5,14 +5,10 @@ another.
 import contextlib
 import dataclasses
 import functools
-import itertools
-import math
 import time
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import jax
 
 from .._cluster._job_devices import Devices
 from .._core._errors import ConfigError
@@ -38,21 +34,21 @@ from ._counts_of_plan import (
     own_ids,
     pooled,
     predicted,
-    share_of,
     shared_numbers,
 )
-from ._data import Loader, cut_batch, eval_batches, num_tokens
+from ._data import num_tokens
+from ._ending import Ending
+from ._evaluating import evaluated
 from ._executors_of_plan import with_fastest_executors
+from ._feed import Feed
+from ._handed_out import HandedOut
 from ._nonfinite import left_out
 from ._pipeline_watch import PipelineWatch
-from ._recorder import Recorder, step_record
+from ._recorder import recorder_of, step_record
+from ._replaced import replaced
 from ._runnable import agree_on_asked, check_runnable
 from ._session_member import LEAVE, MOVE, STOP, SessionMember, ran, rehearse
-from ._session_values import (
-    Result,
-    SessionOptions,
-    plans_to_table,
-)
+from ._session_values import Result, SessionOptions, plans_to_table
 from ._signals import Preempted, Termination
 from ._split_watch import SplitWatch
 from ._step import Outcome, Stepper
@@ -97,18 +93,13 @@ class Session:
         self._member: SessionMember | None = None
         with contextlib.ExitStack() as opening, options.waiting(plan) as told:
             opening.enter_context(self._stack)
-            self._watchdog = self._stack.enter_context(
-                Watchdog(
-                    rank=jax.process_index(),
-                    num_processes=jax.process_count(),
-                    settings=job.settings.watchdog,
-                )
-            )
+            self._watchdog = self._stack.enter_context(Watchdog.of_job(job.settings.watchdog))
             opening.push(self._watchdog.left_by)
             self._watchdog.beat(-1, "compiling and measuring")
             self._termination = Termination()
             self._stack.callback(self._termination.close)
-            self._stopping = 0.0
+            self._stopping = self._told = 0.0
+            self._handed, self._is_settled, self._is_replaced = HandedOut(), True, False
             agree_on_asked(plan, job, options)
             check_runnable(plan, job, self._cluster, devices)
             on_cpu = any(d is not None and is_here(d) and d.platform == "cpu" for d in devices)
@@ -132,9 +123,8 @@ class Session:
                 self._store.initialise(job.gather, weights)
             told.tell("running every program once")
             self._stepper = Stepper(self._programs, self._store)
-            self._copies = CopiesCheck(
-                self._store, self._reducer.ranks, job.settings.watchdog.compare_steps
-            )
+            every = job.settings.watchdog.compare_steps
+            self._copies = CopiesCheck(self._store, self._reducer.ranks, every)
             self._stack.callback(self._stepper.close)
             self._stepper.use_executors(plan.replicas)
             own = self._stepper.warm_up(
@@ -144,9 +134,8 @@ class Session:
             if options.balance:
                 if job.settings.cluster.executors == "auto" and options.steps is not None:
                     gain, left = job.settings.balance.min_gain, options.steps - start
-                    plan, own = with_fastest_executors(
-                        self._stepper, self._programs, plan, self._batch, own, gain, left
-                    )
+                    parts = (self._stepper, self._programs, plan, self._batch)
+                    plan, own = with_fastest_executors(*parts, own, gain, left)
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
                 rehearse(member, self._store, job)
@@ -178,18 +167,21 @@ class Session:
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
-            self._recorder = self._records(start)
+            self._recorder = recorder_of(self.plan, options, start)
             self._stack.callback(self._recorder.close)
-            self._loader: Loader | None = None
+            self._feed = Feed(job, self._batch, options.steps)
+            self._stack.callback(self._feed.close)
+            self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
             self._began = time.perf_counter()
             if self._member is not None:
                 facts = self._meta() | {"numerics": self.plan.numerics}
                 self._stack.enter_context(self._member.training(start, facts, self.plan))
+            else:
+                self._termination.heed_interrupts()
             opening.pop_all()
         damaged = self._checkpoints.damaged if self._checkpoints is not None else ()
-        for words in (*damaged, *(self._member.told() if self._member is not None else ())):
-            self._recorder.log(words)
-        for words in beginning.notes:
+        of_member = self._member.told() if self._member is not None else ()
+        for words in (*damaged, *of_member, *beginning.notes):
             self._recorder.log(words)
         promised = determinism(self._programs.graph, self.plan)
         self._recorder.log(f"{self.plan.explain()}\n  {promised}")
@@ -205,14 +197,20 @@ class Session:
     ) -> None:
         if self._member is not None:
             self._member.left_by(error)
+        if error is not None:
+            is_new = self.step_number > self._first_step or self._is_replaced
+            save = self._save_and_wait if is_new and self._checkpoints is not None else None
+            self._ending.left_by(error, self.history, self.plan, self.step_number, save)
         self._watchdog.left_by(kind, error, trace)
-        self.close()
+        with self._ending.noting(error):
+            self.close()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of everything."""
+        """Wait for what is being written, write the report, and let go of everything."""
         if not self._is_closed:
             self._is_closed = True
-            self._stack.close()
+            with self._stack:
+                self._ending.report(self.history, self.plan, self.step_number)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -220,16 +218,6 @@ class Session:
         state = self._job.source.state(self.step_number)
         facts = self._beginning.facts | {"plans": plans_to_table(self._plans)}
         return facts if state is None else facts | {"data": state}
-
-    def _records(self, start: int) -> Recorder:
-        return Recorder(
-            self.plan.replica_names,
-            start_step=start,
-            last_step=self._options.steps,
-            run_dir=self._options.run_dir,
-            tensorboard=self._options.tensorboard,
-            is_main=jax.process_index() == 0 and not self._options.is_trial,
-        )
 
     def _predicted(self, plan: Plan) -> Plan:
         prediction = predicted(
@@ -251,16 +239,13 @@ class Session:
         """
         if self._options.steps is None:
             raise ConfigError("a session without `steps` has no end: open it with steps=...")
-        while self.step_number < self._options.steps and not self._is_stopped:
+        while self.step_number < self._options.steps and self._stopping >= 0:
             yield self.step()
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._stopping < 0
+            self._settle()
 
     def stop(self) -> None:
         """Ask all processes to end after the next step: iterating then ends."""
-        if not self._is_stopped:
+        if self._stopping >= 0:
             self._stopping = max(self._stopping, STOP)
 
     def step(self, batch: PyTree | None = None) -> StepRecord:
@@ -275,14 +260,18 @@ class Session:
         Raises:
             NonFiniteError: A gradient was not finite and the job says `nonfinite="stop"`.
             DataError: If the data ends, or the batch has another size.
-            Preempted: After SIGTERM on any process, once a checkpoint is written.
+            Preempted: After SIGTERM or Ctrl-C on any process in an earlier step, once a checkpoint
+                is written.
         """
+        self._settle()
         step = self.step_number
         ids = own_ids(self.plan.counts, self._reducer)
         self._watchdog.beat(step, "data")
-        batches = self._loaded(step, ids) if batch is None else cut_batch(batch, ids, self.plan)
-        if batch is not None and (step == self._first_step or self._copies.is_due(step)):
-            self._job.agree("batch", lambda: facts_of_data(batch, f"batch of step {step}: "))
+        if batch is None:
+            batches = self._feed.loaded(step, ids, self.plan)
+        else:
+            compares = step == self._first_step or self._copies.is_due(step)
+            batches = self._feed.given(batch, step, ids, self.plan, compares=compares)
         self._watchdog.beat(step, "microbatches")
         compiled = num_compilations()
         timed = step == self._first_step + 1 and self._options.run_dir is not None
@@ -302,42 +291,32 @@ class Session:
                 stops = self._job.nonfinite == "stop" and not self._options.is_trial
                 self._recorder.log(left_out(step, outcome, self._stepper, stops=stops))
             else:
-                self._stepper.update(outcome)
-                self._stepper.rescale(overflowed=False)
+                with self._ending.halfway():
+                    self._stepper.update(outcome)
+                    self._stepper.rescale(overflowed=False)
+            self.step_number = step + 1
         if step > self._first_step:
             self._recorder.num_compilations += num_compilations() - compiled
         record = self._recorded(step, outcome, batches)
         self._watchdog.beat(step, "between steps")
-        self.step_number = step + 1
         self._copies.stepped(self.step_number)
-        if self._member is not None and step + 1 != self._options.steps:
-            self._member.copy()
-        if outcome.stop in (LEAVE, MOVE):
-            self._leave(moves=outcome.stop == MOVE)
         if outcome.stop:
-            self._stopping = -1.0
+            self._stopping, self._told = -1.0, outcome.stop
+        self._is_settled = False
         return record
 
-    def _loaded(self, step: int, ids: Sequence[range]) -> list[list[PyTree]]:
-        if self._loader is None:
-            last = self._options.steps
-            self._loader = self._stack.enter_context(
-                Loader(
-                    self._job.source,
-                    microbatch_size=self.plan.microbatch_size,
-                    num_steps=last if last is not None else 1 << 62,
-                    depth=self._job.settings.data.prefetch_steps,
-                )
-            )
-        loaded = iter(self._loader.get(step, list(itertools.chain(*ids))))
-        return [[next(loaded) for _ in own] for own in ids]
+    def _settle(self) -> None:
+        """End what is between two steps: what callbacks and the like do belongs to the first."""
+        self._handed.take_back()
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self._member is not None and self.step_number != self._options.steps:
+            self._member.copy()
+        if self._told in (LEAVE, MOVE):
+            self._leave(moves=self._told == MOVE)
 
-    def _recorded(
-        self,
-        step: int,
-        outcome: Outcome,
-        batches: Sequence[Sequence[PyTree]],
-    ) -> StepRecord:
+    def _recorded(self, step: int, outcome: Outcome, batches: Sequence[Any]) -> StepRecord:
         change = None
         if self._options.balance:
             change = self.balancer.observe(step, outcome.busy_seconds, outcome.update_seconds)
@@ -365,7 +344,8 @@ class Session:
     @property
     def _asks(self) -> float:
         """What this process asks of all besides the user's wish to end."""
-        return LEAVE * self._termination.arrived if self._member is None else self._member.asks
+        own = LEAVE * bool(self._termination.arrived)
+        return own if self._member is None else self._member.asks
 
     @contextlib.contextmanager
     def _updating(self, outcome: Outcome) -> Iterator[None]:
@@ -382,18 +362,25 @@ class Session:
             return  # this was the last one anyway
         if moves and self._member is not None:
             self._member.move()
-        elif self._checkpoints is not None:
+        else:
+            self._save_and_wait()
+        raise Preempted(self.step_number, self._termination.arrived or "SIGTERM")
+
+    def _save_and_wait(self) -> None:
+        if self._checkpoints is not None:
             self.save()
             self._watchdog.beat(self.step_number, "checkpoint")
             self._checkpoints.wait()
-        raise Preempted(self.step_number)
 
     # -- between steps ---------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
-        """The state as it lies, whose arrays the next step overwrites; `gather` makes the whole."""
-        return self._store.state(self.step_number)
+        """The state as it lies, to be read only, whose arrays the next step overwrites.
+
+        `gather` makes the whole of any part of it, and `replace` puts another in its place.
+        """
+        return self._handed.state or self._handed.hand_out(self._store.state(self.step_number))
 
     def gather(self, tree: PyTree) -> PyTree:
         """Make arrays of `state` whole in host memory, one after another.
@@ -405,6 +392,41 @@ class Session:
             The same tree of numpy arrays.
         """
         return self._store.gather(tree)
+
+    def replace(
+        self,
+        *,
+        params: PyTree | None = None,
+        aux: PyTree | None = None,
+        opt_state: PyTree | None = None,
+    ) -> None:
+        """Train on with other arrays in the state; every process calls this with equal ones.
+
+        Arrays of `state` that are handed back stay where they lie. Others go through host memory to
+        each device that holds a part of them, one after another. What is computed of whole arrays,
+        as `gather` makes them, is the same for every spread of the work.
+
+        Args:
+            params: The parameters: a tree as that of `state.params`, with arrays, NumPy's arrays or
+                numbers of the same shapes and dtypes. None: they stay. So for the next two.
+            aux: The other variables, as in `state.aux`.
+            opt_state: The state of the optimizer, as in `state.opt_state`.
+
+        Raises:
+            ConfigError: With everything that differs from the state in its name, shape or dtype.
+            LaunchError: If processes call this with other arrays than one another.
+        """
+        self._handed.check()
+        given = {"params": params, "aux": aux, "opt_state": opt_state}
+        arrays = replaced(given, self._store.wanted(), self._handed.has, self._store.gather)
+        names = self._store.leaf_names()
+        named = {names[k]: x for k, x in arrays.items()}
+        self._job.agree("replaced arrays", lambda: facts_of_data(named, "session.replace: "))
+        self._stepper.wait()
+        with self._member.changing if self._member is not None else contextlib.nullcontext():
+            self._store.replace(arrays)
+        self._handed.take_back()
+        self._saved, self._is_replaced = None, True
 
     @property
     def history(self) -> History:
@@ -423,23 +445,9 @@ class Session:
         Raises:
             DataError: If it is empty or of no known kind.
         """
-        began = time.perf_counter()
-        with self._watchdog.phase(self.step_number, "evaluation") as beat:
-            size, fetch = eval_batches(data, self.plan.microbatch_size)
-            facts = {"examples of the evaluation": str(size)}
-            self._job.agree("evaluation", lambda: facts | facts_of_data(fetch(0), "evaluation: "))
-            num = math.ceil(size / self.plan.microbatch_size)
-            ids = own_ids(share_of(num, self.plan.counts), self._reducer)
-            loss, metrics = self._stepper.evaluate(
-                num, ids, fetch, on_reduce=functools.partial(beat, "evaluation's sum")
-            )
-        record = EvalRecord(
-            step=self.step_number,
-            loss=loss,
-            metrics=metrics,
-            num_examples=size,
-            seconds=time.perf_counter() - began,
-        )
+        step, parts = self.step_number, (self._job, self._stepper, self._reducer, self.plan)
+        with self._watchdog.phase(step, "evaluation") as beat:
+            record = evaluated(*parts, data, step, beat)
         self._recorder.evaluated(record)
         self._began = time.perf_counter()
         return record
@@ -469,20 +477,16 @@ class Session:
             The trained model and state, the history, the plan and the SHA-256 of the state.
         """
         self._watchdog.beat(self.step_number, "finishing")
+        self._handed.take_back()
         self._copies.compare(self.step_number)
-        if self._checkpoints is not None:
-            self.save()
-            self._checkpoints.wait()
+        self._save_and_wait()
         self.plan = self._predicted(self.plan)
         history = dataclasses.replace(self.history, split=self.split_watch.measured())
-        state = self.state
+        state = self._store.state(self.step_number)
         sha256 = fingerprint((state.params, state.aux, state.opt_state), self._store.gather)
         training = self._programs.training
         model, trained = training.model.finish(self._store.here(state.params), state.aux)
-        pictures = {}
-        if self._options.run_dir is not None and jax.process_index() == 0:
-            pictures = self._watch_pipelines.draw(self._options.run_dir, self.plan)
-        self._recorder.report(history, self.plan, pictures)
+        self._ending.report(history, self.plan, self.step_number)
         if self._member is not None:
             self._member.finished()
         return Result(

@@ -134,7 +134,7 @@ class SessionMember:
         """
         self._step, self._facts = step, facts
         pin(chosen(plan))
-        with self._member.trains(self._leave_unasked, lambda: self._termination.arrived):
+        with self._member.trains(self._leave_unasked, lambda: bool(self._termination.arrived)):
             self._member.tell(part=self._part.number, num_parts=self._part.count)
             if self._begins_in_memory and self._every is not None:
                 self._write_copy()
@@ -149,12 +149,17 @@ class SessionMember:
             checkpoints: What is written of them is told too; None: there are none.
             ran: What this process ran in the step, see `Report`.
         """
-        with self._member.changing:
+        with self.changing:
             yield
             self._step += 1
         saved = None if checkpoints is None or jax.process_index() else checkpoints.complete_step
         saved_step = -1 if saved is None else saved
         self._member.tell(step=self._step, saved_step=saved_step, ran=ran)
+
+    @property
+    def changing(self) -> contextlib.AbstractContextManager[Any]:
+        """While the state of a step is another than it was."""
+        return self._member.changing
 
     def move(self) -> None:
         """Leave the state in memory, every member at the same step."""

@@ -1,14 +1,16 @@
 """`hxla.train`: a job, its plan, and the usual loop around a session."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 
 from .._core._config import Config
-from .._core._errors import ConfigError
+from .._core._errors import ConfigError, DataError
 from .._core._types import PyTree
 from .._core._whole_numbers import check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
@@ -22,14 +24,15 @@ from .._report._history import StepRecord
 from .._weights._weights import Weights
 from ._beginning import chosen_before
 from ._counts_of_plan import Counts
-from ._data import num_steps
+from ._data import is_iterator, num_steps
 from ._job import PLAN_VARIABLE, Job
 from ._make_plan import make_plan
 from ._planning import Wishes
+from ._runnable import check_settings
 from ._session import Session
 from ._session_values import Result
 
-#: Called after each step on every process; True ends training after the next step.
+#: Called after each step and its evaluation, on every process; only True ends training.
 Callback = Callable[[StepRecord, Session], bool | None]
 
 
@@ -132,8 +135,10 @@ def train(
             does not resume keeps an earlier run's metrics as `metrics.1.jsonl`.
         tensorboard: Whether to write TensorBoard events to `run_dir` too.
         callbacks: Functions that every process calls as `callback(record, session)` after each
-            step. They see the state as it lies, in `session.state`, and `session.gather` makes
-            parts of it whole. True from any process ends training after the next step.
+            step and its evaluation, which is `record.evaluation`. They see the state as it lies, in
+            `session.state`; `session.gather` makes parts of it whole, and `session.replace` puts
+            others in their place. True from any process ends training after the next step; a
+            callback returns nothing else, or None or False.
         config: Further settings: an `hxla.Config`, nested dictionaries, or the path of a `.toml` or
             `.json` file.
 
@@ -171,6 +176,7 @@ def train(
         Jia et al., "Whale", USENIX ATC 2022, section 3.3.1 (load balance over unlike devices);
         Li et al., "EasyScale", SC 2023, section 3 (logical workers with an identity of their own).
     """
+    check_settings()
     every = {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
     _check_arguments(steps, epochs, every, checkpoint_dir, eval_data, callbacks)
     job = Job(
@@ -227,19 +233,32 @@ def train(
         run_dir=run_dir,
         tensorboard=tensorboard,
     ) as session:
+        if eval_data is not None and session.step_number == steps:  # nothing is left to train
+            session.evaluate(eval_data)
         for record in session:
             done = record.step + 1
-            for callback in callbacks:
+            is_due = done == steps or (eval_every and done % eval_every == 0)
+            if eval_data is not None and is_due:
+                evaluation = session.evaluate(eval_data)
+                record = dataclasses.replace(record, evaluation=evaluation)
+            for i, callback in enumerate(callbacks):
                 session._watchdog.beat(record.step, "callback")
-                if callback(record, session):
+                if _asks_to_stop(callback(record, session), callback, i):
                     session.stop()
-            if eval_every and done % eval_every == 0 and done < steps:
-                session.evaluate(eval_data)
             if checkpoint_every and done % checkpoint_every == 0:
                 session.save()
-        if eval_data is not None and session.step_number == steps:
-            session.evaluate(eval_data)
         return session.result()
+
+
+def _asks_to_stop(answer: Any, callback: Callback, number: int) -> bool:
+    """What a callback returned: anything but True, False and None is no answer."""
+    if answer is None or isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    name = getattr(callback, "__qualname__", type(callback).__qualname__)
+    raise ConfigError(
+        f"callbacks[{number}] ({name}) returned {type(answer).__name__}: True ends training after "
+        "the next step, None or False goes on; return nothing else"
+    )
 
 
 def _plan(
@@ -295,3 +314,9 @@ def _check_arguments(
         raise ConfigError(f"checkpoint_every={every['checkpoint_every']} needs a checkpoint_dir")
     if every["eval_every"] is not None and eval_data is None:
         raise ConfigError(f"eval_every={every['eval_every']} needs eval_data")
+    if every["eval_every"] is not None and is_iterator(eval_data):
+        raise DataError(
+            f"eval_data is a {type(eval_data).__name__}, which can be read once, and "
+            f"eval_every={every['eval_every']} reads it again: pass arrays, or what begins anew "
+            "whenever it is iterated, such as a class with __iter__"
+        )

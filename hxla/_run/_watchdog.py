@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+import jax
+
 from .._core._config import WatchdogConfig
 from .._core._types import EXIT_PREEMPTED, EXIT_WATCHDOG
 from .._launch._board import ENDED, Post, own_board, post_of
@@ -71,6 +73,12 @@ class Watchdog:
         self._threads = [
             threading.Thread(target=work, daemon=True, name="hxla-watchdog") for work in works
         ]
+
+    @classmethod
+    def of_job(cls, settings: WatchdogConfig) -> "Watchdog":
+        """Of this process in the job that it has joined."""
+        rank, num = jax.process_index(), jax.process_count()
+        return cls(rank=rank, num_processes=num, settings=settings)
 
     def __enter__(self) -> "Watchdog":
         for thread in self._threads:

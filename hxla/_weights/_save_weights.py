@@ -38,6 +38,10 @@ def _arrays_of(model: Any) -> PyTree:
         )
     if isinstance(model, nnx.Module):
         return nnx.state(model, nnx.Not(nnx.RngState))
+    if {"params", "aux", "opt_state"} <= set(vars(model) if hasattr(model, "__dict__") else ()):
+        params, aux = model.params, model.aux  # of an hxla.State
+        is_nnx = isinstance(params, nnx.State)
+        return nnx.merge_state(params, aux) if is_nnx else {"params": params, **aux}
     return model
 
 
@@ -76,9 +80,17 @@ def load_weights(weights: str | os.PathLike[str] | Weights, like: PyTree) -> PyT
             "load_weights fills a tree: nnx.update(model, hxla.load_weights(path, "
             "nnx.state(model)))"
         )
-    leaves, treedef = jax.tree.flatten(like)
-    readers = open_weights(as_weights(weights), Wanted.of(like), _gather)
-    return jax.tree.unflatten(treedef, map(_read, leaves, readers))
+    wanted = jax.tree.map(lambda x: None if _is_stream(x) else x, like, is_leaf=_is_stream)
+    leaves, treedef = jax.tree.flatten(wanted)
+    readers = open_weights(as_weights(weights), Wanted.of(wanted), _gather)
+    found = jax.tree.unflatten(treedef, map(_read, leaves, readers))
+    own = lambda x, new: x if _is_stream(x) else new  # noqa: E731
+    return jax.tree.map(own, like, found, is_leaf=_is_stream)
+
+
+def _is_stream(x: Any) -> bool:
+    """Whether a part of a tree is a random stream of an NNX model, which is no weight."""
+    return isinstance(x, nnx.RngState)
 
 
 def _read(like: Any, read: Read | None) -> Any:
@@ -103,8 +115,10 @@ def save_weights(
     Args:
         path: A name that ends in `.safetensors` makes one such file; any other name makes a folder
             that `orbax.checkpoint.StandardCheckpointer` restores.
-        tree: What to write: `result.state`, an NNX model, Linen's variables, `session.state.params`
-            or any other tree of arrays. Of an NNX model random streams are left out.
+        tree: What to write: `result.state`, an NNX model, Linen's variables, or any other tree of
+            arrays. Of `session.state` it is the parameters and the other variables, such as
+            BatchNorm's statistics; `session.state.params` has none of these. Of an NNX model random
+            streams are left out.
         names: The map from the model's names to those of the file, or the name or file of one.
             None: the same names, components joined by dots.
 

@@ -1,8 +1,10 @@
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -69,6 +71,89 @@ def test_saved_arrays_do_not_change_when_buffers_are_donated(tmp_path):
         x = jax.jit(lambda v: v + 1, donate_argnums=0)(x)
         checkpoints.wait()
         assert not checkpoints.restore({"x": x}, 1)["x"].any()
+
+
+def test_arrays_without_elements_come_back(tmp_path):
+    saved = {
+        "rank 0": jnp.zeros((8, 0)),
+        "full": jnp.arange(3.0),
+        "aux": {"half": jnp.zeros((0, 3), jnp.bfloat16), "host": np.zeros(0, np.int32)},
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, {"seed": 0})
+        found = checkpoints.restore(saved, 1)
+        assert checkpoints.meta(1) == {"seed": 0}
+        assert same(found, saved)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
+            assert (type(ours), ours.shape, ours.dtype) == (
+                type(theirs),
+                theirs.shape,
+                theirs.dtype,
+            )
+        with pytest.raises(CheckpointError, match=r"rank 0: float32\[8, 0\] in the checkpoint"):
+            checkpoints.restore(saved | {"rank 0": jnp.zeros((8, 2))}, 1)
+
+
+def test_a_step_is_written_anew_and_never_missing(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+        checkpoints.save(1, {"x": jnp.ones(3)}, {})
+        assert checkpoints.restore({"x": jnp.zeros(3)}, 1)["x"].all()
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    (tmp_path / "1").rename(tmp_path / "1.before")  # a kill before the new one was whole
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore({"x": jnp.zeros(3)}, 1)["x"].all()
+
+
+def no_such_dtype(checkpoints, folder):
+    checkpoints.save(1, {"x": np.array([object()], object)}, {})
+
+
+def no_json(checkpoints, folder):
+    checkpoints.save(1, {"x": np.ones(3)}, {"seed": object()})
+
+
+def no_folder(checkpoints, folder):
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    checkpoints.save(1, {"x": np.ones(3)}, {})
+
+
+def no_place(checkpoints, folder):
+    checkpoints.save(1, {"x": np.ones(1 << 20)}, {})
+    (folder / "1" / "of another").mkdir(parents=True)  # found when the checkpoint gets its name
+
+
+@pytest.mark.parametrize("spoil", [no_such_dtype, no_json, no_folder, no_place])
+@pytest.mark.parametrize("waits", [True, False])
+def test_whatever_fails_in_a_save_is_told_and_nothing_waits_for_it(tmp_path, spoil, waits):
+    folder, made = tmp_path / "checkpoints", []
+
+    def use():
+        with Checkpoints(folder) as checkpoints:
+            made.append(checkpoints)
+            spoil(checkpoints, folder)
+            if waits:
+                checkpoints.wait()
+
+    for again in (use, lambda: made[0].wait(), lambda: made[0].save(2, {"x": np.ones(3)}, {})):
+        with pytest.raises(CheckpointError, match=r"could not be written: \S"):
+            again()
+    assert all(t.daemon for t in threading.enumerate() if "finalize" in t.name)
+
+
+@pytest.mark.slow
+def test_a_process_ends_after_a_save_that_failed():
+    code = (
+        "import pathlib, sys, tempfile; sys.path.insert(0, 'tests/run')\n"
+        "from test_checkpoint import *\n"
+        "for spoil in (no_such_dtype, no_json, no_folder, no_place):\n"
+        "    folder = pathlib.Path(tempfile.mkdtemp())\n"
+        "    with pytest.raises(CheckpointError), Checkpoints(folder) as c:\n"
+        "        spoil(c, folder)\n"
+    )
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, timeout=120, check=True)
 
 
 def test_another_model_is_refused_leaf_by_leaf(tmp_path):

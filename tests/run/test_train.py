@@ -57,7 +57,7 @@ def fit_small(spread, **options):
     """Of a model that is compiled in a moment."""
     arguments = dict(batch_size=24, microbatch_size=3, steps=12, seed=3, counts=spread) | options
     return hxla.train(
-        Small(nnx.Rngs(0)),
+        arguments.pop("model", None) or Small(nnx.Rngs(0)),
         models.regression(),
         models.squared_error,
         optax.adam(0.1),
@@ -205,6 +205,26 @@ def test_sigterm_saves_the_next_step_and_a_resumed_run_has_the_same_bits(tmp_pat
     resumed = simple(steps=6, checkpoint_dir=tmp_path, counts=(3, 5))
     assert resumed.history.steps[0].step == 4
     assert resumed.sha256 == whole.sha256
+
+
+class Adapted(nnx.Module):
+    """With a factor of rank 0, as LoRA may have it."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+        self.factor = nnx.Param(jnp.zeros((6, 0)))
+        self.seen = nnx.Variable(jnp.zeros((0, 2)))
+
+    def __call__(self, x):
+        return self.layer(x) + (x @ self.factor[...]).sum(-1, keepdims=True)
+
+
+def test_a_parameter_without_elements_is_saved_and_resumed(tmp_path):
+    whole = fit_small((5, 3), model=Adapted(), steps=4)
+    fit_small((8,), model=Adapted(), steps=2, checkpoint_dir=tmp_path)
+    resumed = fit_small((5, 3), model=Adapted(), steps=4, checkpoint_dir=tmp_path)
+    assert (len(resumed.history.steps), resumed.sha256) == (2, whole.sha256)
+    assert resumed.model.factor.shape == (6, 0)
 
 
 @pytest.mark.slow

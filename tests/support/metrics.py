@@ -1,5 +1,6 @@
 """Reads a metrics file back: what `metrics.jsonl` tells is the history of the run."""
 
+import dataclasses
 import json
 import math
 import os
@@ -57,6 +58,9 @@ def read_metrics(path: str | os.PathLike[str]) -> History:
             evaluations[record.step] = record
         else:
             rebalances[record.step] = record
+    for step, record in steps.items():
+        if (evaluation := evaluations.get(step + 1)) is not None:
+            steps[step] = dataclasses.replace(record, evaluation=evaluation)
     num_devices = max((len(r.counts) for r in steps.values()), default=0)
     return History(
         device_names=tuple(f"device{d}" for d in range(num_devices)),

@@ -460,6 +460,43 @@ def test_processes_that_see_different_files_all_say_so(tmp_path):
 
 
 @pytest.mark.slow
+class Noisy(nnx.Module):
+    """With a random stream and with statistics."""
+
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.out = nnx.Linear(4, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
+def test_random_streams_are_no_weights_and_statistics_are(tmp_path):
+    model, path, mesh = Noisy(0), tmp_path / "trained.safetensors", models.mesh(data=1)
+    job = hxla.Job(
+        model,
+        {"x": np.random.default_rng(0).normal(3, 2, (8, 4)).astype(np.float32)},
+        lambda m, b: (m(b["x"]) ** 2).mean(-1),
+        optax.sgd(0.1),
+        batch_size=8,
+    )
+    with job.open(job.plan(microbatch_size=4, mesh=mesh), mesh=mesh) as session:
+        session.step()
+        hxla.save_weights(path, session.state)
+        session.result()
+    other, streams = Noisy(1), nnx.state(Noisy(1), nnx.RngState)
+    nnx.update(other, hxla.load_weights(path, nnx.state(other)))
+    kept = nnx.Not(nnx.RngState)
+    assert hxla.fingerprint(nnx.state(other, kept)) == hxla.fingerprint(nnx.state(model, kept))
+    assert other.norm.mean[...].any()
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(other, nnx.RngState)), jax.tree.leaves(streams), strict=True
+    ):
+        assert ours == theirs
+
+
 def test_plain_flax_reads_an_exported_folder(tmp_path):
     result = train(net(0), **SPREADS["cut by rules"])
     hxla.save_weights(tmp_path / "nnx", result.state)

@@ -1,0 +1,125 @@
+"""The state as it is handed to the user: to be read, and what is written into it is refused.
+
+Its dictionaries refuse at once. Other containers (an `nnx.State`, a variable, a list) cannot, so
+they are looked at again before anything goes on.
+"""
+
+import dataclasses
+from typing import Any, NoReturn
+
+import jax
+
+from .._core._errors import ConfigError
+from .._core._types import PyTree
+from .._lower._state import State
+from .._model._functional import leaf_names
+
+_REMEDY = (
+    "hand in what is to be trained on, session.replace(params=..., aux=..., opt_state=...); what "
+    "jax.tree.map or session.gather makes of the state is yours to change"
+)
+PARTS = ("params", "aux", "opt_state")
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(f"session.state is to be read, and nothing reads it back: {_REMEDY}")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ReadOnlyDict(dict[Any, Any]):
+    """A dictionary that cannot be changed; what is mapped over it is a plain one."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
+        """As those of a plain dictionary."""
+        keys = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(k), self[k]) for k in keys], keys
+
+    @staticmethod
+    def tree_unflatten(keys: tuple[Any, ...], children: Any) -> dict[Any, Any]:
+        """A plain one, which may be changed."""
+        return dict(zip(keys, children, strict=True))
+
+
+def _read_only(tree: PyTree) -> PyTree:
+    """The same tree with dictionaries that cannot be changed."""
+    if type(tree) is dict:
+        return ReadOnlyDict({key: _read_only(child) for key, child in tree.items()})
+    if jax.tree_util.all_leaves([tree]):
+        return tree
+    is_child = lambda x: x is not tree  # noqa: E731
+    children, treedef = jax.tree.flatten(tree, is_leaf=is_child)
+    return jax.tree.unflatten(treedef, [_read_only(child) for child in children])
+
+
+class HandedOut:
+    """What was handed out of the state between two steps."""
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._leaves: list[Any] = []
+        self._ids: set[int] = set()
+
+    def hand_out(self, state: State) -> State:
+        """A state to be read only: the same one until `take_back`."""
+        exponents = state.exponents.copy()
+        exponents.flags.writeable = False
+        parts = {name: _read_only(getattr(state, name)) for name in PARTS}
+        self._state = dataclasses.replace(state, exponents=exponents, **parts)
+        self._leaves = _leaves(self._state)
+        self._ids = set(map(id, self._leaves))
+        return self._state
+
+    @property
+    def state(self) -> State | None:
+        """What is handed out now."""
+        return self._state
+
+    def has(self, leaf: Any) -> bool:
+        """Whether an array is one that is handed out now."""
+        return id(leaf) in self._ids
+
+    def check(self) -> None:
+        """Refuse to go on where something was written into it.
+
+        Raises:
+            ConfigError: With what was.
+        """
+        if self._state is None:
+            return
+        now = _leaves(self._state)
+        if len(now) == len(self._leaves):
+            pairs = zip(_names(self._state), now, self._leaves, strict=True)
+            written = [name for name, x, own in pairs if x is not own]
+        else:
+            written = ["its structure"]
+        if written:
+            more = f" and {len(written) - 5} more" if len(written) > 5 else ""
+            raise ConfigError(
+                f"session.state was written into ({', '.join(written[:5])}{more}), and nothing "
+                f"reads it back: {_REMEDY}"
+            )
+
+    def take_back(self) -> None:
+        """Let go of it, once it was looked at.
+
+        Raises:
+            ConfigError: If something was written into it.
+        """
+        try:
+            self.check()
+        finally:
+            self._state, self._leaves, self._ids = None, [], set()
+
+
+def _leaves(state: State) -> list[Any]:
+    return jax.tree.leaves([getattr(state, name) for name in PARTS])
+
+
+def _names(state: State) -> list[str]:
+    return [f"{part}/{name}" for part in PARTS for name in leaf_names(getattr(state, part))]
