@@ -5,6 +5,7 @@ its value is the usual one: that of the oldest jax that is supported, or of the 
 """
 
 import fnmatch
+import functools
 import os
 import pathlib
 import shlex
@@ -187,7 +188,8 @@ def unlike_settings(there: Sequence[str], here: Sequence[str]) -> Iterator[tuple
             yield name, *values
 
 
-def _is_any(name: str, patterns: Sequence[str]) -> bool:
+@functools.cache
+def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

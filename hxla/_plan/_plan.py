@@ -51,7 +51,7 @@ class Plan(PlanValue):
 
     Attributes:
         format: The version of the file's format.
-        made_with: The versions that decide bits.
+        made_with: The versions and settings that decide bits.
         cluster: The name of the mesh file; empty for the devices that were there.
         batch_size: The examples of a global batch.
         microbatch_size: The examples of a microbatch.
@@ -378,6 +378,7 @@ class Plan(PlanValue):
         if self.chain is not None:
             lines += chain_in_words(self.chain)
         lines += self.precision.in_words()
+        lines += [f"  under {setting}" for setting in self.made_with.settings]
         lines += self._of_prediction(self.prediction or Prediction())
         lines += [f"  {reason}" for reason in self.reasons]
         lines += runners_up_in_words(self.runners_up)

@@ -302,12 +302,13 @@ def _by_default(
     """
     check_enough(batch_size, 1, num_replicas)
     usual, sizes = default_sizes(batch_size, 1)[0], default_sizes(batch_size, num_replicas)
-    said, fault = list(reasons), None
+    why = "whatever the devices"
     if sizes[0] != usual:
-        said.append(f"microbatch_size={usual} would be too few microbatches for {num_replicas}")
+        why = f"as {usual} would make too few microbatches for {num_replicas}"
+    said, fault = list(reasons), None
     for size in sizes:
         try:
-            return make(size, (*said, f"microbatch_size={size} by default, whatever the devices"))
+            return make(size, (*said, f"microbatch_size={size} by default, {why}"))
         except PlanError as error:
             fault = fault or error
             said.append(f"microbatch_size={size} left out: {error}")
