@@ -25,6 +25,7 @@ from ._last_words import last_words, show
 from ._mailbox import MAILBOX_VARIABLE
 from ._texts import ServiceTexts
 
+_BY_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # with which nothing was saved
 _STAY_SECONDS = 2.0  # for others that end by themselves
 _LAST_SECONDS = 0.1  # for them to be gone, once they have said that they end
 
@@ -159,7 +160,8 @@ def _say_exit(board: Board | None, rank: int, code: int | str | None) -> None:
     """Whether `sys.exit` ended all that was to be done is seen by what the others do."""
     if board is None:
         return
-    if code == EXIT_PREEMPTED:
+    was_preempted = board.posts().get(rank, Post()).state == "preempted"
+    if code == EXIT_PREEMPTED or (was_preempted and code in _BY_SIGNAL):
         say(board, rank, state="preempted")
     elif code:
         note = code.strip() if isinstance(code, str) else f"sys.exit({code})"

@@ -232,12 +232,15 @@ class Processes:
 
     def _judge(self, now: float) -> None:
         """Find the rank that failed first, if any has, and end the others."""
-        if self._asked is None and EXIT_PREEMPTED in {code for code, _ in self._ended.values()}:
+        posts = self._board.posts()
+        if self._asked is None and any(
+            code == EXIT_PREEMPTED or posts.get(rank, Post()).state == "preempted"
+            for rank, (code, _) in self._ended.items()
+        ):
             # SIGTERM to one rank: all of them are about to leave together.
             self._asked, self._asked_at = signal.SIGTERM, now
         if self._num_interrupts:
             return
-        posts = self._board.posts()
         standings = []
         for rank in range(len(self._children)):
             code, ended_at = self._ended.get(rank, (None, 0.0))

@@ -111,7 +111,7 @@ def _evidence(s: Standing, standings: Sequence[Standing], now: float) -> _Eviden
         name = signal.Signals(-code).name
         weight = _ABORTED if -code == signal.SIGABRT else _KILLED
         return of(weight, s.ended_at, f"was killed by {name}", 128 - code)
-    if code not in (None, 0, EXIT_PREEMPTED):
+    if code not in (None, 0, EXIT_PREEMPTED) and post.state != "preempted":
         assert code is not None
         return of(_OWN, s.ended_at, f"exited with code {code}", code)
     is_gone = s.is_over or post.state == "left" or post.left_session

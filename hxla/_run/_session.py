@@ -364,7 +364,9 @@ class Session:
             self._member.move()
         else:
             self._save_and_wait()
-        raise Preempted(self.step_number, self._termination.arrived or "SIGTERM")
+        name = self._termination.arrived or "SIGTERM"
+        is_kept = self._checkpoints is not None or self._member is not None
+        raise Preempted(self.step_number, name, is_kept=is_kept)
 
     def _save_and_wait(self) -> None:
         if self._checkpoints is not None:

@@ -14,18 +14,20 @@ class Preempted(SystemExit):
     """SIGTERM or Ctrl-C: the step at hand was finished and, with a checkpoint folder, saved.
 
     It is a `SystemExit`: a script that does not catch it ends with exit code 75, and run again it
-    resumes.
+    resumes. Without a checkpoint folder the code is that of the signal, 143 or 130.
 
     Attributes:
         step: The updates done.
     """
 
-    def __init__(self, step: int, signal_name: str = "SIGTERM"):
-        super().__init__(EXIT_PREEMPTED)
-        self.step, self._signal = step, signal_name
+    def __init__(self, step: int, signal_name: str = "SIGTERM", *, is_kept: bool = True):
+        number = signal.SIGINT if signal_name == "Ctrl-C" else signal.SIGTERM
+        super().__init__(EXIT_PREEMPTED if is_kept else 128 + number)
+        self.step, self._signal, self._is_kept = step, signal_name, is_kept
 
     def __str__(self) -> str:
-        return f"{self._signal} arrived; training ended after {self.step} steps"
+        lost = "" if self._is_kept else ", which are lost: there is no checkpoint_dir"
+        return f"{self._signal} arrived; training ended after {self.step} steps{lost}"
 
 
 class Termination:

@@ -157,7 +157,8 @@ def train(
         CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
         WeightsError: If the weights are damaged or do not suit the model: all faults at once.
         LaunchError: If this is one of several processes and they have not joined, or disagree.
-        Preempted: After SIGTERM, once a checkpoint is written; uncaught, the script ends with 75.
+        Preempted: After SIGTERM or Ctrl-C, once a checkpoint is written; uncaught, the script ends
+            with 75, or with 143 or 130 where there is no folder for one.
 
     Example:
         >>> import hxla, numpy as np, optax

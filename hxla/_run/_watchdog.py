@@ -25,6 +25,7 @@ from .._launch._last_words import last_words
 from .._launch._member import own_member
 from .._launch._texts import ServiceTexts, Texts
 from .._launch._verdict import WAITING_PHASES
+from ._signals import Preempted
 
 _INTERVAL_SECONDS = 0.5  # between beats
 _BOARD_INTERVAL_SECONDS = 0.25  # where they cost nothing
@@ -128,7 +129,7 @@ class Watchdog:
         if error is None:
             return
         code = error.code if isinstance(error, SystemExit) else None
-        if code == EXIT_PREEMPTED:
+        if code == EXIT_PREEMPTED or isinstance(error, Preempted):
             self._say(state="preempted")
         else:
             is_exit = isinstance(error, SystemExit)

@@ -200,6 +200,31 @@ def job(tmp_path, *options, step=2, ranks=(0, 1), steps=4):
     return start(tmp_path, code, "-n", "2", *options)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_what_is_not_saved_is_not_said_to_resume(tmp_path, number, code):
+    def callback(record, session):
+        if record.step == 1:
+            signal.raise_signal(number)
+
+    with pytest.raises(hxla.Preempted, match="which are lost: there is no checkpoint_dir") as lost:
+        train(callback)
+    with pytest.raises(hxla.Preempted) as kept:
+        train(callback, checkpoint_dir=tmp_path)
+    assert (lost.value.code, kept.value.code) == (code, 75)
+
+
+@pytest.mark.slow
+def test_processes_without_a_checkpoint_folder_end_by_the_signal(tmp_path):
+    code = SCRIPT.format(step=-1, ranks=(), steps=10_000, folder=None)
+    running = start(tmp_path, code, "-n", "2")
+    lines_with(running, "[1] done 3")
+    running.send_signal(signal.SIGTERM)
+    _, err = end_of(running)
+    assert running.returncode == 143, err
+    assert "SIGTERM: ended after " in err
+    assert "run again to resume" not in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "steps"), [((0, 1), [3]), ((1,), [])])
 def test_processes_save_what_the_same_error_left_to_all_of_them(tmp_path, ranks, steps):
