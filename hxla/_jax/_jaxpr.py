@@ -98,8 +98,9 @@ def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
     jaxpr = closed.jaxpr
     if len(jaxpr.outvars) == num:
         return closed
+    info = _debug_info(len(jaxpr.invars), num)
     outvars = list(jaxpr.outvars[:num])
-    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=_debug_info()), closed.consts)
+    return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=info), closed.consts)
 
 
 def with_inner(eqn: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
