@@ -49,7 +49,7 @@ from ._replaced import replaced
 from ._runnable import agree_on_asked, check_runnable
 from ._session_member import LEAVE, MOVE, STOP, SessionMember, ran, rehearse
 from ._session_values import Result, SessionOptions, plans_to_table
-from ._signals import Preempted, Termination
+from ._signals import Termination
 from ._split_watch import SplitWatch
 from ._step import Outcome, Stepper
 from ._traced_job import TracedJob
@@ -364,9 +364,7 @@ class Session:
             self._member.move()
         else:
             self._save_and_wait()
-        name = self._termination.arrived or "SIGTERM"
-        is_kept = self._checkpoints is not None or self._member is not None
-        raise Preempted(self.step_number, name, is_kept=is_kept)
+        raise self._termination.left(self.step_number, self._checkpoints or self._member)
 
     def _save_and_wait(self) -> None:
         if self._checkpoints is not None:

@@ -62,6 +62,10 @@ class Termination:
             raise KeyboardInterrupt
         os.write(2, _SAID)  # a handler may not print: it may have interrupted a print
 
+    def left(self, step: int, kept_by: object | None) -> Preempted:
+        """What ends this process after a step, whose state nobody may have kept."""
+        return Preempted(step, self.arrived or "SIGTERM", is_kept=kept_by is not None)
+
     def close(self) -> None:
         """Give the signals back to whoever handled them before."""
         for number, handler in self._before.items():

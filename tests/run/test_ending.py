@@ -22,6 +22,14 @@ def loss(model, batch):
     return (model(batch["x"]) ** 2).mean(-1)
 
 
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c():
+    """As a script in a terminal does: one in the background may be started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def train(*callbacks, data=DATA, **options):
     arguments = {"batch_size": 16, "microbatch_size": 4, "steps": 6, "shuffle": False} | options
     return hxla.train(
