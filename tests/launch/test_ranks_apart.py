@@ -36,11 +36,17 @@ if jax.process_index() == 0:
 """
 
 
-def test_an_error_that_every_rank_catches_ends_nothing(tmp_path):
-    job = start(tmp_path, TRAIN + CAUGHT, "-n", "2")
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """A job whose ranks fail alike, train, and of which one then trains alone."""
+    job = start(tmp_path_factory.mktemp("apart"), TRAIN + CAUGHT + ONE_RANK, "-n", "2")
     out, err = job.communicate(timeout=PATIENCE_SECONDS)
-    assert job.returncode == 0, err
-    assert out.count("caught") == 4
+    return out, err, job.returncode
+
+
+def test_an_error_that_every_rank_catches_ends_nothing(told):
+    out, err, _ = told
+    assert out.count("caught") == 4, err
     wanted = hxla.train(
         nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
         {"x": np.ones((64, 8), np.float32)},
@@ -55,10 +61,9 @@ def test_an_error_that_every_rank_catches_ends_nothing(tmp_path):
     assert out.count(f"sha256 {wanted.sha256}") == 2
 
 
-def test_a_rank_whose_script_is_over_is_named_where_another_waits_for_it(tmp_path):
-    job = start(tmp_path, TRAIN + ONE_RANK, "-n", "2")
-    _, err = job.communicate(timeout=PATIENCE_SECONDS)
-    assert job.returncode == 1
+def test_a_rank_whose_script_is_over_is_named_where_another_waits_for_it(told):
+    _, err, code = told
+    assert code == 1
     assert "LaunchError: rank 1 ended its script, and another rank waits for it" in err
     assert "SIGABRT" not in err
 

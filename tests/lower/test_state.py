@@ -54,7 +54,7 @@ def test_every_kind_of_state_is_that_of_plain_nnx(form):
     state_models.check(own, right)
 
 
-@pytest.mark.parametrize("form", rows(FORMS, "chain"))
+@pytest.mark.parametrize("form", rows(FORMS, "copies"))
 def test_every_kind_of_state_is_that_of_plain_linen(form):
     module, first = state_models.InLinen(), state_models.batches()[0]
     variables = module.init(jax.random.key(0), first["x"], first["id"])
