@@ -5,7 +5,7 @@ each example has by itself. A contrastive loss, a maximum over the batch or a me
 tokens as a microbatch happens to have is another number for each microbatch size.
 
 Every value is followed through the program as one of: the same for all examples; a row for each; a
-sum over all rows; mixed, for which an example is read by another's row; or not known, as after a
+sum over all rows; mixed, where one example's row depends on another's; or not known, as after a
 sort or a loop, of which nothing is claimed.
 """
 
@@ -27,21 +27,21 @@ _LINEAR = frozenset(
         *("select_n", "concatenate", "slice", "stack", "unstack", "split", "pad", "real"),
     }
 )
-#: Along the examples they bring rows together.
+#: Along the batch dimension they mix rows.
 _ALONG = frozenset(
     {
         *("sort", "cumsum", "cumprod", "cummax", "cumlogsumexp", "top_k"),
         *("argmax", "argmin", "reduce_prod"),
     }
 )
-#: Of these it is not followed what reads what.
+#: Which element depends on which is not followed through these.
 _OPAQUE = ("gather", "scatter", "dynamic_", "while", "cond", "sort", "top_k", "custom_", "reduce_w")
 _NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """What a value has of examples; none of it: it is the same for all."""
+    """How a value depends on the examples; by default not at all."""
 
     row: int | None = None  # the dimension that runs over examples
     total: bool = False

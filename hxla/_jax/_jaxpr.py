@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,11 @@ def run_as(
 def run_jaxpr(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:
     """The results of a program that closes over nothing."""
     return list(as_function(ClosedJaxpr(jaxpr, ()))(*arguments))
+
+
+def program_text(program: Any) -> str:
+    """A program as text, without addresses of objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
 def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:

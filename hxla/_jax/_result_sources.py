@@ -1,7 +1,6 @@
 """Which arguments the results of a traced program are, or are made from."""
 
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +8,8 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from .._core._fingerprint import fingerprint
-from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, part, scan_counts
+from ._jaxpr import ClosedJaxpr, Literal, inner_jaxpr, kind_of, part, program_text, scan_counts
 
-_ADDRESS = r"0x[0-9a-f]+"
 _KEEPS = frozenset({"copy", "copy_p", "optimization_barrier"})
 #: What moves or weighs elements, with the operands that a route goes through; None: all.
 _ON_A_ROUTE: dict[str, tuple[int, ...] | None] = {
@@ -100,7 +98,7 @@ def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
     own = part(own, own.outvars)  # what has effects stayed, whoever needs it
     held = [np.asarray(consts[v]) for v in own.invars if v in consts]
     arguments = frozenset(places[v] for v in own.invars if v in places)
-    return Needed(f"{re.sub(_ADDRESS, '', str(own))} {fingerprint(held)}", arguments)
+    return Needed(f"{program_text(own)} {fingerprint(held)}", arguments)
 
 
 def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:

@@ -16,7 +16,7 @@ LOGS_VARIABLE = "HXLA_LOGS"  # folder for what would bury the one line that matt
 _SLOT_BYTES = 4096
 _NOTE_BYTES = 1500  # written as JSON they may be twice as many
 
-#: What is said of a rank that another one waits for in vain.
+#: Said of a rank whose script ended while another rank waits for it.
 ENDED = (
     "ended its script, and another rank waits for it: every rank has to make the same calls of hxla"
 )

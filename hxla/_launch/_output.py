@@ -34,7 +34,7 @@ def append_log(folder: pathlib.Path, rank: int, text: bytes) -> None:
 class Logs:
     """A folder for what would bury the line that matters; it is there once it holds something.
 
-    Of jobs that are over those of the last ones are kept.
+    The folders of the last ten jobs are kept.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Logs:
 
 
 def _remove_old(parent: pathlib.Path) -> None:
-    """Of this user's folders of jobs that are over, all but the newest."""
+    """Remove this user's folders of ended jobs, except the newest."""
     found = []
     with os.scandir(parent) as entries:
         for entry in entries:

@@ -20,7 +20,7 @@ class Texts(Protocol):
 
 
 class ServiceTexts:
-    """They are in the coordination service, for processes on several machines."""
+    """The texts of ranks in the coordination service, for processes on several machines."""
 
     def put(self, rank: int, text: str) -> None:
         """Write a rank's."""

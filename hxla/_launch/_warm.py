@@ -65,7 +65,7 @@ class WarmProcess:
             self._code_of_orphan(0)
 
     def _code_of_orphan(self, options: int) -> int | None:
-        """The same once the process from which it was forked is gone: it is this one's child."""
+        """The exit code once the fork server is gone: the process is then this one's child."""
         try:
             pid, status = os.waitpid(self.pid, options)
         except ChildProcessError:  # it has ended before, or is handed over just now

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._model._plain_arrays import from_real_parts, is_complex, real_parts
+
 _LIMB_BITS = 16  # of a sum of 64-bit integers: 2^15 terms fit
 _ORDERED = ("max", "min")
 
@@ -44,21 +46,13 @@ def changed(old: jax.Array, by: jax.Array) -> jax.Array:
     real = _real(old)
     by = by.reshape(real.shape).astype(real.dtype)
     real = jnp.where(by == 0, real, real + by)
-    return (_as_complex(real) if _is_complex(old.dtype) else real).astype(old.dtype)
-
-
-def _is_complex(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-
-
-def _as_complex(parts: jax.Array) -> jax.Array:
-    return jax.lax.complex(parts[..., 0], parts[..., 1])
+    return (from_real_parts(real) if is_complex(old) else real).astype(old.dtype)
 
 
 def _real(x: jax.Array) -> jax.Array:
     """float32, or float64, of a complex array with a last dimension of two."""
-    if _is_complex(x.dtype):
-        return jnp.stack([x.real, x.imag], -1)
+    if is_complex(x):
+        return real_parts(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
@@ -138,8 +132,8 @@ def _words(rule: str, old: jax.Array, new: jax.Array) -> jax.Array:
 
 def _bits(x: jax.Array) -> jax.Array:
     """The bits of an array as int32, those of 64 and of complex numbers in a last dimension."""
-    if _is_complex(x.dtype):
-        return _bits(jnp.stack([x.real, x.imag], -1))
+    if is_complex(x):
+        return _bits(real_parts(x))
     size = _num_bits(x.dtype)
     if size == 32 or size == 64:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -151,8 +145,8 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _of_bits(words: jax.Array, dtype: Any) -> jax.Array:
-    if _is_complex(dtype):
-        return _as_complex(_of_bits(words, jnp.finfo(dtype).dtype))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return from_real_parts(_of_bits(words, jnp.finfo(dtype).dtype))
     size = _num_bits(dtype)
     if size == 32 or size == 64:
         return jax.lax.bitcast_convert_type(words, dtype)

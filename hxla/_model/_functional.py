@@ -23,6 +23,7 @@ from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._jax._apart import Apart, apart
 from .._jax._axis_names import naming_axes, with_axes
+from .._jax._jaxpr import program_text
 from ._called_loss import CalledLoss, Loss, called
 from ._given_model import as_module, check_model
 from ._merge import Merge, merges_of, statistics_of
@@ -41,7 +42,6 @@ from ._trainable import Trainable, entries_of, frozen_names, trained_leaves, tra
 from ._writes import (
     attributes_of,
     changed_attributes,
-    program_text,
     refuse_attributes,
     with_writes,
 )

@@ -23,6 +23,16 @@ def is_complex(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.complexfloating))
 
 
+def real_parts(x: jax.Array) -> jax.Array:
+    """The real and the imaginary part of a complex array, in a last dimension of two."""
+    return jnp.stack([jnp.real(x), jnp.imag(x)], -1)
+
+
+def from_real_parts(parts: jax.Array) -> jax.Array:
+    """The complex array of which `real_parts` made another."""
+    return jax.lax.complex(parts[..., 0], parts[..., 1])
+
+
 def root_key(seed: int) -> jax.Array:
     """The key from which those of a run derive.
 
@@ -86,7 +96,7 @@ def as_plain(tree: PyTree, *, in_parts: bool = False) -> PyTree:
             return jax.random.key_data(x)
         if not is_complex(x):
             return in_bytes([x])[0]
-        return jnp.stack([jnp.real(x), jnp.imag(x)], -1)
+        return real_parts(x)
 
     def of_leaf(x: Any) -> Any:
         if is_plain(x, in_parts=in_parts):
@@ -108,7 +118,7 @@ def from_plain(tree: PyTree, like: PyTree) -> PyTree:
         if is_key(like):
             return jax.random.wrap_key_data(x, impl=key_impl(like))
         if is_complex(like) and not is_complex(x):
-            return jax.lax.complex(x[..., 0], x[..., 1])
+            return from_real_parts(x)
         return from_bytes([x], [like])[0]
 
     return jax.tree.map(typed, tree, like)

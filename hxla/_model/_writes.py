@@ -5,7 +5,6 @@ into a Python attribute would be lost. It is found, and refused by name.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,11 +102,6 @@ def refuse_attributes(told: Sequence[str], again: Callable[[], tuple[str, str, b
         first, second, changes = again()
         if changes or first != second:
             refuse_writes(*told)
-
-
-def program_text(closed: Any) -> str:
-    """A program as text, without addresses of objects."""
-    return re.sub(r"0x[0-9a-f]+", "", str(closed))
 
 
 def _are_equal(a: Any, b: Any) -> bool:

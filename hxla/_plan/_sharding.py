@@ -215,9 +215,9 @@ class Sharded:
         return tuple(found.values())
 
     def gathered_params(self) -> tuple[str, ...]:
-        """Parameters that lie cut and that an operation needs whole, with what that brings.
+        """Sharded parameters that an operation reads whole, with the bytes of the all-gather.
 
-        Over an axis `fsdp` that is what is meant, and nothing is said.
+        Over an axis `fsdp` the all-gather is meant, and nothing is said.
         """
         values, found = self.graph.values, dict[tuple[str, int], str]()
         for op in leaves(self.graph.ops):

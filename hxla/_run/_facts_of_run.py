@@ -28,6 +28,7 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         job: That is trained.
         plan: That runs.
     """
+    graph = job.graph(plan.microbatch_size)
     return {
         "format": FORMAT,
         "batch_size": plan.batch_size,
@@ -38,8 +39,8 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         "gradient": job.settings.communication.gradient,
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
-        "merge": list(job.graph(plan.microbatch_size).merges),
-        LOSS: loss_digest(job.graph(plan.microbatch_size)),
+        "merge": list(graph.merges),
+        LOSS: loss_digest(graph),
     }
 
 

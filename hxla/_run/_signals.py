@@ -63,7 +63,7 @@ class Termination:
         os.write(2, _SAID)  # a handler may not print: it may have interrupted a print
 
     def left(self, step: int, kept_by: object | None) -> Preempted:
-        """What ends this process after a step, whose state nobody may have kept."""
+        """The exit of this process after a step, with the code for a state kept or lost."""
         return Preempted(step, self.arrived or "SIGTERM", is_kept=kept_by is not None)
 
     def close(self) -> None:

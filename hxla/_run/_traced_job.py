@@ -177,6 +177,7 @@ class TracedJob:
 
         Raises:
             LossError: If it mixes examples unasked.
+            ConfigError: If it is not known how a variable merges over microbatches.
         """
         if size not in self._graphs:
             graph = self._traced(size)

@@ -53,12 +53,18 @@ def batches(change, position):
         yield change(own) if number == position else own
 
 
+def refused_at(position, source, examples):
+    """The error of a step of a source, whose steps before are right."""
+    for step in range(position):
+        source.fetch(step, examples)
+    with pytest.raises(hxla.DataError) as told:
+        source.fetch(position, examples)
+    return told
+
+
 def as_iterable(change, position):
     source = _data.as_source(batches(change, position), batch_size=SIZE, seed=0)
-    for step in range(position):
-        source.fetch(step, np.arange(2))
-    with pytest.raises(hxla.DataError) as told:
-        source.fetch(position, np.arange(2))
+    told = refused_at(position, source, np.arange(2))
     return told, f"global batch {position}: "
 
 
@@ -70,10 +76,7 @@ def as_examples(change, position):
         return jax.tree.map(lambda x: x[0], change(own) if i == position else own)
 
     source = _data.as_source(example, batch_size=1, seed=0)
-    for step in range(position):
-        source.fetch(step, np.arange(1))
-    with pytest.raises(hxla.DataError) as told:
-        source.fetch(position, np.arange(1))
+    told = refused_at(position, source, np.arange(1))
     return told, f"example {position}: "
 
 
