@@ -74,3 +74,9 @@ def _alone(make: Callable[[], Any]) -> Any:
         return make()
     finally:
         state.client, state.process_id, state.num_processes = before
+
+
+def share_cores(devices: Any) -> bool:
+    """Whether a process has several CPU devices: what one takes then says nothing of another."""
+    local = [d for d in devices if is_here(d)]
+    return len(local) > 1 and local[0].platform == "cpu"

@@ -11,13 +11,12 @@ from .._graph._graph import Graph
 from .._jax._independent import Independent
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
+from .._plan._assign import shard_graph
 from .._plan._layout import to_spec
 from .._plan._linked_dims import LinkedDims, planned_parts
 from .._plan._ownership import SUMMED_STATE, Ownership, TracedUpdate, ownership, traced_update
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
-from .._planner._axes import shard_graph
-from .._planner._complete import inner_axes
 from ._uneven import Uneven
 
 
@@ -101,7 +100,7 @@ def whole_update_of(training: Training, plan: Plan) -> Independent | None:
 
 def sharded_of(graph: Graph, plan: Plan) -> Sharded | None:
     """What the axes inside a replica, or inside its stages, cut."""
-    axes = inner_axes(plan)
+    axes = plan.inner_axes
     if not axes:
         return None
     dims = [

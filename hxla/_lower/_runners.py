@@ -11,7 +11,7 @@ from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from .._plan._plan_check import schedule_of
 from .._plan._sharding import Sharded
-from .._planner._complete import check_layers_whole, inner_axes
+from .._plan._stage_storage import check_layers_whole
 from .._schedule._segment_sequence import sequence_from_texts
 from ._contribution import Contribution, Tensors
 from ._inputs import Training
@@ -136,7 +136,7 @@ def pipeline_spec(
             for s in range(num_stages)
         ],
         [to_spec(layout.spec) for layout in plan.parameters],
-        inner_axes(plan),
+        plan.inner_axes,
         trained,
         entries,
     )

@@ -23,7 +23,7 @@ from .._model._loss import num_columns
 from .._model._plain_arrays import from_bytes, in_bytes
 from .._plan._plan import Plan
 from .._plan._sharding import Sharded
-from .._planner._complete import check_layers_whole
+from .._plan._stage_storage import check_layers_whole
 from ._contribution import (
     Contribution,
     Tensors,

@@ -129,6 +129,11 @@ class Plan(PlanValue):
         return {axis.name: axis.size for axis in self.axes}
 
     @property
+    def inner_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the mesh axes inside a replica, or inside each of its stages."""
+        return tuple((axis.name, axis.size) for axis in self.axes if axis.name != STAGE_AXIS)
+
+    @property
     def mesh_in_words(self) -> str:
         """Copies of the model and the axes inside one: `data x tensor = 2 x 4`."""
         sizes = (len(self.replicas), *self.axis_sizes.values())

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
-from ._layout import from_spec, names_of, to_spec
+from .._graph._graph import Graph, params_of
+from ._layout import Layout, from_spec, names_of, to_spec
 
 
 def piece_shape(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -66,3 +68,28 @@ def _also_cut(spec: P, dim: int | None) -> P:
 def _dim(shape: tuple[int, ...], num_stages: int) -> int | None:
     """The first dimension that can be cut evenly."""
     return next((d for d, n in enumerate(shape) if n % num_stages == 0 and n), None)
+
+
+def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
+    """Refuse layouts in which the devices of a stage cut a stacked parameter between its layers.
+
+    Args:
+        graph: With its scans cut where the stages end.
+        parameters: The layouts.
+
+    Raises:
+        PlanError: If there are any, with every one.
+    """
+    found: dict[str, None] = {}
+    for p, v in zip(params_of(graph), graph.param_values, strict=True):
+        layout, rows = parameters[p], graph.values[v].rows
+        dim = None if rows is None else rows[0]
+        names = () if dim is None else [n for n in layout.spec[dim] if n != STAGE_AXIS]
+        for name in names:
+            line = (
+                f"parameters.{layout.name}.spec: {name!r} cuts dimension {dim}, in which the "
+                "layers of a scan are stacked that the stages share out: let it cut another one"
+            )
+            found[line] = None
+    if found:
+        raise PlanError("\n".join(found))

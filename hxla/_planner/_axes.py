@@ -6,24 +6,19 @@ References:
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .._core._errors import PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS, TENSOR_AXIS
 from .._graph._graph import Graph
-from .._graph._operations import leaves
 from .._graph._scans import stacked_dims
+from .._plan._assign import Axes, Roles
 from .._plan._plan_parts import Role
 from .._plan._rules import Resolved, RuleSet
-from .._plan._sharding import AxisAssignment, Sharded
 from .._plan._virtual_devices import DeviceLayout, Request, VirtualDevices, assign_devices
-from ._assign import assign
 
 #: Inner axes that carry the batch, not parameters' work.
 BATCH_AXES = ("fsdp", "sequence")
-
-Axes = tuple[tuple[str, int], ...]
-Roles = Mapping[str, tuple[Role, ...]]
 
 
 def resolve_rules(graph: Graph, rules: RuleSet, axes: Axes, *, unlike: bool = False) -> Resolved:
@@ -112,61 +107,6 @@ def split_over(graph: Graph, num_devices: int) -> tuple[Axes, Roles]:
     split: Role = "split"
     axes: Axes = ((TENSOR_AXIS, num_devices),) if num_devices > 1 else ()
     return axes, {name: (split,) * len(graph.task_graphs) for name, _ in axes}
-
-
-def shard_graph(
-    graph: Graph,
-    axes: Sequence[tuple[str, int]],
-    roles: Roles,
-    dims: Sequence[Mapping[str, int]] | None = None,
-    warnings: tuple[str, ...] = (),
-    *,
-    unlike: bool = False,
-    like: Sharded | None = None,
-) -> Sharded:
-    """Solve one axis after another, each on what the others left.
-
-    Args:
-        graph: Of the loss.
-        axes: Names and sizes.
-        roles: For each axis, the part of each TaskGraph.
-        dims: For each parameter the axes that cut it and the dimensions they cut, where rules or a
-            plan decide that; None: what needs least communication.
-        warnings: What rules left open.
-        unlike: Whether the parts of devices may be unlike.
-        like: The same program for another microbatch size with the same axes: it is cut like that
-            where it can be, which spares solving; None: solve.
-    """
-    known = like.axes if like is not None and is_alike(like.graph, graph) else {}
-    cuts: dict[int, dict[int, int]] = {}
-    solved: dict[str, AxisAssignment] = {}
-    for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
-        fixed: dict[int, int | None] = {}
-        if dims is not None:
-            fixed = {i: own.get(name) for i, own in enumerate(dims)}
-        solved[name] = assign(
-            graph,
-            roles[name],
-            size,
-            cuts=cuts,
-            fixed=fixed,
-            unlike=unlike,
-            like=known.get(name),
-        )
-        for v, dim in solved[name].made.items():
-            if dim is not None:
-                divisors = cuts.setdefault(v, {})
-                divisors[dim] = divisors.get(dim, 1) * size
-    return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
-
-
-def is_alike(one: Graph, other: Graph) -> bool:
-    """Whether two graphs are of one program, traced for other sizes."""
-
-    def program(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
-        return [(op.name, op.outputs) for op in leaves(graph.ops)]
-
-    return program(one) == program(other)
 
 
 def requests_of(graph: Graph) -> tuple[Request, ...]:

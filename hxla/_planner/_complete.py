@@ -6,9 +6,8 @@ from jax.sharding import PartitionSpec as P
 
 from .._cluster._card_dtypes import slow_cards
 from .._cluster._cluster import Cluster, Device
-from .._core._errors import PlanError
 from .._core._types import STAGE_AXIS
-from .._graph._graph import Graph, params_of
+from .._graph._graph import Graph
 from .._graph._parts import ChainPart, graph_at, parts_of
 from .._graph._uncut_scans import uncut_scans
 from .._plan._layout import Layout, dtype_name, from_spec
@@ -26,9 +25,8 @@ from .._plan._plan_parts import (
     versions_here,
 )
 from .._plan._precision import Precision
-from .._plan._stage_storage import storage_specs
+from .._plan._stage_storage import check_layers_whole, storage_specs
 from .._profile._profile import Profile
-from ._axes import Axes
 from ._counts import even_counts
 from ._inner_split import Sizes, inner_split, lines_of, state_factor
 from ._split_seconds import microbatch_seconds
@@ -210,36 +208,6 @@ def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[L
             graph.param_names, graph.param_values, specs, sizes, strict=True
         )
     )
-
-
-def inner_axes(plan: Plan) -> Axes:
-    """Mesh axes of a plan inside a copy, or inside each of its stages."""
-    return tuple((axis.name, axis.size) for axis in plan.axes if axis.name != STAGE_AXIS)
-
-
-def check_layers_whole(graph: Graph, parameters: Sequence[Layout]) -> None:
-    """Refuse layouts in which the devices of a stage cut a stacked parameter between its layers.
-
-    Args:
-        graph: With its scans cut where the stages end.
-        parameters: The layouts.
-
-    Raises:
-        PlanError: If there are any, with every one.
-    """
-    found: dict[str, None] = {}
-    for p, v in zip(params_of(graph), graph.param_values, strict=True):
-        layout, rows = parameters[p], graph.values[v].rows
-        dim = None if rows is None else rows[0]
-        names = () if dim is None else [n for n in layout.spec[dim] if n != STAGE_AXIS]
-        for name in names:
-            line = (
-                f"parameters.{layout.name}.spec: {name!r} cuts dimension {dim}, in which the "
-                "layers of a scan are stacked that the stages share out: let it cut another one"
-            )
-            found[line] = None
-    if found:
-        raise PlanError("\n".join(found))
 
 
 def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:

@@ -14,13 +14,14 @@ from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import fits
 from .._graph._graph import Graph
 from .._graph._operations import leaves
+from .._plan._assign import shard_graph
 from .._plan._layout import from_spec
 from .._plan._linked_dims import LinkedDims
 from .._plan._plan_parts import SumsForm
 from .._plan._sharding import Sharded
 from .._plan._shares import in_shares
 from .._profile._profile import Profile
-from ._axes import resolve_rules, shard_graph
+from ._axes import resolve_rules
 from ._parts_check import check_parts
 from ._split_seconds import NUM_GRANULES
 from ._split_sizes import SplitDevice, best_sizes

@@ -9,8 +9,8 @@ import numpy as np
 from .._graph._graph import Graph
 from .._graph._parts import graph_of
 from .._graph._segments import segments
+from .._plan._assign import shard_graph
 from .._profile._segment_times import layer_sizes
-from ._axes import shard_graph
 from ._best_pipeline import best_pipeline
 from ._chain import UNBOUNDED, Chain, Group
 from ._pipeline_request import PipelineRequest

@@ -18,9 +18,10 @@ from .._core._errors import ConfigError, PlanError
 from .._core._types import DATA_AXIS, STAGE_AXIS
 from .._core._whole_numbers import check_whole_numbers
 from .._graph._graph import Graph
+from .._plan._assign import Axes
 from .._plan._plan_parts import Role
 from .._plan._rules import RuleSet
-from ._axes import BATCH_AXES, Axes, axes_of_annotations, roles_of_mesh
+from ._axes import BATCH_AXES, axes_of_annotations, roles_of_mesh
 from ._pipeline_request import PipelineRequest
 
 Ranks = tuple[int, ...]

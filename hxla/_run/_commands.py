@@ -14,6 +14,7 @@ from .._schedule._timeline import perfetto
 from ._capture import job_of
 from ._make_plan import make_plan
 from ._search_plan import SearchWishes
+from ._session_measure import SessionMeasure
 
 
 def plan_script(
@@ -44,7 +45,7 @@ def plan_script(
     job, wishes = job_of(command)
     plans = []
     for mesh in meshes:
-        found, _ = make_plan(job, mesh, wishes, profile=profile, search=search)
+        found, _ = make_plan(job, mesh, wishes, SessionMeasure(), profile=profile, search=search)
         plans.append(found.plan)
         print(f"{found.plan.cluster}: {found.plan.explain()}")
         print(f"  {determinism(job.graph(found.plan.microbatch_size), found.plan)}")

@@ -34,6 +34,7 @@ from ._make_plan import check_joined, make_plan
 from ._planning import Wishes
 from ._runnable import check_settings
 from ._session import Session
+from ._session_measure import SessionMeasure
 from ._session_values import SessionOptions
 from ._traced_job import TracedJob
 
@@ -255,7 +256,11 @@ class Job:
             reduction=reduction,
             kept=chosen_before(self._traced, checkpoint_dir),
         )
-        return make_plan(self._traced, cluster, wishes, auto=auto, profile=profile)[0].plan
+        _capture.offer(self._traced, wishes)
+        made, _ = make_plan(
+            self._traced, cluster, wishes, SessionMeasure(), auto=auto, profile=profile
+        )
+        return made.plan
 
     def open(
         self,

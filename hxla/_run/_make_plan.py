@@ -13,7 +13,7 @@ from .._planner._microbatch_sizes import default_sizes
 from .._profile._profile import Profile
 from .._profile._profile_file import load_profile
 from .._profile._segment_times import model_name
-from . import _capture
+from ._measure import Measure
 from ._planning import Wishes, plan_for, size_asked
 from ._search_plan import FoundPlan, SearchWishes, auto_plan, search_plan
 from ._traced_job import TracedJob
@@ -23,13 +23,13 @@ def make_plan(
     job: TracedJob,
     cluster: Cluster | str | None,
     wishes: Wishes,
+    measure: Measure,
     *,
     auto: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     search: SearchWishes | None = None,
 ) -> tuple[FoundPlan, bool]:
     """A plan, and whether its counts may follow measured times: see `Job.plan`."""
-    _capture.offer(job, wishes)
     described = load_cluster(cluster) if isinstance(cluster, str) else cluster
     mesh, size = wishes.mesh, size_asked(job, wishes)
     fixed = mesh is not None or wishes.stages is not None or wishes.rules is not None
@@ -49,7 +49,7 @@ def make_plan(
             devices = job.all_devices(mesh if isinstance(mesh, jax.sharding.Mesh) else None)
         target = described or job.cluster(devices or ())
         _check_dtypes(job, target)
-        plan, balance = plan_for(job, wishes, target, devices, profile)
+        plan, balance = plan_for(job, wishes, target, devices, measure, profile)
         return FoundPlan(plan=plan), balance
     if fixed:
         raise ConfigError("a search chooses what mesh, rules and stages say: leave them out")

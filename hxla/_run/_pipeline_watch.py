@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from .._jax._local_clients import is_here
+from .._jax._local_clients import is_here, share_cores
 from .._lower._lower import Programs
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction
@@ -99,9 +99,3 @@ class PipelineWatch:
         """Pictures of the planned and the measured steps, by heading."""
         names = dict(enumerate(plan.stage_names))
         return _pipeline_report.write(folder, self._predicted, self._ticks, names)
-
-
-def share_cores(devices: Any) -> bool:
-    """Whether a process has several CPU devices: what one takes then says nothing of another."""
-    local = [d for d in devices if is_here(d)]
-    return len(local) > 1 and local[0].platform == "cpu"

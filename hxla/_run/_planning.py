@@ -16,13 +16,13 @@ from .._core._whole_numbers import as_whole_number, check_whole_numbers
 from .._graph._graph import Graph, rows_touched
 from .._graph._parts import graph_of
 from .._graph._segments import segments
-from .._jax._local_clients import is_here
+from .._jax._local_clients import is_here, share_cores
 from .._launch._member import Pinned, pinned
 from .._model._functional import tree_bytes
+from .._plan._assign import Axes, shard_graph
 from .._plan._plan import Plan
 from .._plan._plan_parts import Prediction, SparseRows, SumsForm
 from .._plan._rules import RuleSet
-from .._planner._axes import Axes, shard_graph
 from .._planner._complete import complete
 from .._planner._counts import best_counts
 from .._planner._estimate import Alternative, layer_times
@@ -34,11 +34,8 @@ from .._profile._profile import Profile, Setting
 from .._profile._segment_times import layer_sizes
 from ._counts_of_plan import Counts, asked_counts, predicted
 from ._limbs import with_sums_and_memory
-from ._pipeline_watch import share_cores
-from ._session import Session
-from ._session_values import SessionOptions
+from ._measure import Measure
 from ._short_profile import segment_profile
-from ._split_trial import tried_sizes
 from ._traced_job import TracedJob
 
 
@@ -155,6 +152,7 @@ def plan_for(
     wishes: Wishes,
     cluster: Cluster,
     devices: tuple[jax.Device, ...] | None,
+    measure: Measure,
     profile: Profile | None = None,
 ) -> tuple[Plan, bool]:
     """The plan that the user's wishes mean, and whether its counts may follow measured times.
@@ -164,6 +162,7 @@ def plan_for(
         wishes: Of the user.
         cluster: Its devices.
         devices: Those devices, if they are here to be measured.
+        measure: Measures them.
         profile: Times that were measured before.
 
     Raises:
@@ -239,7 +238,9 @@ def plan_for(
     def tried(plan: Plan) -> Plan:
         """With the sizes of a split that devices which are here were measured to need."""
         is_free = not shares and wishes.counts != "even" and profile is None
-        found = tried_sizes(job, plan, devices) if is_free and plan.is_uneven and devices else None
+        found = None
+        if is_free and plan.is_uneven and devices:
+            found = measure.split_sizes(job, plan, devices)
         if found is None:
             return plan
         if not found.shares:
@@ -276,7 +277,7 @@ def plan_for(
         if timed is not None and known is not None:
             measured[candidate] = known.microbatch_seconds
         elif devices is not None:
-            measured[candidate] = _microbatch_seconds(job, plans[candidate], devices)
+            measured[candidate] = measure.microbatch_seconds(job, plans[candidate], devices)
     if fault is not None and not plans:
         raise fault
     winner, steps = best_size(job.batch_size, measured)
@@ -314,14 +315,6 @@ def _by_default(
             said.append(f"microbatch_size={size} left out: {error}")
     assert fault is not None  # there is one size at least
     raise fault
-
-
-def _microbatch_seconds(
-    job: TracedJob, plan: Plan, devices: tuple[jax.Device, ...]
-) -> tuple[float, ...]:
-    options = SessionOptions(balance=job.settings.balance, is_trial=True)
-    with Session(job, plan, devices, options) as trial:
-        return trial.balancer.seconds
 
 
 def _mesh(

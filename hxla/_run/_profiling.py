@@ -19,12 +19,13 @@ from .._planner._split_seconds import split_time
 from .._profile._profile import LayerSize, LayerTime, Profile, Setting, SplitTime, together_key
 from .._profile._profile_file import dump_profile, load_profile, merge_profiles
 from .._profile._segment_times import model_name
+from ._observed_steps import MOST_STEPS, Observer, Trial
 from ._planning import Wishes, check_enough, plan_for, size_asked
 from ._session import Session
+from ._session_measure import SessionMeasure
 from ._session_values import SessionOptions
 from ._short_profile import everywhere, segment_profile
 from ._traced_job import TracedJob
-from ._trial import MOST_STEPS, Observer, Trial
 
 
 def profile(
@@ -118,7 +119,7 @@ def profile(
 def _alone(job: TracedJob, wishes: Wishes, cluster: Cluster) -> Plan:
     """A plan of copies of one device each."""
     alone = Wishes(microbatch_size=wishes.microbatch_size, reduction=wishes.reduction)
-    plan, _ = plan_for(job, alone, cluster, job.all_devices())
+    plan, _ = plan_for(job, alone, cluster, job.all_devices(), SessionMeasure())
     if plan.axes:
         raise PlanError(
             "hxla profile measures a model on one device, but annotations or stages put a copy of "
@@ -131,7 +132,7 @@ def _new_split(
     job: TracedJob, wishes: Wishes, cluster: Cluster, profile: Profile
 ) -> tuple[Plan, SplitTime] | None:
     """A split that is asked for and not known, and what to know of it but its seconds."""
-    plan, _ = plan_for(job, wishes, cluster, job.all_devices(), profile)
+    plan, _ = plan_for(job, wishes, cluster, job.all_devices(), SessionMeasure(), profile)
     if plan.pipeline is not None or len(plan.axes) != 1:
         return None
     own = split_time(plan, cluster, 0.0)

@@ -13,10 +13,11 @@ from .._core._errors import AnnotationError, ConfigError, PlanError
 from .._graph._parts import graph_of
 from .._graph._segments import segments
 from .._model._functional import tree_bytes
+from .._plan._assign import shard_graph
 from .._plan._plan import Plan
 from .._plan._plan_parts import RunnerUp, SumsForm
 from .._plan._sharding import Sharded
-from .._planner._axes import shard_graph, split_over
+from .._planner._axes import split_over
 from .._planner._complete import complete
 from .._planner._microbatch_sizes import candidate_sizes
 from .._planner._pipeline_request import PipelineRequest

@@ -39,7 +39,7 @@ from ._counts_of_plan import (
 from ._data import num_tokens
 from ._ending import Ending
 from ._evaluating import evaluated
-from ._executors_of_plan import with_fastest_executors
+from ._fastest_executors import with_fastest_executors
 from ._feed import Feed
 from ._handed_out import HandedOut
 from ._nonfinite import left_out

@@ -13,8 +13,8 @@ from .._graph._segments import segments
 from .._jax._local_clients import is_here
 from .._lower._options import compiler_options
 from .._model._functional import tree_bytes
+from .._plan._assign import shard_graph
 from .._plan._plan_parts import SumsForm
-from .._planner._axes import shard_graph
 from .._profile._profile import Profile, Setting
 from .._profile._profile_file import merge_profiles
 from .._profile._segment_times import layer_sizes, measure, model_name

@@ -22,6 +22,7 @@ from .._plan._precision import Precision
 from .._plan._rules import RuleSet, as_rules
 from .._report._history import StepRecord
 from .._weights._weights import Weights
+from . import _capture
 from ._beginning import chosen_before
 from ._counts_of_plan import Counts
 from ._data import is_iterator, num_steps
@@ -30,6 +31,7 @@ from ._make_plan import make_plan
 from ._planning import Wishes
 from ._runnable import check_settings
 from ._session import Session
+from ._session_measure import SessionMeasure
 from ._session_values import Result
 
 #: Called after each step and its evaluation, on every process; only True ends training.
@@ -282,7 +284,9 @@ def _plan(
             kept=chosen_before(job._traced, checkpoint_dir),
             **asked,
         )
-        made, moves = make_plan(job._traced, None, wishes, auto=True if plan == "auto" else None)
+        _capture.offer(job._traced, wishes)
+        auto = True if plan == "auto" else None
+        made, moves = make_plan(job._traced, None, wishes, SessionMeasure(), auto=auto)
         return made.plan, moves
     given = [name for name, value in asked.items() if value not in (None, "exact")]
     if given and not file:

@@ -15,8 +15,7 @@ from support.filled import filled_tree
 from support.inside.graph import graph_at, graph_of, run_segment, segments, trace_functional
 from support.inside.lower import make_slots
 from support.inside.model import functional
-from support.inside.plan import storage_specs
-from support.inside.planner import shard_graph
+from support.inside.plan import shard_graph, storage_specs
 from support.inside.profile import layer_sizes, measure
 from support.scanned_models import (
     LAYERS,

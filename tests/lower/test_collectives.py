@@ -13,7 +13,7 @@ import hxla
 from hxla import Strategy, testing
 from support.inside.graph import trace_sums
 from support.inside.inspect import _shapes
-from support.inside.planner import shard_graph
+from support.inside.plan import shard_graph
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 8, 16, 8
 #: Collectives are those of HLO, whatever LLVM makes of the rest.

@@ -10,7 +10,8 @@ from support.inside.core import names
 from support.inside.graph import trace_functional
 from support.inside.lower import Replica
 from support.inside.model import as_sums, functional
-from support.inside.planner import roles_of_mesh, shard_graph
+from support.inside.plan import shard_graph
+from support.inside.planner import roles_of_mesh
 
 AXES = {"fsdp": 2, "tensor": 2}
 

@@ -21,7 +21,8 @@ import gpu_jobs
 
 import hxla
 from support.inside.graph import equation_flops, graph_of, leaves, segments
-from support.inside.planner import Alternative, layer_times, product_flops, shard_graph, split_over
+from support.inside.plan import shard_graph
+from support.inside.planner import Alternative, layer_times, product_flops, split_over
 from support.inside.profile import layer_sizes
 
 V100 = Device(

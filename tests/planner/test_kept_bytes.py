@@ -24,8 +24,8 @@ from support.inside.graph import (
 )
 from support.inside.jax import Literal, run_equation
 from support.inside.lower import StagePart, direct_parts, segment_costs
-from support.inside.plan import Sharded
-from support.inside.planner import Chain, Decoder, Group, shard_graph, tables
+from support.inside.plan import Sharded, shard_graph
+from support.inside.planner import Chain, Decoder, Group, tables
 from support.inside.profile import _kept_bytes, layer_sizes
 from support.tiers import rows
 

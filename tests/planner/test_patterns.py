@@ -11,16 +11,8 @@ from flax import nnx
 import hxla
 from hxla import PATTERNS, Factor
 from support.inside.graph import fits, leaves, trace_sums
-from support.inside.planner import ChoiceNode as Node
-from support.inside.planner import (
-    Edge,
-    Problem,
-    _assignment_problem,
-    assign,
-    cost,
-    least_cost,
-    solve,
-)
+from support.inside.plan import ChoiceNode as Node
+from support.inside.plan import Edge, Problem, _assignment_problem, assign, cost, least_cost, solve
 
 
 def random_problem(rng):

@@ -1,7 +1,6 @@
 """What tests know of the insides of `hxla._planner`."""
 
 from hxla._planner import (
-    _assignment_problem,
     _best_pipeline,
     _bound,
     _branch,
@@ -16,9 +15,7 @@ from hxla._planner import (
     _search,
     _shared_links,
 )
-from hxla._planner._assign import assign
-from hxla._planner._assignment_problem import ChoiceNode, Edge, Problem, cost, solve
-from hxla._planner._axes import roles_of_mesh, shard_graph, split_over
+from hxla._planner._axes import roles_of_mesh, split_over
 from hxla._planner._bound import Bound
 from hxla._planner._chain import UNBOUNDED, Chain, Group, ReplicaSort, Rings, Staging
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
@@ -27,7 +24,6 @@ from hxla._planner._collective_costs import ALGORITHMS, favoured, hierarchical, 
 from hxla._planner._complete import complete
 from hxla._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from hxla._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
-from hxla._planner._elimination import least_cost
 from hxla._planner._estimate import Alternative, layer_times, product_flops
 from hxla._planner._kind_orders import best_order
 from hxla._planner._memory_forms import GRANULES_OF_A_COPY, MemoryForms

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ._chain_tables import Array
-
-Table = tuple[tuple[int, ...], Array]
+Table = tuple[tuple[int, ...], np.ndarray]
 
 
 def least_cost(sizes: Sequence[int], tables: Iterable[Table], most: int) -> list[int] | None:
@@ -46,7 +44,7 @@ def least_cost(sizes: Sequence[int], tables: Iterable[Table], most: int) -> list
     heap = [(entries(v), v) for v in range(len(sizes))]
     heapq.heapify(heap)
     is_left = [True] * len(sizes)
-    best: list[tuple[int, tuple[int, ...], Array]] = []
+    best: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     while heap:
         num, v = heapq.heappop(heap)
         if not is_left[v]:

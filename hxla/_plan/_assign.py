@@ -1,4 +1,4 @@
-"""From a graph to a state for every array over one mesh axis, and back from the solver's choice."""
+"""What each mesh axis inside a replica cuts: a state for every array, chosen by the solver."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,18 +6,75 @@ from typing import Any
 from .._core._errors import AnnotationError, PlanError
 from .._graph._factors import Factor, fits
 from .._graph._graph import Graph
-from .._graph._operations import Op, Value, is_unit
+from .._graph._operations import Op, Value, is_unit, leaves
 from .._jax._jaxpr import scan_counts
-from .._plan._plan_parts import Role
-from .._plan._sharding import AxisAssignment
 from ._assignment_problem import ChoiceNode, Edge, Problem, State, all_reduce_bytes, cost, solve
+from ._plan_parts import Role
+from ._sharding import AxisAssignment, Sharded
 
+Axes = tuple[tuple[str, int], ...]  # names and sizes
+Roles = Mapping[str, tuple[Role, ...]]
 Cuts = Mapping[int, Mapping[int, int]]  # value -> dimension -> parts that other axes cut it into
 
 # Work that every device repeats costs time but no bytes. One byte sent is worth a thousand
 # floating-point operations (A100 datasheet: 312 Tflop/s in bf16, 300 GB/s each way over NVLink).
 _BYTES_PER_FLOP = 1e-3
 _BYTES_PER_BYTE = 1e-3
+
+
+def shard_graph(
+    graph: Graph,
+    axes: Sequence[tuple[str, int]],
+    roles: Roles,
+    dims: Sequence[Mapping[str, int]] | None = None,
+    warnings: tuple[str, ...] = (),
+    *,
+    unlike: bool = False,
+    like: Sharded | None = None,
+) -> Sharded:
+    """Solve one axis after another, each on what the others left.
+
+    Args:
+        graph: Of the loss.
+        axes: Names and sizes.
+        roles: For each axis, the part of each TaskGraph.
+        dims: For each parameter the axes that cut it and the dimensions they cut, where rules or a
+            plan decide that; None: what needs least communication.
+        warnings: What rules left open.
+        unlike: Whether the parts of devices may be unlike.
+        like: The same program for another microbatch size with the same axes: it is cut like that
+            where it can be, which spares solving; None: solve.
+    """
+    known = like.axes if like is not None and is_alike(like.graph, graph) else {}
+    cuts: dict[int, dict[int, int]] = {}
+    solved: dict[str, AxisAssignment] = {}
+    for name, size in reversed(list(axes)):  # the innermost axis has the fastest links
+        fixed: dict[int, int | None] = {}
+        if dims is not None:
+            fixed = {i: own.get(name) for i, own in enumerate(dims)}
+        solved[name] = assign(
+            graph,
+            roles[name],
+            size,
+            cuts=cuts,
+            fixed=fixed,
+            unlike=unlike,
+            like=known.get(name),
+        )
+        for v, dim in solved[name].made.items():
+            if dim is not None:
+                divisors = cuts.setdefault(v, {})
+                divisors[dim] = divisors.get(dim, 1) * size
+    return Sharded(graph, {name: solved[name] for name, _ in axes}, warnings)
+
+
+def is_alike(one: Graph, other: Graph) -> bool:
+    """Whether two graphs are of one program, traced for other sizes."""
+
+    def program(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
+        return [(op.name, op.outputs) for op in leaves(graph.ops)]
+
+    return program(one) == program(other)
 
 
 def assign(
