@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import hxla
-from hxla._planner._collective_costs import ALGORITHMS, hierarchical, volume
+from hxla._planner._collective_costs import ALGORITHMS, volume
 
 HERE = pathlib.Path(__file__).parent
 NODES, EACH = 2, 8
@@ -27,7 +27,16 @@ def main() -> None:
     for name in ALGORITHMS:
         seconds = [volume(name, NODES * EACH, b).seconds(between) for b in num_bytes]
         panel.loglog(num_bytes, seconds, label=name)
-    seconds = [hierarchical(NODES, EACH, b, inside, between) for b in num_bytes]
+    # Reduce-scatter and all-gather in each node, and between them rings of like workers over the
+    # nodes, all through one card: Mikami et al., "Massively Distributed SGD", 2018, section 3.2.
+    within = [volume("ring", EACH, b).seconds(inside) for b in num_bytes]
+    rings = [volume("ring", NODES, b / EACH) for b in num_bytes]
+    across = [
+        ring.num_rounds * between.latency_seconds
+        + EACH * ring.serial_bytes / between.bytes_per_second
+        for ring in rings
+    ]
+    seconds = [a + b for a, b in zip(within, across, strict=True)]
     panel.loglog(num_bytes, seconds, "k--", label="hierarchical, one card a node")
     panel.set_xlabel("bytes of the array")
     panel.set_ylabel("seconds")

@@ -14,6 +14,9 @@ from ._layout import PlanValue
 Role = Literal["replicate", "split", "rules"]
 
 
+ZERO_STAGES = (0, 1, 2, 3)
+
+
 class Versions(PlanValue):
     """The versions and settings that made a plan, as far as they decide bits.
 

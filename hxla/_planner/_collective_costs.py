@@ -82,41 +82,6 @@ def volume(algorithm: Algorithm, num_workers: int, num_bytes: float) -> Volume:
     )
 
 
-def hierarchical(
-    num_nodes: int,
-    workers_per_node: int,
-    num_bytes: float,
-    inside: Link,
-    between: Link,
-    *,
-    shares_card: bool = True,
-) -> float:
-    """Predict the time of an all-reduce in three parts.
-
-    A ring's reduce-scatter inside each node leaves each worker one part of the sum; workers of like
-    part are rings over the nodes; a ring's all-gather inside each node follows.
-
-    Args:
-        num_nodes: Nodes, of as many workers each.
-        workers_per_node: Workers of a node.
-        num_bytes: Of the array that each worker holds.
-        inside: Between workers of a node.
-        between: Between nodes.
-        shares_card: Whether all workers of a node share one card to the others.
-
-    References:
-        Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,
-        section 3.2 (2D-torus all-reduce).
-    """
-    own = volume("ring", workers_per_node, num_bytes).seconds(inside)
-    across = volume("ring", num_nodes, num_bytes / workers_per_node)
-    num_flows = workers_per_node if shares_card else 1
-    return own + (
-        across.num_rounds * between.latency_seconds
-        + num_flows * across.serial_bytes / between.bytes_per_second
-    )
-
-
 def favoured(num_workers: int, num_bytes: float, link: Link) -> tuple[Algorithm, float]:
     """The algorithm of least time by a link's figures, and that time; of equal ones the first.
 

@@ -22,8 +22,3 @@ class Goal:
     def worthwhile(self) -> float:
         """A plan that is no faster than this need not be found."""
         return self.fastest / (1 + self.good_enough)
-
-    @property
-    def worth_placing(self) -> float:
-        """The same of plans on their devices, as bounds have it that know of network cards."""
-        return self.placed / (1 + self.good_enough)

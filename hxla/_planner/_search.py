@@ -27,7 +27,6 @@ from ._cuts import (
 from ._deadline import Deadline, OutOfTime
 from ._goal import Goal
 from ._like_copies import like_copies
-from ._node_runs import NodeRuns
 from ._packing import fractional_packing
 from ._relaxed import subsets
 from ._searched import Found, NothingFitsError, Searched
@@ -150,23 +149,11 @@ def _refine(left: "Sequence[_Search]") -> None:
     """Bounds until the best plan is good enough, or nothing more is to be had."""
     for s in sorted(left, key=lambda s: (s.fastest, s.estimate)):
         s.first_bounds()
-    # Where a node can hold all copies of a stage, what is known says least of sums and transfers.
-    first = [s for s in left if s.sums_may_stay_in_nodes()]
-    _look_at_nodes(first)
     while left:
         urgency, s = min(((s.urgency(), s) for s in left), key=lambda item: item[0])
         if urgency[0] == math.inf:
             break
         s.work()
-    _look_at_nodes([s for s in left if s.has_several_nodes and s not in first])
-
-
-def _look_at_nodes(left: "list[_Search]") -> None:
-    """Bounds by nodes and their cards, of whatever is bounded least."""
-    while left:
-        s = min(left, key=lambda s: s.bound_seconds)
-        if not s.look_at_nodes():
-            left = [other for other in left if other is not s]
 
 
 class _Search:
@@ -203,7 +190,6 @@ class _Search:
         self._known: dict[int, Alive] = {}
         self._known_for = 0.0  # seconds of the plans that it is about
         self._branchings: dict[int, Branching] = {}
-        self._nodes: NodeRuns | None = None
         self._bounded_for = math.inf  # seconds
         self._is_priced = False
         self._wait, self._patience = 0, 1  # prices of some stages may refute others or not
@@ -296,33 +282,6 @@ class _Search:
         if left:
             found = self.bound.refute(level, self._prices, known or None, ratio=ratio)
             self._learn(left, found, level)
-
-    def sums_may_stay_in_nodes(self) -> bool:
-        """Whether a plan that may be better has no more copies than some node holds of a stage."""
-        level = self._goal.worth_placing
-        inside = max(self._t.copies_inside, default=0)
-        return self.has_several_nodes and any(
-            self.bound.copies(num, level) <= inside
-            for num, own in self._bounds.items()
-            if own < level
-        )
-
-    def look_at_nodes(self) -> bool:
-        """Raise the bounds by what nodes and their cards let plans do; False: there is no more."""
-        level = self._goal.worth_placing
-        if self._nodes is None or self._nodes.seconds < level * (1 - 1e-9):
-            if self.is_refuted():  # what transfers are known to cost may be left
-                found = self.bound.refute(level, self._prices, ratio=_ROUGH)
-                self._raise_to(self._order, found, level)
-            floors = {num: own for num, own in self._bounds.items() if own < level}
-            if not floors:
-                return False
-            self._nodes = NodeRuns(self.bound, level, floors, self._prices, self._check)
-        if self._nodes.least >= level or not self._nodes.step():
-            return False
-        for num, floor in self._nodes.floors.items():
-            self._raise(num, floor)
-        return True
 
     def _learn(self, asked: Iterable[int], found: Mapping[int, Alive], seconds: float) -> None:
         """Take what a bound says of some numbers of stages and plans faster than a time."""

@@ -8,9 +8,8 @@ from .._cluster._job_devices import Devices
 from .._core._errors import PlanError
 from .._core._format import num_bytes
 from .._plan._plan import Plan
-from .._plan._plan_parts import ReplicaWork
+from .._plan._plan_parts import ZERO_STAGES, ReplicaWork
 from .._planner._inner_split import in_lowest_terms
-from .._planner._state_bytes import STAGES
 from ._host_places import asked_places
 from ._shared_state import cut_copies_may_share, with_shared_state
 from ._traced_job import TracedJob
@@ -58,7 +57,7 @@ def of_whole_programs(
     if devices is None or not (is_open and is_described) or not cut_copies_may_share(plan):
         return _in_stage(job, plan, cluster, stage, groups)
     lacks: dict[int, float] = {}
-    for more in STAGES[stage:]:
+    for more in ZERO_STAGES[stage:]:
         found = _in_stage(job, plan, cluster, more, groups)
         lack = compiled_lack(job, found, cluster, devices)
         if lack <= 0:

@@ -10,10 +10,9 @@ from .._launch._member import own_member
 from .._model._functional import leaf_names
 from .._plan._ownership import SUMMED_STATE, Ownership, ownership
 from .._plan._plan import Plan
-from .._plan._plan_parts import Tier
+from .._plan._plan_parts import ZERO_STAGES, Tier
 from .._planner._complete import placement_for
 from .._planner._shard_groups import groups_of_nodes
-from .._planner._state_bytes import STAGES
 from ._state_elsewhere import PART_ON_DEVICE, check_host, words
 from ._traced_job import TracedJob
 
@@ -187,7 +186,7 @@ def stages_to_try(job: TracedJob, plan: Plan) -> tuple[int, ...]:
         )
     if asked is not None or not _may_share(plan):
         return (asked or least,)
-    return STAGES[least:] if plan.sums.over == "device" else STAGES[least:-1]
+    return ZERO_STAGES[least:] if plan.sums.over == "device" else ZERO_STAGES[least:-1]
 
 
 def _words(

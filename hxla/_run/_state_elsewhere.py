@@ -16,7 +16,6 @@ from .._core._format import num_bytes
 from .._plan._plan import Plan
 from .._plan._plan_parts import Tier
 from .._planner._memory_values import MemoryForm
-from .._planner._offload_efficiency import efficiency
 from ._traced_job import TracedJob
 
 FLOPS_OF_FORWARD = 3  #: Of a microbatch: the backward is two more.
@@ -147,7 +146,9 @@ def words(job: TracedJob, plan: Plan, cluster: Cluster, tier: Tier) -> str:
     if products is None:
         return said
     flops = FLOPS_OF_FORWARD * job.graph(plan.microbatch_size).flops * count
-    part = efficiency(flops / (2 * state), rate, products.flops_per_second)
+    # Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 4: compute / (compute + copies).
+    reached = flops / (2 * state) * rate
+    part = reached / (reached + products.flops_per_second)
     return f"{said}; {part:.1%} of the device's rate are left (ZeRO-Infinity's formula)"
 
 

@@ -9,7 +9,6 @@ from support import collective_messages as messages
 from support.inside.planner import (
     ALGORITHMS,
     favoured,
-    hierarchical,
     ring_all_reduce_seconds,
     volume,
 )
@@ -33,25 +32,6 @@ def test_an_algorithm_takes_what_its_messages_take(algorithm):
         assert found.total_bytes == pytest.approx(sum(own) * BYTES), n
         wanted = messages.seconds(sent, chunks, BYTES, LATENCY, BANDWIDTH)
         assert found.seconds(LINK) == pytest.approx(wanted), n
-
-
-@pytest.mark.parametrize("each", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
-@pytest.mark.parametrize("shares_card", [True, False])
-def test_a_hierarchy_takes_what_its_messages_take(nodes, each, shares_card):
-    fast = hxla.Link(bytes_per_second=8e9, latency_seconds=3e-6)
-    chunks, rounds = messages.hierarchical(nodes, each)
-    sent = messages.run(nodes * each, chunks, rounds)
-    wanted = 0.0
-    for own, made in zip(sent, rounds, strict=True):
-        across = [own[a] for a, b, *_ in made if a // each != b // each]
-        within = [own[a] for a, b, *_ in made if a // each == b // each]
-        assert not (across and within)
-        link, flows = (LINK, each if shares_card else 1) if across else (fast, 1)
-        most = flows * max(across or within) * BYTES / chunks
-        wanted += link.latency_seconds + most / link.bytes_per_second
-    found = hierarchical(nodes, each, BYTES, fast, LINK, shares_card=shares_card)
-    assert found == pytest.approx(wanted)
 
 
 def test_a_ring_is_the_one_that_the_planner_counts_with():

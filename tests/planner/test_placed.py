@@ -1,6 +1,5 @@
 """Plans on their devices: never slower for the counts and the cut that suit their transfers."""
 
-import collections
 import dataclasses
 import itertools
 
@@ -11,10 +10,6 @@ from hxla import Cluster, Device, LayerSize, LayerTime, Link, NetworkCard, Node,
 from support import chains
 from support.inside.core import _errors
 from support.inside.planner import (
-    Bound,
-    NodeRuns,
-    _cell_packing,
-    _node_runs,
     _placed,
     _propose,
     _search,
@@ -23,7 +18,7 @@ from support.inside.planner import (
     tables,
     tail_seconds,
 )
-from support.tiers import examples, rows
+from support.tiers import examples
 
 
 def cluster(chain, rng, per_node):
@@ -250,82 +245,6 @@ def test_no_plan_on_any_places_is_faster_than_its_bound():
     assert np.mean(np.array(ratios) < 1.02) > 0.8
 
 
-def looked_at(chain, seconds, numbers=None, most=1000):
-    """All that nodes say of plans of some numbers of stages, or any, that take less than a time."""
-    bound = Bound(tables(chain), chain.num_microbatches, lambda: None)
-    least = dict.fromkeys(numbers or range(1, bound.max_stages + 1), bound.floor)
-    prices = [1.0] * len(chain.groups)
-    nodes = NodeRuns(bound, seconds, least, prices, lambda: None)
-    num = 0
-    while num < most and nodes.step():
-        assert nodes.least <= seconds
-        num += 1
-    return nodes
-
-
-def placed_chains(rng, num, layers=(1, 4)):
-    """Random ones whose nodes have devices of one kind each, and the best of all placed plans."""
-    for seed in range(num):
-        described = random_cluster(rng, has_several_nodes=seed % 3 > 0)
-        work, times = random_work(rng, described, layers)
-        kinds = _propose._kinds(described, 1)
-        key = _propose.Alternative(1, 1, recompute=False)
-        chain = _propose._chain(work, key, described, kinds, times, [])
-        if tables(chain).shared is None:
-            continue  # some node has devices of two kinds
-        best = best_placed(chain, list(kinds.values()), described)
-        if best < np.inf:
-            yield seed, chain, best
-
-
-def test_no_plan_on_any_nodes_is_faster_than_its_runs_allow():
-    """Beside every placement of every plan; for times that some plan keeps, and that none does."""
-    rng = np.random.default_rng(5)
-    before, after, num_nodes = [], [], []
-    num = examples(3, 60)
-    for seed, chain, best in placed_chains(rng, num):
-        t = tables(chain)
-        for seconds in (0.9 * best, 1.0001 * best, 1.3 * best):
-            nodes = looked_at(chain, seconds, most=examples(6, 12))
-            assert nodes.least <= best * (1 + 1e-9), seed
-        before.append(best / Bound(t, chain.num_microbatches, lambda: None).floor)
-        after.append(best / nodes.least)
-        num_nodes.append(max(t.num_nodes))
-    assert len(after) > 0.6 * num
-    assert num_nodes.count(1) < 0.4 * len(after) or num < 60
-    assert np.mean(after) < 0.7 * np.mean(before)
-
-
-@pytest.mark.slow
-def test_no_plan_is_faster_than_what_copies_have_alike_allows(monkeypatch):
-    """Of more layers, with cells parted by any cut and by any stage that one node may have."""
-    rng, chance = np.random.default_rng(7), np.random.default_rng(3)
-    told = collections.Counter()
-
-    def any_start(columns, weights):
-        starts = sorted({start for column in columns for start in column.starts.items()})
-        told["starts"] += len(starts) > 0
-        return starts[chance.integers(len(starts))] if starts else None
-
-    def any_whole(columns, weights):
-        stages = sorted({stage for column in columns for stage in column.whole})
-        told["wholes"] += len(stages) > 0
-        return stages[chance.integers(len(stages))] if stages else None
-
-    monkeypatch.setattr(_cell_packing, "told_by_starts", any_start)
-    monkeypatch.setattr(_cell_packing, "told_by_wholes", any_whole)
-    monkeypatch.setattr(_node_runs, "_TOLD_TAIL", 9.0)
-    num, num_seeds = 0, 8
-    for seed, chain, best in placed_chains(rng, num_seeds, (4, 8)):
-        for seconds in (0.97 * best, 1.0001 * best, 1.1 * best):
-            nodes = looked_at(chain, seconds, most=40)
-            assert nodes.least <= best * (1 + 1e-9), seed
-        num += 1
-    assert num > 4
-    assert told["starts"] > 14, told
-    assert told["wholes"] > 14, told
-
-
 def four_layers(num_devices):
     """Like layers of three seconds a microbatch, on devices that hold all of them."""
     return chains.Group(
@@ -338,39 +257,6 @@ def four_layers(num_devices):
         parameter_bytes=(1.0,) * 4,
         stash_bytes=(1.0,) * 4,
     )
-
-
-#: Bytes of a boundary, to the seconds of the best plan.
-SENT = {9.0: 66 + 4 * 0.75 * 2, 0.05: 66 + 10 * 0.1 + 2 * 0.75 * 2}
-
-
-@pytest.mark.parametrize("sent", rows(SENT, 9.0))
-def test_a_card_carries_what_two_stages_send_or_the_sums_of_both(sent):
-    """Four like layers on four nodes of two devices, whose cards take a second for a byte.
-
-    By hand: in two stages a microbatch takes 6 s each, ten of them on each of four copies 12 + 9 *
-    6 s. If both stages of a copy are in a node, its card has the rings of all four layers, of 2 (1
-    - 1/4) s a byte. If not, those of two, but in every period `sent` bytes pass it and come back.
-    """
-    best = SENT[sent]
-    rings = chains.Rings(
-        inside_seconds=(0.0,),
-        copies_inside=(2,),
-        num_nodes=(4,),
-        card_seconds=((1.0,),),
-        card_sum_seconds=2.0,
-    )
-    chain = chains.Chain(
-        groups=(four_layers(8),),
-        num_microbatches=40,
-        output_bytes=(sent,) * 4,
-        reduce_seconds=(2.0,),
-        rings=rings,
-    )
-    for seconds in (0.9 * best, 1.3 * best):
-        nodes = looked_at(chain, seconds, [2])
-        least = min(seconds, best)
-        assert 0.98 * least <= nodes.least <= least * (1 + 1e-9)
 
 
 def like_layers(num_kinds, *, inside, num_devices=4):

@@ -11,18 +11,15 @@ from hxla.__main__ import main
 from support.inside.scheduler import (
     GANGS,
     POLICIES,
-    Grant,
     Situation,
     backfill,
     fits,
     free_devices,
     one_at_a_time,
-    pending,
     read_jobs,
     returned,
     shortest_remaining,
     simulate,
-    taken,
 )
 from support.paths import ROOT
 from support.scheduled_jobs import KINDS, active, job, random_jobs
@@ -151,16 +148,6 @@ def test_a_job_below_its_fewest_devices_waits_the_last_that_came_first():
     b = active(job("b", min_devices=2), (2, 0, 0))
     held = returned((a, b), (3, 0, 0), {"a": (2, 0, 0), "b": (2, 0, 0)})
     assert held == {"a": (2, 0, 0), "b": (0, 0, 0)}
-
-
-def test_a_grant_that_is_not_taken_in_time_lapses():
-    grants = (
-        Grant(name="a", nums=(1, 0), until_seconds=10.0),
-        Grant(name="b", nums=(0, 2), until_seconds=30.0),
-    )
-    assert taken(grants, "a", 9.0) == grants[:1]
-    assert taken(grants, "a", 11.0) == ()
-    assert pending(grants, 11.0) == grants[1:]
 
 
 def test_a_job_keeps_what_it_holds_unless_the_move_pays():

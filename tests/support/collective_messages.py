@@ -69,40 +69,6 @@ def halving_doubling(n):
     return _folded(n, power, rounds)
 
 
-def hierarchical(nodes, each):
-    """Ring's reduce-scatters inside nodes, rings over nodes, ring's all-gathers inside."""
-    chunks, inside = ring(each)
-    _, over = ring(nodes)
-
-    def part(c, piece):
-        return c * nodes + piece
-
-    def within(messages):
-        return [
-            (
-                node * each + a,
-                node * each + b,
-                tuple(part(c, p) for c in moved for p in range(nodes)),
-                adds,
-            )
-            for node in range(nodes)
-            for a, b, moved, adds in messages
-        ]
-
-    def between(messages):
-        # After a ring's reduce-scatter worker i has the sum of chunk i + 1.
-        return [
-            (a * each + i, b * each + i, tuple(part((i + 1) % each, c) for c in moved), adds)
-            for i in range(each)
-            for a, b, moved, adds in messages
-        ]
-
-    half = each - 1
-    rounds = [within(m) for m in inside[:half]]
-    rounds += [between(m) for m in over]
-    return chunks * nodes, rounds + [within(m) for m in inside[half:]]
-
-
 def run(n, chunks, rounds):
     """The sums that all end with, checked; per round and worker the chunks that it sends."""
     state = [[1 << i] * chunks for i in range(n)]

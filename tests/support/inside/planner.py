@@ -4,11 +4,9 @@ from hxla._planner import (
     _best_pipeline,
     _bound,
     _branch,
-    _cell_packing,
     _chain_tables,
     _counts,
     _like_copies,
-    _node_runs,
     _packing,
     _placed,
     _propose,
@@ -20,7 +18,7 @@ from hxla._planner._bound import Bound
 from hxla._planner._chain import UNBOUNDED, Chain, Group, ReplicaSort, Rings, Staging
 from hxla._planner._chain_tables import step_seconds, tables, tail_seconds
 from hxla._planner._chain_texts import boundary_texts, keep_texts
-from hxla._planner._collective_costs import ALGORITHMS, favoured, hierarchical, volume
+from hxla._planner._collective_costs import ALGORITHMS, favoured, volume
 from hxla._planner._complete import complete
 from hxla._planner._cost import LinkSeconds, all_gather_seconds, ring_all_reduce_seconds
 from hxla._planner._counts import best_counts, bound_seconds, even_counts, finish_seconds
@@ -29,14 +27,6 @@ from hxla._planner._kind_orders import best_order
 from hxla._planner._memory_forms import GRANULES_OF_A_COPY, MemoryForms
 from hxla._planner._memory_values import ChainBytes, CopyDevice, ModelBytes, Travel
 from hxla._planner._microbatch_sizes import best_size, candidate_sizes
-from hxla._planner._node_runs import NodeRuns
-from hxla._planner._offload_efficiency import (
-    checkpoint_intensity,
-    efficiency,
-    needed_bandwidth,
-    optimizer_intensity,
-    parameter_intensity,
-)
 from hxla._planner._pipeline_request import PipelineRequest
 from hxla._planner._placed import Placer
 from hxla._planner._propose import ChainWork, propose
@@ -58,6 +48,4 @@ from hxla._planner._split_seconds import split_time
 from hxla._planner._split_sizes import SplitDevice, best_sizes
 from hxla._planner._split_times import places_of, split_devices
 from hxla._planner._staging import staging_cost
-from hxla._planner._state_bytes import MIXED_ADAM, float32_state, zero_table
 from hxla._planner._structures import pipelined, replicated
-from hxla._planner._transformer_bytes import Decoder

@@ -3,7 +3,6 @@
 from hxla._scheduler._device_proposals import ExecutorTime, Trials, learned, proposals
 from hxla._scheduler._elastic_jobs import ActiveJob, ElasticJob, Situation, fits, free_devices, plus
 from hxla._scheduler._gang_policies import backfill, one_at_a_time, shortest_remaining
-from hxla._scheduler._grants import Grant, pending, taken
 from hxla._scheduler._job_traces import read_jobs
 from hxla._scheduler._live_commands import LIVE_POLICIES
 from hxla._scheduler._live_jobs import LiveJob, read_live_jobs
