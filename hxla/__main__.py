@@ -28,10 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     where.add_argument("-n", type=int, help="number of processes")
     where.add_argument("--ray", metavar="ADDRESS", help="of --elastic: a Ray cluster, or auto")
     run.add_argument("--nodes", metavar="FILE", help="of --ray: IDs of those that may be used")
-    kept = run.add_mutually_exclusive_group()
-    kept.add_argument("--detach", metavar="NAME", help="of --ray: goes on when this command ends")
-    kept.add_argument("--attach", metavar="NAME", help="follow a detached run")
-    kept.add_argument("--stop", metavar="NAME", help="end one, after a checkpoint")
     run.add_argument("--plan", metavar="FILE", help="of hxla plan --write: what is to run")
     run.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     run.add_argument("--dump", metavar="DIR", help="write what XLA makes of it, for hxla inspect")
@@ -93,12 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
     schedule.add_argument("--ray", metavar="ADDRESS", help="of run: a Ray cluster, or auto")
     schedule.add_argument("--out", metavar="DIR", help="of run: for the record and what jobs print")
     for command in (run, profile, plan):
-        nargs = "?" if command is run else None  # a detached run that is there has its own
         words = "Python script, followed by its own arguments"
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
         )
-        command.add_argument("script", nargs=nargs, help=words)
+        command.add_argument("script", help=words)
         command.add_argument("arguments", nargs=argparse.REMAINDER)
     inspect = commands.add_parser("inspect", help="what XLA really did: reads a dump")
     inspect.add_argument(
@@ -137,10 +132,6 @@ def main(arguments: list[str] | None = None) -> int:
                 return _schedule_live(args)
             print(_schedule(args), end="")
             return 0
-        if args.command == "run" and (args.attach is not None or args.stop is not None):
-            return _detached(args)
-        if args.script is None:
-            raise LaunchError("run needs a script: hxla run [options] SCRIPT [its arguments]")
         script = [*(["-m"] * args.is_module), args.script, *args.arguments]
         if not args.is_module and not os.path.isfile(args.script):
             raise LaunchError(f"no script {args.script!r} in {os.getcwd()}")
@@ -168,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _run_elastic(args, script)
         own = [
             name
-            for name in ("ray", "nodes", "detach", "min", "max", "heartbeat", "events")
+            for name in ("ray", "nodes", "min", "max", "heartbeat", "events")
             if getattr(args, name) is not None
         ]
         if own:
@@ -199,10 +190,6 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
     heartbeat = 10.0 if args.heartbeat is None else args.heartbeat
     if heartbeat <= 1:
         raise LaunchError(f"--heartbeat {heartbeat:g}: use more than one second")
-    if args.detach is not None and args.ray is None:
-        raise LaunchError("--detach is of a Ray cluster: give --ray too")
-    if args.detach == "":
-        raise LaunchError("--detach needs a name for the run")
     wishes = ElasticWishes(
         command=script,
         nodes=args.nodes,
@@ -212,26 +199,7 @@ def _run_elastic(args: argparse.Namespace, script: list[str]) -> int:
         grace_seconds=args.grace,
         events=args.events,
     )
-    return _launcher.run_elastic(
-        wishes, mesh=args.mesh, number=args.n, ray=args.ray, detach=args.detach
-    )
-
-
-def _detached(args: argparse.Namespace) -> int:
-    option, name, command = (
-        ("--attach", args.attach, _launcher.attach)
-        if args.stop is None
-        else ("--stop", args.stop, _launcher.stop)
-    )
-    if args.ray is None:
-        raise LaunchError(f"{option} {name}: say on which Ray cluster the run is: give --ray too")
-    if args.script is not None:
-        raise LaunchError(f"{option} {name}: the run has its script: leave out {args.script}")
-    of_a_start = ("elastic", "nodes", "min", "max", "heartbeat", "events", "plan", "dump")
-    given = [one for one in of_a_start if getattr(args, one)]
-    if given:
-        raise LaunchError(f"{option} {name}: the run is there already: leave out --{given[0]}")
-    return command(args.ray, name)
+    return _launcher.run_elastic(wishes, mesh=args.mesh, number=args.n, ray=args.ray)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

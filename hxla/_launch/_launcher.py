@@ -108,7 +108,6 @@ def run_elastic(
     mesh: str | None = None,
     number: int | None = None,
     ray: str | None = None,
-    detach: str | None = None,
 ) -> int:
     """Run a script whose processes come and go with the devices, until it has trained.
 
@@ -117,19 +116,14 @@ def run_elastic(
         mesh: Built-in name or path of a mesh file, which is read again when it changes.
         number: Processes to start, instead of a mesh.
         ray: Address of a Ray cluster whose nodes give the devices, instead of a mesh.
-        detach: Name under which the run goes on in that cluster when this process ends.
 
     Returns:
         The exit code of the job.
 
     Raises:
-        LaunchError: As `describe`, or if there is no such cluster, or a run of this name.
+        LaunchError: As `describe`, or if there is no such cluster.
     """
     streams, closed = _streams()
-    if ray is not None and detach is not None:
-        with _needing_ray():
-            from ._detached_commands import detach as detach_run
-        return detach_run(ray, detach, wishes, streams, _noted(closed))
     rules, log = wishes.rules(), EventLog(wishes.events)
     if ray is not None:
         with _needing_ray():
@@ -145,50 +139,12 @@ def run_elastic(
         return run.wait()
 
 
-def attach(ray: str, name: str) -> int:
-    """Follow a detached run: print what it prints, and return its exit code.
-
-    Args:
-        ray: Address of its Ray cluster.
-        name: Of it.
-
-    Raises:
-        LaunchError: If there is no such cluster, or no such run.
-    """
-    with _needing_ray():
-        from ._detached_commands import attach as attach_to_run
-    streams, closed = _streams()
-    return attach_to_run(ray, name, streams, _noted(closed))
-
-
-def stop(ray: str, name: str) -> int:
-    """Ask a detached run to end as SIGTERM does; returns the exit code of the command.
-
-    Args:
-        ray: Address of its Ray cluster.
-        name: Of it.
-
-    Raises:
-        LaunchError: If there is no such cluster, or no such run.
-    """
-    with _needing_ray():
-        from ._detached_commands import stop as stop_run
-    return stop_run(ray, name, _streams()[0])
-
-
 @contextlib.contextmanager
 def _needing_ray() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError:
         raise LaunchError("--ray needs Ray: pip install 'hxla[ray]', on every node") from None
-
-
-def _noted(closed: list[Callable[[], None]]) -> Callable[[], bool]:
-    """Whether it was said that nobody reads the output any more."""
-    noted = threading.Event()
-    closed.append(noted.set)
-    return noted.is_set
 
 
 def _streams() -> tuple[Streams, list[Callable[[], None]]]:

@@ -1,7 +1,6 @@
 """Elastic jobs on the nodes of a real local Ray cluster, with the bits of undisturbed ones."""
 
 import collections
-import contextlib
 import io
 import logging
 import os
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 
 from hxla.__main__ import main
@@ -250,173 +248,16 @@ def held_groups():
     return [own for own in placement_group_table().values() if own["state"] != "REMOVED"]
 
 
-class DetachedJob(elastic_chaos.RayJob):
-    """A run of the name `job`, whose first command is followed by others."""
-
-    def command(self, *options):
-        """Another command about it."""
-        return [sys.executable, "-m", "hxla", "run", "--ray", self.cluster.address, *options]
-
-    def detach_again(self, *options):
-        """What the command says that starts another run of the same name."""
-        command = self.command("--elastic", "--detach", "job", *options, str(elastic_chaos.JOB))
-        return self.ran(command)
-
-    def ran(self, command):
-        """A command that has ended."""
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_SECONDS,
-            env=elastic_chaos.own_environment(),
-        )
-
-    def follow(self):
-        """Attach to it."""
-        self.process = self.began(self.command("--attach", "job"), self.printed)
-
-    @contextlib.contextmanager
-    def attached(self, path, command=()):
-        """Another command that follows it, whose output is in a file."""
-        with path.open("wb") as printed:
-            process = self.began(command or self.command("--attach", "job"), printed)
-            try:
-                yield process
-            finally:
-                process.kill()
-                process.wait()
-
-    def began(self, command, printed):
-        return subprocess.Popen(
-            command,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            env=elastic_chaos.own_environment(),
-            start_new_session=True,
-        )
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_when_its_command_is_killed_and_ends_with_the_same_bits(tmp_path):
-    """It uses a node that joins afterwards, too: nothing that it needs was the command's."""
-    last = tmp_path / "stop"
-    job = DetachedJob(
-        tmp_path,
-        elastic_chaos.MOST_STEPS,
-        0.05,
-        [0.4, 0.4],
-        ("--stop-when", str(last)),
-        launcher=("--detach", "job"),
-    )
-    try:
-        job.wait(elastic_chaos.runs, "the first generation")
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.process.wait()
-        before = elastic_chaos.last_step(job.events())[0]
-        wait_until(lambda: elastic_chaos.last_step(job.events())[0] > before + 5, "steps")
-        refused = job.detach_again()
-        assert refused.returncode == 2
-        assert "hxla: --detach job: a run of this name is there already" in refused.stderr
-        job.printed.seek(0)
-        job.printed.truncate()
-        job.follow()
-        job.add(0.4)
-        job.write_mesh()
-        number = len([e for e in job.events() if e["what"] == "Form"])
-        job.wait(
-            lambda e: (
-                len([x for x in e if x["what"] == "Form"]) > number
-                and elastic_chaos.runs(e)
-                and e[-1]["what"] == "Completed"
-            ),
-            "a generation with a new node",
-        )
-        last.touch()
-        assert job.process.wait(PATIENCE_SECONDS) == 0, job.tail()
-        text = job.printed_text()
-        assert "generation 1 from the beginning" in text  # what was printed before it was attached
-        [told] = [line.split("] ")[-1] for line in text.splitlines() if "sha256" in line]
-        assert told == elastic_chaos.undisturbed_line(job.ledger()["runs"][-1]["end"], "-n", "1")
-    finally:
-        job.stop()
-
-
-@pytest.mark.slow
-def test_two_who_follow_a_run_read_all_of_it_and_without_its_actor_are_told(tmp_path):
-    """The actor is killed as with the head node; a new run goes on from the checkpoint."""
-    saved, last = tmp_path / "saved", tmp_path / "stop"
-    options = ("--checkpoints", str(saved), "--checkpoint-every", "5", "--stop-when", str(last))
-    job = DetachedJob(
-        tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.4], options, launcher=("--detach", "job")
-    )
-    try:
-        job.wait(lambda e: elastic_chaos.last_step(e)[0] > 10, "steps")
-        pids = list(job.pids().values())
-        with job.attached(tmp_path / "first.txt") as first:
-            wait_until(lambda: "] step " in (tmp_path / "first.txt").read_text(), "a step")
-            [raylet] = job.cluster.head_node.all_processes["raylet"]
-            workers = psutil.Process(raylet.process.pid).children()
-            [actor] = [p for p in workers if p.name().startswith("ray::Detached")]
-            actor.kill()
-            for process in (job.process, first):
-                assert process.wait(PATIENCE_SECONDS) == 2
-        for text in (job.printed_text(), (tmp_path / "first.txt").read_text()):
-            assert "generation 1 from the beginning" in text
-            assert text.splitlines()[-1].startswith("hxla: run job is gone, and its processes with")
-        left_behind.wait_until_gone(pids)
-        again = [
-            *job.command("--elastic", "--detach", "job"),
-            str(elastic_chaos.JOB),
-            "--steps",
-            str(elastic_chaos.MOST_STEPS),
-        ]
-        with job.attached(tmp_path / "second.txt", [*again, "--slow", "0.05", *options]) as second:
-            wait_until(lambda: "] step " in (tmp_path / "second.txt").read_text(), "a step")
-            with job.attached(tmp_path / "third.txt") as third:
-                last.touch()
-                assert (second.wait(PATIENCE_SECONDS), third.wait(PATIENCE_SECONDS)) == (0, 0)
-        texts = [(tmp_path / f"{name}.txt").read_text() for name in ("second", "third")]
-        assert texts[0] == texts[1]
-        assert "resumed from step" in texts[0]
-        [told] = [line.split("] ")[-1] for line in texts[0].splitlines() if "sha256" in line]
-        assert told == elastic_chaos.undisturbed_line(int(told.split()[-2]), "-n", "1")
-        left_behind.wait_until_none()
-    finally:
-        job.stop()
-
-
-def test_a_run_of_which_nobody_read_the_end_goes_by_itself(tmp_path, connected):
-    """And keeps its name until then, unless someone reads it."""
-    from support.inside.launch import DetachedActor, ElasticWishes
-
-    options = DetachedActor.options(name="job", lifetime="detached", num_cpus=0)
-    wishes = ElasticWishes(command=["job.py"])
-    missing = str(tmp_path / "missing")
-    actor = options.remote(wishes, missing, unread_seconds=1.0)
-    with contextlib.suppress(ray.exceptions.RayActorError):  # it may be gone before it is asked
-        ray.get(actor.standing.remote())
-    wait_until(lambda: not ray.util.list_named_actors(), "the end of the first")
-    actor = options.remote(wishes, missing, unread_seconds=3600.0)
-    wait_until(lambda: ray.get(actor.standing.remote()) == (2, False), "the end of its run")
-    heard = ray.get(actor.follow.remote(0))
-    assert b"is not on the head node" in b"".join(text for _, text in heard.output.pieces)
-    assert not ray.get(actor.follow.remote(heard.output.end)).output.pieces
-    wait_until(lambda: not ray.util.list_named_actors(), "the end of the second")
-
-
-def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster, capsys):
-    """Its state is in two parts, each of them on both nodes; who follows it ends with 75."""
+def test_a_run_outlives_a_kill_and_sigterm_writes_a_checkpoint(tmp_path, cluster):
+    """Its state is in two parts, each of them on both nodes."""
     saved = tmp_path / "saved"
     options = ("--checkpoints", str(saved))
-    job = DetachedJob(
+    job = elastic_chaos.RayJob(
         tmp_path,
         elastic_chaos.MOST_STEPS,
         0.05,
         [0.4, 0.4],
         options,
-        launcher=("--detach", "job"),
         is_copied=True,
         cluster=cluster,
     )
@@ -428,25 +269,10 @@ def test_a_run_outlives_a_kill_and_stop_writes_a_checkpoint(tmp_path, cluster, c
         form = forms(job.events())[1]
         assert form["generation"]["first_step"] >= elastic_chaos.EVERY
         assert [one["part"] for one in form["sources"]] == [0, 1]
-        there = ("--ray", cluster.address)
-        assert said_by(capsys, *there, "--attach", "another") == (
-            2,
-            "hxla: --attach another: no such run on the Ray cluster; there are job",
-        )
-        job.process.send_signal(signal.SIGINT)
-        assert job.process.wait(PATIENCE_SECONDS) == 130
-        assert "run job goes on" in job.tail()
-        code, said = said_by(capsys, *there, "--stop", "job")
-        assert code == 0, said
-        job.follow()
+        job.process.send_signal(signal.SIGTERM)
         assert job.process.wait(PATIENCE_SECONDS) == 75, job.tail()
         [step] = [int(s) for s in re.findall(r"SIGTERM: ended after (\d+) steps", job.tail())]
         assert any(str(step) in folder.name for folder in saved.iterdir()), list(saved.iterdir())
-        # What was read has gone, and its name is free.
-        again = ("--elastic", "--detach", "job", "--nodes", str(tmp_path / "missing"))
-        code, said = said_by(capsys, *there, *again, str(elastic_chaos.JOB))
-        assert code == 2
-        assert "cannot be read" in said
     finally:
         job.stop()
     left_behind.wait_until_none()

@@ -2,7 +2,6 @@
 
 from hxla._launch import _launcher, _mailbox, _state_folders, _throttle
 from hxla._launch._board import Post, new_board, post_of
-from hxla._launch._detached_run import DetachedActor
 from hxla._launch._elastic_wishes import ElasticWishes
 from hxla._launch._environment import (
     _GPU_FLAGS,
