@@ -15,7 +15,7 @@ from ._files import named, read_json, read_toml
 #: Variables that `hxla run` and tests use; all other `HXLA_*` are settings.
 _INTERNAL = (
     "BOARD DEVICES PLAN MESH COORDINATOR LAUNCHER_PID LIVE LOCAL_CLIENTS LOGS NUM_PROCESSES "
-    "PROCESS_ID MAILBOX GENERATION MEMORY NEIGHBOURS WAITS"
+    "PROCESS_ID MAILBOX JOB GENERATION MEMORY NEIGHBOURS WAITS"
 )
 INTERNAL_VARIABLES = frozenset(f"HXLA_{name}" for name in _INTERNAL.split())
 

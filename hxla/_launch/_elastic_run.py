@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import secrets
 import signal
 import threading
 import time
@@ -76,6 +77,7 @@ class ElasticRun:
     ):
         self._hosts, self._streams, self._grace = hosts, streams, grace_seconds
         self._known: Membership = begin(rules)
+        self._job = secrets.token_hex(8)
         self._events = events
         self._most = rules.max_devices
         self._places: dict[str, OfferedDevice] = {}
@@ -372,6 +374,7 @@ class ElasticRun:
         workers = {
             name: host.start(
                 WorkersStart(
+                    job=self._job,
                     generation=generation.number,
                     num_processes=len(places),
                     address=address,

@@ -16,6 +16,8 @@ from ._board import Board, new_board, open_board
 #: Path of the mailbox, the number of the generation, and the folder for what is kept in memory.
 MAILBOX_VARIABLE, GENERATION_VARIABLE = "HXLA_MAILBOX", "HXLA_GENERATION"
 MEMORY_VARIABLE = "HXLA_MEMORY"
+#: A name of the job that no other one has: that of all its generations.
+JOB_VARIABLE = "HXLA_JOB"
 #: How many processes of a generation are on this host.
 NEIGHBOURS_VARIABLE = "HXLA_NEIGHBOURS"
 

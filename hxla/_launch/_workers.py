@@ -14,6 +14,7 @@ from .._cluster._cluster import Device
 from ._board import BOARD_VARIABLE, LOGS_VARIABLE, Post, new_board
 from ._mailbox import (
     GENERATION_VARIABLE,
+    JOB_VARIABLE,
     MAILBOX_VARIABLE,
     MEMORY_VARIABLE,
     NEIGHBOURS_VARIABLE,
@@ -52,6 +53,7 @@ class WorkersStart:
     """What a host needs to know to start its processes of a generation.
 
     Attributes:
+        job: A name of the job that no other one has.
         generation: The generation's number.
         num_processes: The processes of the generation, on all hosts.
         address: Where its coordinator listens.
@@ -60,6 +62,7 @@ class WorkersStart:
         pinned: What generations before have chosen, as `hxla._launch._member.pin` writes it.
     """
 
+    job: str
     generation: int
     num_processes: int
     address: str
@@ -152,6 +155,7 @@ class LocalWorkers:
                 LOGS_VARIABLE: str(streams.logs.folder),
                 MAILBOX_VARIABLE: path,
                 GENERATION_VARIABLE: str(start.generation),
+                JOB_VARIABLE: start.job,
                 MEMORY_VARIABLE: memory,
                 NEIGHBOURS_VARIABLE: str(len(start.seats)),
             }

@@ -5,9 +5,9 @@ becomes visible by one rename, so a process killed at any moment leaves either a
 none. What happens to it later is seen by its seal.
 """
 
+import contextlib
 import os
 import pathlib
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,6 +32,7 @@ from ._checkpoint_handlers import (
     quieten_orbax,
 )
 from ._checkpoint_seal import META, TREE, let_go, newest_intact, sealed_meta, set_aside
+from ._folder_owner import FolderOwner
 
 _CHUNK_BYTES = 1 << 26  # what is read at least, however a reader cuts an array
 _POLL_SECONDS = 0.005
@@ -68,12 +69,54 @@ def _empty(like: Any) -> Any:
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index])
 
 
+def _manager(
+    folder: pathlib.Path,
+    keep: int,
+    largest_bytes: int | None,
+    noted: Callable[[BaseException], None],
+) -> Any:
+    """Orbax's part of it; what is thrown in the background is noted."""
+    quieten_orbax()
+    num = jax.process_count()
+    processes = ocp.options.MultiprocessingOptions(
+        # Named processes meet at the coordination service's barriers, and not in a collective.
+        active_processes=set(range(num)) if num > 1 else None,
+        barrier_sync_key_prefix="hxla",
+    )
+    gigabytes: Any = None  # an array's own chunks may reach beyond it
+    if largest_bytes is not None:
+        gigabytes = (largest_bytes + 2 * _CHUNK_BYTES) / 1e9
+    return ocp.CheckpointManager(
+        folder,
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=False,
+            enable_async_checkpointing=True,
+            # Else the threads that wait for a folder wait for 20 minutes after a failure.
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            cleanup_tmp_directories=True,
+            multiprocessing_options=processes,
+        ),
+        item_names=(TREE, META),
+        item_handlers={
+            TREE: TreeHandler(
+                noted,
+                save_concurrent_gb=gigabytes,
+                restore_concurrent_gb=gigabytes,
+                multiprocessing_options=processes,
+            ),
+            META: MetaHandler(noted, multiprocessing_options=processes),
+        },
+    )
+
+
 class Checkpoints:
-    """A folder of checkpoints.
+    """A folder of checkpoints, which no other session opens meanwhile.
 
     Attributes:
         folder: Where it is.
-        damaged: What was found damaged and set aside, in words.
+        notes: What the user should know of it, in words: what was damaged and is set aside, and
+            that it cannot be locked.
 
     Args:
         folder: Made if it is not there.
@@ -83,7 +126,8 @@ class Checkpoints:
         gather: Name and text to the texts of all processes.
 
     Raises:
-        CheckpointError: If the folder cannot be written, or holds only damaged checkpoints.
+        CheckpointError: If the folder cannot be written, is another session's, or holds only
+            damaged checkpoints.
     """
 
     def __init__(
@@ -95,58 +139,17 @@ class Checkpoints:
         gather: Callable[[str, str], tuple[str, ...]] = lambda _, text: (text,),
     ):
         self.folder = pathlib.Path(folder).absolute()
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.folder):
-                    pass
-            except OSError as error:
-                problem = str(error.strerror)
-        [problem, *_] = gather("checkpoint folder", problem)
-        if problem:
-            raise CheckpointError(
-                f"checkpoint_dir {self.folder} cannot be written: {problem}; choose another folder "
-                "or change its permissions"
-            )
         self._gather, self._rank = gather, jax.process_index()
-        self._latest, self.damaged = newest_intact(self.folder, gather, self._rank)
         self._failures: list[BaseException] = []  # of writes, most of them in the background
         self._is_told = False
         self._is_done = threading.Event()
         self._is_done.set()
-        quieten_orbax()
-        num = jax.process_count()
-        processes = ocp.options.MultiprocessingOptions(
-            # Named processes meet at the coordination service's barriers, and not in a collective.
-            active_processes=set(range(num)) if num > 1 else None,
-            barrier_sync_key_prefix="hxla",
-        )
-        gigabytes: Any = None  # an array's own chunks may reach beyond it
-        if largest_bytes is not None:
-            gigabytes = (largest_bytes + 2 * _CHUNK_BYTES) / 1e9
-        self._manager: Any = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                create=False,
-                enable_async_checkpointing=True,
-                # Else the threads that wait for a folder wait for 20 minutes after a failure.
-                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
-                cleanup_tmp_directories=True,
-                multiprocessing_options=processes,
-            ),
-            item_names=(TREE, META),
-            item_handlers={
-                TREE: TreeHandler(
-                    self._failures.append,
-                    save_concurrent_gb=gigabytes,
-                    restore_concurrent_gb=gigabytes,
-                    multiprocessing_options=processes,
-                ),
-                META: MetaHandler(self._failures.append, multiprocessing_options=processes),
-            },
-        )
+        with contextlib.ExitStack() as opening:
+            owner = opening.enter_context(FolderOwner(self.folder, gather))
+            self._latest, damaged = newest_intact(self.folder, gather, self._rank)
+            self.notes = (*owner.notes, *damaged)
+            self._manager = _manager(self.folder, keep, largest_bytes, self._failures.append)
+            self._owned = opening.pop_all()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -293,6 +296,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If a save failed of which nobody was told.
         """
-        if not self._is_told:
-            self.wait()
-            self._manager.close()
+        with self._owned:
+            if not self._is_told:
+                self.wait()
+                self._manager.close()

@@ -295,7 +295,8 @@ class Job:
                 another plan.
             PlanError: If the plan is for another model, batch, cluster or version, with every
                 difference, or does not fit the memory.
-            CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+            CheckpointError: If a folder cannot be written or is another session's, or holds a
+                checkpoint of another run.
             WeightsError: If the weights are damaged or do not suit the model: all faults at once.
             LaunchError: If this is one of several processes and they have not joined, or disagree.
         """

@@ -179,9 +179,9 @@ class Session:
             else:
                 self._termination.heed_interrupts()
             opening.pop_all()
-        damaged = self._checkpoints.damaged if self._checkpoints is not None else ()
+        of_folder = self._checkpoints.notes if self._checkpoints is not None else ()
         of_member = self._member.told() if self._member is not None else ()
-        for words in (*damaged, *of_member, *beginning.notes):
+        for words in (*of_folder, *of_member, *beginning.notes):
             self._recorder.log(words)
         promised = determinism(self._programs.graph, self.plan)
         self._recorder.log(f"{self.plan.explain()}\n  {promised}")

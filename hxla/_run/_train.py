@@ -156,7 +156,8 @@ def train(
         AnnotationError: If a parameter cannot be cut as annotated or as a rule says.
         PlanError: If nothing fits the devices, or the plan is for something else.
         NonFiniteError: If a gradient was not finite and `nonfinite="stop"`.
-        CheckpointError: If a folder cannot be written, or holds a checkpoint of another run.
+        CheckpointError: If a folder cannot be written or is another session's, or holds a
+            checkpoint of another run.
         WeightsError: If the weights are damaged or do not suit the model: all faults at once.
         LaunchError: If this is one of several processes and they have not joined, or disagree.
         Preempted: After SIGTERM or Ctrl-C, once a checkpoint is written; uncaught, the script ends

@@ -101,6 +101,7 @@ def test_what_is_printed_last_is_heard_when_a_node_is_let_go(tmp_path, connected
     out, err = (Output(printed, lock, lambda _: None) for _ in range(2))
     device = Device(kind="cpu")
     start = WorkersStart(
+        job="job",
         generation=1,
         num_processes=1,
         address="127.0.0.1:1",

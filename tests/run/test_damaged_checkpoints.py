@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_set_aside_by_name_and_the_one_before_it_is_read
     damage(saved / "2")
     with Checkpoints(saved) as checkpoints:
         assert checkpoints.latest() == 1
-        [said] = checkpoints.damaged
+        [said] = checkpoints.notes
         assert "checkpoint 2 is damaged and now called 2.damaged: " in said
         assert words in said
         assert is_of(checkpoints.restore(tree(0), 1), 1)
@@ -147,7 +147,7 @@ def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved):
     with Checkpoints(saved) as checkpoints:
         checkpoints.save(2, tree(2), {"seed": 0})
     with Checkpoints(saved) as checkpoints:
-        assert (checkpoints.latest(), checkpoints.damaged) == (2, ())
+        assert (checkpoints.latest(), checkpoints.notes) == (2, ())
         assert checkpoints.meta(2) == {"seed": 0}
         assert is_of(checkpoints.restore(tree(0), 2), 2)
 

@@ -1,6 +1,7 @@
 """However a session ends, its last whole state is saved and its report written."""
 
 import json
+import shutil
 import signal
 
 import jax
@@ -111,7 +112,7 @@ def test_an_error_is_the_one_seen_where_its_state_cannot_be_saved(tmp_path):
 
     def spoil(record, session):
         if record.step == 1:
-            folder.rmdir()
+            shutil.rmtree(folder)
             folder.write_text("a file")
             raise OfUsersOwnError
 

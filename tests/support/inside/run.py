@@ -3,6 +3,7 @@
 from hxla._run import (
     _data,
     _fastest_executors,
+    _folder_owner,
     _forms_of_job,
     _hand_over,
     _host_link,
@@ -20,6 +21,7 @@ from hxla._run._data_position import from_text, to_text
 from hxla._run._executors_of_plan import with_executors
 from hxla._run._facts_of_run import told_differences, told_of_run
 from hxla._run._fastest_executors import with_fastest_executors
+from hxla._run._folder_owner import FolderOwner
 from hxla._run._forms_of_job import costs_of
 from hxla._run._observed_steps import Observer, Trial
 from hxla._run._planned_chain import with_memory
