@@ -19,7 +19,7 @@ from .._plan._plan import Plan
 from ._checkpoint_seal import newest_facts
 from ._facts_of_run import (
     FORMAT,
-    LOSS,
+    OF_TRACE,
     check_format,
     check_resumed,
     facts_of_run,
@@ -115,7 +115,7 @@ class Beginning:
             is_traced_alike = found.get("told", {}).get("made with") == self._told["made with"]
             # Of a model with other parameters each one is told when the state is read.
             if not is_traced_alike or self._has_other_parameters(found):
-                del asked[LOSS]
+                asked = {name: fact for name, fact in asked.items() if name not in OF_TRACE}
         check_resumed(where, step, found, asked, options.steps)
         return found
 

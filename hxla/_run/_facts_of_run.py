@@ -10,6 +10,8 @@ from typing import Any
 from .._core._errors import CheckpointError
 from .._graph._trace import loss_digest
 from .._jax._settings import unlike_settings
+from .._model._functional import leaf_names
+from .._model._loss_scale import own_variables
 from .._model._optimizer import Optimizer
 from .._plan._plan import Plan
 from .._plan._precision import Precision
@@ -17,7 +19,8 @@ from ._agreement import facts_of_data, facts_of_versions
 from ._traced_job import TracedJob
 
 FORMAT = 4  # of these facts, and of the names of a state's arrays
-LOSS = "traced loss"
+LOSS, _MERGE = "traced loss", "merge"
+OF_TRACE = (LOSS, _MERGE)  # what another jax, or other parameters, may make otherwise
 _MOST_CHANGES = 3  # of a line
 
 
@@ -29,6 +32,8 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         plan: That runs.
     """
     graph = job.graph(plan.microbatch_size)
+    names = leaf_names(own_variables(job.functional(plan.microbatch_size).aux))
+    merges = zip(names, graph.merges, strict=True)
     return {
         "format": FORMAT,
         "batch_size": plan.batch_size,
@@ -39,7 +44,7 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         "gradient": job.settings.communication.gradient,
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
-        "merge": list(graph.merges),
+        _MERGE: {name: rule for name, rule in merges if rule != "same"},
         LOSS: loss_digest(graph),
     }
 

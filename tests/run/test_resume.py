@@ -151,6 +151,31 @@ def test_what_would_train_something_else_is_refused_by_name(begun, name):
         train(2, begun, **changes)
 
 
+class Counting(nnx.Module):
+    def __init__(self, bias=True):
+        self.layer = nnx.Linear(6, 3, use_bias=bias, rngs=nnx.Rngs(0))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.count[...] += len(x)
+        return self.layer(x)
+
+
+def test_another_merge_is_refused_by_name_where_the_loss_is_looked_at(tmp_path):
+    train(1, tmp_path, size=SIZE, model=Counting(), merge={"count": "sum"})
+
+    def refused(**changes):
+        with pytest.raises(hxla.CheckpointError) as error:
+            train(2, tmp_path, merge={"count": "max"}, **changes)
+        return str(error.value)
+
+    words = "merge: {'count': 'sum'} in the checkpoint, {'count': 'max'} asked"
+    assert words in refused(model=Counting())
+    of_others = refused(model=Counting(bias=False))  # told parameter by parameter
+    assert "not in this model: params.layer.bias" in of_others
+    assert "merge:" not in of_others
+
+
 SETTINGS = {
     "jax_default_prng_impl": ("threefry2x32", "rbg"),
     "jax_threefry_partitionable": (True, False),
