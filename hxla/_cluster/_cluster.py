@@ -231,6 +231,7 @@ class Cluster(_Value):
         nodes: The nodes; none if only devices are described, all of one node.
         links: The links between two nodes, each with their names in alphabetical order.
         default_link: The link between nodes that `links` does not name.
+        file: The path of the mesh file; empty where it is built in, or there is none.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Cluster(_Value):
     nodes: tuple[Node, ...] = ()
     links: tuple[tuple[str, str, Link], ...] = ()
     default_link: Link | None = None
+    file: str = ""
 
     def link(self, i: int, j: int) -> Link | None:
         """Find the link between two devices.

@@ -144,7 +144,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         faults = [_fault(failure) for failure in error.errors()] + faults
     if faults:
         raise MeshError(f"{path} has faults:" + listed(faults))
-    return _cluster(parsed)
+    own = "" if _catalog.is_built_in("meshes", path) else str(path)
+    return _cluster(parsed).model_copy(update={"file": own})
 
 
 def _cluster(file: _MeshFileTable) -> Cluster:

@@ -23,6 +23,11 @@ def names(kind: Kind) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _folder(kind).glob("*.toml")))
 
 
+def is_built_in(kind: Kind, path: pathlib.Path) -> bool:
+    """Whether a path that `find` gave is that of a built-in file."""
+    return path.parent == _folder(kind).resolve()
+
+
 def find(kind: Kind, name_or_path: str) -> pathlib.Path:
     """Path of a built-in name, or of the user's own file.
 
@@ -40,7 +45,7 @@ def find(kind: Kind, name_or_path: str) -> pathlib.Path:
             return path.resolve()
         built_in = _folder(kind) / f"{name_or_path}.toml"
         if built_in.is_file():
-            return built_in
+            return built_in.resolve()
     except (OSError, RuntimeError) as fault:  # a name too long, a home that nobody has
         raise error(f"{shown(name_or_path)} cannot be looked up: {fault}") from None
     known = names(kind)

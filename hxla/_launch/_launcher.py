@@ -61,7 +61,7 @@ def run(
 
         asked = Plan.read(plan)
     if asked is not None and mesh is None and number is None:
-        mesh, number = asked.cluster or None, len(asked.devices)
+        mesh, number = _mesh_of(asked, str(plan)), len(asked.devices)
     devices = describe(mesh, None if mesh is not None else number)
     ranks: Sequence[int] = range(len(devices))
     settings: dict[str, str] = {}
@@ -160,6 +160,24 @@ def _streams() -> tuple[Streams, list[Callable[[], None]]]:
         err=Output(sys.stderr.buffer, lock, lambda _: None),
         logs=Logs(),
     ), closed
+
+
+def _mesh_of(plan: "Plan", file: str) -> str | None:
+    """The mesh file of a plan: built in, where it was, or beside the plan; None: it had none.
+
+    Raises:
+        LaunchError: If it is nowhere there.
+    """
+    if not plan.mesh_file:
+        return plan.cluster or None
+    own = pathlib.Path(plan.mesh_file)
+    for path in (own, pathlib.Path(file).with_name(own.name)):
+        if path.is_file():
+            return str(path)
+    raise LaunchError(
+        f"plan {file} is for the mesh file {plan.cluster!r}, which is not at {own} and not beside "
+        "the plan: put it there, or pass --mesh FILE"
+    )
 
 
 def _planned_ranks(plan: "Plan", num_devices: int) -> Sequence[int]:

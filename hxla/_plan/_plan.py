@@ -53,6 +53,7 @@ class Plan(PlanValue):
         format: The version of the file's format.
         made_with: The versions and settings that decide bits.
         cluster: The name of the mesh file; empty for the devices that were there.
+        mesh_file: The path of a mesh file that is not built in, where the plan was made.
         batch_size: The examples of a global batch.
         microbatch_size: The examples of a microbatch.
         devices: The devices that take part.
@@ -88,6 +89,7 @@ class Plan(PlanValue):
     format: Literal[1] = 1
     made_with: Versions
     cluster: str = ""
+    mesh_file: str = ""
     batch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
     microbatch_size: Annotated[int, pydantic.Field(ge=1, le=2**48)]
     devices: tuple[PlannedDevice, ...] = pydantic.Field(min_length=1)
@@ -224,8 +226,9 @@ class Plan(PlanValue):
 
     @property
     def decisions(self) -> "Plan":
-        """The plan without its prediction, its runners-up and its reasons."""
-        return self.model_copy(update={"prediction": None, "runners_up": (), "reasons": ()})
+        """The plan without its prediction, its runners-up, its reasons and a path."""
+        without = {"prediction": None, "runners_up": (), "reasons": (), "mesh_file": ""}
+        return self.model_copy(update=without)
 
     # -- other plans -----------------------------------------------------------------------------
 

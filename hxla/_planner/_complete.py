@@ -127,6 +127,7 @@ def complete(
     fields = {
         "made_with": versions_for(cluster),
         "cluster": cluster.name,
+        "mesh_file": cluster.file,
         "batch_size": batch_size,
         "microbatch_size": microbatch_size,
         "devices": tuple(

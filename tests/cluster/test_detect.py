@@ -178,7 +178,8 @@ def test_devices_are_measured_by_the_clock(tmp_path, no_driver):
     ran = run_alone(tmp_path, code, XLA_FLAGS=flags)
     assert ran.returncode == 0, ran.stderr
     cluster = load_cluster(str(tmp_path / "here.toml"))
-    assert load_cluster_from(tmp_path, dump_cluster(cluster)) == cluster
+    again = load_cluster_from(tmp_path, dump_cluster(cluster))
+    assert again == cluster.model_copy(update={"file": ""})
     device, other = cluster.devices
     assert device == other
     # Any core since 2010 multiplies at 1 to 1000 GFLOP/s and copies at 0.5 to 200 GB/s.
@@ -192,7 +193,7 @@ def test_devices_are_measured_by_the_clock(tmp_path, no_driver):
 def load_cluster_from(folder, text):
     path = folder / "again.toml"
     path.write_text(text)
-    return load_cluster(str(path))
+    return load_cluster(str(path)).model_copy(update={"file": ""})
 
 
 class Cards:

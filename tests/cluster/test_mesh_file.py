@@ -24,7 +24,7 @@ def load(tmp_path):
     def write_and_load(text):
         path = tmp_path / "mesh.toml"
         path.write_text(text)
-        return load_cluster(str(path))
+        return load_cluster(str(path)).model_copy(update={"file": ""})
 
     return write_and_load
 

@@ -489,3 +489,38 @@ def test_of_the_folders_of_jobs_that_are_over_the_last_ten_are_kept(tmp_path, mo
     Logs().folder.mkdir()
     assert sorted(folder for folder in folders if folder.exists()) == folders[-9:]
     assert all((folder / "rank-0.log").exists() for folder in others)
+
+
+def test_a_plan_finds_the_mesh_file_of_the_user_where_it_was_or_beside_it(tmp_path):
+    mesh, out = tmp_path / "own" / "processors.toml", tmp_path / "out"
+    for folder in (mesh.parent, out):
+        folder.mkdir()
+    mesh.write_text('name = "mine"\n[[device]]\nkind = "cpu"\n')
+    graph = hxla.trace(
+        nnx.Linear(4, 2, rngs=nnx.Rngs(0)),
+        lambda model, batch: model(batch["x"]).mean(-1),
+        {"x": np.ones((4, 4), np.float32)},
+    )
+    plan = hxla.make_plan(graph, load_cluster(str(mesh)), batch_size=8)
+    built_in = hxla.make_plan(graph, load_cluster("cpu-4-equal"), batch_size=8)
+    assert (plan.cluster, built_in.mesh_file) == ("mine", "")
+    file, script = out / "plan.json", tmp_path / "script.py"
+    plan.write(file)
+    script.write_text("import os; print(os.environ['HXLA_MESH'], file=open('told', 'w'))")
+    command = [f"--plan={file}", str(script)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "hxla", "run", *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "told").read_text().strip() == str(mesh)
+    mesh.rename(tmp_path / "moved.toml")
+    with pytest.raises(LaunchError, match=r"'mine'.* not at .*processors.toml.*pass --mesh FILE"):
+        _run.run([str(script)], plan=str(file))
+    (tmp_path / "moved.toml").rename(out / mesh.name)
+    assert _run._mesh_of(plan, str(file)) == str(out / mesh.name)
+    assert _run._mesh_of(built_in, str(file)) == "cpu-4-equal"
