@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from .._cluster._card_dtypes import slow_cards
 from .._cluster._cluster import Cluster, Device
 from .._core._types import STAGE_AXIS
-from .._graph._graph import Graph
+from .._graph._graph import Graph, params_of
 from .._graph._parts import ChainPart, graph_at, parts_of
 from .._graph._uncut_scans import uncut_scans
 from .._plan._layout import Layout, dtype_name, from_spec
@@ -31,6 +31,8 @@ from ._counts import even_counts
 from ._inner_split import Sizes, inner_split, lines_of, state_factor
 from ._split_seconds import microbatch_seconds
 from ._structures import Structure
+
+_MOST_NAMES = 3
 
 
 def complete(
@@ -88,6 +90,7 @@ def complete(
         f"make of it; merge={{{name!r}: ...}} says otherwise"
         for name in graph.averaged
     ]
+    said += _narrow_sums(graph, sums)
     said += structure.reasons
     for dtype in precision.low_dtypes:
         slow = slow_cards(dtype, kinds)
@@ -209,6 +212,23 @@ def layouts(graph: Graph, specs: Sequence[P], sizes: Sequence[Sizes]) -> tuple[L
             graph.param_names, graph.param_values, specs, sizes, strict=True
         )
     )
+
+
+def _narrow_sums(graph: Graph, sums: SumsForm) -> list[str]:
+    """Which trained parameters are wider than the sums of their gradients."""
+    trained = [
+        (graph.param_names[p], graph.values[v])
+        for p, v in zip(params_of(graph), graph.param_values, strict=True)
+    ]
+    wide = ("float64", "complex128")
+    names = list(dict.fromkeys(n for n, v in trained if v.differentiable and str(v.dtype) in wide))
+    if not names:
+        return []
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return [
+        f"{', '.join(names[:_MOST_NAMES])}{more}: float64, and the gradients are rounded to "
+        f"{sums.dtype} where they are summed, about 6e-8 of each"
+    ]
 
 
 def _shares_of_work(parts: Sequence[ChainPart], num_stages: int) -> list[str]:

@@ -13,6 +13,7 @@ from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._lower._state import State
 from .._model._functional import leaf_names
+from .._weights._save_weights import note_other_variables
 
 _REMEDY = (
     "hand in what is to be trained on, session.replace(params=..., aux=..., opt_state=...); what "
@@ -71,6 +72,7 @@ class HandedOut:
         exponents.flags.writeable = False
         parts = {name: _read_only(getattr(state, name)) for name in PARTS}
         self._state = dataclasses.replace(state, exponents=exponents, **parts)
+        note_other_variables(self._state)
         self._leaves = _leaves(self._state)
         self._ids = set(map(id, self._leaves))
         return self._state

@@ -5,6 +5,7 @@ Every process writes the slices that it holds into one file; nothing is gathered
 
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,17 +18,31 @@ from .._core._errors import WeightsError
 from .._core._files import local_path
 from .._core._types import PyTree
 from .._jax import _coordination
+from .._model._trainable import entries_of
 from ._name_map import NameMap, as_names
 from ._pieces import Pieced, pieced
 from ._safetensors import Stored, make_file, read_header, without_a_name
 from ._weights import Read, Wanted, Weights, as_weights, filled, open_weights
 
+_OTHERS = "_hxla_other_variables"  # an attribute of the parameters of a session's state
+_MOST_NAMES = 3
 _MARK = "_CHECKPOINT_METADATA"  # a file that Orbax writes into each of its folders
 _TIMEOUT_SECONDS = 600.0  # for the slowest process to write its slices
 
 
 def _gather(what: str, text: str) -> tuple[str, ...]:
     return _coordination.gather(what, text, timeout_seconds=_TIMEOUT_SECONDS)
+
+
+def note_other_variables(state: Any) -> None:
+    """Let the parameters of a state name its other variables: who writes them alone is told.
+
+    Args:
+        state: An `hxla.State`.
+    """
+    others = [name for _, name, value in entries_of(state.aux) if not _is_stream(value)]
+    if others and hasattr(state.params, "__dict__"):
+        vars(state.params)[_OTHERS] = others
 
 
 def _arrays_of(model: Any) -> PyTree:
@@ -42,6 +57,13 @@ def _arrays_of(model: Any) -> PyTree:
         params, aux = model.params, model.aux  # of an hxla.State
         is_nnx = isinstance(params, nnx.State)
         return nnx.merge_state(params, aux) if is_nnx else {"params": params, **aux}
+    if others := getattr(model, "__dict__", {}).get(_OTHERS):
+        more = f" and {len(others) - _MOST_NAMES} more" if len(others) > _MOST_NAMES else ""
+        warnings.warn(
+            f"session.state.params are written without the model's other variables, "
+            f"{', '.join(others[:_MOST_NAMES])}{more}: pass session.state to write both",
+            stacklevel=3,
+        )
     return model
 
 
@@ -117,8 +139,8 @@ def save_weights(
             that `orbax.checkpoint.StandardCheckpointer` restores.
         tree: What to write: `result.state`, an NNX model, Linen's variables, or any other tree of
             arrays. Of `session.state` it is the parameters and the other variables, such as
-            BatchNorm's statistics; `session.state.params` has none of these. Of an NNX model random
-            streams are left out.
+            BatchNorm's statistics; `session.state.params` has none of these, of which a warning
+            tells. Of an NNX model random streams are left out.
         names: The map from the model's names to those of the file, or the name or file of one.
             None: the same names, components joined by dots.
 

@@ -246,3 +246,30 @@ def test_annotations_leave_nothing_to_choose(tmp_path, monkeypatch):
     model = Annotated(nnx.Rngs(0), inputs=INPUTS, outputs=4)
     with pytest.raises(hxla.ConfigError, match="remove the annotations"):
         automatic(tmp_path, monkeypatch, 50, model)
+
+
+class Wide(nnx.Module):
+    def __init__(self, *dtypes):
+        self.parts = nnx.data([nnx.Param(np.ones(3, dtype)) for dtype in dtypes])
+        self.kept = nnx.Variable(np.ones(3))
+
+    def __call__(self, x):
+        return sum((x * part[...]).real.sum(-1) for part in (*self.parts, self.kept))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [(["float64", "float32"], "parts/0"), (["complex128"], "parts/0"), (["float32"], None)],
+)
+def test_parameters_that_are_wider_than_their_sums_are_named(dtypes, told):
+    jax.config.update("jax_enable_x64", True)
+    try:
+        batch = {"x": np.ones((4, 3))}
+        graph = hxla.trace(Wide(*dtypes), lambda model, batch: model(batch["x"]), batch)
+        said = [line for line in hxla.make_plan(graph, 2).reasons if "float64" in line]
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    names = [
+        line.partition(": float64, and the gradients are rounded to float32")[0] for line in said
+    ]
+    assert names == ([] if told is None else [told])
