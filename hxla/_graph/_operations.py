@@ -83,6 +83,8 @@ class Op:
         factors: The ways to cut a leaf.
         iterations: The first of the iterations that it runs of a scan that is cut, and the one
             after the last; None: all.
+        caller: The equation of the user's code that it was inlined into, as one of `jnp.var` is;
+            None: it was not.
     """
 
     eqn: Any
@@ -99,6 +101,7 @@ class Op:
     flops: int = 0
     factors: tuple[Factor, ...] = ()
     iterations: tuple[int, int] | None = None
+    caller: Any = None
 
     @property
     def name(self) -> str:
@@ -108,7 +111,8 @@ class Op:
     @property
     def source(self) -> str:
         """The file and line of the user's code, or an empty string."""
-        return source_of(self.eqn)
+        own = source_of(self.eqn)
+        return own if own or self.caller is None else source_of(self.caller)
 
 
 def source_of(eqn: Any) -> str:

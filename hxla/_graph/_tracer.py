@@ -54,6 +54,7 @@ class Tracer:
         self._tasks: dict[tuple[Scope, ...], int] = {}
         self._consts: list[tuple[int, Any]] = []
         self._closed_over: set[int] = set()  # values that are constants
+        self._caller: Any = None
 
     def _new(
         self,
@@ -155,7 +156,10 @@ class Tracer:
                 assert inner is not None
                 inside = dict(zip(inner.jaxpr.invars, inputs, strict=True))
                 self._add_consts(inner, inside)
+                # Equations of a function that jax has traced before do not know who calls it.
+                caller, self._caller = self._caller, eqn if source_of(eqn) else self._caller
                 ops += self._walk(inner.jaxpr, inside, here, times)
+                self._caller = caller
                 outs = [self._read(inside, v) for v in inner.jaxpr.outvars]
                 for var, value in zip(eqn.outvars, outs, strict=True):
                     env[var] = value
@@ -203,6 +207,7 @@ class Tracer:
             env[var] = outputs[-1]
         return Op(
             eqn=eqn,
+            caller=self._caller,
             kind=kind,
             inputs=inputs,
             outputs=tuple(outputs),
@@ -282,6 +287,7 @@ class Tracer:
             env[var] = number
         return Op(
             eqn=eqn,
+            caller=self._caller,
             kind="leaf",
             inputs=inputs,
             outputs=tuple(outputs),

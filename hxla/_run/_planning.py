@@ -133,17 +133,30 @@ def size_asked(job: TracedJob, wishes: Wishes) -> int | None:
     return size
 
 
-def check_enough(batch_size: int, size: int, num_replicas: int) -> None:
+def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool = False) -> None:
     """Refuse more copies of the model than microbatches.
+
+    Args:
+        batch_size: Examples of a global batch.
+        size: Of a microbatch.
+        num_replicas: The copies.
+        is_kept: Whether the size is that of a run which goes on.
 
     Raises:
         PlanError: With both numbers.
     """
-    if batch_size // size < num_replicas:
+    num = batch_size // size
+    if num < num_replicas:
+        remedy = f"use fewer devices or microbatch_size <= {max(batch_size // num_replicas, 1)}"
+        if is_kept:
+            remedy = (
+                f"the size is the checkpoint's, and the run keeps it: resume with {num} "
+                f"device{'s' * (num > 1)} or fewer, let several devices share a copy of the model "
+                "(mesh, stages), or begin anew in another checkpoint_dir"
+            )
         raise PlanError(
-            f"{num_replicas} devices but only {batch_size // size} microbatches "
-            f"(batch_size {batch_size} / microbatch_size {size}): use fewer devices or "
-            f"microbatch_size <= {max(batch_size // num_replicas, 1)}"
+            f"{num_replicas} devices but only {num} microbatches "
+            f"(batch_size {batch_size} / microbatch_size {size}): {remedy}"
         )
 
 
@@ -172,6 +185,7 @@ def plan_for(
     """
     size = size_asked(job, wishes)
     is_measured = size is None and wishes.microbatch_size == "measured"
+    is_kept = size != wishes.microbatch_size and size == wishes.pinned.microbatch_size
     graph = job.graph(size or default_sizes(job.batch_size, 1)[0])
     stages = wishes.stages if wishes.stages is not None else job.settings.auto.num_stages
     asked_stages = asked(stages, job.settings.pipeline)
@@ -202,7 +216,7 @@ def plan_for(
         if size is None:
             size, reason = microbatch_size(request, job.batch_size, num)
             reasons.append(reason)
-        check_enough(job.batch_size, size, num)
+        check_enough(job.batch_size, size, num, is_kept=is_kept)
         check_even(request, job.batch_size // size, num, counts)
         if request.needs_even_counts:
             counts = "even" if counts == "measured" else counts
@@ -212,7 +226,7 @@ def plan_for(
         reasons.append("the profile is of a model on one device: not used")
     timed = profile if counts == "measured" and not structure.axes else None
     if size is not None:
-        check_enough(job.batch_size, size, num)
+        check_enough(job.batch_size, size, num, is_kept=is_kept)
 
     def make(size: int, reasons: Sequence[str], structure: Structure = structure) -> Plan:
         own = job.graph(size)
@@ -250,7 +264,7 @@ def plan_for(
 
     balance = counts == "measured"
     if size is not None:
-        if size != wishes.microbatch_size and size == wishes.pinned.microbatch_size:
+        if is_kept:
             reasons.append(f"microbatch_size={size}, as it was before")
         return tried(make(size, reasons)), balance
     if not is_measured and timed is None:

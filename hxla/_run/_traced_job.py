@@ -188,7 +188,8 @@ class TracedJob:
                     f"microbatches of {size} have another mean than the batch of "
                     f"{self.batch_size}; return per-example losses, or (losses, weights) for a "
                     f"mean over a mask; or train whole batches, microbatch_size={self.batch_size}; "
-                    "or, if the mean over microbatches is meant, pass mixes_examples=True"
+                    "or, where statistics or means of each microbatch are meant, as a BatchNorm of "
+                    "one's own takes and Flax's does, pass mixes_examples=True"
                 )
             model = self._calls(size).model
             graph = with_rules(

@@ -154,9 +154,12 @@ def _refuse_other_files(path: Any, said: Sequence[Sequence[str]]) -> None:
 
 
 def _matched(
-    names: NameMap, wanted: Sequence[Wanted], stored: Mapping[str, Stored], *, cast: bool
+    names: NameMap, wanted: Sequence[Wanted], stored: dict[str, Stored], *, cast: bool
 ) -> tuple[list[Pieced | None], list[str]]:
-    """What makes each array, and all that is wrong with it."""
+    """What makes each array, and all that is wrong with it.
+
+    Complex tensors in `stored` become pairs of real numbers where the model has those.
+    """
     found: list[Pieced | None] = []
     unnamed, misfit, missing, shapes, dtypes = [], [], [], [], []
     used: set[str] = set()
@@ -180,7 +183,9 @@ def _matched(
             tensor = stored.get(piece.tensor)
             if tensor is None:
                 missing.append(f"  {piece.tensor} for {own}")
-            elif tensor.shape != piece.shape:
+                continue
+            tensor = stored[piece.tensor] = _in_parts(tensor, piece.shape, array.dtype)
+            if tensor.shape != piece.shape:
                 shapes.append(
                     f"  {piece.tensor}: {list(tensor.shape)} in the file, {list(piece.shape)} "
                     f"needed for {own} by the rule {rule}"
@@ -200,11 +205,25 @@ def _matched(
         ),
         *_listed("of another shape; a rule's `dims`, `part`, `join` and `stack` change it", shapes),
         *_listed(
-            "of another dtype; hxla.Weights(..., cast=True) casts among floating-point dtypes",
+            "of another dtype; hxla.Weights(..., cast=True) casts among real floating-point dtypes",
             dtypes,
         ),
     ]
     return found, faults
+
+
+def _in_parts(tensor: Stored, shape: tuple[int, ...], dtype: Any) -> Stored:
+    """A tensor with each complex number as a pair of real ones, or back, if so it is wanted.
+
+    Trained complex parameters are such pairs, in a last dimension of two; bytes are the same.
+    """
+    whole, half = np.dtype(np.complex64), np.dtype(np.float32)
+    is_wanted_complex = jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
+    if tensor.dtype == whole and not is_wanted_complex and shape == (*tensor.shape, 2):
+        return dataclasses.replace(tensor, shape=shape, dtype=half)
+    if tensor.dtype == half and is_wanted_complex and tensor.shape == (*shape, 2):
+        return dataclasses.replace(tensor, shape=shape, dtype=whole)
+    return tensor
 
 
 def _can_cast(tensor: Stored, array: Wanted) -> bool:

@@ -1,5 +1,7 @@
 """Losses in which the part of an example reads others: found in the trace, and refused."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,20 @@ def test_a_loss_that_mixes_examples_is_refused_unless_it_is_whole_or_meant():
     assert job.graph(BATCH).mixes
     np.testing.assert_allclose(trained(SIZE, mixes_examples=True), by_jax(SIZE), atol=1e-6)
     assert np.abs(by_jax(BATCH) - by_jax(SIZE)).max() > 1e-3
+
+
+def test_statistics_of_a_batch_of_ones_own_are_named_with_their_line_and_remedy():
+    def loss(model, batch):
+        out = model(batch["x"])
+        return (((out - out.mean(0)) / jnp.sqrt(out.var(0) + 1e-5)) ** 2).sum(-1)
+
+    job = hxla.Job(model(), data(), loss, optax.sgd(0.1), batch_size=BATCH)
+    with pytest.raises(hxla.LossError) as refused:
+        job.graph(SIZE)
+    assert re.search(r"mixes examples: \w+ \(.*test_mixing\.py:\d+\)", str(refused.value))
+    assert "as a BatchNorm of one's own takes" in str(refused.value)
+    means = hxla.Job(model(), data(), loss, optax.sgd(0.1), batch_size=BATCH, mixes_examples=True)
+    assert means.graph(SIZE).mixes
 
 
 @pytest.mark.slow

@@ -93,6 +93,17 @@ def test_a_plan_of_ones_own_takes_the_size_of_the_checkpoint(begun, tmp_path):
     assert make(batch_size=32).plan(checkpoint_dir=begun).microbatch_size == 4
 
 
+def test_more_devices_than_the_checkpoint_has_microbatches_are_told_whose_size_it_is(begun):
+    with pytest.raises(
+        hxla.PlanError,
+        match=r"4 devices but only 2 microbatches .*: the size is the checkpoint's, .* resume with "
+        r"2 devices or fewer, .* or begin anew in another checkpoint_dir",
+    ):
+        make(4).plan(checkpoint_dir=begun)
+    with pytest.raises(hxla.PlanError, match="use fewer devices or microbatch_size <= 4"):
+        make(4).plan(checkpoint_dir=begun, microbatch_size=SIZE)
+
+
 SCRIPT = """
 import hxla, optax
 from flax import nnx

@@ -500,6 +500,37 @@ def test_random_streams_are_no_weights_and_statistics_are(tmp_path):
         assert ours == theirs
 
 
+class Turn(nnx.Module):
+    def __init__(self):
+        self.turn = nnx.Param(jnp.zeros((2, 3), jnp.complex64))
+
+
+def test_complex_numbers_are_read_as_pairs_and_pairs_as_complex_numbers(tmp_path):
+    """A trained complex parameter is a pair in `session.state`, and complex in `result.state`."""
+    file, of_pairs = tmp_path / "complex.safetensors", tmp_path / "pairs.safetensors"
+    whole = np.arange(6, dtype=np.complex64).reshape(2, 3) * (1 - 2j)
+    pairs = np.stack([whole.real, whole.imag], axis=-1)
+    hxla.save_weights(file, {"turn": whole})
+    hxla.save_weights(of_pairs, {"turn": pairs})
+    for path in (file, of_pairs):
+        for wanted in (whole, pairs):
+            found = hxla.load_weights(path, {"turn": np.zeros_like(wanted)})["turn"]
+            np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(hxla.WeightsError, match=r"turn: complex64 in the file, needed for turn"):
+        hxla.load_weights(file, {"turn": np.zeros((2, 3), np.float32)})
+    job = hxla.Job(
+        Turn(),
+        {"x": np.ones((8, 2), np.float32)},
+        lambda model, batch: jnp.abs(batch["x"] @ model.turn).sum(-1),
+        optax.sgd(0.1),
+        batch_size=8,
+        weights=file,
+    )
+    mesh = models.mesh(data=1)
+    with job.open(job.plan(microbatch_size=8, mesh=mesh), mesh=mesh) as session:
+        np.testing.assert_array_equal(session.gather(session.state.params)["turn"][...], pairs)
+
+
 def test_plain_flax_reads_an_exported_folder(tmp_path):
     result = train(net(0), **SPREADS["cut by rules"])
     hxla.save_weights(tmp_path / "nnx", result.state)
