@@ -364,7 +364,8 @@ class Session:
             self._member.move()
         else:
             self._save_and_wait()
-        raise self._termination.left(self.step_number, self._checkpoints or self._member)
+        is_kept = self._checkpoints is not None or self._member is not None
+        raise self._termination.left(self.step_number, is_kept=is_kept)
 
     def _save_and_wait(self) -> None:
         if self._checkpoints is not None:

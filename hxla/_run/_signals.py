@@ -62,9 +62,9 @@ class Termination:
             raise KeyboardInterrupt
         os.write(2, _SAID)  # a handler may not print: it may have interrupted a print
 
-    def left(self, step: int, kept_by: object | None) -> Preempted:
+    def left(self, step: int, *, is_kept: bool) -> Preempted:
         """The exit of this process after a step, with the code for a state kept or lost."""
-        return Preempted(step, self.arrived or "SIGTERM", is_kept=kept_by is not None)
+        return Preempted(step, self.arrived or "SIGTERM", is_kept=is_kept)
 
     def close(self) -> None:
         """Give the signals back to whoever handled them before."""
