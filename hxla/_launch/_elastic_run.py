@@ -48,6 +48,7 @@ from ._host import Host, Hosts, OfferedDevice, cores_of
 from ._mailbox import Report
 from ._state_folders import StateFolders
 from ._team import Team
+from ._user_signals import ended_by
 from ._warm import CoordinationProcess
 from ._workers import Seat, Streams, WorkersStart
 
@@ -89,6 +90,7 @@ class ElasticRun:
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._asked: int | None = None
+        self._last_codes: set[int] = set()  # of processes that ended once that was asked
         self._asked_at = self._read_at = 0.0
         self._passed_at = time.monotonic()
         # The exit code and the words of an error of the script.
@@ -228,6 +230,7 @@ class ElasticRun:
             self._hear_one(team, device)
             if code is not None:
                 team.exits[device] = code
+                self._last_codes |= set() if self._asked is None else {code}
                 self._ended(team, device, code)
         team.release()
         if len(team.exits) == len(team.generation.members):
@@ -453,6 +456,8 @@ class ElasticRun:
                 team.quieten()
                 team.kill(number=signal.SIGINT)
             else:
+                if number == signal.SIGINT:
+                    self._say("Ctrl-C: training ends after this step; once more ends it at once")
                 team.order(ends=True)
 
     def _escalate(self) -> None:
@@ -478,14 +483,13 @@ class ElasticRun:
                 f"the state of step {best[0].step} was in memory only and is gone: give "
                 "hxla.train a checkpoint_dir"
             )
-        if self._failure is not None:
-            code, words = self._failure
-            self._say(words)
-            return code
-        if self._asked is not None:
-            name = signal.Signals(self._asked).name
-            self._say(f"{name}: ended after {max(self._step, ledger.end)} steps")
-            return EXIT_PREEMPTED if self._asked == signal.SIGTERM else 128 + self._asked
+        ended = self._failure
+        if self._asked is not None and ended is None:
+            done, saved = max(self._step, ledger.end), self._known.saved_step
+            ended = ended_by(self._asked, self._last_codes, done, saved)
+        if ended is not None:
+            self._say(ended[1])
+            return ended[0]
         lost = f", {ledger.num_lost} lost and run again" if ledger.num_lost else ""
         num = len(ledger.runs)
         self._say(f"{ledger.end} steps by {num} generation{'s' * (num != 1)}{lost}")

@@ -137,9 +137,6 @@ def check_enough(batch_size: int, size: int, num_replicas: int, *, is_kept: bool
     """Refuse more copies of the model than microbatches.
 
     Args:
-        batch_size: Examples of a global batch.
-        size: Of a microbatch.
-        num_replicas: The copies.
         is_kept: Whether the size is that of a run which goes on.
 
     Raises:

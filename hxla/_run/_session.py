@@ -364,8 +364,7 @@ class Session:
             self._member.move()
         else:
             self._save_and_wait()
-        is_kept = self._checkpoints is not None or self._member is not None
-        raise self._termination.left(self.step_number, is_kept=is_kept)
+        raise self._termination.left(self.step_number, is_kept=moves or bool(self._checkpoints))
 
     def _save_and_wait(self) -> None:
         if self._checkpoints is not None:

@@ -262,7 +262,7 @@ def test_a_job_that_waits_for_devices_says_what_is_lost_with_it(tmp_path):
         os.kill(job.pids()["device 1"], signal.SIGTERM)
         [saved] = job.wait(lambda e: [x for x in e if x["what"] == "Save"], "waiting")
         job.process.send_signal(signal.SIGTERM)
-        assert job.end() == 75
+        assert job.end() == 143
     finally:
         job.stop()
     step = saved["step"]
@@ -527,6 +527,42 @@ def test_members_outlive_the_process_that_they_were_forked_from(tmp_path):
         job.wait(lambda e: formed(e) == [2, 1] and elastic_chaos.runs(e), "one device")
     finally:
         job.stop()
+
+
+@pytest.mark.slow
+def test_a_first_ctrl_c_saves_and_a_second_ends_at_once(tmp_path):
+    folder = tmp_path / "saved"
+    saves = ("--checkpoints", str(folder))
+
+    def steps_done():
+        return [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+
+    job = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 0.05, [0.5, 0.5], saves)
+    try:
+        job.wait(lambda e: elastic_chaos.last_step(e)[0] >= 5, "steps")
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 75, job.tail()
+    finally:
+        job.stop()
+    [saved] = steps_done()
+    assert saved >= 5
+    words = f"Ctrl-C: ended after {saved} steps; run again to resume from a checkpoint"
+    assert words in job.tail()
+    job.log.unlink()
+    again = elastic_chaos.Job(tmp_path, elastic_chaos.MOST_STEPS, 1e6, [0.5, 0.5], saves)
+    try:
+        again.wait(lambda e: elastic_chaos.last_step(e)[0] > saved, "a step, whose callback waits")
+        assert f"resumed from step {saved}" in again.printed_text()
+        for number in (signal.SIGINT, signal.SIGINT):
+            again.process.send_signal(number)
+            left_behind.wait_until(
+                lambda: "Ctrl-C: training ends after this step" in again.printed_text(),
+                again.tail,
+            )
+        assert again.end() == 130, again.tail()
+    finally:
+        again.stop()
+    assert steps_done() == [saved]
 
 
 @pytest.mark.slow
