@@ -92,7 +92,7 @@ def arguments(
     out = {}
     guessed = _guessed(entry, module.aliased)
     for number, parameter in enumerate(entry.parameters):
-        path = _path(parameter)
+        path = path_of(parameter)
         dtype, local = _shapes.first(parameter.shape)
         shape, spec = layouts.get(number, (local, None))
         if module.num_partitions == 1 and spec is None:
@@ -109,7 +109,8 @@ def arguments(
     return out
 
 
-def _path(parameter: Instruction) -> str:
+def path_of(parameter: Instruction) -> str:
+    """The path of an argument, `params['Dense_0']['kernel']`, or which one it is."""
     return op_name(parameter) or f"argument {parameter.number}"
 
 
@@ -123,7 +124,7 @@ def _guessed(entry: Computation, donated: Set[int]) -> dict[str, str]:
     results = Counter(_shapes.arrays(entry.root.shape) if entry.root else ())
     groups: dict[str, list[int]] = {}
     for number, parameter in enumerate(entry.parameters):
-        groups.setdefault(_head(_path(parameter)), []).append(number)
+        groups.setdefault(_head(path_of(parameter)), []).append(number)
     parameters = entry.parameters
     guessed: dict[str, str] = {}
     seen: list[Counter[tuple[str, tuple[int, ...]]]] = []

@@ -127,6 +127,11 @@ class Microbatches:
         uneven = self._spec.uneven
         return "" if uneven is None or uneven.place is None else str(self._spec.graph.program)
 
+    @property
+    def compiled_text(self) -> str:
+        """The optimized program of a microbatch."""
+        return self._compiled.as_text() or ""
+
     def empty(self) -> DeviceSums:
         """Sums of no microbatch."""
         return self._compiled_zeros()  # type: ignore[no-any-return]

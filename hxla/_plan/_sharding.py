@@ -214,8 +214,8 @@ class Sharded:
                     )
         return tuple(found.values())
 
-    def gathered_params(self) -> tuple[str, ...]:
-        """Sharded parameters that an operation reads whole, with the bytes of the all-gather.
+    def gathered_params(self) -> dict[tuple[str, int], str]:
+        """Sharded parameters that an operation reads whole: by axis and parameter what is said.
 
         Over an axis `fsdp` the all-gather is meant, and nothing is said.
         """
@@ -236,7 +236,7 @@ class Sharded:
                             f"gathered whole in each microbatch, {brought:,} bytes to a device: "
                             f"{where} has no way to be cut so",
                         )
-        return tuple(found.values())
+        return found
 
     def explain(self) -> tuple[str, ...]:
         """Which parameters are cut, which bridges there are, what rules left open."""

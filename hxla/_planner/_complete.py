@@ -104,7 +104,7 @@ def complete(
         sharded, shares, sizes = split.sharded, split.shares, split.sizes
         specs = sharded.param_specs()
         said += lines_of(split)
-        said += sharded.gathered_params()
+        said += sharded.gathered_params().values()
         sent = sum(axis.sent_bytes for axis in sharded.axes.values())
         prediction = (prediction or Prediction()).model_copy(update={"sent_bytes": float(sent)})
     pipeline: PlannedPipeline | None = None

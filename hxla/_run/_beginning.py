@@ -57,7 +57,7 @@ class Beginning:
         step: The updates of the state that is there; None: the state is a new one.
         first_step: The updates done when the session begins.
         plans: Those of the steps before, by their first step.
-        notes: What the user should know of what goes on there, in words.
+        notes: What the user should know of the folder, and of what goes on there, in words.
 
     Args:
         job: That is trained.
@@ -94,7 +94,9 @@ class Beginning:
         self.plans: dict[int, Plan] = plans_from_table(found.get("plans", ()), until=self.step or 0)
         note = job.source.begin(self.first_step, found.get("data"))
         is_kept = self.checkpoints is not None or bool(self._folders)
-        self.notes = (*self._said(found, options), *([note] if note and is_kept else []))
+        of_folder = () if self.checkpoints is None else self.checkpoints.notes
+        said = self._said(found, options)
+        self.notes = (*of_folder, *said, *([note] if note and is_kept else []))
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:

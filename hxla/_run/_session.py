@@ -14,6 +14,7 @@ from .._cluster._job_devices import Devices
 from .._core._errors import ConfigError
 from .._core._fingerprint import fingerprint
 from .._core._types import PyTree
+from .._inspect._unplanned_gathers import unplanned_gathers
 from .._jax._compilation_events import num_compilations
 from .._jax._heap import keep_heap_small
 from .._jax._local_clients import is_here
@@ -163,7 +164,8 @@ class Session:
             self.balancer = Balancer(moves, counts, limits, seconds)
             self.plan = plan if counts == plan.counts else plan.with_counts(counts)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
-            said = self._watch_pipelines.measure(self._batch, self.plan)
+            said = unplanned_gathers(self._programs)
+            said += self._watch_pipelines.measure(self._batch, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
@@ -179,9 +181,7 @@ class Session:
             else:
                 self._termination.heed_interrupts()
             opening.pop_all()
-        of_folder = self._checkpoints.notes if self._checkpoints is not None else ()
-        of_member = self._member.told() if self._member is not None else ()
-        for words in (*of_folder, *of_member, *beginning.notes):
+        for words in (*(self._member.told() if self._member else ()), *beginning.notes):
             self._recorder.log(words)
         promised = determinism(self._programs.graph, self.plan)
         self._recorder.log(f"{self.plan.explain()}\n  {promised}")

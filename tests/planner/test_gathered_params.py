@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import hxla
@@ -32,17 +33,39 @@ class Batched(Ragged):
         return jax.numpy.einsum("egh,ehw->egw", hidden, self.down[...]).reshape(x.shape)
 
 
+class Normalized(Batched):
+    """The same, where each expert's weights are made of all experts'."""
+
+    def __call__(self, x):
+        up = self.up[...] / jax.numpy.linalg.norm(self.up[...], axis=1, keepdims=True)
+        groups = x.reshape(EXPERTS, -1, WIDTH)
+        hidden = jax.nn.gelu(jax.numpy.einsum("egw,ewh->egh", groups, up - up[::-1] / 2))
+        return jax.numpy.einsum("egh,ehw->egw", hidden, self.down[...]).reshape(x.shape)
+
+
 RULES = hxla.RuleSet(
     name="experts", rules=(hxla.Rule(path="^(up|down)$", axes=(("expert",), (), ())),)
 )
 
 
-def plan(model):
+WISHES = {"microbatch_size": 8, "mesh": {"expert": 2}, "rules": RULES, "counts": "even"}
+
+
+def job(model):
     data = {"x": np.ones((16, WIDTH), np.float32)}
     loss = lambda model, batch: (model(batch["x"]) ** 2).mean()  # noqa: E731
-    job = hxla.Job(lambda: model(nnx.Rngs(0)), data, loss, optax.sgd(0.1), batch_size=16)
+    devices = {"cluster": {"visible_devices": [0, 1]}}
+    made = lambda: model(nnx.Rngs(0))  # noqa: E731
+    return hxla.Job(made, data, loss, optax.sgd(0.1), batch_size=16, config=devices)
+
+
+def plan(model):
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * 2)
-    return job.plan(cluster, microbatch_size=8, mesh={"expert": 2}, rules=RULES, counts="even")
+    return job(model).plan(cluster, **WISHES)
+
+
+def gathered(reasons):
+    return [reason for reason in reasons if "whole in each microbatch" in reason]
 
 
 def test_experts_that_are_computed_whole_are_told_with_bytes():
@@ -55,3 +78,27 @@ def test_experts_that_are_computed_whole_are_told_with_bytes():
 
 def test_experts_that_are_computed_apart_are_not():
     assert not [reason for reason in plan(Batched).reasons if "gathered whole" in reason]
+
+
+@pytest.mark.usefixtures("every_program_is_cached")
+def test_what_xla_gathers_besides_is_told_once_it_is_compiled(capfd):
+    """Of what is made of a parameter the plan knows nothing; of the rest it is told once."""
+    own = job(Normalized)
+    planned = own.plan(**WISHES)
+    assert gathered(planned.reasons) == []
+    with own.open(planned) as session:
+        [said] = gathered(session.plan.reasons)
+    half = EXPERTS * WIDTH * HIDDEN * 4 // 2
+    assert said.startswith("parameter up is cut over expert, and the compiled program gathers what")
+    assert f"whole in each microbatch, {half:,} bytes to a device: " in said
+    assert "test_gathered_params.py:" in said
+    assert said in "".join(capfd.readouterr())
+
+
+@pytest.mark.usefixtures("every_program_is_cached")
+def test_nothing_else_is_told_where_the_plan_knows_or_nothing_is_gathered():
+    for model in (Ragged, Batched):
+        own = job(model)
+        planned = own.plan(**WISHES)
+        with own.open(planned) as session:
+            assert gathered(session.plan.reasons) == gathered(planned.reasons)
