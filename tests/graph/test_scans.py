@@ -244,7 +244,6 @@ def test_stages_between_iterations_train_as_the_whole(how, stages):
 @pytest.mark.slow
 def test_nnx_is_cut_and_a_checkpoint_of_stacked_arrays_resumes_in_another_cut(tmp_path):
     whole = train(NnxNet())
-    same(train(NnxNet(), (1, 2)), whole)
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
     train(NnxNet(), (1, 2), steps=2, **options)
     resumed = train(NnxNet(), (1, 1, 1), **options)
@@ -267,7 +266,7 @@ def test_schedules_run_ranges_of_iterations(stages, pipeline):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [(3, 1), (1, 2, 3), (1, 1, 2, 1), (1,) * 8, (2, *(1,) * 7)])
+@pytest.mark.parametrize("stages", [(3, 1), (1, 1, 2, 1), (2, *(1,) * 7)])
 def test_24_layers_in_2_to_8_stages_train_as_the_whole(stages):
     made = train(LinenNet(layers=24), stages, batch_size=16)
     same(made, whole(24, 16))

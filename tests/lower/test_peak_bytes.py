@@ -19,7 +19,7 @@ def live_bytes():
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
 
 
-SIZES = {"width": 128, "length": 64, "layers": 3}
+SIZES = {"width": 64, "length": 32, "layers": 2}
 ALL_ON_HOST = {"stash": "host", "parameters": "host", "optimizer": "host"}
 
 
@@ -45,17 +45,13 @@ def peak(monkeypatch):
     ("num", "limbs", "memory"),
     [
         (2, 2, {"zero": 0}),
-        (2, 2, {"zero": 1}),
         (2, 2, {"zero": 1, "recompute": "none"}),
         (2, 2, {"zero": 2, "recompute": "none"}),
         (2, 1, {"zero": 3, "recompute": "boundaries"}),
-        (4, 2, {"zero": 2, "recompute": "boundaries"}),
-        (4, 2, {"zero": 3, "recompute": "boundaries"}),
         (4, 1, {"zero": 3, "recompute": "boundaries", "waves": 2, "shares": [3, 1, 1, 1]}),
         (4, 2, {"zero": 1, "shard_groups": 2}),
         (4, 2, {"zero": 3, "recompute": "boundaries", "shard_groups": 2, "waves": 2}),
         (2, 2, {"zero": 1, "recompute": "boundaries", "offload": {"stash": "host"}}),
-        (2, 1, {"zero": 3, "recompute": "boundaries", "offload": {"stash": "host"}}),
         (2, 2, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
     ],
     ids=str,
@@ -107,11 +103,9 @@ def test_sums_to_which_segments_add_are_there_once(spread, peak):
         (optax.adamw, {"zero": 0, "recompute": "none"}),
         (optax.adamw, {"zero": 1, "recompute": "boundaries"}),
         (optax.adamw, {"zero": 2, "recompute": "none"}),
-        (optax.adamw, {"zero": 3, "recompute": "boundaries"}),
         (optax.adamw, {"zero": 3, "recompute": "boundaries", "waves": 2}),
         (optax.adamw, {"zero": 1, "offload": {"optimizer": "host"}}),
         (optax.adamw, {"zero": 3, "recompute": "none", "offload": ALL_ON_HOST}),
-        (optax.contrib.muon, {"zero": 1}),
         (optax.contrib.muon, {"zero": 3, "recompute": "boundaries", "shares": [3, 1]}),
         (optax.contrib.muon, {"zero": 1, "offload": {"optimizer": "host"}}),
     ],
@@ -132,12 +126,16 @@ def test_a_step_of_copies_that_are_cut_does_too(optimizer, memory, peak):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "memory",
-    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "offload": {"optimizer": "host"}}],
+    ("axes", "memory"),
+    [
+        ({"stage": 2}, {"zero": 1}),
+        ({"stage": 2}, {"zero": 3}),
+        ({"stage": 2, "tensor": 2}, {"zero": 2}),
+        ({"stage": 2, "tensor": 2}, {"zero": 3, "offload": {"optimizer": "host"}}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "tensor": 2}], ids=str)
-def test_a_step_of_pipelines_does_too(memory, axes, peak):
+def test_a_step_of_pipelines_does_too(axes, memory, peak):
     own = families.gpt_job(16, optax.adamw(1e-3), {"memory": memory}, **SIZES)
     mesh = {"data": 2, **axes}
     cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * math.prod(mesh.values()))

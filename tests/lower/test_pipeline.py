@@ -1,5 +1,7 @@
 """Pipelines train as one device does, whatever the model, the cut and the schedule."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -168,8 +170,10 @@ def train(model, loss, data, *, stages=None, num_devices=None, micro=2, **option
     return result
 
 
-def reference(model, loss, data, micro=2):
+@functools.cache
+def reference(name, micro=2):
     """Plain JAX on one device, microbatch after microbatch."""
+    model, loss, data = globals()[name]()
     if isinstance(model, nnx.Module):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -249,8 +253,8 @@ def moved_alike(ours, theirs, start, tolerance):
 
 
 def check(name, stages, tolerance=2e-4, **options):
+    losses, params, rest, start = reference(name)
     model, loss, data = globals()[name]()
-    losses, params, rest, start = reference(model, loss, data)
     result = train(model, loss, data, stages=stages, **options)
     np.testing.assert_allclose([s.loss for s in result.history.steps], losses, rtol=tolerance / 40)
     if isinstance(model, nnx.Module):
@@ -272,14 +276,11 @@ PIPELINES = [
     ("gpt", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
     ("gpt", (1, 3, 2, 2), {"schedule": "gpipe"}),
     ("t5", 4, {"recompute": True}),
-    ("t5", 3, {"schedule": "gpipe"}),
     ("resnet", 3, {}),
-    ("resnet", 2, {"schedule": "interleaved", "num_chunks": 2, "recompute": True}),
     ("lstm", 3, {"recompute": True}),
     ("linen", 4, {"schedule": "gpipe", "recompute": True}),
     ("linen", 2, {"schedule": TABLE}),
     ("linen", 3, {"schedule": "zb-h1"}),
-    ("gpt", 2, {"schedule": "zb-h1"}),
 ]
 
 

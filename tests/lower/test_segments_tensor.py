@@ -1,6 +1,7 @@
 """Segments of copies that several devices cut: recomputation and ZeRO 2 and 3 beside `tensor`."""
 
 import collections
+import functools
 import json
 import re
 
@@ -14,13 +15,22 @@ from jax.sharding import PartitionSpec as P
 import hxla
 from support import families
 from support.blocks import Scanned, loss
-from support.cut_copies import FORMS, job, planned, trained
+from support.cut_copies import FORMS, job, leaves, of_pairs, planned, planned_pairs, trained
 from support.inside.lower import Away
 from support.launched import start
 from support.paths import TESTS
+from support.relays import relayed
 from support.tensor_gpt import STEPS, text
 
 TENSOR = FORMS["tensor"]
+
+
+@functools.cache
+def of_stage_1():
+    """Its plan, its result, and the bytes of optimizer state on its first device."""
+    own = of_pairs(optax.adamw(1e-2), zero=1, recompute="none")
+    plan = planned_pairs(own, 2)
+    return plan, *trained(own, plan)
 
 
 @pytest.mark.slow
@@ -42,26 +52,28 @@ def test_what_is_recomputed_moves_no_bit():
 @pytest.mark.slow
 def test_no_bit_depends_on_the_stage(tmp_path):
     """Nor on copies, counts, groups, waves, or on whose checkpoint a run goes on from."""
-    own = job(zero=1, recompute="none")
-    plan = planned(own, 2, TENSOR)
-    wanted, most = trained(own, plan)
+    plan, wanted, half = of_stage_1()
+    forms, parts = [], []
     for memory, copies, counts, first in (
         ({"zero": 2, "shares": [3, 1]}, 2, (7, 1), 3 / 4),
-        ({"zero": 2, "recompute": "none", "shard_groups": 2}, 4, (3, 0, 2, 3), 1 / 2),
         ({"zero": 3, "waves": 2, "shares": [2, 1, 1, 4]}, 4, (1, 2, 2, 3), 1 / 4),
+        ({"zero": 2, "recompute": "none", "shard_groups": 2}, 4, (3, 0, 2, 3), 1 / 2),
     ):
-        own = job(**memory)
-        plan_of = planned(own, copies, TENSOR, counts)
-        assert plan_of.numerics == plan.numerics
-        found, held = trained(own, plan_of)
-        assert found.sha256 == wanted.sha256, memory
-        assert held == pytest.approx(2 * most * first, rel=0.05)  # with what pads the granules
-    three = job(zero=3, shares=[1, 2])
-    trained(three, planned(three, 2, TENSOR), steps=2, checkpoint_dir=tmp_path)
-    two = job(zero=2)
-    found, _ = trained(two, planned(two, 4, TENSOR), checkpoint_dir=tmp_path)
-    assert found.history.steps[0].step == 2
+        own = of_pairs(optax.adamw(1e-2), **memory)
+        forms.append((own, planned_pairs(own, copies, counts)))
+        parts.append(first)
+        assert forms[-1][1].numerics == plan.numerics
+
+    def held(session, _):
+        state = leaves(session._store.held[0].opt_state)
+        return sum(x.addressable_shards[0].data.nbytes for x in state)
+
+    assert len(forms) == STEPS
+    found = relayed(forms, tmp_path, look=held, each=1)
+    assert found.losses == [r.loss for r in wanted.history.steps]
     assert found.sha256 == wanted.sha256
+    # With what pads the granules.
+    assert found.seen == [pytest.approx(2 * half * first, rel=0.05) for first in parts]
 
 
 @pytest.mark.slow
@@ -201,11 +213,11 @@ import json, sys
 sys.path.insert(0, {str(TESTS)!r})
 import hxla
 hxla.join()
-import jax
-from support.cut_copies import job, planned, trained
+import jax, optax
+from support.cut_copies import of_pairs, planned_pairs, trained
 for weights in (None, "first.safetensors"):
-    own = job(zero=3, shares=[1, 2], weights=weights)
-    found, _ = trained(own, planned(own, 2, {{"tensor": 2}}, (5, 3)))
+    own = of_pairs(optax.adamw(1e-2), zero=3, shares=[1, 2], weights=weights)
+    found, _ = trained(own, planned_pairs(own, 2, (5, 3)))
     if jax.process_index() == 0:
         print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
 """
@@ -214,13 +226,11 @@ for weights in (None, "first.safetensors"):
 @pytest.mark.slow
 def test_a_process_for_each_device(tmp_path):
     """What is made where it lies, and what is read from a file."""
-    path, wanted = tmp_path / "first.safetensors", []
-    for weights in (None, path):
-        own = job(zero=3, weights=weights)
-        found, _ = trained(own, planned(own, 2, TENSOR, (5, 3)))
-        wanted.append([found.sha256, [r.loss for r in found.history.steps]])
-        if weights is None:
-            hxla.save_weights(path, found.state)
+    path = tmp_path / "first.safetensors"
+    hxla.save_weights(path, of_stage_1()[1].state)
+    own = of_pairs(optax.adamw(1e-2), zero=1, recompute="none", weights=path)
+    results = [of_stage_1()[1], trained(own, planned_pairs(own, 2))[0]]
+    wanted = [[found.sha256, [r.loss for r in found.history.steps]] for found in results]
     assert wanted[0] != wanted[1]
     out, err = start(tmp_path, CODE, "-n", "4").communicate(timeout=900)
     told = re.findall(r"\[0\] RESULT (.*)", out)
@@ -229,12 +239,10 @@ def test_a_process_for_each_device(tmp_path):
 
 @pytest.mark.slow
 def test_what_waits_on_hosts_moves_no_bit():
-    own = job(zero=3, recompute="none")
-    plan = planned(own, 2, TENSOR)
-    wanted, _ = trained(own, plan)
+    plan, wanted, _ = of_stage_1()
     places = {"optimizer": "host", "stash": "host", "parameters": "host"}
-    own = job(zero=3, shares=[3, 1], waves=2, offload=places)
-    other = planned(own, 2, TENSOR, (3, 5))
+    own = of_pairs(optax.adamw(1e-2), zero=3, shares=[3, 1], waves=2, offload=places)
+    other = planned_pairs(own, 2, (3, 5))
     assert other.numerics == plan.numerics
     assert (other.placement.stash, other.placement.parameters) == ("host", "host")
     with own.open(other, steps=STEPS) as session:

@@ -68,11 +68,19 @@ PAIRS = hxla.RuleSet(
 )
 
 
-def of_pairs(optimizer, **memory):
+def of_pairs(optimizer, weights=None, **memory):
     """A job whose copies `PAIRS` cuts."""
     config = {"memory": memory, "communication": {"clip_norm": 0.5}}
-    options = {"batch_size": blocks.BATCH, "shuffle": False, "config": config}
-    return hxla.Job(lambda: Pairs(nnx.Rngs(0)), blocks.data(), blocks.loss, optimizer, **options)
+    return hxla.Job(
+        lambda: Pairs(nnx.Rngs(0)),
+        blocks.data(),
+        blocks.loss,
+        optimizer,
+        batch_size=blocks.BATCH,
+        shuffle=False,
+        weights=weights,
+        config=config,
+    )
 
 
 def planned_pairs(own, copies, counts="even"):
