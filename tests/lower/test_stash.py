@@ -68,7 +68,7 @@ def most_bytes(own, plan, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "word"), [(0, "none"), (0, "boundaries"), (3, "boundaries")])
+@pytest.mark.parametrize(("stage", "word"), [(0, "none"), (3, "boundaries")])
 def test_what_waits_on_the_host_is_not_on_the_device(stage, word, monkeypatch):
     """What is live between programs falls by what the plan says, and is in pinned memory."""
     found = {}

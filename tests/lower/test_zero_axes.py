@@ -12,7 +12,7 @@ from flax import nnx
 
 import hxla
 from support import families, random_plans, scanned_models, shared_state
-from support.cut_copies import FORMS, job, planned, trained
+from support.cut_copies import FORMS, job, of_pairs, planned, planned_pairs, trained
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, gpt, text
@@ -25,20 +25,17 @@ SIZES = {"width": 64, "length": 16, "layers": 2}
 SPREADS = {
     "stages of few parameters": [({"zero": 3, "shares": [3, 1]}, 2, (5, 3))],
     "tensor": [  # stages 2 and 3 run segment by segment
-        ({"zero": 1}, 2, (7, 1)),
         ({"zero": 1, "shard_groups": 2}, 4, (3, 0, 2, 3)),
         ({"zero": 1, "shares": [3, 1], "offload": {"optimizer": "host"}}, 2, (3, 5)),
     ],
     "stage": [
-        ({"zero": 1}, 2, (7, 1)),
         ({"zero": 2, "offload": {"optimizer": "host"}}, 2, (3, 5)),
         ({"zero": 3, "shares": [3, 1]}, 2, (8, 0)),
         ({"zero": 3, "shard_groups": 2}, 4, (3, 0, 2, 3)),
     ],
     "stage and tensor": [
         ({"zero": 1}, 2, (7, 1)),
-        ({"zero": 2, "offload": {"optimizer": "host"}}, 2, (3, 5)),
-        ({"zero": 3, "shares": [3, 1]}, 2, (8, 0)),
+        ({"zero": 3, "shares": [3, 1], "offload": {"optimizer": "host"}}, 2, (8, 0)),
     ],
 }
 
@@ -92,8 +89,8 @@ def test_each_copy_has_half_of_the_state_and_rounds_as_whole_state_does(name):
 @pytest.mark.parametrize("name", ["tensor", "stage"])
 def test_a_checkpoint_knows_nothing_of_shares(name, tmp_path):
     axes, own = FORMS[name], job(zero=1)
-    wanted, _ = trained(own, planned(own, 2, axes))
-    trained(own, planned(own, 2, axes), steps=2, checkpoint_dir=tmp_path)
+    plan, wanted, _ = of_stage_1(name)
+    trained(own, plan, steps=2, checkpoint_dir=tmp_path)
     other = job(zero=3) if name == "stage" else own
     found, _ = trained(other, planned(other, 4, axes), checkpoint_dir=tmp_path)
     assert found.history.steps[0].step == 2
@@ -116,9 +113,8 @@ def test_sums_over_whole_arrays_and_masks_are_of_all_parts(optimizer):
             optax.adam(1e-2), optax.GradientTransformation(lambda _: (), halved)
         ),
     }[optimizer]
-    axes = FORMS["tensor"]
-    whole, _ = trained(job(make(), zero=0), planned(job(make(), zero=0), 2, axes))
-    found, _ = trained(job(make(), zero=1), planned(job(make(), zero=1), 2, axes))
+    jobs = [of_pairs(make(), zero=zero) for zero in (0, 1)]
+    whole, found = (trained(own, planned_pairs(own, 2))[0] for own in jobs)
     for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-4)
 
