@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 
 from support import blocks, families
-from support.cut_copies import FORMS, Pairs, leaves, of_pairs, planned, planned_pairs, trained
+from support.cut_copies import FORMS, Pairs, leaves, planned, planned_pairs, trained
 from support.launched import start
 from support.paths import TESTS
 from support.tensor_gpt import BATCH, STEPS, gpt, text
-from support.whole_optimizers import CLIP, OPTIMIZERS, job
+from support.whole_optimizers import CLIP, OPTIMIZERS, of_gpt, of_pairs
 
 TENSOR = FORMS["tensor"]
 WHOLE = ("muon", "adafactor", "if finite")
@@ -41,25 +41,23 @@ def by_optax(optimizer, model, loss, data, batch):
 
 @functools.cache
 def plain(name):
-    if name != "pairs":
-        return by_optax(OPTIMIZERS[name](), gpt(layers=1), families.token_loss, text(), BATCH)
-    model, optimizer = Pairs(nnx.Rngs(0)), optax.adamw(1e-2)  # what is finite is updated
-    return by_optax(optimizer, model, blocks.loss, blocks.data(), blocks.BATCH)
+    model = Pairs(nnx.Rngs(0))
+    return by_optax(OPTIMIZERS[name](), model, blocks.loss, blocks.data(), blocks.BATCH)
 
 
-def close(found, name):
+def close(found, wanted):
     """But for rounding, of updates of 1e-2 each."""
-    for a, b in zip(jax.tree.leaves(found.state), plain(name), strict=True):
+    for a, b in zip(jax.tree.leaves(found.state), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 @functools.cache
 def of_stage_1(name):
     """Its plan and its result, beside optax on one device, where there is rounding."""
-    own = job(name, zero=1, recompute="none")
-    plan = planned(own, 2, TENSOR)
+    own = of_pairs(name, zero=1, recompute="none")
+    plan = planned_pairs(own, 2)
     result, _ = trained(own, plan)
-    close(result, name)
+    close(result, plain(name))
     return plan, result
 
 
@@ -74,37 +72,20 @@ def test_no_bit_depends_on_who_has_what(name):
     ]
     first, wanted = of_stage_1(name)
     for memory, copies, counts in spreads if name == "muon" else spreads[:1]:
-        own = job(name, **memory)
-        plan = planned(own, copies, TENSOR, counts)
+        own = of_pairs(name, **memory)
+        plan = planned_pairs(own, copies, counts)
         assert bool(plan.placement.whole) == (name in WHOLE)
         assert plan.numerics == first.numerics
         assert trained(own, plan)[0].sha256 == wanted.sha256
-    whole = planned(job(name, zero=0), 2, TENSOR)
+    whole = planned_pairs(of_pairs(name, zero=0), 2)
     assert whole.numerics != first.numerics
-
-
-@pytest.mark.slow
-def test_state_that_is_shared_out_segment_by_segment_moves_no_bit():
-    """Though parameters that devices cut are put together from them for the copy that owns them."""
-    found = set()
-    for memory, counts in (
-        ({"zero": 1, "recompute": "none"}, "even"),
-        ({"zero": 3, "recompute": "none", "shares": [2, 1]}, (3, 5)),
-    ):
-        own = of_pairs(optax.apply_if_finite(optax.adamw(1e-2), 3), **memory)
-        plan = planned_pairs(own, 2, counts)
-        assert len(plan.placement.whole) == 5
-        result, _ = trained(own, plan)
-        close(result, "pairs")
-        found.add((result.sha256, plan.numerics))
-    assert len(found) == 1
 
 
 @pytest.mark.slow
 def test_state_that_waits_on_hosts_moves_no_bit():
     """Though a copy's parameters are updated some at a time there."""
-    own = job("muon", zero=1, offload={"optimizer": "host"}, shares=[2, 1])
-    plan = planned(own, 2, TENSOR, (3, 5))
+    own = of_pairs("muon", zero=1, offload={"optimizer": "host"}, shares=[2, 1])
+    plan = planned_pairs(own, 2, (3, 5))
     first, wanted = of_stage_1("muon")
     assert (first.placement.optimizer, plan.placement.optimizer) == ("device", "host")
     assert plan.numerics == first.numerics
@@ -117,10 +98,10 @@ def test_stages_too(axes):
     """A parameter that stages cut between steps is put together from all of them."""
     found = set()
     for memory, counts in (({"zero": 1}, "even"), ({"zero": 3, "shares": [3, 1]}, (3, 5))):
-        own = job("muon", **memory)
-        plan = planned(own, 2, axes, counts)
+        own = of_pairs("muon", **memory)
+        plan = planned_pairs(own, 2, counts, axes)
         result, _ = trained(own, plan)
-        close(result, "muon")
+        close(result, plain("muon"))
         found.add((result.sha256, plan.numerics))
     assert len(found) == 1
 
@@ -132,29 +113,31 @@ def cuts_of_whole(plan):
 
 
 def of_two_axes():
-    own = job("muon", zero=1)
+    own = of_gpt("muon", zero=1)
     return own, planned(own, 2, {"fsdp": 2, **TENSOR})
 
 
 def test_several_axes_and_none_cut_what_is_whole():
     assert {"fsdp", "tensor"} in cuts_of_whole(of_two_axes()[1])
-    assert set() in cuts_of_whole(planned(job("muon", zero=1), 2, TENSOR))
+    assert set() in cuts_of_whole(planned(of_gpt("muon", zero=1), 2, TENSOR))
 
 
 @pytest.mark.slow
 def test_what_several_axes_cut_trains_as_plain_jax_does():
-    close(trained(*of_two_axes())[0], "muon")
+    model = gpt(layers=1)
+    wanted = by_optax(OPTIMIZERS["muon"](), model, families.token_loss, text(), BATCH)
+    close(trained(*of_two_axes())[0], wanted)
 
 
 @pytest.mark.slow
 def test_each_device_has_its_part_of_the_state():
     """All copies together have what each has without ZeRO, and a number for what is another's."""
-    own, bytes_of = job("muon", zero=0), []
-    with own.open(planned(own, 2, TENSOR), steps=1) as session:
+    own, bytes_of = of_pairs("muon", zero=0), []
+    with own.open(planned_pairs(own, 2), steps=1) as session:
         state = session._store.held[0].opt_state
         whole = sum(x.addressable_shards[0].data.nbytes for x in leaves(state))
-    own = job("muon", zero=1)
-    with own.open(planned(own, 2, TENSOR), steps=1) as session:
+    own = of_pairs("muon", zero=1)
+    with own.open(planned_pairs(own, 2), steps=1) as session:
         for held in session._store.held:
             shards = [x.addressable_shards[0].data for x in leaves(held.opt_state)]
             bytes_of.append(sum(x.nbytes for x in shards))
@@ -166,13 +149,13 @@ def test_each_device_has_its_part_of_the_state():
 def test_a_checkpoint_knows_nothing_of_owners(tmp_path):
     """From whole state there is rounding, from other shares there is none."""
     name = "adafactor"  # whose moments have other shapes than parameters
-    before, after = job(name, zero=3, shares=[1, 2]), job(name, zero=1, recompute="none")
+    before, after = of_pairs(name, zero=3, shares=[1, 2]), of_pairs(name, zero=1, recompute="none")
     _, wanted = of_stage_1(name)
-    for folder, first in ("whole", job(name, zero=0)), ("shares", before):
-        trained(first, planned(first, 2, TENSOR), steps=2, checkpoint_dir=tmp_path / folder)
-        found, _ = trained(after, planned(after, 4, TENSOR), checkpoint_dir=tmp_path / folder)
+    for folder, first in ("whole", of_pairs(name, zero=0)), ("shares", before):
+        trained(first, planned_pairs(first, 2), steps=2, checkpoint_dir=tmp_path / folder)
+        found, _ = trained(after, planned_pairs(after, 4), checkpoint_dir=tmp_path / folder)
         assert [s.step for s in found.history.steps] == [2]
-        close(found, name)
+        close(found, plain(name))
         assert (found.sha256 == wanted.sha256) == (folder == "shares")
 
 
@@ -182,10 +165,11 @@ sys.path.insert(0, {str(TESTS)!r})
 import hxla
 hxla.join()
 import jax
-from support.whole_optimizers import job, planned, trained
+from support.cut_copies import planned_pairs, trained
+from support.whole_optimizers import of_pairs
 for name in ("muon", "adafactor"):
-    own = job(name, zero=3, shares=[1, 2])
-    found, _ = trained(own, planned(own, 2, {{"tensor": 2}}, (5, 3)))
+    own = of_pairs(name, zero=3, shares=[1, 2])
+    found, _ = trained(own, planned_pairs(own, 2, (5, 3)))
     if jax.process_index() == 0:
         print("RESULT", json.dumps([found.sha256, [r.loss for r in found.history.steps]]))
 """

@@ -83,10 +83,14 @@ def of_pairs(optimizer, weights=None, **memory):
     )
 
 
-def planned_pairs(own, copies, counts="even"):
-    """Each cut by two devices."""
-    cluster = hxla.Cluster(name="", devices=(hxla.Device(kind="cpu"),) * (2 * copies))
-    plan = own.plan(cluster, microbatch_size=1, mesh={"data": copies, "tensor": 2}, rules=PAIRS)
+def planned_pairs(own, copies, counts="even", axes=FORMS["tensor"]):
+    """Each cut by two devices, or as `axes` say."""
+    mesh = {"data": copies, **axes}
+    cluster = hxla.Cluster(
+        name="", devices=(hxla.Device(kind="cpu"),) * int(np.prod([*mesh.values()]))
+    )
+    rules = PAIRS if "tensor" in axes else None
+    plan = own.plan(cluster, microbatch_size=1, mesh=mesh, rules=rules)
     return plan if counts == "even" else plan.with_counts(counts)
 
 

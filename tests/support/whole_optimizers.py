@@ -5,7 +5,7 @@ import functools
 import optax
 
 import hxla
-from support import families
+from support import cut_copies, families
 from support.tensor_gpt import BATCH, gpt, text
 
 CLIP = 0.5
@@ -21,7 +21,13 @@ OPTIMIZERS = {
 }
 
 
-def job(name, **memory):
+def of_pairs(name, **memory):
+    """A job of few parameters, which `cut_copies.PAIRS` cuts."""
+    return cut_copies.of_pairs(OPTIMIZERS[name](), **memory)
+
+
+def of_gpt(name, **memory):
+    """A job with vectors beside its matrices."""
     return hxla.Job(
         functools.partial(gpt, layers=1),
         text(),
