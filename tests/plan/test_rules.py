@@ -165,8 +165,14 @@ def on_one_device(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize(
+    ("make", "axes"),
+    [
+        ("a block", {"data": 2, "tensor": 4}),
+        *[(make, {"data": 2, "fsdp": 2, "tensor": 2}) for make in MAKES],
+    ],
+    ids=str,
+)
 def test_a_model_without_annotation_trains_by_rules_as_on_one_device(make, axes):
     one = on_one_device(make)
     many = trained(MAKES[make](), mesh=models.mesh(**axes), rules="decoder")
