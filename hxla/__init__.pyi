@@ -3,6 +3,7 @@
 from ._model._annotations import replicate as replicate, split as split, stage as stage
 from ._model._annotations import Strategy as Strategy
 from ._model._loss import metric as metric, Metric as Metric
+from ._model._over_batch import over_batch as over_batch
 from ._model._called_loss import Loss as Loss
 from ._core._types import PyTree as PyTree
 from ._core._config import Config as Config, AutoConfig as AutoConfig

@@ -38,6 +38,8 @@ _ROLES = {
     "jit_hxla_update": "update of the parameters",
     "jit_hxla_sum": "sum over the replicas",
     "jit_hxla_evaluate": "evaluation of one microbatch",
+    "jit_hxla_embed": "embeddings of one microbatch",
+    "jit_hxla_over_batch": "losses over the whole batch",
 }
 _OF_UPDATE = {
     "given": "batch",

@@ -101,6 +101,12 @@ def needed_for(closed: ClosedJaxpr, result: int) -> Needed:
     return Needed(f"{program_text(own)} {fingerprint(held)}", arguments)
 
 
+def read_arguments(closed: ClosedJaxpr) -> frozenset[int]:
+    """Places of the arguments that some result of a program is made from."""
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return frozenset(i for i, is_used in enumerate(used) if is_used)
+
+
 def routes(closed: ClosedJaxpr, result: int) -> dict[int, frozenset[str]]:
     """The arguments whose elements a result has, moved, chosen or weighed.
 

@@ -11,6 +11,7 @@ from .._graph._graph import Graph
 from .._jax._independent import Independent
 from .._model._functional import Functional, leaf_names
 from .._model._optimizer import Optimizer
+from .._model._over_batch import OverBatch, TracedOverBatch
 from .._plan._assign import shard_graph
 from .._plan._layout import to_spec
 from .._plan._linked_dims import LinkedDims, planned_parts
@@ -34,6 +35,8 @@ class Training:
         update_clip_norm: That to which the gradient of a step is; None: likewise.
         num_groups: Parts in which parameters are updated one after another.
         offload_directory: Folder for state that waits on a disk; None: the system's own.
+        over_batch: The loss, where it is one over the whole batch; None: it is not.
+        eval_over_batch: The same of the loss for evaluation.
     """
 
     model: Functional
@@ -44,6 +47,8 @@ class Training:
     update_clip_norm: float | None = None
     num_groups: int = 1
     offload_directory: str | None = None
+    over_batch: TracedOverBatch | None = None
+    eval_over_batch: OverBatch | None = None
 
     @functools.cached_property
     def traced_update(self) -> TracedUpdate:

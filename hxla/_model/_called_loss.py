@@ -18,6 +18,7 @@ from flax import nnx
 
 from .._core._errors import ConfigError, HxlaError, LossError
 from .._jax._axis_names import unbound_axis
+from ._over_batch import OverBatch
 from ._sown import NEEDED
 
 #: A loss of a model and a batch, `loss(model, batch)`, or of a random key too,
@@ -46,8 +47,17 @@ def called(loss: Loss, argument: str = "loss") -> CalledLoss:
         ConfigError: If it is none, or cannot be called with these arguments.
         LossError: If it closes over a random key.
     """
+    if isinstance(loss, OverBatch):
+        for name, what in _own_keys(loss.contrast):
+            raise LossError(
+                f"contrast closes over {name!r}, {what}: it would draw the same numbers in every "
+                "step; draw in embed(model, batch, key), whose key is another one for each "
+                "microbatch of each step, and return what is drawn with the embeddings"
+            )
+        return loss.by_passes(called(loss.embed, "embed"))
     takes_key = _takes_key(loss, argument)
-    _refuse_own_keys(loss, argument)
+    for name, what in _own_keys(loss):
+        raise LossError(own_key_message(name, what, argument))
 
     def run(model: Any, batch: Any, key: jax.Array) -> Any:
         own = {"key": jax.random.fold_in(key, _FOLD)} if takes_key else {}
@@ -117,12 +127,13 @@ def own_key_message(name: str | None, what: str, argument: str = "loss") -> str:
     )
 
 
-def _refuse_own_keys(loss: Loss, argument: str) -> None:
+def _own_keys(loss: Loss) -> Iterator[tuple[str, str]]:
+    """The random keys that a loss closes over: names, and kinds in words."""
     for name, value in closed_over(loss):
         if isinstance(value, nnx.Rngs | nnx.RngStream):
-            raise LossError(own_key_message(name, f"an nnx.{type(value).__name__}", argument))
+            yield name, f"an nnx.{type(value).__name__}"
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise LossError(own_key_message(name, "a random key", argument))
+            yield name, "a random key"
 
 
 def _takes_key(loss: Any, argument: str) -> bool:

@@ -159,7 +159,7 @@ def _records(
     trained = model.trained_places
     # Arithmetic of whole numbers, the same on every device.
     key = microbatch_key(job.seed, jnp.int32(0), jnp.int32(0))
-    batch = job.first_batch(0, size)
+    batch = job.as_inputs(job.first_batch(0, size))
     shapes = jax.tree.leaves(job.shapes(size))
     leaves = [np.asarray(x, s.dtype) for x, s in zip(jax.tree.leaves(batch), shapes, strict=True)]
     arguments = [*params, *aux, key, *leaves]

@@ -45,7 +45,7 @@ def facts_of_run(job: TracedJob, plan: Plan) -> dict[str, Any]:
         "precision": None if plan.precision == Precision() else str(plan.precision),
         "settings": list(plan.made_with.settings),
         _MERGE: {name: rule for name, rule in merges if rule != "same"},
-        LOSS: loss_digest(graph),
+        LOSS: loss_digest(graph) + job.contrast_digest(plan.microbatch_size),
     }
 
 

@@ -115,6 +115,7 @@ class Session:
             self._batch = job.first_batch(start, plan.microbatch_size)
             job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
+            inputs = job.as_inputs(self._batch)
             self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
@@ -129,13 +130,13 @@ class Session:
             self._stack.callback(self._stepper.close)
             self._stepper.use_executors(plan.replicas)
             own = self._stepper.warm_up(
-                self._batch, repeats=3 if options.balance else 0, has_scales=resumed is not None
+                inputs, repeats=3 if options.balance else 0, has_scales=resumed is not None
             )
             seconds = None
             if options.balance:
                 if job.settings.cluster.executors == "auto" and options.steps is not None:
                     gain, left = job.settings.balance.min_gain, options.steps - start
-                    parts = (self._stepper, self._programs, plan, self._batch)
+                    parts = (self._stepper, self._programs, plan, inputs)
                     plan, own = with_fastest_executors(*parts, own, gain, left)
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
@@ -155,7 +156,7 @@ class Session:
             own = [self.memory_bytes] * len(self._reducer.local)
             self._bytes_of_copies = shared_numbers(self._reducer, own)
             at_once = self._programs.most_inputs
-            limits = count_limits(plan, self._cluster, self._bytes_of_copies, self._batch, at_once)
+            limits = count_limits(plan, self._cluster, self._bytes_of_copies, inputs, at_once)
             counts = plan.counts
             if seconds is not None:
                 counts = best_counts(plan.num_microbatches, seconds, None, limits)
@@ -165,7 +166,7 @@ class Session:
             self.plan = plan if counts == plan.counts else plan.with_counts(counts)
             self._watch_pipelines = PipelineWatch(self._stepper, self._programs, job.gather)
             said = unplanned_gathers(self._programs)
-            said += self._watch_pipelines.measure(self._batch, self.plan)
+            said += self._watch_pipelines.measure(inputs, self.plan)
             self.plan = self._predicted(self.plan).replaced(reasons=(*plan.reasons, *said))
             self.split_watch = SplitWatch(self._programs, self._cluster, job)
             self._plans[start] = self.plan
@@ -281,7 +282,7 @@ class Session:
             ids,
             batches,
             stop=max(self._stopping, self._asks),
-            on_reduce=functools.partial(self._watchdog.beat, step, "reduce"),
+            on_phase=functools.partial(self._watchdog.beat, step),
         )
         if timed:
             self._watch_pipelines.tell_ticks()

@@ -91,7 +91,7 @@ def segment_profile(
         chain,
         params=model.params,
         aux=model.aux,
-        batch=job.first_batch(0, setting.microbatch_size),
+        batch=job.as_inputs(job.first_batch(0, setting.microbatch_size)),
         device=device,
         options=compiler_options(device.platform, sums),
         done=done,

@@ -18,6 +18,7 @@ from .._lower._contribution import DeviceSums, peaks_to_maxima
 from .._lower._layered import Spans
 from .._lower._lower import Programs
 from .._lower._microbatch import Microbatches
+from .._lower._over_batch import OverBatchPass, Work
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._runners import Runner
@@ -25,7 +26,7 @@ from .._lower._shared_stages import SharedStages
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._lower._update import Given
-from .._model._loss import means, num_columns
+from .._model._loss import MetricColumns, means, num_columns
 from .._model._loss_scale import ScaleState, sum_exponent
 from .._plan._plan_parts import ReplicaWork
 from .._plan._precision import MOST_SCALE_EXPONENT
@@ -260,7 +261,7 @@ class Stepper:
         batches: Sequence[Sequence[PyTree]],
         *,
         stop: float = 0.0,
-        on_reduce: Callable[[], object] = lambda: None,
+        on_phase: Callable[[str], object] = lambda _: None,
     ) -> Outcome:
         """Run the microbatches of a step and sum them over all replicas.
 
@@ -269,12 +270,14 @@ class Stepper:
             ids: Microbatch ids of each local replica.
             batches: Host arrays of those microbatches.
             stop: What this process asks of all; the largest wins.
-            on_reduce: Called when the local microbatches are done and the sum begins.
+            on_phase: Called with the phase that begins, `reduce` where others are waited for.
 
         Returns:
             The outcome; call `update` to apply it.
         """
         limbs = self._contribution.limbs
+        batches = self._second(step, ids, batches, on_phase)
+        on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
             outcome, maxima = self._accumulate_once(step, ids, batches, stop, redone, on_reduce)
             if outcome.nonfinite or not self._contribution.is_exact:
@@ -286,6 +289,55 @@ class Stepper:
                 return outcome
             self._set_exponents(fitting)
         raise AssertionError("a redo with scales taken from the step itself fits")
+
+    def _second(
+        self,
+        step: int,
+        ids: Sequence[range],
+        batches: Sequence[Sequence[PyTree]],
+        on_phase: Callable[[str], object],
+    ) -> Sequence[Sequence[PyTree]]:
+        """The microbatches as programs take them, after the first pass of a loss over the batch."""
+        first = self._programs.first_pass
+        if first is None:
+            return batches
+        work = [
+            [
+                (i, (np.int32(step), np.int32(i)), batch)
+                for i, batch in zip(own, arrays, strict=True)
+            ]
+            for own, arrays in zip(ids, batches, strict=True)
+        ]
+        found = first.gradients(
+            self._embedded(first, work, self._programs.plan.batch_size, on_phase)
+        )
+        on_phase("microbatches")
+        return first.second(ids, batches, found)
+
+    def _embedded(
+        self,
+        run: OverBatchPass,
+        work: Sequence[Sequence[Work]],
+        num_examples: int,
+        on_phase: Callable[[str], object],
+    ) -> list[np.ndarray]:
+        params, aux = self._whole_params(), [held.aux for held in self._store.held]
+
+        def waiting() -> None:
+            on_phase("reduce")
+            self._wait_for_collectives()
+
+        return run.embedded(params, aux, work, num_examples, waiting)
+
+    def _whole_params(self) -> list[Any]:
+        """The parameters of each local replica, of which it may have its share only."""
+        layered = self._programs.layered
+        if layered is None:
+            return [held.params for held in self._store.held]
+        self.wait()
+        params = layered.whole(self._store.held)
+        layered.wait()
+        return list(params)
 
     def _accumulate_once(
         self,
@@ -475,13 +527,11 @@ class Stepper:
         Returns:
             Loss and metrics, the same on every process and for every spread.
         """
+        over_batch = self._programs.evaluation_pass(fetch(0))
+        if over_batch is not None:
+            return self._evaluate_batches(over_batch, num_microbatches, ids, fetch, on_reduce)
         evaluation, reducer = self._programs.evaluation, self._reducer
-        found, layered = [], self._programs.layered
-        params = [held.params for held in self._store.held]
-        if layered is not None:
-            self.wait()
-            params = layered.whole(self._store.held)
-            layered.wait()
+        found, params = [], self._whole_params()
         for i, replica in enumerate(reducer.local):
             aux = self._store.held[i].aux
             for index in ids[i]:
@@ -493,7 +543,32 @@ class Stepper:
         for index, sums in found:
             rows[index] = np.asarray(sums)
         on_reduce()
-        loss, weight, metrics = means(reducer.host.exchange(rows), evaluation.metrics, ids[0])
-        if not weight:
-            raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
-        return loss, metrics
+        return _mean_loss(reducer.host.exchange(rows), evaluation.metrics, ids[0])
+
+    def _evaluate_batches(
+        self,
+        run: OverBatchPass,
+        num_microbatches: int,
+        ids: Sequence[range],
+        fetch: Callable[[int], PyTree],
+        on_reduce: Callable[[], object],
+    ) -> tuple[float, dict[str, MetricValue]]:
+        """The same of a loss over whole batches: all is embedded, and each batch is then one."""
+        plan = self._programs.plan
+        last = num_microbatches - 1
+        num = last * plan.microbatch_size + len(jax.tree.leaves(fetch(last))[0])
+        work = [[(i, np.int32(i), fetch(i)) for i in own] for own in ids]
+        embedded = self._embedded(run, work, num, lambda _: on_reduce())
+        starts = range(0, num, plan.batch_size)
+        rows = [run.row([x[start : start + plan.batch_size] for x in embedded]) for start in starts]
+        return _mean_loss(np.stack(rows), run.metrics, range(len(rows)))
+
+
+def _mean_loss(
+    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], own: Sequence[int]
+) -> tuple[float, dict[str, MetricValue]]:
+    """Loss and metrics of an evaluation, see `means`."""
+    loss, weight, merged = means(rows_MS, metrics, own)
+    if not weight:
+        raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
+    return loss, merged

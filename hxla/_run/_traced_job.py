@@ -25,6 +25,7 @@ from .._graph._precision_calls import PrecisionCalls
 from .._graph._state_rules import with_rules
 from .._graph._trace import trace_functional
 from .._jax import _coordination
+from .._jax._digest import program_digest
 from .._launch._texts import check_is_there
 from .._lower._inputs import Training
 from .._lower._lower import Programs, lower
@@ -35,6 +36,13 @@ from .._model._given_model import given_bytes
 from .._model._loss_scale import own_variables, with_loss_scale
 from .._model._merge import Merge
 from .._model._optimizer import Optimizer
+from .._model._over_batch import (
+    OverBatch,
+    ToEmbed,
+    TracedOverBatch,
+    WithGradients,
+    trace_over_batch,
+)
 from .._model._trainable import Trainable
 from .._plan._ownership import TracedUpdate, traced_update
 from .._plan._plan import Plan
@@ -97,6 +105,7 @@ class TracedJob:
     _scaled: dict[int, Functional] = dataclasses.field(default_factory=dict, init=False)
     _optimizer_bytes: list[int] = dataclasses.field(default_factory=list, init=False)
     _updates: list[TracedUpdate] = dataclasses.field(default_factory=list, init=False)
+    _over_batch: dict[int, TracedOverBatch] = dataclasses.field(default_factory=dict, init=False)
     _graphs: dict[int, Graph] = dataclasses.field(default_factory=dict, init=False)
     _clusters: dict[Devices, Cluster] = dataclasses.field(default_factory=dict, init=False)
     _lowered: dict[Any, Programs] = dataclasses.field(default_factory=dict, init=False)
@@ -123,6 +132,11 @@ class TracedJob:
         return self.source.example()
 
     def shapes(self, size: int) -> PyTree:
+        """Shapes of what programs are given of a microbatch of a size."""
+        traced = self.over_batch(size)
+        return self._shapes(size) if traced is None else traced.second()
+
+    def _shapes(self, size: int) -> PyTree:
         """Shapes of a microbatch of a size."""
 
         def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -138,6 +152,25 @@ class TracedJob:
     def first_batch(self, step: int, size: int) -> PyTree:
         """The first examples of the global batch of a step."""
         return self.source.fetch(step, np.arange(size))
+
+    def as_inputs(self, batch: PyTree) -> PyTree:
+        """What programs are given of a microbatch of which the rest of the batch is not known."""
+        if not isinstance(self.loss, OverBatch):
+            return batch
+        shapes = self.shapes(len(jax.tree.leaves(batch)[0]))
+        # Of the size that gradients of each example's loss usually have: scales are taken of them.
+        ones = functools.partial(jax.tree.map, lambda x: np.ones(x.shape, x.dtype))
+        return WithGradients(batch, ones(shapes.out), ones(shapes.gradients))
+
+    def over_batch(self, size: int) -> TracedOverBatch | None:
+        """The loss, for microbatches of a size, where it is one over the whole batch."""
+        if not isinstance(self.loss, OverBatch):
+            return None
+        if size not in self._over_batch:
+            model = self.functional(size)
+            given = model.train, (model.params, model.aux), self._shapes(size), self.batch_size
+            self._over_batch[size] = trace_over_batch(self.loss, *given)
+        return self._over_batch[size]
 
     def functional(self, size: int) -> Functional:
         """The model as pure functions, for microbatches of a size."""
@@ -166,11 +199,20 @@ class TracedJob:
             self.eval_loss,
             variables=self.variables,
             seed=self.seed,
-            example=self.shapes(size),
+            example=self._to_run(self._shapes(size)),
             rngs=self.rngs,
             trainable=self.trainable,
             merge=self.merge,
         )
+
+    def contrast_digest(self, size: int) -> str:
+        """A digest of what is computed of the whole batch; nothing where a loss does no such."""
+        traced = self.over_batch(size)
+        return "" if traced is None else program_digest(traced.program[0])
+
+    def _to_run(self, batch: PyTree) -> PyTree:
+        """What a Linen module is initialised with."""
+        return ToEmbed(batch) if isinstance(self.loss, OverBatch) else batch
 
     def graph(self, size: int) -> Graph:
         """The loss traced for microbatches of a size.
@@ -186,10 +228,7 @@ class TracedJob:
                 raise LossError(
                     f"the loss mixes examples: {graph.mixes} reads several of a microbatch, so "
                     f"microbatches of {size} have another mean than the batch of "
-                    f"{self.batch_size}; return per-example losses, or (losses, weights) for a "
-                    f"mean over a mask; or train whole batches, microbatch_size={self.batch_size}; "
-                    "or, where statistics or means of each microbatch are meant, as a BatchNorm of "
-                    "one's own takes and Flax's does, pass mixes_examples=True"
+                    f"{self.batch_size}; {self._unmixed}"
                 )
             model = self._calls(size).model
             graph = with_rules(
@@ -202,6 +241,23 @@ class TracedJob:
             )
             self._graphs[size] = dataclasses.replace(graph, precision=self.precision)
         return self._graphs[size]
+
+    @property
+    def _unmixed(self) -> str:
+        """What to do about a loss that mixes examples."""
+        if isinstance(self.loss, OverBatch):
+            return (
+                "what embed returns of an example may not depend on the others: leave that to "
+                "contrast, hxla.over_batch(embed, contrast); or, if statistics of microbatches are "
+                "meant, pass mixes_examples=True"
+            )
+        return (
+            "for the loss of the whole batch pass hxla.over_batch(embed, contrast), which is given "
+            "all its embeddings; or return per-example losses, or (losses, weights) for a mean "
+            f"over a mask; or train whole batches, microbatch_size={self.batch_size}; "
+            "or, where statistics or means of each microbatch are meant, as a BatchNorm of one's "
+            "own takes and Flax's does, pass mixes_examples=True"
+        )
 
     def _traced(self, size: int) -> Graph:
         return trace_functional(
@@ -368,7 +424,7 @@ class TracedJob:
         """
         model = self.functional(size)
         if model.init_arguments:
-            example = self.first_batch(start, size)
+            example = self._to_run(self.first_batch(start, size))
             model = dataclasses.replace(model, init_arguments=(example,))
         communication = self.settings.communication
         is_clipped = communication.microbatch_clip_norm is not None
@@ -395,6 +451,8 @@ class TracedJob:
             update_clip_norm=communication.update_clip_norm,
             num_groups=num_groups,
             offload_directory=self.settings.memory.offload.directory,
+            over_batch=self.over_batch(size),
+            eval_over_batch=self.eval_loss if isinstance(self.eval_loss, OverBatch) else None,
         )
 
     def programs(
