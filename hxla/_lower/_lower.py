@@ -12,25 +12,23 @@ from jax.sharding import PartitionSpec as P
 
 from .._cluster._job_devices import Devices
 from .._cluster._libraries import are_unlike
-from .._core._types import PyTree
 from .._graph._graph import Graph, rows_read
 from .._jax._heap import trim_heap
 from .._model._functional import leaf_names
 from .._model._loss import num_columns
-from .._model._over_batch import TracedOverBatch, embedding, trace_over_batch
 from .._plan._layout import to_spec
 from .._plan._plan import Plan
 from ._across import Cut
-from ._contribution import microbatch_key, pack_sizes, packs_of, tensors_of
+from ._contribution import pack_sizes, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
-from ._evaluation import Evaluation, evaluation_key
+from ._evaluation import Evaluation
 from ._forward import Forward
 from ._held import StateSpecs
 from ._inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
 from ._layered import Layered, sum_groups
 from ._opt_state import of_opt_state
 from ._options import compiler_options
-from ._over_batch import OverBatchPass
+from ._over_batch import OverBatchPasses
 from ._own_state import OwnState
 from ._own_update import Gather
 from ._padding import Padding, StatePadding
@@ -58,8 +56,7 @@ class Programs:
         reducer: The sums over all replicas.
         runners: For each local replica what runs its microbatches.
         evaluation: Evaluates microbatches.
-        first_pass: Finds what a loss over the whole batch says of each microbatch; None: the loss
-            is no such.
+        over_batch: The first passes of losses over the whole batch.
         trained: Places of the parameters that are trained.
         tensors: Of the sums.
         contribution: How they join the sums.
@@ -219,45 +216,7 @@ class Programs:
             padding=padding,
         )
         self.evaluation = Evaluation(model, training.seed, plan.microbatch_size, forward)
-        self._forward = functools.partial(forward, "hxla_embed")
-        self._evaluation_passes: dict[Any, OverBatchPass] = {}  # by the shapes of a microbatch
-        self.first_pass: OverBatchPass | None = None
-        if training.over_batch is not None:
-            key = functools.partial(microbatch_key, training.seed)
-            embed = self._forward(embedding(model.train), lambda where: key(*where))
-            self.first_pass = self._over_batch(training.over_batch, embed)
-
-    def evaluation_pass(self, batch: PyTree) -> OverBatchPass | None:
-        """What evaluates a loss over the whole batch; None: the loss for evaluation is no such.
-
-        Args:
-            batch: The first microbatch.
-        """
-        training = self.training
-        if training.eval_over_batch is None:
-            return None
-        leaves, treedef = jax.tree.flatten(batch)
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves
-        ]
-        known = treedef, tuple((x.shape, x.dtype) for x in shapes)
-        if known not in self._evaluation_passes:
-            model, call = training.model, training.model.evaluate
-            traced = trace_over_batch(
-                training.eval_over_batch,
-                call,
-                (model.params, model.aux),
-                jax.tree.unflatten(treedef, shapes),
-                self.plan.batch_size,
-            )
-            key = functools.partial(evaluation_key, training.seed)
-            embed = self._forward(embedding(call), key)
-            self._evaluation_passes[known] = self._over_batch(traced, embed)
-        return self._evaluation_passes[known]
-
-    def _over_batch(self, traced: TracedOverBatch, embed: Forward) -> OverBatchPass:
-        local, sums = self.reducer.local, self.plan.sums
-        return OverBatchPass(traced, embed, self.reducer.host, local[0], sums)
+        self.over_batch = OverBatchPasses(training, plan, self.reducer.host, local[0], forward)
 
     def _cuts_of_sums(
         self, uneven: Uneven | None, replicas: Sequence[Replica]
@@ -361,8 +320,7 @@ class Programs:
                 text = str(self.graph.program)
             texts = named_texts(checked, num, text, self._updates.text)
             of_sums = self.reducer.text or text_of([*sums, *gathers])
-            of_batch = {} if self.first_pass is None else self.first_pass.texts()
-            check({"program of the sums": of_sums} | of_batch | dict(texts))
+            check({"program of the sums": of_sums} | self.over_batch.texts() | dict(texts))
         named: list[tuple[str, Any]] = []
         for i, own in lowered.items():  # the longest first
             names = (*self.runners[i].names, *self._updates.names(i))
@@ -380,9 +338,7 @@ class Programs:
         for runner, own in zip(self.runners, programs, strict=True):
             runner.adopt(own[: len(runner.names)])
             self._updates.adopt(own[len(runner.names) :])
-        if self.first_pass is not None:
-            tell("compiling the losses over the whole batch")
-            self.first_pass.compile((np.int32(0), np.int32(0)))
+        self.over_batch.compile(tell)
         if check is not None and self.runners[0].text:
             check(orders_of(programs[0], self.reducer.programs))
         trim_heap()
@@ -419,7 +375,7 @@ class Programs:
             held_bytes: Of its state.
         """
         runner, releases = self.runners[0], self.reducer.releases
-        first = 0 if self.first_pass is None else self.first_pass.memory_bytes()
+        first = self.over_batch.memory_bytes()
         totals = self._bytes_of_params()
         sums = totals * self.contribution.form.num_parts
         update = self._updates.extra_bytes()

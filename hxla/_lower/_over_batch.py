@@ -5,6 +5,7 @@ program of the whole batch: no bit depends on who embedded what.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +16,27 @@ from .._core._types import PyTree
 from .._jax._jaxpr import program_text
 from .._jax._local_clients import is_here
 from .._model._loss import MetricColumns, as_sums
-from .._model._over_batch import ToEmbed, TracedOverBatch, WithGradients
+from .._model._over_batch import (
+    ToEmbed,
+    TracedOverBatch,
+    WithGradients,
+    embedding,
+    trace_over_batch,
+)
+from .._plan._plan import Plan
 from .._plan._plan_parts import SumsForm
+from ._contribution import microbatch_key
+from ._evaluation import evaluation_key
 from ._forward import Forward
 from ._host_sums import HostSums
+from ._inputs import Training
 from ._options import compiler_options, extra_bytes
 from ._replica import Replica
 
 #: A microbatch to embed: its number, what says which it is to `Forward`, its arrays.
 Work = tuple[int, Any, PyTree]
+#: Its number, its part of what `contrast` reads, and whether this process speaks for it.
+Begun = tuple[int, list[Any], bool]
 
 
 class OverBatchPass:
@@ -53,36 +66,34 @@ class OverBatchPass:
 
     # -- embeddings ------------------------------------------------------------------------------
 
-    def embedded(
-        self,
-        params: Sequence[Any],
-        aux: Sequence[Any],
-        work: Sequence[Sequence[Work]],
-        num_examples: int,
-        on_exchange: Callable[[], object],
-    ) -> list[np.ndarray]:
+    def begun(self, i: int, params: Any, aux: Any, work: Sequence[Work]) -> list[Begun]:
+        """Embed microbatches; waits for nothing.
+
+        Args:
+            i: Of the local replica.
+            params: Its parameters, whole.
+            aux: Its other variables.
+            work: What it embeds.
+        """
+        found = []
+        for index, where, batch in work:
+            run = self._forward.run(i, params, aux, where, ToEmbed(batch))
+            own = [*jax.tree.leaves(run), *self._traced.read_of(batch)]
+            found.append((index, own, self._forward.is_led_here(i)))
+        return found
+
+    def exchanged(self, begun: Sequence[Sequence[Begun]], num_examples: int) -> list[np.ndarray]:
         """What `contrast` reads of so many examples: embeddings, then arrays of the batch.
 
         Args:
-            params: For each local replica its parameters, whole.
-            aux: The other variables, likewise.
-            work: Microbatches of each local replica; the last of all may be shorter.
+            begun: By each local replica; the last microbatch of all may be shorter.
             num_examples: Of all processes.
-            on_exchange: Called when the local microbatches are done, and others are waited for.
         """
-        found = []
-        for i, own in enumerate(work):
-            for index, where, batch in own:
-                run = self._forward.run(i, params[i], aux[i], where, ToEmbed(batch))
-                if self._forward.is_led_here(i):
-                    read = self._traced.read_of(batch)
-                    found.append((index, [*jax.tree.leaves(run), *read]))
         whole = [np.zeros(x.shape, x.dtype) for x in self._traced.operands(num_examples)]
-        for index, arrays in found:
+        for index, arrays, is_led_here in itertools.chain(*begun):
             start = index * self._traced.size
-            for host, x in zip(whole, arrays, strict=True):
+            for host, x in zip(whole, arrays if is_led_here else (), strict=is_led_here):
                 host[start : start + len(x)] = np.asarray(x)
-        on_exchange()
         return [self._host.exchange_bits(host) for host in whole]
 
     # -- the whole batch -------------------------------------------------------------------------
@@ -141,9 +152,10 @@ class OverBatchPass:
             self._compiled[key] = run.lower(shapes).compile()
         return self._compiled[key]
 
-    def texts(self) -> dict[str, str]:
-        """What stands for the programs, which processes compare."""
-        return {"program of the whole batch": program_text(self._traced.program[0])}
+    @property
+    def text(self) -> str:
+        """The program of the whole batch."""
+        return program_text(self._traced.program[0])
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -187,3 +199,74 @@ class OverBatchPass:
             [rows(index, batch) for index, batch in zip(own, arrays, strict=True)]
             for own, arrays in zip(ids, batches, strict=True)
         ]
+
+
+class OverBatchPasses:
+    """The first passes of a job: of its loss and of the loss for evaluation, if they need one.
+
+    Args:
+        training: What is trained.
+        plan: That runs.
+        host: Sums over all processes.
+        replica: The first local one.
+        forward: Makes a `Forward` for the local replicas from its first three arguments.
+
+    Attributes:
+        first: That of a step; None: the loss needs none.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        plan: Plan,
+        host: HostSums,
+        replica: Replica,
+        forward: Callable[..., Forward],
+    ):
+        self._training, self._batch_size, self._forward = training, plan.batch_size, forward
+        self._make = functools.partial(OverBatchPass, host=host, replica=replica, sums=plan.sums)
+        self._of_evaluation: dict[Any, OverBatchPass] = {}  # by the shapes of a microbatch
+        self.first: OverBatchPass | None = None
+        if training.over_batch is not None:
+            key = functools.partial(microbatch_key, training.seed)
+            call = embedding(training.model.train)
+            embed = forward("hxla_embed", call, lambda where: key(*where))
+            self.first = self._make(training.over_batch, embed)
+
+    def of_evaluation(self, batch: PyTree) -> OverBatchPass | None:
+        """That of an evaluation; None: the loss for evaluation needs none.
+
+        Args:
+            batch: The first microbatch.
+        """
+        loss, model = self._training.eval_over_batch, self._training.model
+        if loss is None:
+            return None
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = tuple((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
+        if (treedef, shapes) not in self._of_evaluation:
+            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*own) for own in shapes])
+            given = model.evaluate, (model.params, model.aux), like, self._batch_size
+            traced = trace_over_batch(loss, *given)
+            key = functools.partial(evaluation_key, self._training.seed)
+            embed = self._forward("hxla_embed", embedding(model.evaluate), key)
+            self._of_evaluation[treedef, shapes] = self._make(traced, embed)
+        return self._of_evaluation[treedef, shapes]
+
+    def texts(self) -> dict[str, str]:
+        """What stands for the programs of a step, which processes compare."""
+        return {} if self.first is None else {"program of the whole batch": self.first.text}
+
+    def compile(self, tell: Callable[[str], None]) -> None:
+        """Compile what a step runs.
+
+        Args:
+            tell: Called with what is being done.
+        """
+        if self.first is not None:
+            tell("compiling the losses over the whole batch")
+            self.first.compile((np.int32(0), np.int32(0)))
+
+    def memory_bytes(self) -> int:
+        """Bytes that one device needs for a first pass, beside the state."""
+        return 0 if self.first is None else self.first.memory_bytes()

@@ -46,6 +46,6 @@ def evaluated(
     num = math.ceil(size / plan.microbatch_size)
     ids = own_ids(share_of(num, plan.counts), reducer)
     on_reduce = functools.partial(beat, "evaluation's sum")
-    loss, metrics = stepper.evaluate(num, ids, fetch, on_reduce=on_reduce)
+    loss, metrics = stepper.forwards.evaluate(num, ids, fetch, on_reduce=on_reduce)
     seconds = time.perf_counter() - began
     return EvalRecord(step=step, loss=loss, metrics=metrics, num_examples=size, seconds=seconds)

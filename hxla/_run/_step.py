@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._lower import _exact
 from .._lower._contribution import DeviceSums, peaks_to_maxima
 from .._lower._layered import Spans
 from .._lower._lower import Programs
 from .._lower._microbatch import Microbatches
-from .._lower._over_batch import OverBatchPass, Work
 from .._lower._pipeline import Pipeline
 from .._lower._pipeline_times import PieceTimes, piece_times
 from .._lower._runners import Runner
@@ -26,11 +24,12 @@ from .._lower._shared_stages import SharedStages
 from .._lower._store import Store
 from .._lower._sum import NUM_TOLD
 from .._lower._update import Given
-from .._model._loss import MetricColumns, means, num_columns
+from .._model._loss import means
 from .._model._loss_scale import ScaleState, sum_exponent
 from .._plan._plan_parts import ReplicaWork
 from .._plan._precision import MOST_SCALE_EXPONENT
 from .._report._history import MetricValue
+from ._forward_passes import ForwardPasses
 
 _MAX_REDOS = 3
 
@@ -70,6 +69,9 @@ class Stepper:
     Args:
         programs: To run.
         store: Holds the state.
+
+    Attributes:
+        forwards: What runs without gradients.
     """
 
     def __init__(self, programs: Programs, store: Store):
@@ -87,6 +89,8 @@ class Stepper:
         self._group_totals: list[list[jax.Array]] = []
         # Watched from threads: the main one goes on handing out microbatches meanwhile.
         self._pool = concurrent.futures.ThreadPoolExecutor(2 * num)
+        waits = self.wait, self._wait_for_collectives
+        self.forwards = ForwardPasses(programs, store, self._pool, *waits)
         self._updates: list[concurrent.futures.Future[tuple[float, float]]] = []
         self._update_seconds = [0.0] * num
         of_copies = programs.plan.replicas
@@ -166,6 +170,7 @@ class Stepper:
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
+            self.forwards.time_first(i, [batch] * num)
             jax.block_until_ready(self._run(i, 0, range(num), [batch] * num))
             times.append((time.perf_counter() - start) / num)
         return times
@@ -276,10 +281,10 @@ class Stepper:
             The outcome; call `update` to apply it.
         """
         limbs = self._contribution.limbs
-        batches = self._second(step, ids, batches, on_phase)
+        inputs = self.forwards.second(step, ids, batches, on_phase)
         on_reduce = functools.partial(on_phase, "reduce")
         for redone in range(_MAX_REDOS + 1):
-            outcome, maxima = self._accumulate_once(step, ids, batches, stop, redone, on_reduce)
+            outcome, maxima = self._accumulate_once(step, ids, inputs, stop, redone, on_reduce)
             if outcome.nonfinite or not self._contribution.is_exact:
                 return outcome
             own, fitting = self._store.exponents, self._fitting(maxima)
@@ -289,55 +294,6 @@ class Stepper:
                 return outcome
             self._set_exponents(fitting)
         raise AssertionError("a redo with scales taken from the step itself fits")
-
-    def _second(
-        self,
-        step: int,
-        ids: Sequence[range],
-        batches: Sequence[Sequence[PyTree]],
-        on_phase: Callable[[str], object],
-    ) -> Sequence[Sequence[PyTree]]:
-        """The microbatches as programs take them, after the first pass of a loss over the batch."""
-        first = self._programs.first_pass
-        if first is None:
-            return batches
-        work = [
-            [
-                (i, (np.int32(step), np.int32(i)), batch)
-                for i, batch in zip(own, arrays, strict=True)
-            ]
-            for own, arrays in zip(ids, batches, strict=True)
-        ]
-        found = first.gradients(
-            self._embedded(first, work, self._programs.plan.batch_size, on_phase)
-        )
-        on_phase("microbatches")
-        return first.second(ids, batches, found)
-
-    def _embedded(
-        self,
-        run: OverBatchPass,
-        work: Sequence[Sequence[Work]],
-        num_examples: int,
-        on_phase: Callable[[str], object],
-    ) -> list[np.ndarray]:
-        params, aux = self._whole_params(), [held.aux for held in self._store.held]
-
-        def waiting() -> None:
-            on_phase("reduce")
-            self._wait_for_collectives()
-
-        return run.embedded(params, aux, work, num_examples, waiting)
-
-    def _whole_params(self) -> list[Any]:
-        """The parameters of each local replica, of which it may have its share only."""
-        layered = self._programs.layered
-        if layered is None:
-            return [held.params for held in self._store.held]
-        self.wait()
-        params = layered.whole(self._store.held)
-        layered.wait()
-        return list(params)
 
     def _accumulate_once(
         self,
@@ -350,7 +306,8 @@ class Stepper:
     ) -> tuple[Outcome, np.ndarray]:
         watches = self._run_all(step, ids, batches, True)
         held = self._held()  # while the devices are busy
-        busy = [watch.result() for watch in watches]
+        first = self.forwards.take_seconds()
+        busy = [watch.result() + own for watch, own in zip(watches, first, strict=True)]
         told = [
             np.array([busy[i], self._update_seconds[i], stop], np.float32) for i in range(len(ids))
         ]
@@ -505,70 +462,3 @@ class Stepper:
         """Until the last update is done on every local replica."""
         for update in self._updates:
             update.result()
-
-    # -- evaluation ------------------------------------------------------------------------------
-
-    def evaluate(
-        self,
-        num_microbatches: int,
-        ids: Sequence[range],
-        fetch: Callable[[int], PyTree],
-        *,
-        on_reduce: Callable[[], object] = lambda: None,
-    ) -> tuple[float, dict[str, MetricValue]]:
-        """Mean loss and metrics over an evaluation set.
-
-        Args:
-            num_microbatches: Of the whole set.
-            ids: Microbatch ids of each local replica.
-            fetch: From a microbatch's id to its host arrays.
-            on_reduce: Called when the local microbatches are done and the sum begins.
-
-        Returns:
-            Loss and metrics, the same on every process and for every spread.
-        """
-        over_batch = self._programs.evaluation_pass(fetch(0))
-        if over_batch is not None:
-            return self._evaluate_batches(over_batch, num_microbatches, ids, fetch, on_reduce)
-        evaluation, reducer = self._programs.evaluation, self._reducer
-        found, params = [], self._whole_params()
-        for i, replica in enumerate(reducer.local):
-            aux = self._store.held[i].aux
-            for index in ids[i]:
-                sums = evaluation.run(i, params[i], aux, index, fetch(index))
-                if replica.is_led_here:
-                    found.append((index, sums))
-        width = num_columns(evaluation.metrics_of(fetch))
-        rows = np.zeros((num_microbatches, width), np.float32)
-        for index, sums in found:
-            rows[index] = np.asarray(sums)
-        on_reduce()
-        return _mean_loss(reducer.host.exchange(rows), evaluation.metrics, ids[0])
-
-    def _evaluate_batches(
-        self,
-        run: OverBatchPass,
-        num_microbatches: int,
-        ids: Sequence[range],
-        fetch: Callable[[int], PyTree],
-        on_reduce: Callable[[], object],
-    ) -> tuple[float, dict[str, MetricValue]]:
-        """The same of a loss over whole batches: all is embedded, and each batch is then one."""
-        plan = self._programs.plan
-        last = num_microbatches - 1
-        num = last * plan.microbatch_size + len(jax.tree.leaves(fetch(last))[0])
-        work = [[(i, np.int32(i), fetch(i)) for i in own] for own in ids]
-        embedded = self._embedded(run, work, num, lambda _: on_reduce())
-        starts = range(0, num, plan.batch_size)
-        rows = [run.row([x[start : start + plan.batch_size] for x in embedded]) for start in starts]
-        return _mean_loss(np.stack(rows), run.metrics, range(len(rows)))
-
-
-def _mean_loss(
-    rows_MS: np.ndarray, metrics: Sequence[MetricColumns], own: Sequence[int]
-) -> tuple[float, dict[str, MetricValue]]:
-    """Loss and metrics of an evaluation, see `means`."""
-    loss, weight, merged = means(rows_MS, metrics, own)
-    if not weight:
-        raise ConfigError("every weight of the evaluation set is zero: it has no mean loss")
-    return loss, merged
