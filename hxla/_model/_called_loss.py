@@ -74,6 +74,23 @@ def called(loss: Loss, argument: str = "loss") -> CalledLoss:
     return run
 
 
+def refuse_model_outside(loss: Any, model: Any) -> None:
+    """Refuse a loss over the batch whose `contrast` reads the model, which has its first arrays.
+
+    Raises:
+        LossError: If it closes over the model.
+    """
+    if not isinstance(loss, OverBatch):
+        return
+    for name, value in closed_over(loss.contrast):
+        if value is model:
+            raise LossError(
+                f"contrast closes over {name!r}, the model itself: it would read the parameters of "
+                "the start, and train none; return what it needs of them from embed, such as a "
+                "temperature as a factor of the embeddings"
+            )
+
+
 def closed_over(function: Any) -> Iterator[tuple[str, Any]]:
     """What a function reads from outside its arguments, with the names it has there."""
     if isinstance(function, functools.partial):

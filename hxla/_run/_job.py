@@ -19,7 +19,7 @@ from .._core._whole_numbers import as_whole_number, check_whole_numbers
 from .._graph._factors import PATTERNS, Patterns
 from .._graph._graph import Graph
 from .._model._annotations import Strategy
-from .._model._called_loss import Loss, called
+from .._model._called_loss import Loss, called, refuse_model_outside
 from .._model._functional import RNGS
 from .._model._given_model import check_model, check_optimizer
 from .._plan._plan import Plan
@@ -144,6 +144,8 @@ class Job:
         check_optimizer(self.optimizer)
         called(self.loss)
         called(self.eval_loss or self.loss, "eval_loss")
+        for loss in (self.loss, self.eval_loss):
+            refuse_model_outside(loss, self.model)
         if self.nonfinite not in (None, "stop", "skip", "scale"):
             raise ConfigError(f"nonfinite={self.nonfinite!r}: use 'stop', 'skip' or 'scale'")
         check_whole_numbers(1, batch_size=self.batch_size, num_examples=self.num_examples)

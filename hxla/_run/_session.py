@@ -112,10 +112,9 @@ class Session:
             beginning = begin() if member is None else None
             start = options.first_step if beginning is None else beginning.first_step
             resumed = None if beginning is None else beginning.step
-            self._batch = job.first_batch(start, plan.microbatch_size)
-            job.agree("data", lambda: facts_of_data(self._batch, f"data of step {start}: "))
+            inputs = job.as_inputs(batch := job.first_batch(start, plan.microbatch_size))
+            job.agree("data", lambda: facts_of_data(batch, f"data of step {start}: "))
             weights = job.opened_weights(plan.microbatch_size) if resumed is None else None
-            inputs = job.as_inputs(self._batch)
             self._programs = job.programs(plan, devices, told.tell, keep=options.is_trial)
             self._reducer = self._programs.reducer
             self._store = self._programs.store()
@@ -136,8 +135,8 @@ class Session:
             if options.balance:
                 if job.settings.cluster.executors == "auto" and options.steps is not None:
                     gain, left = job.settings.balance.min_gain, options.steps - start
-                    parts = (self._stepper, self._programs, plan, inputs)
-                    plan, own = with_fastest_executors(*parts, own, gain, left)
+                    parts = (self._stepper, self._programs, plan, inputs, own, gain, left)
+                    plan, own = with_fastest_executors(*parts)
                 seconds = pooled(shared_numbers(self._reducer, own), plan)
             if member is not None:
                 rehearse(member, self._store, job)
@@ -172,7 +171,7 @@ class Session:
             self._plans[start] = self.plan
             self._recorder = recorder_of(self.plan, options, start)
             self._stack.callback(self._recorder.close)
-            self._feed = Feed(job, self._batch, options.steps)
+            self._feed = Feed(job, batch, options.steps)
             self._stack.callback(self._feed.close)
             self._ending = Ending(self._recorder, self._watch_pipelines, self._termination, options)
             self._began = time.perf_counter()
