@@ -22,13 +22,13 @@ from ._across import Cut
 from ._contribution import pack_sizes, packs_of, tensors_of
 from ._disk_shelf import shelf_maker
 from ._evaluation import Evaluation
+from ._first_pass import OverBatchPasses
 from ._forward import Forward
 from ._held import StateSpecs
 from ._inputs import Training, ownership_of, sharded_of, uneven_of, whole_update_of
 from ._layered import Layered, sum_groups
 from ._opt_state import of_opt_state
 from ._options import compiler_options
-from ._over_batch import OverBatchPasses
 from ._own_state import OwnState
 from ._own_update import Gather
 from ._padding import Padding, StatePadding

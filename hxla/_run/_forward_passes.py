@@ -11,8 +11,8 @@ import numpy as np
 
 from .._core._errors import ConfigError
 from .._core._types import PyTree
+from .._lower._first_pass import Begun, OverBatchPass, Work
 from .._lower._lower import Programs
-from .._lower._over_batch import Begun, OverBatchPass, Work
 from .._lower._store import Store
 from .._model._loss import MetricColumns, means, num_columns
 from .._report._history import MetricValue

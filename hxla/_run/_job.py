@@ -57,7 +57,7 @@ class Job:
             random key, that returns a scalar (the mean over its microbatch), per-example losses of
             shape [microbatch, ...], or `(losses, weights)`; optionally followed by a dictionary of
             metrics. The gradient is that of the global batch's mean. Linen modules come bound, NNX
-            models in the mode in which they were given.
+            models in the mode in which they were given. Or what `over_batch` made.
         optimizer: Any optax transformation, or an `optax.MultiSteps`; it sees the model's own
             parameter tree, and by name the `value` of the global batch's loss and its gradient
             `grad`. One that calls the loss itself, as a line search does, is refused.
@@ -91,6 +91,7 @@ class Job:
         mixes_examples: Whether the loss of an example may read the others of its microbatch, as a
             contrastive loss does. Then the mean over microbatches is trained, which depends on
             their size; else such a loss is refused where a microbatch is not the whole batch.
+            `over_batch` makes one that reads the others of the whole batch.
         default: The annotation, `hxla.replicate(...)` or `hxla.split(...)`, of what no scope
             covers.
         patterns: The ways in which equations can be cut; add your own with
