@@ -53,8 +53,11 @@ class Forward:
         def function(params: Any, aux: Any, where: Any, batch: PyTree) -> Any:
             params, aux = unpadded(params, padding.params), unpadded(aux, padding.aux)
             trees = jax.tree.unflatten(param_def, params), jax.tree.unflatten(aux_def, aux)
-            run: Callable[..., Any] = lambda *own: call(*own, key(where), batch)  # noqa: E731
             axes: list[str] = []
+
+            def run(params: PyTree, aux: PyTree) -> Any:
+                return call(params, aux, key(where), batch)
+
             return naming_axes(lambda: with_axes(run, axes)(*trees), axes)
 
         function.__name__ = name
