@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core._errors import ConfigError
 from .._core._types import PyTree
 from .._jax._jaxpr import program_text
 from .._jax._local_clients import is_here
@@ -211,6 +212,9 @@ class OverBatchPasses:
         replica: The first local one.
         forward: Makes a `Forward` for the local replicas from its first three arguments.
 
+    Raises:
+        ConfigError: If both passes of a step might draw other numbers.
+
     Attributes:
         first: That of a step; None: the loss needs none.
     """
@@ -228,6 +232,13 @@ class OverBatchPasses:
         self._of_evaluation: dict[Any, OverBatchPass] = {}  # by the shapes of a microbatch
         self.first: OverBatchPass | None = None
         if training.over_batch is not None:
+            generator = jax.config.values["jax_default_prng_impl"]
+            if plan.axes and generator != "threefry2x32":
+                raise ConfigError(
+                    f"jax_default_prng_impl={generator!r} may draw other numbers where a program "
+                    "is cut over devices, and both passes of hxla.over_batch must draw the same: "
+                    "use 'threefry2x32', or a plan whose replicas have one device each"
+                )
             key = functools.partial(microbatch_key, training.seed)
             call = embedding(training.model.train)
             embed = forward("hxla_embed", call, lambda where: key(*where))

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.inside.jax import Literal, checkpoint_like, inner_jaxpr, run_equation, scan_counts
+from support.inside.jax import (
+    Literal,
+    checkpoint_like,
+    inner_jaxpr,
+    read_arguments,
+    run_equation,
+    scan_counts,
+)
 
 
 def programs():
@@ -71,3 +78,10 @@ def test_checkpoint_keeps_its_policy():
     (eqn,) = jax.make_jaxpr(function)(1.0).eqns
     again = jax.make_jaxpr(checkpoint_like(eqn, jnp.sin))(1.0).eqns[0]
     assert again.params["policy"] is eqn.params["policy"]
+
+
+def test_an_argument_of_which_no_result_is_made_is_not_read():
+    def run(a, b, c, d):
+        return a + len(b), jax.jit(lambda x, y: x)(c, d)
+
+    assert read_arguments(jax.make_jaxpr(run)(*[np.ones(3)] * 4)) == {0, 2}

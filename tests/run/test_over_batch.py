@@ -382,6 +382,14 @@ def test_what_is_no_such_loss_is_refused(name):
         job(model=TOWERS, loss=hxla.over_batch(embed, contrast)).graph(SIZE)
 
 
+def test_both_passes_draw_the_same_numbers_or_it_is_refused():
+    with jax.default_prng_impl("rbg"):
+        made = job(2)
+        plan = made.plan(microbatch_size=SIZE, mesh={"data": 1, "tensor": 2}, rules=RULES)
+        with pytest.raises(hxla.ConfigError, match="'rbg'.*over_batch.*'threefry2x32'"):
+            made.open(plan)
+
+
 def test_contrast_takes_embeddings_and_batch():
     with pytest.raises(hxla.ConfigError, match=r"contrast\(embeddings, batch\)"):
         hxla.over_batch(embed, lambda embeddings: embeddings["x"])

@@ -21,4 +21,5 @@ from hxla._jax._lost_peers import is_lost_peer
 from hxla._jax._min_cut import halve
 from hxla._jax._multiprocessors import multiprocessors
 from hxla._jax._portable import lowered_for, portable
+from hxla._jax._result_sources import read_arguments
 from hxla._jax._settings import bit_settings, unlike_settings
