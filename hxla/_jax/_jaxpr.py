@@ -104,7 +104,7 @@ def with_results(closed: ClosedJaxpr, num: int) -> ClosedJaxpr:
     jaxpr = closed.jaxpr
     if len(jaxpr.outvars) == num:
         return closed
-    info = _debug_info(len(jaxpr.invars), num)
+    info = debug_info(len(jaxpr.invars), num)
     outvars = list(jaxpr.outvars[:num])
     return ClosedJaxpr(jaxpr.replace(outvars=outvars, debug_info=info), closed.consts)
 
@@ -213,7 +213,7 @@ def part(
         list(wanted),
         equations,
         frozenset().union(*(e.effects for e in equations)),
-        debug_info=_debug_info(len(inputs), len(wanted)),
+        debug_info=debug_info(len(inputs), len(wanted)),
     )
 
 
@@ -279,7 +279,7 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     given = {
         var: x for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)
     }
-    info = _debug_info(len(given), len(eqn.outvars))
+    info = debug_info(len(given), len(eqn.outvars))
     alone = core.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects, debug_info=info)
     return run_jaxpr(alone, given.values())
 
@@ -287,12 +287,12 @@ def run_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def run_with(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
     """`run_equation` with operands of other dtypes, its literals too, and with other parameters."""
     if any(isinstance(v, Literal) for v in eqn.invars):
-        eqn = eqn.replace(invars=_fresh(tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)))
+        eqn = eqn.replace(invars=fresh(tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)))
     return run_equation(eqn.replace(params=eqn.params | params) if params else eqn, operands)
 
 
 @functools.cache
-def _fresh(shapes: Sequence[tuple[Any, Any]]) -> list[Any]:
+def fresh(shapes: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Variables that stand for operands of an equation that is run alone."""
     avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     return list(jax.make_jaxpr(lambda *xs: xs)(*avals).jaxpr.invars)
@@ -323,7 +323,7 @@ def is_of_jax(eqn: Any) -> bool:
 
 
 @functools.cache
-def _debug_info(num_inputs: int, num_outputs: int) -> Any:
+def debug_info(num_inputs: int, num_outputs: int) -> Any:
     """Any of these numbers will do: messages name the equation's own source."""
     info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     return info._replace(arg_names=("",) * num_inputs, result_paths=("",) * num_outputs)

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import uncrossed
+from .._jax._jaxpr import as_function
+from .._jax._lookups import Lookups, Rows
 from .._model._plain_arrays import root_key
 from .._plan._plan_parts import SumsForm
 from .._plan._sharding import place_in
@@ -259,6 +261,22 @@ class Contribution:
             before = [old * keep for old in before]
         return tuple(old + new for old, new in zip(before, limbs, strict=True))
 
+    def add_rows(
+        self, before: Sequence[jax.Array], x: Rows, exponent: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """An exact sum with one term more, of which only some rows are not zero.
+
+        Args:
+            before: Its parts.
+            x: The term.
+            exponent: Scale of the tensor.
+        """
+        limbs = _exact.encode(x.values, exponent, self.limbs)
+        # What stands for nothing is beyond the end.
+        options: Any = {"mode": "drop", "indices_are_sorted": True, "unique_indices": True}
+        pairs = zip(before, limbs, strict=True)
+        return tuple(old.at[x.places].add(new, **options) for old, new in pairs)
+
     def combine(self, *parts: jax.Array) -> jax.Array:
         """The summed parts as float32, in units that `value` undoes."""
         return _exact.combine(parts, self.limbs) if self.is_exact else parts[0]
@@ -375,16 +393,49 @@ def gradient_of(
     return gradient
 
 
+def row_gradient_of(
+    lookups: Lookups, trained: Sequence[int], on_cpu: bool
+) -> Callable[..., tuple[Any, list[jax.Array | Rows]]]:
+    """`gradient_of` of a program of a microbatch, where gradients of its tables are `Rows`.
+
+    Args:
+        lookups: In the program.
+        trained: Places of the parameters whose gradients are wanted, the tables among them.
+        on_cpu: See `gradient_of`.
+    """
+    program, num = as_function(lookups.closed), len(lookups.tables)
+    dense = [i for i in trained if i not in lookups.tables]
+
+    def gradient(
+        params: Any, aux: Any, key: Any, batch: Any
+    ) -> tuple[Any, list[jax.Array | Rows]]:
+        def loss(own: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+            given = dict(zip(dense, own, strict=False))
+            every = [given.get(i, x) for i, x in enumerate(params)]
+            value, *rest = program(*every, *aux, key, *batch, *own[len(dense) :])
+            return value, rest
+
+        both = jax.value_and_grad(loss, has_aux=True)
+        own = [*(params[i] for i in dense), *lookups.zeros()]
+        (value, rest), grads = (uncrossed(both) if on_cpu else both)(own)
+        rows = lookups.rows(rest[-num:], grads[-num:])
+        each = dict(zip((*dense, *lookups.tables), (*grads[:-num], *rows), strict=True))
+        return (value, rest[:-num]), [each[i] for i in trained]
+
+    return gradient
+
+
 def local_largest(
-    values: Sequence[jax.Array],
+    values: Sequence[Any],
     lay_out: Callable[[jax.Array], jax.Array],
     packs: Sequence[Sequence[int]],
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[Any], jax.Array]:
     """Packs as sums read them fast, and the bit pattern of the largest magnitude of each tensor."""
-    found = [lay_out(x) for x in packed(values, packs)]
+    found = [x if isinstance(x, Rows) else lay_out(x) for x in packed(values, packs)]
+    each = [x.values if isinstance(x, Rows) else x for x in found]
     peaks = [
         largest(x) if len(pack) == 1 else largest(x, axis=1)
-        for x, pack in zip(found, packs, strict=True)
+        for x, pack in zip(each, packs, strict=True)
     ]
     order = np.argsort([i for pack in packs for i in pack])
     return found, peak_bits(jnp.concatenate([jnp.atleast_1d(x) for x in peaks])[order])

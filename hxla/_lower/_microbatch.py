@@ -16,6 +16,7 @@ from .._core._types import PyTree
 from .._graph._graph import Graph, shapes_of
 from .._jax._cpu_dots import row_major
 from .._jax._jaxpr import as_function
+from .._jax._lookups import Lookups, Rows, lookups_of
 from .._model._functional import tree_bytes
 from .._plan._sharding import Sharded
 from ._across import Cut, narrow, replaced
@@ -34,12 +35,15 @@ from ._contribution import (
     pack_specs,
     peak_bits,
     row_bits,
+    row_gradient_of,
 )
 from ._executors import Executors
 from ._granules import Granules
 from ._options import compiler_options, extra_bytes
 from ._replica import Replica
 from ._uneven import Uneven
+
+_LEAST_ROWS_PER_LOOKUP = 4  # of a table; of fewer its whole gradient is as cheap
 
 #: `(values, parts of the sums, exponents, keep) -> (parts of the sums, peaks)`.
 _Joining = Callable[[Any, Any, jax.Array, Any], tuple[list[tuple[jax.Array, ...]], jax.Array]]
@@ -263,18 +267,33 @@ def _placed(tree: PyTree, specs: Sequence[P] | None, replica: Replica) -> PyTree
 
 def _gradient(
     spec: MicrobatchSpec, replica: Replica, on_cpu: bool
-) -> Callable[..., tuple[Any, list[jax.Array]]]:
-    """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`."""
+) -> Callable[..., tuple[Any, list[Any]]]:
+    """`(params, aux, key, batch leaves) -> ((loss, [sums[S], *new aux]), gradients)`.
+
+    Gradients are arrays, or `Rows` of tables.
+    """
     if spec.uneven is not None:
         return spec.uneven.gradient(replica.mesh, spec.trained, on_cpu)
     if spec.sharded is not None:
         return gradient_of(spec.sharded.function(replica.mesh), spec.trained, on_cpu)
+    lookups = _lookups(spec)
+    if lookups is not None:
+        return row_gradient_of(lookups, spec.trained, on_cpu)
     program = as_function(spec.graph.program)
 
     def run(params: Any, aux: Any, key: Any, batch: Any) -> list[Any]:
         return program(*params, *aux, key, *batch)
 
     return gradient_of(run, spec.trained, on_cpu)
+
+
+def _lookups(spec: MicrobatchSpec) -> Lookups | None:
+    """The tables whose gradients are some rows, where their sum is exact: any order will do."""
+    if not spec.contribution.is_exact or spec.clip_norm is not None:
+        return None
+    heights = {i: shape[0] for i in spec.trained if (shape := spec.graph.param_shapes[i])}
+    most = {i: height // _LEAST_ROWS_PER_LOOKUP for i, height in heights.items()}
+    return lookups_of(spec.graph.program, most)
 
 
 def _joining(spec: MicrobatchSpec, replica: Replica, on_cpu: bool) -> _Joining:
@@ -285,10 +304,12 @@ def _joining(spec: MicrobatchSpec, replica: Replica, on_cpu: bool) -> _Joining:
         return _joining_parts(spec, replica, lay_out)
 
     def added(
-        before: Sequence[Any], values: Sequence[jax.Array], exponents_T: jax.Array, keep: Any
+        before: Sequence[Any], values: Sequence[Any], exponents_T: jax.Array, keep: Any
     ) -> list[tuple[jax.Array, ...]]:
         return [
-            spec.contribution.add(
+            spec.contribution.add_rows(_kept(old, keep, on_cpu), x, exponents_T[pack[0]])
+            if isinstance(x, Rows)
+            else spec.contribution.add(
                 old, x, exponents_T[pack[0]] if len(pack) == 1 else exponents_T[pack, None], keep
             )
             for old, x, pack in zip(before, values, packs, strict=True)
@@ -307,6 +328,15 @@ def _joining(spec: MicrobatchSpec, replica: Replica, on_cpu: bool) -> _Joining:
         return added(before, found, exponents_T, keep), peaks_T
 
     return run
+
+
+def _kept(before: Sequence[jax.Array], keep: jax.Array, on_cpu: bool) -> Sequence[jax.Array]:
+    """The parts of a sum, or zeros where it begins anew."""
+    if not on_cpu:  # a branch would wait for the host there
+        return [x * keep for x in before]
+    return jax.lax.cond(  # type: ignore[no-any-return]
+        keep == 0, lambda xs: [jnp.zeros_like(x) for x in xs], lambda xs: xs, list(before)
+    )
 
 
 def _joining_parts(
@@ -383,7 +413,7 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
             own = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
             grads = [g * share for g in own]
         deltas, words = changes(spec.tensors, aux, new_aux, index, spec.num_microbatches)
-        values = [*(g.astype(jnp.float32) for g in grads), *deltas]
+        values = [*jax.tree.map(_as_float32, grads), *deltas]
         added, peaks_T = join(values, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
@@ -394,6 +424,10 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
         return out, row_S[1]
 
     return hxla_micro if spec.per_call == 1 else _looped(hxla_micro)
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _looped(one: Callable[..., tuple[DeviceSums, Any]]) -> Callable[..., tuple[DeviceSums, Any]]:
