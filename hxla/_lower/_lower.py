@@ -193,7 +193,7 @@ class Programs:
             num_microbatches=plan.num_microbatches,
             clip_norm=training.update_clip_norm,
             num_groups=training.num_groups,
-            buckets=self.reducer.buckets,
+            of_totals=self.reducer.of_totals,
             padding=padding,
         )
         own_specs = self._of_trained(specs), self._specs.opt_state, aux

@@ -160,7 +160,7 @@ def own_sums(
     floats, num = spec.tensors.floats, len(spec.tensors.params)
     found = iter(given.totals)
     sums: dict[int, jax.Array] = {}
-    for bucket, chunk in zip(spec.buckets, chunks, strict=True):
+    for bucket, chunk in zip(spec.of_totals, chunks, strict=True):
         if chunk.tensors:
             total = jax.lax.bitcast_convert_type(next(found), jnp.float32)
             sums |= dict(zip(chunk.tensors, chunk.pieces(total, copy), strict=True))

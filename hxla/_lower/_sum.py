@@ -138,6 +138,18 @@ class Reducer:
         self._nothing: dict[int, Any] = {}
 
     @property
+    def _is_apart(self) -> bool:
+        """Whether the totals are an array for each pack."""
+        return self._own is None and (bool(self._inner) or len(self.arrays.places) == 1)
+
+    @property
+    def of_totals(self) -> list[list[int]]:
+        """Tensors of each array of the totals, in order; of each bucket where they are chunks."""
+        if not self._is_apart:
+            return self.buckets
+        return [list(self._packs[p]) for bucket in self._buckets for p in bucket]
+
+    @property
     def num_held(self) -> int:
         """Elements of its own chunks that the first local replica keeps."""
         if self._own is None:
@@ -158,16 +170,18 @@ class Reducer:
 
         `own` are small integer arrays that are gathered, `ints` small ones that are summed,
         `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
-        before. Totals are combined: the bits of one float32 vector, or of each tensor in its own
-        shape where replicas have several devices. As int32, they may take the place of a sum that
+        before. Totals are combined: the bits of one float32 vector, or of one for each pack where
+        nobody else has a part of the sum, for a large array joined to small ones is slow to make;
+        or of each tensor in its own shape where replicas have several devices. As int32, they may take the place of a sum that
         is let go. If it is not the last they are chunks such as `before`.
         """
         num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
         rows = self._rows.get(bucket[0]) if bucket else None
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
-            if num == 1 and self._inner:
-                return [self._contribution.combine(*parts) for parts in values]
+            if num == 1:
+                found = [self._contribution.combine(*parts) for parts in values]
+                return found if self._inner else [x.reshape(-1) for x in found]
             if num > 1 and rows is not None:
                 summed = sum_of_rows(values[0], rows, self._totals.travels_as)
                 return [self._contribution.combine(*summed).reshape(-1)]
@@ -240,12 +254,15 @@ class Reducer:
         if self.chunks:
             own = [self.arrays.own_spec] if self.chunks[k].tensors else []
             return own + ([self.arrays.inner_spec] if self._others(k) else [])
-        return [self._specs[i] for i in self._buckets[k]] if self._inner else [P()]
+        if self._inner:
+            return [self._specs[i] for i in self._buckets[k]]
+        return [P()] * (len(self._buckets[k]) if self._is_apart else 1)
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
         """Elements of each on each device of a local replica."""
         if not self.chunks:
-            return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
+            sizes = [math.prod(self._shapes[p]) for p in self._buckets[k]]
+            return sizes if self._is_apart else [sum(sizes)]
         others = sum(self._tensor_sizes[j] for j in self._others(k))
         own = []
         if self._own is not None and self.chunks[k].tensors:

@@ -36,7 +36,7 @@ class UpdateSpec:
         num_microbatches: M, of a step.
         clip_norm: Global norm to which the gradient is clipped; None: not at all.
         num_groups: Parts in which parameters are updated one after another.
-        buckets: Those of the `Reducer`.
+        of_totals: `Reducer.of_totals`.
         padding: Of the state: the optimizer sees arrays without it.
     """
 
@@ -47,7 +47,7 @@ class UpdateSpec:
     num_microbatches: int
     clip_norm: float | None = None
     num_groups: int = 1
-    buckets: Sequence[Sequence[int]]
+    of_totals: Sequence[Sequence[int]]
     padding: StatePadding
 
 
@@ -134,28 +134,21 @@ def _is_by_element(
     return keeps_padding(run, plain, [*each, *of_params, *of_state])
 
 
-def whole_sums(spec: UpdateSpec, has_axes: bool, given: Given) -> list[jax.Array]:
+def whole_sums(spec: UpdateSpec, given: Given) -> list[jax.Array]:
     """The sums of all tensors, in their own shapes.
 
     Args:
         spec: What the update is made from.
-        has_axes: Whether a copy has several devices: then its totals are not one vector a bucket.
         given: To the update.
     """
-    floats = spec.tensors.floats
-    found = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in given.totals]
-    if has_axes:
-        combined = dict(zip(itertools.chain(*spec.buckets), found, strict=True))
-    else:
-        combined = {}
-        for flat, bucket in zip(found, spec.buckets, strict=True):
-            ends = np.cumsum([floats[i].size for i in bucket])
-            for i, own in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
-                combined[i] = own
-    return [
-        spec.contribution.value(combined[i], given.exponents_T[i]).reshape(x.shape)
-        for i, x in enumerate(floats)
-    ]
+    floats, found = spec.tensors.floats, {}
+    for total, tensors in zip(given.totals, spec.of_totals, strict=True):
+        x = jax.lax.bitcast_convert_type(total, jnp.float32)
+        ends = np.cumsum([floats[i].size for i in tensors])
+        each = jnp.split(x, ends[:-1]) if len(tensors) > 1 else [x]
+        for i, own in zip(tensors, each, strict=True):
+            found[i] = spec.contribution.value(own, given.exponents_T[i])
+    return [found[i].reshape(x.shape) for i, x in enumerate(floats)]
 
 
 def new_aux(
@@ -203,7 +196,7 @@ def update_program(
         aux: PartitionSpec of each other variable.
     """
     tensors, contribution = spec.tensors, spec.contribution
-    run = update_function(spec, bool(replica.axes))
+    run = update_function(spec)
     own = _on_own_parts(spec, replica, params, opt_state, aux)
     if own is not None:
         run = own
@@ -226,13 +219,12 @@ def update_program(
 
 
 def update_function(
-    spec: UpdateSpec, has_axes: bool, updated: Callable[..., Any] = _updated
+    spec: UpdateSpec, updated: Callable[..., Any] = _updated
 ) -> Callable[..., Any]:
     """What `update_program` compiles, for a copy with no process of its own for each device.
 
     Args:
         spec: What the update is made from.
-        has_axes: Whether a copy has several devices.
         updated: What the user's optimizer makes of its arrays.
     """
     num_params = len(spec.tensors.params)
@@ -243,7 +235,7 @@ def update_function(
         aux: Sequence[jax.Array],
         given: Given,
     ) -> tuple[list[jax.Array], PyTree, list[jax.Array], jax.Array]:
-        found = whole_sums(spec, has_axes, given)
+        found = whole_sums(spec, given)
         grads = [(found[i] / given.weight).astype(p.dtype) for i, p in enumerate(params)]
         if spec.clip_norm is not None:
             grads = clip(grads, spec.clip_norm)
@@ -282,8 +274,8 @@ def _on_own_parts(
     )
     own_spec = dataclasses.replace(spec, tensors=own_tensors)
     on_own, on_padded = (
-        update_function(own_spec, True, _updated_as_given),
-        update_function(spec, True),
+        update_function(own_spec, _updated_as_given),
+        update_function(spec),
     )
 
     def hxla_update(*arguments: Any) -> Any:

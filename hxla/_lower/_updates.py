@@ -141,7 +141,7 @@ class Updates:
         if self._traced is None:
             whole = params, opt_state, aux, given
             if self._is_of_one_device:
-                run = update_function(self._spec, has_axes=True)
+                run = update_function(self._spec)
                 self._of_whole = str(jax.make_jaxpr(run)(*whole))
             return [self.programs[i].lower(*whole)]
         sums = np.zeros(len(self._traced.sums), np.float32)

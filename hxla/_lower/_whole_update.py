@@ -82,7 +82,7 @@ def whole_arguments(
         opt_state: The optimizer's state.
         given: What else is read.
     """
-    found, part = whole_sums(spec, False, given), WholePart(update)
+    found, part = whole_sums(spec, given), WholePart(update)
     leaves, num = jax.tree.leaves(opt_state), len(params)
     means = [mean_of(x, given).astype(p.dtype) for x, p in zip(found[:num], params, strict=True)]
     arrays = [*params, *leaves, *means]
@@ -115,7 +115,7 @@ def whole_update_program(spec: UpdateSpec, update: Independent, replica: Replica
                 strict=True,
             )
         ]
-        others = whole_sums(spec, False, given)[num:]
+        others = whole_sums(spec, given)[num:]
         state = jax.tree.unflatten(state_tree, results[num:])
         return results[:num], state, new_aux(spec, aux, others, given.words), given.weight + 0
 
