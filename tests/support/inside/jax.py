@@ -17,6 +17,7 @@ from hxla._jax._jaxpr import (
     run_equation,
     scan_counts,
 )
+from hxla._jax._lookups import lookups_of
 from hxla._jax._lost_peers import is_lost_peer
 from hxla._jax._min_cut import halve
 from hxla._jax._multiprocessors import multiprocessors
