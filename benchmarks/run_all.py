@@ -231,6 +231,12 @@ def startup(result: Any) -> list[Row]:
     return out
 
 
+def vocabulary(result: Any) -> list[Row]:
+    own, [[name, ratio]] = result["rows"]["seconds"], result["ratios"]["seconds"].items()
+    figures = (f"{own[one]} s" for one in ("hxla", "plain JAX"))
+    return [(f"a step with a vocabulary of {result['height']:,}: {name}", *figures, spread(ratio))]
+
+
 PARTS = (
     Part(
         name="plain_jax",
@@ -270,6 +276,12 @@ PARTS = (
         options=["--rounds", "3"],
         quick=["--rounds", "1"],
         rows=startup,
+    ),
+    Part(
+        name="vocabulary",
+        options=["--rounds", "10"],
+        quick=["--rounds", "1", "--height", "2000"],
+        rows=vocabulary,
     ),
     Part(
         name="scanned_layers",

@@ -111,9 +111,7 @@ def lookups_of(closed: ClosedJaxpr, most_rows: Mapping[int, int]) -> Lookups | N
         eqns=equations,
         invars=[*jaxpr.invars, *added],
         outvars=[*jaxpr.outvars, *(eqn.invars[1] for eqn in lookups)],
-        debug_info=debug_info(
-            len(jaxpr.invars) + len(added), len(jaxpr.outvars) + len(lookups)
-        ),
+        debug_info=debug_info(len(jaxpr.invars) + len(added), len(jaxpr.outvars) + len(lookups)),
     )
     return Lookups(ClosedJaxpr(new_jaxpr, flat.consts), tuple(tables), tuple(lookups))
 
@@ -172,4 +170,3 @@ def _rows(eqn: Any, indices: jax.Array, cotangent: jax.Array) -> Rows:
     )
     is_row = (places < height).reshape(-1, *[1] * (len(shape) - 1))
     return Rows(jnp.where(is_row, values, jnp.zeros((), values.dtype)), places)
-

@@ -406,9 +406,7 @@ def row_gradient_of(
     program, num = as_function(lookups.closed), len(lookups.tables)
     dense = [i for i in trained if i not in lookups.tables]
 
-    def gradient(
-        params: Any, aux: Any, key: Any, batch: Any
-    ) -> tuple[Any, list[jax.Array | Rows]]:
+    def gradient(params: Any, aux: Any, key: Any, batch: Any) -> tuple[Any, list[jax.Array | Rows]]:
         def loss(own: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
             given = dict(zip(dense, own, strict=False))
             every = [given.get(i, x) for i, x in enumerate(params)]

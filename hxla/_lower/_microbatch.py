@@ -413,7 +413,7 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
             own = clip([g.astype(jnp.float32) / share for g in grads], spec.clip_norm)
             grads = [g * share for g in own]
         deltas, words = changes(spec.tensors, aux, new_aux, index, spec.num_microbatches)
-        values = [*jax.tree.map(_as_float32, grads), *deltas]
+        values = [*map(_as_float32, grads), *deltas]
         added, peaks_T = join(values, sums.values, exponents_T, keep)
         out = DeviceSums(
             (sums.small_MS * keep).at[index].set(row_bits(row_S)),
@@ -426,8 +426,10 @@ def _program(spec: MicrobatchSpec, replica: Replica) -> Callable[..., tuple[Devi
     return hxla_micro if spec.per_call == 1 else _looped(hxla_micro)
 
 
-def _as_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _as_float32(x: jax.Array | Rows) -> jax.Array | Rows:
+    if isinstance(x, Rows):
+        return x._replace(values=x.values.astype(jnp.float32))
+    return x.astype(jnp.float32)
 
 
 def _looped(one: Callable[..., tuple[DeviceSums, Any]]) -> Callable[..., tuple[DeviceSums, Any]]:

@@ -218,9 +218,7 @@ def update_program(
     )
 
 
-def update_function(
-    spec: UpdateSpec, updated: Callable[..., Any] = _updated
-) -> Callable[..., Any]:
+def update_function(spec: UpdateSpec, updated: Callable[..., Any] = _updated) -> Callable[..., Any]:
     """What `update_program` compiles, for a copy with no process of its own for each device.
 
     Args:

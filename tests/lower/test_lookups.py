@@ -34,28 +34,25 @@ def whole(model, batch):
     return by_rows(model, batch) + 0.0 * model.embed.embedding[...].sum()
 
 
-def trained(loss, counts, **settings):
+def trained(loss, counts):
     rng = np.random.default_rng(0)
     # Few words, so that microbatches, and examples of one, meet in their rows.
     data = {
-        "text": rng.integers(0, HEIGHT, (24, 3)).astype(np.int32) % 7 * 70,
-        "y": rng.normal(size=24).astype(np.float32),
+        "text": rng.integers(0, HEIGHT, (12, 3)).astype(np.int32) % 7 * 70,
+        "y": rng.normal(size=12).astype(np.float32),
     }
-    devices = jax.devices()[: len(counts)]
     job = hxla.Job(
         Words(nnx.Rngs(0)),
         data,
         loss,
         optax.adamw(1e-2),
         batch_size=12,
-        devices=devices,
-        config={"communication": settings} if settings else None,
+        config={"cluster": {"visible_devices": list(range(len(counts)))}},
     )
     plan = job.plan(microbatch_size=2, counts=list(counts))
     with job.open(plan, steps=3) as session:
-        for _ in range(3):
-            session.step()
-        return jax.tree.map(np.asarray, session.state)
+        losses = [record.loss for record in session]
+        return losses, session.result().sha256
 
 
 @functools.cache
@@ -65,7 +62,7 @@ def reference():
 
 @pytest.mark.parametrize("counts", [(6,), pytest.param((5, 1), marks=pytest.mark.slow)])
 def test_rows_are_summed_to_the_bits_of_whole_gradients(counts):
-    jax.tree.map(np.testing.assert_array_equal, trained(by_rows, counts), reference())
+    assert trained(by_rows, counts) == reference()
 
 
 def micro(reads_all):
