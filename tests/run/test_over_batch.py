@@ -383,11 +383,15 @@ def test_what_is_no_such_loss_is_refused(name):
 
 
 def test_both_passes_draw_the_same_numbers_or_it_is_refused():
-    with jax.default_prng_impl("rbg"):
+    before = jax.config.values["jax_default_prng_impl"]
+    jax.config.update("jax_default_prng_impl", "rbg")
+    try:
         made = job(2)
         plan = made.plan(microbatch_size=SIZE, mesh={"data": 1, "tensor": 2}, rules=RULES)
-        with pytest.raises(hxla.ConfigError, match="'rbg'.*over_batch.*'threefry2x32'"):
+        with pytest.raises(hxla.ConfigError, match=r"'rbg'.*over_batch.*'threefry2x32'"):
             made.open(plan)
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
 
 
 def test_contrast_takes_embeddings_and_batch():
