@@ -5,11 +5,13 @@ normalized kernel, XLA's partitioner may gather as it likes.
 """
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from .._lower._lower import Programs
 from .._lower._microbatch import Microbatches
+from .._plan._sharding import Sharded
 from . import _shapes
+from ._analyze import UNREADABLE
 from ._annotated_module import annotate
 from ._arguments import arguments, path_of
 from ._collectives import collectives
@@ -38,26 +40,32 @@ def unplanned_gathers(programs: Programs) -> tuple[str, ...]:
     text = runner.compiled_text
     if "all-gather" not in text:
         return ()
-    module = read_module(text)
+    try:
+        return tuple(_lines(programs, sharded, read_module(text)))
+    except UNREADABLE:  # of another XLA: what is only told may not keep a session from training
+        return ()
+
+
+def _lines(programs: Programs, sharded: Sharded, module: Module) -> Iterable[str]:
     read = annotate(module, arguments(module, {}, {}))
-    found = collectives(read, tuple(programs.plan.axis_sizes.items()), None)
     planned, lines = sharded.gathered_params(), dict[tuple[str, int], str]()
-    for own in found:
+    for own in collectives(read, tuple(programs.plan.axis_sizes.items()), None):
         for param in _made_whole(programs, module, own):
             layout = programs.plan.parameters[param]
-            axes = [a for a in own.axes or () if any(a in names for names in layout.spec)]
-            for axis in axes:
-                if axis != "fsdp" and (axis, param) not in planned:
-                    size = programs.plan.axis_sizes[axis]
-                    brought = own.num_bytes * (size - 1) // size
-                    where = f"{own.origin.primitive} at {own.origin.source}".removesuffix(" at ")
-                    lines.setdefault(
-                        (axis, param),
-                        f"parameter {layout.name} is cut over {axis}, and the compiled program "
-                        f"gathers what is made of it whole in each microbatch, {brought:,} bytes "
-                        f"to a device: {where}",
-                    )
-    return tuple(lines.values())
+            for axis in own.axes or ():
+                is_cut = any(axis in names for names in layout.spec)
+                if not is_cut or axis == "fsdp" or (axis, param) in planned:
+                    continue
+                size = programs.plan.axis_sizes[axis]
+                brought = own.num_bytes * (size - 1) // size
+                where = f"{own.origin.primitive} at {own.origin.source}".removesuffix(" at ")
+                lines.setdefault(
+                    (axis, param),
+                    f"parameter {layout.name} is cut over {axis}, and the compiled program "
+                    f"gathers what is made of it whole in each microbatch, {brought:,} bytes "
+                    f"to a device: {where}",
+                )
+    return lines.values()
 
 
 def _made_whole(programs: Programs, module: Module, own: Collective) -> Iterator[int]:
