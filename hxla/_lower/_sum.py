@@ -172,8 +172,9 @@ class Reducer:
         `values` the parts of each tensor's sum, `before` those chunks of sums that were added up
         before. Totals are combined: the bits of one float32 vector, or of one for each pack where
         nobody else has a part of the sum, for a large array joined to small ones is slow to make;
-        or of each tensor in its own shape where replicas have several devices. As int32, they may take the place of a sum that
-        is let go. If it is not the last they are chunks such as `before`.
+        or of each tensor in its own shape where replicas have several devices. As int32, they may
+        take the place of a sum that is let go. If it is not the last they are chunks such as
+        `before`.
         """
         num, bucket, names = len(self.arrays.places), self._buckets[k], self.arrays.names
         rows = self._rows.get(bucket[0]) if bucket else None
