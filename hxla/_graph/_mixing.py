@@ -84,7 +84,10 @@ class _Walk:
     def run(self, ops: Sequence[Op]) -> None:
         for op in ops:
             if not op.body:
-                self._set(op.outputs, self._leaf(op))
+                tags = zip(op.eqn.outvars, self._leaf(op), strict=False)
+                # What has no elements reads no example.
+                made = [_SAME if 0 in getattr(x.aval, "shape", ()) else tag for x, tag in tags]
+                self._set(op.outputs, made)
             elif op.kind == "scan":
                 self._scan(op)
             else:
