@@ -95,3 +95,21 @@ class HostSums:
                 if shard.replica_id == 0:
                     host[shard.index] = np.asarray(shard.data)
         return self.exchange_bits(host)
+
+
+def told_bits(
+    numbers: Sequence[np.ndarray], replicas: Sequence[Replica], num: int
+) -> list[list[jax.Array]]:
+    """The bits of what each local replica tells, in its row; zeros in those of others.
+
+    Args:
+        numbers: float32 of each.
+        replicas: The local ones.
+        num: Of all replicas.
+    """
+    told = []
+    for row, replica in zip(numbers, replicas, strict=True):
+        bits_DN = np.zeros((num, row.size), np.int32)
+        bits_DN[replica.index] = row.view(np.int32)
+        told.append([replica.put(bits_DN)])
+    return told

@@ -40,7 +40,7 @@ from ._contribution import (
     peaks_to_maxima,
 )
 from ._global_arrays import GlobalArrays
-from ._host_sums import HostSums
+from ._host_sums import HostSums, told_bits
 from ._options import extra_bytes
 from ._per_kind import firsts_alike
 from ._replica import Replica
@@ -145,9 +145,8 @@ class Reducer:
     @property
     def of_totals(self) -> list[list[int]]:
         """Tensors of each array of the totals, in order; of each bucket where they are chunks."""
-        if not self._is_apart:
-            return self.buckets
-        return [list(self._packs[p]) for bucket in self._buckets for p in bucket]
+        packs = itertools.chain(*self._buckets)
+        return [list(self._packs[p]) for p in packs] if self._is_apart else self.buckets
 
     @property
     def num_held(self) -> int:
@@ -181,8 +180,7 @@ class Reducer:
 
         def totals(values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
             if num == 1:
-                found = [self._contribution.combine(*parts) for parts in values]
-                return found if self._inner else [x.reshape(-1) for x in found]
+                return [self._contribution.combine(*parts) for parts in values]
             if num > 1 and rows is not None:
                 summed = sum_of_rows(values[0], rows, self._totals.travels_as)
                 return [self._contribution.combine(*summed).reshape(-1)]
@@ -255,15 +253,12 @@ class Reducer:
         if self.chunks:
             own = [self.arrays.own_spec] if self.chunks[k].tensors else []
             return own + ([self.arrays.inner_spec] if self._others(k) else [])
-        if self._inner:
-            return [self._specs[i] for i in self._buckets[k]]
-        return [P()] * (len(self._buckets[k]) if self._is_apart else 1)
+        return [self._specs[i] for i in self._buckets[k]] if self._is_apart else [P()]
 
     def _total_sizes(self, k: int, i: int = 0) -> list[int]:
         """Elements of each on each device of a local replica."""
         if not self.chunks:
-            sizes = [math.prod(self._shapes[p]) for p in self._buckets[k]]
-            return sizes if self._is_apart else [sum(sizes)]
+            return [sum(math.prod(self._shapes[p]) for p in self._buckets[k])]
         others = sum(self._tensor_sizes[j] for j in self._others(k))
         own = []
         if self._own is not None and self.chunks[k].tensors:
@@ -459,7 +454,8 @@ class Reducer:
             totals: On each local replica those of the groups, one after another.
         """
         arrays, (own, ints, values) = self.arrays, held
-        small: Any = own(), [*arrays.stack([P()], self._told(numbers)), *ints()]
+        told = arrays.stack([P()], told_bits(numbers, self.local, len(self.replicas)))
+        small: Any = own(), [*told, *ints()]
         every: list[list[Any]] = [[] for _ in self.local]
         given = values[0]()
         for i, k in enumerate(self._at_once):
@@ -484,15 +480,6 @@ class Reducer:
             words=tuple([x[i] for x in each] for i in range(len(self.local))),
         )
 
-    def _told(self, numbers: Sequence[np.ndarray]) -> list[list[jax.Array]]:
-        """The bits of what each local replica tells, in its row; zeros in those of others."""
-        told = []
-        for row, replica in zip(numbers, self.local, strict=True):
-            bits_DN = np.zeros((len(self.replicas), NUM_TOLD), np.int32)
-            bits_DN[replica.index] = row.view(np.int32)
-            told.append([replica.put(bits_DN)])
-        return told
-
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """For each replica the processes that hold it."""
@@ -504,7 +491,7 @@ class Reducer:
         def like(shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.local[i].sharding(spec))
 
-        if self._inner and not self.chunks:
+        if self._is_apart:
             pairs = zip(self._shapes, self._specs, strict=True)
             totals = [like(shape, jnp.int32, spec) for shape, spec in pairs]
         else:

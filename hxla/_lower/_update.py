@@ -145,7 +145,7 @@ def whole_sums(spec: UpdateSpec, given: Given) -> list[jax.Array]:
     for total, tensors in zip(given.totals, spec.of_totals, strict=True):
         x = jax.lax.bitcast_convert_type(total, jnp.float32)
         ends = np.cumsum([floats[i].size for i in tensors])
-        each = jnp.split(x, ends[:-1]) if len(tensors) > 1 else [x]
+        each = jnp.split(x.reshape(-1), ends[:-1]) if len(tensors) > 1 else [x]
         for i, own in zip(tensors, each, strict=True):
             found[i] = spec.contribution.value(own, given.exponents_T[i])
     return [found[i].reshape(x.shape) for i, x in enumerate(floats)]
